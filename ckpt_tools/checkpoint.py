@@ -1,0 +1,138 @@
+"""What a checkpoint is: tensors, where their bytes lie, and nothing else.
+
+Whatever holds tensors is read, from its headers alone, into one immutable `Checkpoint`. Shapes, offsets and
+sizes count elements of the global tensor; spans count bytes and are half-open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckpt_tools.dtypes import DType
+from ckpt_tools.layout import Box, Mesh, Placement
+
+Format = Literal["safetensors", "hf", "dcp", "hf-sharded"]
+Encoding = Literal["raw", "torch_zip"]
+Severity = Literal["error", "warning", "info"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteSpan:
+    """Bytes [offset, offset + nbytes) of one file."""
+
+    file: str
+    """Path relative to the checkpoint's root, with forward slashes."""
+    offset: int
+    """First byte."""
+    nbytes: int
+    """Number of bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One stored box of a tensor."""
+
+    box: Box
+    """Which elements of the global tensor."""
+    span: ByteSpan
+    """Where the bytes lie: the elements themselves ("raw") or the item around them ("torch_zip")."""
+    encoding: Encoding = "raw"
+    """How `span` holds the elements; `formats.dcp.resolve` turns "torch_zip" into "raw"."""
+    strides: tuple[int, ...] | None = None
+    """Strides of the stored elements, in elements; None means row-major."""
+    crc32: int | None = None
+    """CRC-32 of the raw bytes as their writer recorded it; None when unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor and its chunks."""
+
+    fqn: str
+    """Fully qualified name, the key in the state dict."""
+    dtype: DType
+    """Element type."""
+    shape: tuple[int, ...]
+    """Global shape in logical elements."""
+    chunks: tuple[Chunk, ...]
+    """Stored boxes; the distinct ones tile the shape exactly in a sound checkpoint."""
+    path: tuple[str, ...] = ()
+    """Keys that lead to the tensor in the nested state dict it was saved from; () when unknown."""
+
+    @property
+    def num_elems(self) -> int:
+        """Number of logical elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of logical bytes: every element once, no replicas."""
+        return self.dtype.num_bytes(self.num_elems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobEntry:
+    """A stored object that is not a tensor: listed and copied, never unpickled."""
+
+    fqn: str
+    """Its key in the state dict."""
+    span: ByteSpan
+    """The whole item."""
+    path: tuple[str, ...] = ()
+    """As `TensorEntry.path`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asset:
+    """A file that belongs to the model but holds no weights (config, tokenizer, …)."""
+
+    file: str
+    """Path relative to the root."""
+    nbytes: int
+    """Size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The description of a checkpoint, from its headers alone."""
+
+    root: str
+    """Directory that every span's file is relative to."""
+    format: Format
+    """How it is stored."""
+    tensors: tuple[TensorEntry, ...]
+    """Tensors in the order of their source."""
+    blobs: tuple[BlobEntry, ...] = ()
+    """Non-tensor items."""
+    assets: tuple[Asset, ...] = ()
+    """Files to carry along."""
+    mesh: Mesh | None = None
+    """The mesh it was sharded for, when recorded."""
+    placements: Mapping[str, Mapping[str, Placement]] | None = None
+    """FQN → axis → placement, when recorded."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Size in bytes of every file that a span names; a missing file is absent."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Logical bytes of all tensors, replicas counted once."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that a check noticed. Returned, not raised."""
+
+    code: str
+    """Stable kebab-case identifier."""
+    severity: Severity
+    """An error makes the check fail; a warning or an info does not."""
+    where: str
+    """Tensor, file or span concerned."""
+    what: str
+    """What is wrong, with the expected and the found value."""
+    hint: str | None = None
+    """What to do about it."""

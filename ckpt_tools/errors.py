@@ -1,0 +1,69 @@
+"""Every error that ckpt raises on purpose.
+
+    CkptError                      exit 1   I/O, faults, anything that failed
+    ├── UsageError                 exit 2   options, impossible meshes or rules
+    ├── UnreadableError            exit 4   not a complete, readable checkpoint
+    │   └── LimitError             exit 4   readable perhaps, but beyond a safety limit
+    └── DestinationExistsError     exit 5   the destination is already there
+
+Findings (exit 3) are values, not errors: see `checkpoint.Finding`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CkptError(Exception):
+    """Something went wrong, told in three parts.
+
+    Args:
+        what: What happened, with the expected and the found value.
+        where: The file, span, tensor or option concerned.
+        hint: What to do about it, in the user's own terms.
+    """
+
+    exit_code: ClassVar[int] = 1
+    code: ClassVar[str] = "failed"
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """All three parts on one line, for logs and tracebacks."""
+        parts = [self.what]
+        if self.where is not None:
+            parts.append(f"at: {self.where}")
+        if self.hint is not None:
+            parts.append(f"hint: {self.hint}")
+        return "; ".join(parts)
+
+
+class UsageError(CkptError):
+    """The arguments cannot be meant: bad option, impossible mesh, rule that matches nothing."""
+
+    exit_code = 2
+    code = "usage"
+
+
+class UnreadableError(CkptError):
+    """The source is not a complete, readable checkpoint."""
+
+    exit_code = 4
+    code = "unreadable"
+
+
+class LimitError(UnreadableError):
+    """The source asks for more than a documented safety limit allows."""
+
+    code = "limit"
+
+
+class DestinationExistsError(CkptError):
+    """The destination exists and `--overwrite` was not given."""
+
+    exit_code = 5
+    code = "destination-exists"

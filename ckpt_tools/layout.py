@@ -1,0 +1,323 @@
+"""Meshes, placements and boxes: which part of a tensor every rank holds, in closed form.
+
+Shape legend: L is the length of a tensor dim, N the number of ranks along a mesh axis.
+
+Sources: `torch.chunk` semantics as used by `torch.distributed.tensor.placement_types.Shard` (chunks of
+ceil(L/N), trailing ranks short or empty), and `fully_shard` on top of tensor parallelism, which cuts inside
+the tensor-parallel chunk (`_StridedShard`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+
+from ckpt_tools.errors import UsageError
+
+AXES = ("dp_replicate", "dp_shard", "tp", "ep", "cp", "pp")
+"""Mesh axis names, as PyTorch trainers spell them."""
+AXIS_ALIASES = {"fsdp": "dp_shard", "dp": "dp_shard", "ddp": "dp_replicate"}
+"""Other spellings that are understood."""
+FSDP_AXIS = "dp_shard"
+"""The axis along which `fully_shard` cuts: inside whatever other axes cut on the same dim."""
+
+Interval = tuple[int, int]
+"""(offset, size) along one dim, in elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Cut along tensor dim `dim`."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """A whole copy on every rank of the axis."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+Placement = Shard | Replicate
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: elements [offset, offset + size) along every dim."""
+
+    offsets: tuple[int, ...]
+    """First element along each dim."""
+    sizes: tuple[int, ...]
+    """Number of elements along each dim."""
+
+    @property
+    def num_elems(self) -> int:
+        """Number of elements; 1 for the box of a 0-d tensor."""
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the common part, or None when no element is shared."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = tuple(
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes of ranks; order is rank order, the last axis varies fastest."""
+
+    axes: tuple[tuple[str, int], ...]
+    """(name, number of ranks) per axis."""
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        for name, size in self.axes:
+            if name not in AXES:
+                raise UsageError(f"unknown mesh axis {name!r}", hint=f"the axes are {', '.join(AXES)}")
+            if size < 1:
+                raise UsageError(f"mesh axis {name}={size} must be at least 1")
+        if len(set(names)) != len(names):
+            raise UsageError(f"a mesh axis is named twice: {', '.join(names)}")
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`; 1 for an axis that the mesh does not have."""
+        return dict(self.axes).get(axis, 1)
+
+    def rank(self, coordinate: tuple[int, ...]) -> int:
+        """Return the rank at `coordinate` (one index per axis)."""
+        rank = 0
+        for (_, size), index in zip(self.axes, coordinate, strict=True):
+            rank = rank * size + index
+        return rank
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Return the index along each axis of `rank`."""
+        indices = []
+        for _, size in reversed(self.axes):
+            rank, index = divmod(rank, size)
+            indices.append(index)
+        return tuple(reversed(indices))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def parse_mesh(text: str, *, world_size: int | None = None) -> Mesh:
+    """Parse "dp_replicate=2,dp_shard=-1,tp=2"; one -1 is inferred from `world_size`.
+
+    Raises:
+        UsageError: Unknown axis, bad number, or a product that is not `world_size`.
+    """
+    axes: list[tuple[str, int]] = []
+    for part in text.split(","):
+        name, equals, number = part.partition("=")
+        name = name.strip()
+        try:
+            size = int(number)
+        except ValueError:
+            equals = ""
+            size = 0
+        if not equals:
+            raise UsageError(
+                f"{part.strip()!r} is not an axis of a mesh", hint="write for example --mesh dp_shard=8,tp=2"
+            )
+        axes.append((AXIS_ALIASES.get(name, name), size))
+    unknown = [name for name, size in axes if size == -1]
+    if len(unknown) > 1:
+        raise UsageError(f"only one axis of the mesh can be -1, found {', '.join(unknown)}")
+    if unknown:
+        known = math.prod(size for _, size in axes if size != -1)
+        if world_size is None:
+            raise UsageError(f"{unknown[0]}=-1 needs --world-size", hint=f"add --world-size to --mesh {text}")
+        if known < 1 or world_size % known:
+            raise UsageError(f"a world of {world_size} ranks is not a multiple of {known}")
+        axes = [(name, world_size // known if size == -1 else size) for name, size in axes]
+    mesh = Mesh(tuple(axes))
+    if world_size is not None and mesh.world_size != world_size:
+        raise UsageError(
+            f"the mesh {mesh} has {mesh.world_size} ranks, --world-size says {world_size}",
+            hint="drop --world-size or write -1 for one axis",
+        )
+    return mesh
+
+
+def parse_placement(text: str) -> Placement:
+    """Parse "S(0)", "Shard(0)", "R" or "Replicate()".
+
+    Raises:
+        UsageError: Anything else.
+    """
+    name, _, rest = text.strip().partition("(")
+    if name in ("S", "Shard") and rest.endswith(")") and rest[:-1].isdecimal():
+        return Shard(int(rest[:-1]))
+    if name in ("R", "Replicate") and rest in ("", ")"):
+        return Replicate()
+    raise UsageError(f"{text!r} is not a placement", hint="write S(0) to cut dim 0, R to replicate")
+
+
+def cut(length: int, num_parts: int) -> list[Interval]:
+    """Cut `length` elements as `torch.chunk` does: parts of ceil(L/N), the last ones short or empty."""
+    step = -(-length // num_parts)
+    starts = (min(i * step, length) for i in range(num_parts))
+    return [(start, min(step, length - start)) for start in starts]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a mesh cuts one tensor: every dim into intervals, every rank one cell of their product."""
+
+    shape: tuple[int, ...]
+    """Global shape of the tensor, in elements."""
+    mesh: Mesh
+    """The mesh."""
+    cutters: tuple[tuple[int, ...], ...]
+    """Per dim, the positions of the mesh axes that cut it, outermost cut first."""
+    intervals: tuple[tuple[Interval, ...], ...]
+    """Per dim, the parts in the order of the cutters' combined index."""
+
+    def local_box(self, rank: int) -> Box:
+        """Return the box that `rank` holds; empty parts have size 0 and the offset where they would start."""
+        coordinate = self.mesh.coordinate(rank)
+        parts = []
+        for positions, intervals in zip(self.cutters, self.intervals, strict=True):
+            index = 0
+            for position in positions:
+                index = index * self.mesh.axes[position][1] + coordinate[position]
+            parts.append(intervals[index])
+        return Box(tuple(offset for offset, _ in parts), tuple(size for _, size in parts))
+
+    @cached_property
+    def cells(self) -> tuple[tuple[int, Box], ...]:
+        """(rank, box) of every distinct box by the lowest rank that holds it, in rank order.
+
+        Boxes at the same offsets are one, as in DCP's planner (`dedup_save_to_lowest_rank`).
+        """
+        strides = [math.prod(size for _, size in self.mesh.axes[i + 1 :]) for i in range(len(self.mesh.axes))]
+        per_dim = []
+        for positions, intervals in zip(self.cutters, self.intervals, strict=True):
+            ranges = [range(self.mesh.axes[position][1]) for position in positions]
+            ranks = (
+                sum(i * strides[p] for i, p in zip(indices, positions, strict=True))
+                for indices in product(*ranges)
+            )
+            per_dim.append(tuple(zip(ranks, intervals, strict=True)))
+        cells = []
+        for parts in product(*per_dim):
+            box = Box(tuple(p[1][0] for p in parts), tuple(p[1][1] for p in parts))
+            cells.append((sum(p[0] for p in parts), box))
+        cells.sort(key=lambda cell: cell[0])
+        first: dict[tuple[int, ...], tuple[int, Box]] = {}
+        for cell in cells:
+            first.setdefault(cell[1].offsets, cell)
+        return tuple(first.values())
+
+
+@lru_cache(maxsize=4096)
+def _grid(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Grid:
+    cutters: list[tuple[int, ...]] = []
+    all_intervals: list[tuple[Interval, ...]] = []
+    for dim, length in enumerate(shape):
+        positions = [i for i, placement in enumerate(placements) if placement == Shard(dim)]
+        # FSDP cuts inside what every other axis has cut; the others cut in mesh order.
+        positions.sort(key=lambda i: mesh.axes[i][0] == FSDP_AXIS)
+        intervals: list[Interval] = [(0, length)]
+        for position in positions:
+            num_parts = mesh.axes[position][1]
+            intervals = [
+                # An empty part starts at the end of the tensor, as DTensor reports it.
+                (start + offset if size else length, size)
+                for start, size_before in intervals
+                for offset, size in cut(size_before, num_parts)
+            ]
+        if length == 0:
+            intervals = [(0, 0)] * len(intervals)
+        cutters.append(tuple(positions))
+        all_intervals.append(tuple(intervals))
+    return Grid(shape, mesh, tuple(cutters), tuple(all_intervals))
+
+
+def cut_tensor(shape: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Placement]) -> Grid:
+    """Return how `mesh` cuts a tensor of `shape` under `placements` (axis name → placement).
+
+    Axes that `placements` does not name replicate. Grids are cached: tensors of one shape share one.
+    """
+    return _grid(shape, mesh, tuple(placements.get(name, Replicate()) for name, _ in mesh.axes))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The canonical partition of a tensor into blocks of at most `block_bytes`, contiguous in row-major order.
+
+    A block fixes the leading dims, takes a range along one dim and everything after it, so its part of any
+    row-major chunk is one contiguous run. Blocks are the unit of work and of digests: they depend on
+    shape and element width alone, so every format yields the same ones.
+    """
+
+    shape: tuple[int, ...]
+    """Shape of the tensor."""
+    dim: int
+    """The dim along which blocks take a range; -1 when one block holds everything."""
+    step: int
+    """Elements of `dim` per block; the last range of each run may be shorter."""
+    element_bits: int
+    """Bits per element."""
+
+    def __len__(self) -> int:
+        if 0 in self.shape:
+            return 0
+        if self.dim < 0:
+            return 1
+        return math.prod(self.shape[: self.dim]) * -(-self.shape[self.dim] // self.step)
+
+    def __getitem__(self, index: int) -> Box:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self.dim < 0:
+            return Box((0,) * len(self.shape), self.shape)
+        index, part = divmod(index, -(-self.shape[self.dim] // self.step))
+        offsets = [0] * len(self.shape)
+        offsets[self.dim] = part * self.step
+        for dim in reversed(range(self.dim)):
+            index, offsets[dim] = divmod(index, self.shape[dim])
+        size = min(self.step, self.shape[self.dim] - part * self.step)
+        return Box(tuple(offsets), (1,) * self.dim + (size,) + self.shape[self.dim + 1 :])
+
+    def __iter__(self) -> Iterator[Box]:
+        return (self[i] for i in range(len(self)))
+
+
+def split_blocks(shape: tuple[int, ...], element_bits: int, *, block_bytes: int, granule: int = 1) -> Blocks:
+    """Return the canonical blocks of a tensor.
+
+    Args:
+        shape: Global shape, in elements.
+        element_bits: Bits per element.
+        block_bytes: Upper bound of a block (one granule of elements may exceed it).
+        granule: Elements along the last dim that fill whole bytes (sub-byte types).
+    """
+    inner_bits = element_bits
+    for dim in reversed(range(len(shape))):
+        if inner_bits * shape[dim] > block_bytes * 8:
+            step = max(1, block_bytes * 8 // inner_bits)
+            if dim == len(shape) - 1:
+                step = max(granule, step - step % granule)
+            return Blocks(shape, dim, step, element_bits)
+        inner_bits *= shape[dim]
+    return Blocks(shape, -1, 0, element_bits)

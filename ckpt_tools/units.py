@@ -1,0 +1,47 @@
+"""Sizes and durations: parse what people write, format what people read.
+
+Decimal suffixes are powers of 1000 and binary suffixes powers of 1024, as in huggingface_hub:
+5GB = 5·10⁹ bytes, 5GiB = 5·2³⁰ bytes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.errors import UsageError
+
+_DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Return the number of bytes that `text` stands for ("5GB", "512 MiB", "1000").
+
+    Raises:
+        UsageError: The text is not a positive size.
+    """
+    match = _SIZE.fullmatch(text)
+    scale = (_DECIMAL | _BINARY).get(match[2].upper()) if match else None
+    if match is None or scale is None or (num_bytes := int(float(match[1]) * scale)) <= 0:
+        raise UsageError(f"{text!r} is not a size", hint="write for example 5GB, 500MB or 2GiB")
+    return num_bytes
+
+
+def format_size(num_bytes: int | float) -> str:
+    """Return `num_bytes` for people, in binary units with three significant digits ("1.86 GiB")."""
+    if abs(num_bytes) < 1024:
+        return f"{num_bytes:.0f} B"
+    value = float(num_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if abs(value) < 1024:
+            break
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as h:mm:ss ("0:01:05")."""
+    minutes, secs = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{secs:02d}"
