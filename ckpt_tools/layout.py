@@ -263,7 +263,7 @@ def cut_tensor(shape: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Plac
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The canonical partition of a tensor into blocks of at most `block_bytes`, contiguous in row-major order.
+    """The canonical partition of a tensor into contiguous row-major blocks of at most `block_bytes`.
 
     A block fixes the leading dims, takes a range along one dim and everything after it, so its part of any
     row-major chunk is one contiguous run. Blocks are the unit of work and of digests: they depend on

@@ -28,12 +28,13 @@ def parse_size(text: str) -> int:
     return num_bytes
 
 
-def format_size(num_bytes: int | float) -> str:
+def format_size(num_bytes: float) -> str:
     """Return `num_bytes` for people, in binary units with three significant digits ("1.86 GiB")."""
     if abs(num_bytes) < 1024:
         return f"{num_bytes:.0f} B"
     value = float(num_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
+    unit = "B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):  # noqa: B007 - the last one stands for all above
         value /= 1024
         if abs(value) < 1024:
             break

@@ -1,0 +1,1 @@
+"""Where bytes live: ranged reads, staged writes, publishing. Knows no tensors."""

@@ -1,0 +1,1 @@
+"""Checkpoints for PyTorch FSDP2: shard, gather, reshard, inspect, verify, diff."""
