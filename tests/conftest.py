@@ -1,0 +1,75 @@
+"""What every test gets: fixed seeds in CI, no network, machine-dependent marks, and a watch over child processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before anything imports torch or transformers; child processes inherit them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Every option can come from the environment: a tester's own settings must not steer the tests.
+for _name in [name for name in os.environ if name.startswith("CKPT_")]:
+    del os.environ[_name]
+
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+# multiprocessing starts these once and keeps them until the interpreter ends.
+_HOUSEKEEPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine cannot run."""
+    needs = (
+        ("root", lambda: os.geteuid() == 0, "needs root (loop devices, mounts, cgroups)"),
+        ("gpu", _has_cuda, "needs a CUDA device"),
+    )
+    for mark, is_met, reason in needs:
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and not is_met():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _children() -> dict[int, str]:
+    """Command line of every living child process, by process id."""
+    found: dict[int, str] = {}
+    for thread in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = thread.read_text().split()
+        except OSError:
+            continue
+        for pid in pids:
+            try:
+                command = (
+                    Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+            except OSError:
+                continue
+            # A zombie has no command line: it has ended and only waits to be collected.
+            if command and not any(name in command for name in _HOUSEKEEPERS):
+                found[int(pid)] = command
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _no_stray_children() -> Iterator[None]:
+    """Fail a test that leaves a child process running."""
+    before = _children()
+    yield
+    strays = {pid: command for pid, command in _children().items() if pid not in before}
+    assert not strays, f"child processes still running: {strays}"
