@@ -10,10 +10,12 @@ the tensor-parallel chunk (`_StridedShard`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import accumulate, product
+from typing import Generic, TypeVar
 
 from ckpt_tools.errors import UsageError
 
@@ -230,10 +232,13 @@ class Grid:
 
 
 @lru_cache(maxsize=4096)
-def _grid(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Grid:
+def _grid(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], pack: int) -> Grid:
     cutters: list[tuple[int, ...]] = []
     all_intervals: list[tuple[Interval, ...]] = []
-    for dim, length in enumerate(shape):
+    for dim, num_elems in enumerate(shape):
+        # torch counts packed elements along the last dim, and cuts between them only.
+        scale = pack if dim == len(shape) - 1 else 1
+        length = num_elems // scale
         positions = [i for i, placement in enumerate(placements) if placement == Shard(dim)]
         # FSDP cuts inside what every other axis has cut; the others cut in mesh order.
         positions.sort(key=lambda i: mesh.axes[i][0] == FSDP_AXIS)
@@ -249,16 +254,66 @@ def _grid(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...])
         if length == 0:
             intervals = [(0, 0)] * len(intervals)
         cutters.append(tuple(positions))
-        all_intervals.append(tuple(intervals))
+        all_intervals.append(tuple((start * scale, size * scale) for start, size in intervals))
     return Grid(shape, mesh, tuple(cutters), tuple(all_intervals))
 
 
-def cut_tensor(shape: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Placement]) -> Grid:
+def cut_tensor(
+    shape: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Placement], *, pack: int = 1
+) -> Grid:
     """Return how `mesh` cuts a tensor of `shape` under `placements` (axis name → placement).
 
     Axes that `placements` does not name replicate. Grids are cached: tensors of one shape share one.
+
+    Args:
+        shape: Global shape, in logical elements.
+        mesh: The mesh.
+        placements: Axis name → placement.
+        pack: Logical elements that torch keeps in one element of its own along the last dim
+            (`DType.pack`); the last dim is a multiple of it and is cut at multiples of it.
+
+    Raises:
+        UsageError: A placement names a dim that the tensor does not have, or the last dim is no
+            multiple of `pack`.
     """
-    return _grid(shape, mesh, tuple(placements.get(name, Replicate()) for name, _ in mesh.axes))
+    for axis, placement in placements.items():
+        if isinstance(placement, Shard) and not 0 <= placement.dim < len(shape):
+            raise UsageError(f"{axis}={placement} cuts a dim that a tensor of shape {shape} does not have")
+    if pack > 1 and (not shape or shape[-1] % pack):
+        raise UsageError(f"the last dim of shape {shape} is not a multiple of {pack} packed elements")
+    return _grid(shape, mesh, tuple(placements.get(name, Replicate()) for name, _ in mesh.axes), pack)
+
+
+T = TypeVar("T")
+
+
+class BoxIndex(Generic[T]):
+    """Finds which of many boxes share elements with a given one, without looking at all of them.
+
+    Args:
+        items: (item, its box); empty boxes are never found.
+    """
+
+    def __init__(self, items: Iterable[tuple[T, Box]]) -> None:
+        self._items = [(item, box) for item, box in items if 0 not in box.sizes]
+        self._items.sort(key=lambda pair: pair[1].offsets)
+        self._starts: list[int] = []
+        self._reach: list[int] = []  # how far the boxes up to here extend along dim 0
+        if self._items and self._items[0][1].sizes:
+            self._starts = [box.offsets[0] for _, box in self._items]
+            ends = (box.offsets[0] + box.sizes[0] for _, box in self._items)
+            self._reach = list(accumulate(ends, max))
+
+    def overlaps(self, box: Box) -> Iterator[tuple[T, Box]]:
+        """Yield (item, common part) in the order of the items' offsets."""
+        first, last = 0, len(self._items)
+        if self._starts:
+            first = bisect_right(self._reach, box.offsets[0])
+            last = bisect_left(self._starts, box.offsets[0] + box.sizes[0])
+        for item, own in self._items[first:last]:
+            part = own.intersect(box)
+            if part is not None:
+                yield item, part
 
 
 @dataclass(frozen=True, slots=True)
