@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds in CI, no network, machine-dependent marks, and a watch over child processes."""
+"""What every test gets: fixed seeds in CI, no network, marks that say why they skip, a watch on children."""
 
 from __future__ import annotations
 

@@ -1,0 +1,258 @@
+"""Times shard, gather, reshard and verify as whole processes, beside `cp -r` + sync and other tools.
+
+Contenders take turns within each round, so a slow minute hits all alike. The page cache is warm for
+everybody: nothing is dropped, every source is read once before its job. ckpt and cp end with their output
+on disk (fsync, sync -f); the peers run as their own defaults are. What ckpt writes is checked once per job,
+outside the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from measure import CommandError, Sample, floor_rss_bytes, measure
+from report import Kind, Row, to_json, to_markdown
+
+from ckpt_tools.units import parse_size
+
+HERE = Path(__file__).resolve().parent
+CKPT = str(Path(sys.prefix, "bin", "ckpt"))
+JOBS = ("shard", "gather", "reshard", "verify")
+TP_RULES = (
+    "model.layers.*.self_attn.{q,k,v}_proj.weight=tp:S(0)",
+    "model.layers.*.self_attn.o_proj.weight=tp:S(1)",
+    "model.layers.*.mlp.{gate,up}_proj.weight=tp:S(0)",
+    "model.layers.*.mlp.down_proj.weight=tp:S(1)",
+    "{model.embed_tokens,lm_head}.weight=tp:S(0)",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way to do a job."""
+
+    name: str
+    kind: Kind
+    command: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job, its source and everybody who does it into `out`."""
+
+    name: str
+    source: Path
+    out: Path
+    contenders: list[Contender]
+    check: list[str] | None
+    """Command that proves what ckpt wrote; None when the job writes nothing."""
+
+
+def say(text: str) -> None:
+    """Tell how far it is, on stderr."""
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+def peer(script: str, *arguments: object) -> Contender:
+    """A peer in its own Python process."""
+    command = [sys.executable, str(HERE / "peers" / f"{script}.py"), *map(str, arguments)]
+    return Contender(name=script.replace("_", " "), kind="peer", command=command)
+
+
+def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) -> Iterator[Job]:
+    """The jobs named, in order."""
+    hf, dcp, out = work / "hf", work / "dcp", work / "out"
+    rules = [word for rule in TP_RULES for word in ("--set", rule)]
+    ours = {
+        "shard": ["shard", hf, out, "--mesh", f"dp_shard={num_ranks}"],
+        "gather": ["gather", dcp, out],
+        "reshard": ["reshard", dcp, out, "--mesh", "dp_shard=2,tp=2", *rules],
+        "verify": ["verify", dcp, "--level", "data"],
+    }
+    peers = {
+        "shard": [peer("hf_one_rank", hf, out), peer("hf_ranks", hf, out, num_ranks)],
+        "gather": [
+            peer("dcp_to_torch", dcp, out),
+            peer("dcp_consolidate", dcp, out, hf / "model.safetensors.index.json"),
+            peer("accelerate_merge", dcp, out),
+        ],
+    }
+    against = [CKPT, "verify", str(out), "--against", str(hf), "--quiet"]
+    for name in names:
+        source = hf if name == "shard" else dcp
+        copy = ["sh", "-c", 'cp -r "$1" "$2" && sync -f "$2"', "cp", str(source), str(out)]
+        yield Job(
+            name=name,
+            source=source,
+            out=out,
+            contenders=[
+                Contender(name="ckpt", kind="ckpt", command=[CKPT, *map(str, ours[name])]),
+                Contender(name="cp -r + sync", kind="cp", command=copy),
+                *(peers.get(name, []) if with_peers else []),
+            ],
+            check=None if name == "verify" else against,
+        )
+
+
+def warm(directory: Path) -> None:
+    """Read everything once, so that every contender finds it in memory."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(1 << 23):
+                    pass
+
+
+def compare_directories(before: Path, after: Path) -> None:
+    """Fail unless both hold the same files with the same bytes."""
+    names = sorted(
+        {p.relative_to(d).as_posix() for d in (before, after) for p in d.rglob("*") if p.is_file()}
+    )
+    _, different, missing = filecmp.cmpfiles(before, after, names, shallow=False)
+    if different or missing:
+        raise CommandError(f"gather did not give the files back: {', '.join(different + missing)}")
+
+
+def run_job(job: Job, work: Path, repeats: int) -> list[Row]:
+    """Let all contenders take turns; a peer that fails is out, a failing ckpt ends the run."""
+    warm(job.source)
+    log = work / "log"
+    samples: dict[str, list[Sample]] = {contender.name: [] for contender in job.contenders}
+    failed: set[str] = set()
+    for turn in range(repeats):
+        first = turn % len(job.contenders)
+        for contender in job.contenders[first:] + job.contenders[:first]:
+            if contender.name in failed:
+                continue
+            try:
+                sample = measure(contender.command, log)
+                if contender.kind == "ckpt" and turn == 0 and job.check is not None:
+                    measure(job.check, log)
+                    if job.name == "gather":
+                        compare_directories(work / "hf", job.out)
+            except CommandError as error:
+                if contender.kind != "peer":
+                    raise
+                say(f"{contender.name} failed and is left out: {error}")
+                failed.add(contender.name)
+                samples[contender.name].clear()
+            else:
+                samples[contender.name].append(sample)
+                peak = sample.peak_rss_bytes / 1e6
+                say(
+                    f"{job.name} {turn + 1}/{repeats} {contender.name}: {sample.seconds:.2f} s, {peak:.0f} MB"
+                )
+            finally:
+                shutil.rmtree(job.out, ignore_errors=True)
+    return [
+        Row(job=job.name, contender=c.name, kind=c.kind, samples=tuple(samples[c.name]))
+        for c in job.contenders
+    ]
+
+
+def describe_machine(work: Path) -> dict[str, object]:
+    """What the figures depend on."""
+    versions = {name: importlib.metadata.version(name) for name in ("ckpt-tools", "torch", "safetensors")}
+    kind = subprocess.run(["stat", "-f", "-c", "%T", str(work)], capture_output=True, text=True, check=False)
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "file_system": kind.stdout.strip(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+@contextmanager
+def work_directory(parent: str | None) -> Iterator[Path]:
+    """A directory of our own, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=parent) as work:
+        yield Path(work).resolve()
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="bin/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", type=parse_size, default="2GB", help="bytes of the model (default 2GB)")
+    parser.add_argument("--files", type=int, default=4, help="safetensors files of the source (default 4)")
+    parser.add_argument("--hidden", type=int, default=2048, help="width of the model (default 2048)")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks that shard writes for (default 8)")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds; medians are over them (default 5)")
+    parser.add_argument("--only", default=",".join(JOBS), help=f"jobs to run, of {','.join(JOBS)}")
+    parser.add_argument("--no-peers", action="store_true", help="only ckpt and cp")
+    parser.add_argument("--workdir", help="where to write (default: the temporary directory)")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
+    options = parser.parse_args(arguments)
+    options.only = [name.strip() for name in options.only.split(",")]
+    for name in options.only:
+        if name not in JOBS:
+            parser.error(f"--only knows {', '.join(JOBS)}, not {name!r}")
+    for name in ("files", "ranks", "repeats"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if options.hidden < 16 or options.hidden % 16:
+        parser.error("--hidden must be a multiple of 16")
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """Make the source, run the jobs, print; the exit code."""
+    options = parse_arguments(arguments)
+    rows: list[Row] = []
+    with work_directory(options.workdir) as work:
+        free = shutil.disk_usage(work).free
+        if free < 4 * options.size:
+            print(f"bench: {work} has {free / 1e9:.1f} GB free, four times --size is needed", file=sys.stderr)
+            return 1
+        hf, dcp = work / "hf", work / "dcp"
+        make = [sys.executable, str(HERE / "generate.py"), hf, options.size, options.files, options.hidden]
+        subprocess.run(list(map(str, make)), stdout=sys.stderr, check=True)
+        num_bytes = sum(path.stat().st_size for path in hf.iterdir())
+        try:
+            if options.only != ["shard"]:
+                measure(
+                    [CKPT, "shard", str(hf), str(dcp), "--mesh", f"dp_shard={options.ranks}"], work / "log"
+                )
+            for job in plan_jobs(work, options.only, options.ranks, not options.no_peers):
+                rows += run_job(job, work, options.repeats)
+        except CommandError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
+        machine = describe_machine(work)
+    if options.json:
+        settings = {name: getattr(options, name) for name in ("size", "files", "hidden", "ranks", "repeats")}
+        document = {
+            "schema_version": 1,
+            "machine": machine,
+            "settings": settings,
+            "num_bytes": num_bytes,
+            "floor_rss_bytes": floor_rss_bytes(),
+            "results": to_json(rows, num_bytes),
+        }
+        print(json.dumps(document, indent=2))
+    else:
+        print(to_markdown(rows, num_bytes))
+        facts = ", ".join(f"{name} {value}" for name, value in machine.items())
+        print(f"\n{num_bytes / 1e9:.2f} GB, {options.ranks} ranks, {options.repeats} rounds, warm cache.")
+        print(facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
