@@ -1,0 +1,24 @@
+"""Rules: which mesh axis cuts which tensor along which dim, by patterns on FQNs.
+
+A pattern (`globs`) and what it means (`rule`) come from a YAML file or from `--set` (`parse`), or from the
+model's own tensor-parallel plan (`tp_plan`); `place` applies them to the tensors of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.rules.globs import compile_glob
+from ckpt_tools.rules.parse import parse_rules, parse_set
+from ckpt_tools.rules.place import cut_entry, place_tensors
+from ckpt_tools.rules.rule import Rule, RuleSet
+from ckpt_tools.rules.tp_plan import tp_plan_rules
+
+__all__ = [
+    "Rule",
+    "RuleSet",
+    "compile_glob",
+    "cut_entry",
+    "parse_rules",
+    "parse_set",
+    "place_tensors",
+    "tp_plan_rules",
+]

@@ -1,0 +1,586 @@
+"""Rules: patterns, files, `--set`, styles, plans, and the cuts that are refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_tools.checkpoint import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.errors import UsageError
+from ckpt_tools.layout import Box, Mesh, Replicate, Shard
+from ckpt_tools.rules import (
+    Rule,
+    compile_glob,
+    cut_entry,
+    parse_rules,
+    parse_set,
+    place_tensors,
+    tp_plan_rules,
+)
+from ckpt_tools.rules.rule import STYLES
+from ckpt_tools.rules.tp_plan import LLAMA_FAMILY, _built_in_plan, _transformers_plan
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+FSDP_TP = Mesh((("dp_shard", 2), ("tp", 2)))
+FSDP = Mesh((("dp_shard", 4),))
+
+
+def tensor(fqn, *shape, dtype="F32"):
+    chunk = Chunk(box=Box((0,) * len(shape), shape), span=ByteSpan(file="m.safetensors", offset=0, nbytes=0))
+    return TensorEntry(fqn=fqn, dtype=BY_NAME[dtype], shape=shape, chunks=(chunk,))
+
+
+# Patterns
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        ("a.*.c", ["a.b.c", "a..c", "a.0.c"], ["a.b.b.c", "a.c", "xa.b.c"]),
+        ("a.**.c", ["a.b.c", "a.b.b.c", "a..c"], ["a.c", "a.b.d"]),
+        ("**norm**", ["norm", "model.norm.weight", "layers.0.input_layernorm.weight"], ["nor.m", ""]),
+        ("**.weight", ["a.weight", "a.b.weight"], ["weight", "a.weight.b"]),
+        ("**", ["", "a.b"], []),
+        ("*", ["", "ab"], ["a.b"]),
+        ("***", ["a.b"], []),
+        ("l.?", ["l.1"], ["l.", "l.12", "l.."]),
+        ("{q,k}_proj", ["q_proj", "k_proj"], ["v_proj", "q,k_proj"]),
+        ("{a,b{c,d}}.w", ["a.w", "bc.w", "bd.w"], ["b.w", "c.w"]),
+        ("{,model.}norm", ["norm", "model.norm"], ["x.norm"]),
+        ("{*,**.x}", ["ab", "a.b.x"], ["a.b"]),
+        ("a,b", ["a,b"], ["a", "b"]),
+        ("[ab]", ["[ab]"], ["a"]),
+        ("a+b(c)|d^$\\e", ["a+b(c)|d^$\\e"], ["aab"]),
+        ("a.b", ["a.b"], ["axb", "a.b\n", "a.bc"]),
+        ("**a*b", ["aX.ab", "ab"], ["a.b"]),
+        ("**{abcd,b}**c", ["abc", "xabcdc"], ["abd"]),
+        ("**\n", ["a\n"], ["a"]),
+    ],
+)
+def test_compile_glob_pattern_matches_what_it_says(pattern, yes, no):
+    compiled = compile_glob(pattern)
+    assert [name for name in yes if not compiled.fullmatch(name)] == []
+    assert [name for name in no if compiled.fullmatch(name)] == []
+
+
+@pytest.mark.parametrize("pattern", ["{a", "a}", "{a,{b}", "}{", "{{}"])
+def test_compile_glob_unbalanced_braces_are_refused(pattern):
+    with pytest.raises(UsageError, match="without its counterpart"):
+        compile_glob(pattern)
+
+
+def test_compile_glob_exploding_braces_are_refused():
+    with pytest.raises(UsageError, match="more than 4096"):
+        compile_glob("{a,b,c,d}" * 7)
+
+
+def naive(pattern):
+    """The meaning of a pattern without braces, written down without care for speed."""
+    parts = re.split(r"(\*{2,}|\*|\?)", pattern)
+    meaning = {"*": "[^.]*", "?": "[^.]"}
+    return re.compile(
+        "".join(meaning.get(p, ".*" if p.startswith("**") else re.escape(p)) for p in parts), re.DOTALL
+    )
+
+
+@given(st.text("ab.*?", max_size=9), st.lists(st.text("ab.", max_size=9), min_size=20, max_size=20))
+@settings(deadline=None, max_examples=500)
+def test_compile_glob_any_pattern_equals_the_plain_regular_expression(pattern, names):
+    for name in names:
+        assert bool(compile_glob(pattern).fullmatch(name)) == bool(naive(pattern).fullmatch(name)), name
+
+
+@pytest.mark.parametrize(
+    "pattern", ["**a" * 30 + "b", "*a" * 30 + "b", "{*a,a*}**" * 6 + "b", "a*" * 30 + ".b"]
+)
+def test_compile_glob_hostile_name_is_matched_at_once(pattern):
+    start = time.perf_counter()
+    assert not compile_glob(pattern).fullmatch("a" * 2000)
+    assert time.perf_counter() - start < 2
+
+
+# Files
+
+RULES = """
+version: 1
+mesh: {ddp: 2, dp_shard: 4, tp: 2}
+rules:
+  - match: "model.layers.*.self_attn.{q,k,v}_proj.weight"
+    place: {tp: S(0), fsdp: S(1)}
+  - match: "model.layers.*.self_attn.o_proj"
+    style: rowwise
+  - match: "**norm**"
+    place: {}
+"""
+
+
+def test_parse_rules_example_gives_mesh_and_rules_in_order():
+    parsed = parse_rules(RULES, where="rules.yaml")
+    assert parsed.mesh == Mesh((("dp_replicate", 2), ("dp_shard", 4), ("tp", 2)))
+    assert [(rule.place, rule.style, rule.origin) for rule in parsed.rules] == [
+        ({"tp": S0, "dp_shard": S1}, None, "rules.yaml, rule 1"),
+        (None, "rowwise", "rules.yaml, rule 2"),
+        ({}, None, "rules.yaml, rule 3"),
+    ]
+
+
+def test_parse_rules_minus_one_takes_the_world_size():
+    text = "version: 1\nmesh: {dp_shard: -1, tp: 2}"
+    assert parse_rules(text, where="r", world_size=8).mesh == Mesh((("dp_shard", 4), ("tp", 2)))
+    with pytest.raises(UsageError, match="needs --world-size"):
+        parse_rules(text, where="r")
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "hint"),
+    [
+        ("", "must be a mapping", None),
+        ("- a", "must be a mapping", None),
+        ("version: 1\nrules: [", "not valid YAML", None),
+        ("version: 2", "version 2, expected 1", None),
+        ("version: true", "version True, expected 1", None),
+        ("rules: []", "no version, expected 1", None),
+        ("version: 1\nrule: []", "unknown key 'rule'", "did you mean rules"),
+        ("version: 1\nrules: {}", "rules must be a list", None),
+        ("version: 1\nrules: [a]", "a rule must be a mapping", None),
+        ("version: 1\nrules: [{match: a, plcae: {}}]", "unknown key 'plcae'", "did you mean place"),
+        ("version: 1\nrules: [{place: {}}]", "needs match", None),
+        ("version: 1\nrules: [{match: 3, place: {}}]", "needs match", None),
+        ("version: 1\nrules: [{match: a}]", "either place or style", None),
+        ("version: 1\nrules: [{match: a, place: {}, style: colwise}]", "either place or style", None),
+        ("version: 1\nrules: [{match: a, place: }]", "place must be a mapping", None),
+        ("version: 1\nrules: [{match: a, place: {tpp: R}}]", "unknown mesh axis 'tpp'", "did you mean tp"),
+        ("version: 1\nrules: [{match: a, place: {tp: S(x)}}]", "is not a placement", "write S"),
+        ("version: 1\nrules: [{match: a, place: {tp: 0}}]", "is not a placement", "write S"),
+        ("version: 1\nrules: [{match: a, place: {fsdp: R, dp_shard: R}}]", "placed twice", None),
+        (
+            "version: 1\nrules: [{match: a, style: colwize}]",
+            "unknown style 'colwize'",
+            "did you mean colwise",
+        ),
+        ("version: 1\nrules: [{match: a, style: 1}]", "style must be a name", None),
+        ("version: 1\nrules: [{match: a, style: packed_colwise}]", "several matrices", "off the tp axis"),
+        ("version: 1\nrules: [{match: '{a', place: {}}]", "without its counterpart", None),
+        ("version: 1\nrules: [{match: a, match: b, place: {}}]", "written twice", None),
+        ("version: 1\nmesh: {dp_shard: two}", "'two' ranks", None),
+        ("version: 1\nmesh: dp_shard=2", "mesh must be a mapping", None),
+        ("version: 1\nmesh: {shard: 2}", "unknown mesh axis 'shard'", None),
+        ("version: 1\nmesh: {tp: 1.5}", "1.5 ranks", None),
+        ("[" * 5000, "not valid YAML", None),
+        ("version: 1\nmesh: 2026-99-99", "not valid YAML", None),
+        ("!!python/object/apply:os.getpid []", "not valid YAML", None),
+    ],
+)
+def test_parse_rules_bad_text_is_refused_with_the_reason(text, what, hint):
+    with pytest.raises(UsageError, match=re.escape(what)) as caught:
+        parse_rules(text, where="rules.yaml")
+    if hint is not None:
+        assert hint in caught.value.hint
+
+
+def test_parse_rules_error_names_the_file_and_the_rule():
+    with pytest.raises(UsageError) as caught:
+        parse_rules("version: 1\nrules: [{match: a, place: {}}, {match: a, place: {x: R}}]", where="my.yaml")
+    assert caught.value.where == "my.yaml, rule 2"
+
+
+# --set
+
+
+@pytest.mark.parametrize(
+    ("text", "match", "place"),
+    [
+        ("**.q_proj.weight=tp:S(0)", "**.q_proj.weight", {"tp": S0}),
+        ("a=tp:S(1), dp:R", "a", {"tp": S1, "dp_shard": R}),
+        ("a.{b,c}=", "a.{b,c}", {}),
+        ("odd=name=ep:R", "odd=name", {"ep": R}),
+    ],
+)
+def test_parse_set_text_gives_the_rule(text, match, place):
+    rule = parse_set(text)
+    assert (rule.match, rule.place, rule.style) == (match, place, None)
+    assert text in rule.origin
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("a.b", "is not a rule"),
+        ("=tp:R", "is not a rule"),
+        ("a=tp", "is not axis:placement"),
+        ("a=tp:S(0),", "is not axis:placement"),
+        ("a=tp:S(-1)", "is not a placement"),
+        ("a=rows:S(0)", "unknown mesh axis 'rows'"),
+        ("a=tp:R,tp:S(0)", "placed twice"),
+        ("{a=tp:R", "without its counterpart"),
+    ],
+)
+def test_parse_set_bad_text_is_refused(text, fragment):
+    with pytest.raises(UsageError, match=re.escape(fragment)):
+        parse_set(text)
+
+
+# Styles
+
+
+@pytest.mark.parametrize(
+    ("style", "name", "num_dims", "expected"),
+    [
+        ("colwise", "weight", 2, {"tp": S0}),
+        ("colwise", "bias", 1, {"tp": S0}),
+        ("colwise_gather_output", "weight", 2, {"tp": S0}),
+        ("colwise_rep", "weight", 2, {"tp": S0}),
+        ("colwise", "gate_up", 3, {"tp": S1}),
+        ("colwise", "scale", 0, {}),
+        ("rowwise", "weight", 2, {"tp": S1}),
+        ("rowwise", "bias", 1, {}),
+        ("rowwise", "down_proj", 3, {"tp": Shard(2)}),
+        ("rowwise_rep", "weight", 2, {"tp": S1}),
+        ("rowwise_split_input", "weight", 2, {"tp": S1}),
+        ("embedding_rowwise", "weight", 2, {"tp": S0}),
+        ("embedding_colwise", "weight", 2, {"tp": S1}),
+        ("grouped_gemm", "gate_up_proj", 3, {"ep": S0}),
+        ("sequence_parallel", "weight", 1, {}),
+        ("replicate", "weight", 2, {}),
+        ("moe_tp_experts", "weight", 2, {}),
+    ],
+)
+def test_rule_style_cuts_the_dim_that_transformers_cuts(style, name, num_dims, expected):
+    rule = Rule(match="m.*.proj", style=style)
+    assert rule.matches(f"m.0.proj.{name}")
+    assert rule.placements(f"m.0.proj.{name}", num_dims) == expected
+
+
+def test_rule_style_matches_module_and_parameter_but_no_deeper():
+    rule = Rule(match="m.proj", style="colwise")
+    assert [
+        rule.matches(n) for n in ("m.proj", "m.proj.weight", "m.proj.x.weight", "x.m.proj.weight", "m")
+    ] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert not Rule(match="m.proj", place={}).matches("m.proj.weight")
+
+
+def test_styles_know_all_that_transformers_registers():
+    tensor_parallel = pytest.importorskip("transformers.integrations.tensor_parallel")
+    registered = set(tensor_parallel.ALL_PARALLEL_STYLES.keys())
+    assert "colwise" in registered
+    assert registered - STYLES.keys() == set()
+
+
+# Placing
+
+
+def test_place_tensors_default_is_what_fully_shard_gives():
+    mesh = Mesh((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)))
+    tensors = [tensor("a", 4, 4), tensor("b", 3), tensor("scalar"), tensor("empty", 0, 4)]
+    assert place_tensors(tensors, mesh, ()) == {
+        "a": {"dp_shard": S0},
+        "b": {"dp_shard": S0},
+        "scalar": {},
+        "empty": {"dp_shard": S0},
+    }
+
+
+def test_place_tensors_mesh_without_fsdp_replicates():
+    assert place_tensors([tensor("a", 4)], Mesh((("tp", 2),)), ()) == {"a": {}}
+
+
+def test_place_tensors_first_match_wins():
+    rules = (parse_set("a.w="), parse_set("a.*=tp:S(1)"), parse_set("**=tp:S(0)"))
+    placed = place_tensors([tensor("a.w", 4, 4), tensor("a.v", 4, 4), tensor("b", 4, 4)], FSDP_TP, rules)
+    assert placed == {
+        "a.w": {"dp_shard": S0},
+        "a.v": {"dp_shard": S0, "tp": S1},
+        "b": {"dp_shard": S0, "tp": S0},
+    }
+
+
+def test_place_tensors_rule_that_is_overtaken_everywhere_still_matches():
+    rules = (parse_set("**="), parse_set("a=tp:S(0)"))
+    assert place_tensors([tensor("a", 4)], FSDP_TP, rules) == {"a": {"dp_shard": S0}}
+
+
+def test_place_tensors_rule_moves_or_lifts_fsdp():
+    rules = (parse_set("a=dp_shard:S(1)"), parse_set("b=dp_shard:R"))
+    assert place_tensors([tensor("a", 3, 8), tensor("b", 3)], FSDP, rules) == {"a": {"dp_shard": S1}, "b": {}}
+
+
+def test_place_tensors_rule_without_a_match_is_refused_with_the_nearest_names():
+    tensors = [tensor(f"model.layers.{i}.self_attn.q_proj.weight", 8, 8) for i in range(40)]
+    tensors.append(tensor("lm_head.weight", 8, 8))
+    with pytest.raises(UsageError, match="matches no tensor") as caught:
+        place_tensors(tensors, FSDP_TP, (parse_set("layers.*.self_attn.q_proj.weight=tp:S(0)"),))
+    assert "model.layers.0.self_attn.q_proj.weight" in caught.value.hint
+    assert "layers.1." not in caught.value.hint
+
+
+def test_place_tensors_optional_rule_may_match_nothing():
+    rule = Rule(match="lm_head", style="colwise", optional=True)
+    assert place_tensors([tensor("a", 4)], FSDP_TP, (rule,)) == {"a": {"dp_shard": S0}}
+
+
+@pytest.mark.parametrize(
+    "rule", [parse_set("a=tp:S(0)"), parse_set("a=tp:R"), Rule(match="a", style="rowwise")]
+)
+def test_place_tensors_axis_that_the_mesh_lacks_is_refused(rule):
+    with pytest.raises(UsageError, match="needs the axis tp, and the mesh dp_shard=4 has none"):
+        place_tensors([tensor("a", 4, 4)], FSDP, (rule,))
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_place_tensors_dim_that_the_tensor_lacks_is_refused(shape):
+    with pytest.raises(UsageError, match=r"tp:S\(1\) cannot cut tensor 'a' .* has no dim 1"):
+        place_tensors([tensor("a", *shape)], FSDP_TP, (parse_set("a=tp:S(1)"),))
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+def test_place_tensors_uneven_same_dim_is_refused_because_torch_cannot_load_it(axis):
+    mesh = Mesh((("dp_shard", 2), (axis, 2)))
+    with pytest.raises(
+        UsageError, match=f"'a.w': {axis} and dp_shard both cut dim 0.*cannot load it"
+    ) as caught:
+        place_tensors([tensor("a.w", 7, 4)], mesh, (parse_set(f"a.w={axis}:S(0)"),))
+    assert "--set 'a.w='" in caught.value.hint
+
+
+def test_place_tensors_uneven_same_dim_of_two_axes_counts_their_product():
+    mesh = Mesh((("dp_shard", 2), ("ep", 2), ("tp", 2)))
+    rules = (parse_set("a=ep:S(0),tp:S(0)"),)
+    assert place_tensors([tensor("a", 8)], mesh, rules)["a"] == {"dp_shard": S0, "ep": S0, "tp": S0}
+    with pytest.raises(UsageError, match="not divisible by ep×tp=4"):
+        place_tensors([tensor("a", 6)], mesh, rules)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        (Mesh((("tp", 2),)), "a=tp:S(0)"),
+        (Mesh((("dp_shard", 1), ("tp", 2))), "a=tp:S(0)"),
+        (FSDP_TP, "a=tp:S(0),dp_shard:R"),
+        (FSDP_TP, "a=tp:S(1)"),
+    ],
+)
+def test_place_tensors_uneven_cut_that_torch_loads_is_allowed(mesh, text):
+    placed = place_tensors([tensor("a", 7, 5)], mesh, (parse_set(text),))
+    assert placed["a"]["tp"] in (S0, S1)
+
+
+def test_place_tensors_uneven_fsdp_inside_an_even_tp_cut_is_allowed():
+    assert place_tensors([tensor("a", 6)], Mesh((("dp_shard", 4), ("tp", 2))), (parse_set("a=tp:S(0)"),))
+
+
+def test_place_tensors_uneven_fsdp_on_another_dim_is_refused_as_by_fully_shard():
+    with pytest.raises(UsageError, match=r"dp_shard:S\(1\) needs the 6 elements of dim 1 to be divisible"):
+        place_tensors([tensor("a", 4, 6)], FSDP, (parse_set("a=dp_shard:S(1)"),))
+    with pytest.raises(UsageError, match=r"needs the 3 elements of dim 1 left by tp=2"):
+        place_tensors([tensor("a", 4, 6)], FSDP_TP, (parse_set("a=dp_shard:S(1),tp:S(1)"),))
+
+
+def test_place_tensors_f4_is_counted_in_bytes():
+    rules = (parse_set("a=dp_shard:S(1)"),)
+    assert place_tensors([tensor("a", 3, 16, dtype="F4")], FSDP, rules) == {"a": {"dp_shard": S1}}
+    with pytest.raises(UsageError, match="needs the 6 elements"):
+        place_tensors([tensor("a", 3, 12, dtype="F4")], FSDP, rules)
+    with pytest.raises(UsageError, match="ends inside a byte"):
+        place_tensors([tensor("a", 4, 3, dtype="F4")], FSDP, ())
+
+
+def test_place_tensors_f6_cut_inside_a_byte_is_refused():
+    assert place_tensors([tensor("a", 4, 4, dtype="F6_E2M3")], FSDP, ()) == {"a": {"dp_shard": S0}}
+    with pytest.raises(UsageError, match="inside a byte") as caught:
+        place_tensors([tensor("a", 8, dtype="F6_E2M3")], FSDP, ())
+    assert "a=dp_shard:R" in caught.value.hint
+    assert place_tensors([tensor("a", 8, dtype="F6_E2M3")], FSDP, (parse_set("a=dp_shard:R"),)) == {"a": {}}
+
+
+def test_cut_entry_f4_gives_logical_elements_cut_at_bytes():
+    grid = cut_entry(tensor("a", 2, 10, dtype="F4"), Mesh((("tp", 2),)), {"tp": S1})
+    assert [box for _, box in grid.cells] == [Box((0, 0), (2, 6)), Box((0, 6), (2, 4))]
+
+
+# Plans
+
+LLAMA_NAMES = (
+    "model.embed_tokens.weight",
+    *(
+        f"model.layers.{i}.{name}.weight"
+        for i in range(2)
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "self_attn.o_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+            "mlp.down_proj",
+        )
+    ),
+    "model.norm.weight",
+    "lm_head.weight",
+)
+
+
+def llama_config(**changes):
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 32,
+    }
+    return (
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+        | sizes
+        | changes
+    )
+
+
+def placed_by_plan(config, names):
+    tensors = [tensor(name, *(8,) if "norm" in name else (8, 8)) for name in names]
+    placed = place_tensors(tensors, Mesh((("tp", 2),)), tp_plan_rules(config, names))
+    return {name: str(placements["tp"]) for name, placements in placed.items() if placements}
+
+
+def expected_llama(root):
+    expected = {f"{root}embed_tokens.weight": "S(0)"}
+    for name in LLAMA_NAMES:
+        if ".layers." in name and "norm" not in name:
+            rowwise = "o_proj" in name or "down_proj" in name
+            expected[root + name.removeprefix("model.")] = "S(1)" if rowwise else "S(0)"
+    return expected
+
+
+def test_tp_plan_rules_llama_cuts_every_matrix():
+    assert placed_by_plan(llama_config(), LLAMA_NAMES) == expected_llama("model.") | {
+        "lm_head.weight": "S(0)"
+    }
+
+
+def test_tp_plan_rules_bare_model_names_are_recognised():
+    names = [name.removeprefix("model.") for name in LLAMA_NAMES if name != "lm_head.weight"]
+    assert placed_by_plan(llama_config(), names) == expected_llama("")
+    assert placed_by_plan(llama_config(architectures=["LlamaModel"]), names) == expected_llama("")
+
+
+def test_tp_plan_rules_trainer_root_is_recognised():
+    names = [f"app.model.{name}" for name in LLAMA_NAMES] + ["step"]
+    expected = expected_llama("app.model.model.") | {"app.model.lm_head.weight": "S(0)"}
+    assert placed_by_plan(llama_config(), names) == expected
+
+
+def test_tp_plan_rules_tied_head_may_be_absent():
+    names = LLAMA_NAMES[:-1]
+    assert placed_by_plan(llama_config(tie_word_embeddings=True), names) == expected_llama("model.")
+
+
+def test_tp_plan_rules_untied_head_that_is_absent_is_refused():
+    with pytest.raises(UsageError, match="'lm_head' matches no tensor"):
+        placed_by_plan(llama_config(), LLAMA_NAMES[:-1])
+
+
+def test_tp_plan_rules_missing_projection_is_refused():
+    names = [name for name in LLAMA_NAMES if "up_proj" not in name]
+    with pytest.raises(UsageError, match=r"mlp.up_proj' matches no tensor"):
+        placed_by_plan(llama_config(), names)
+
+
+def test_tp_plan_rules_qwen3_moe_packed_experts_are_refused():
+    config = llama_config(
+        model_type="qwen3_moe",
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+    )
+    with pytest.raises(UsageError, match="packed_colwise") as caught:
+        tp_plan_rules(config, LLAMA_NAMES)
+    assert "--rules" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"architectures": ["NoSuchModel"]}, "no model class NoSuchModel"),
+        ({"architectures": ["AutoConfig"]}, "no model class AutoConfig"),
+        ({"architectures": []}, "does not name an architecture"),
+        ({"architectures": "LlamaForCausalLM"}, "does not name an architecture"),
+        ({"hidden_size": "wide"}, "does not describe a LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"quantization_config": 4}, "quantised"),
+    ],
+)
+def test_tp_plan_rules_impossible_config_is_refused(changes, fragment):
+    with pytest.raises(UsageError, match=fragment):
+        tp_plan_rules(llama_config(**changes), LLAMA_NAMES)
+
+
+def test_tp_plan_rules_model_without_a_plan_is_refused():
+    config = {"model_type": "bert", "architectures": ["BertModel"], "num_hidden_layers": 1}
+    with pytest.raises(UsageError, match="no tensor-parallel plan for BertModel") as caught:
+        tp_plan_rules(config, ["embeddings.word_embeddings.weight"])
+    assert "--rules" in caught.value.hint
+
+
+def test_tp_plan_rules_foreign_names_are_refused():
+    with pytest.raises(UsageError, match="none of the names of the plan"):
+        tp_plan_rules(llama_config(), ["transformer.h.0.attn.c_attn.weight"])
+
+
+@pytest.mark.parametrize("model_type", LLAMA_FAMILY)
+def test_built_in_plan_equals_that_of_transformers(model_type):
+    architecture = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
+    config = llama_config(model_type=model_type, architectures=[f"{architecture}ForCausalLM"])
+    ours, theirs = _built_in_plan(config), _transformers_plan(config)
+    uncut = {key for key, style in theirs.styles.items() if STYLES[style] == "whole"}
+    assert ours.styles == {key: style for key, style in theirs.styles.items() if key not in uncut}
+    assert (ours.may_lack, ours.base_prefix) == (theirs.may_lack, theirs.base_prefix)
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None  # as if it were not installed
+from ckpt_tools.errors import UsageError
+from ckpt_tools.rules import tp_plan_rules
+config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+for rule in tp_plan_rules(config, ["model.layers.0.self_attn.q_proj.weight"]):
+    print(rule.match, rule.style, rule.optional)
+try:
+    tp_plan_rules(config | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, [])
+except UsageError as error:
+    print(error.what, "|", error.hint)
+"""
+
+
+def test_tp_plan_rules_without_transformers_uses_the_built_in_table():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert "lm_head colwise_gather_output True" in lines
+    assert "model.layers.*.self_attn.o_proj rowwise False" in lines
+    assert "no tensor-parallel plan is built in for GPT2LMHeadModel" in lines[-1]
+    assert "pip install" in lines[-1]
+
+
+def test_rules_import_no_torch():
+    code = (
+        "import sys, ckpt_tools.rules; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
