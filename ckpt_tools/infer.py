@@ -27,7 +27,7 @@ _MAX_RANKS = 1 << 16
 _RANKED_FILE = re.compile(
     r"(?:.*/)?(?:__(\d{1,9})_\d+\.distcp|shard-(\d{1,9})-model-\d+-of-\d+\.safetensors)", re.ASCII | re.DOTALL
 )
-_BLOCK = re.compile(r"(?:.*?\.)??(\d+)(?=\.|$)", re.ASCII | re.DOTALL)
+_BLOCK = re.compile(r"(?:.*?\.)??(\d+)(?=\.|\Z)", re.ASCII | re.DOTALL)
 
 Sizes = tuple[int, ...]
 

@@ -1,0 +1,375 @@
+"""Draws a `Summary` as text: header, ranks, files, dtypes, modules, the rank × layer map, tensors."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Literal, TextIO
+
+from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.cli.render_grid import render_tensor
+from ckpt_tools.cli.screen import Screen, pad
+from ckpt_tools.infer import block_of
+from ckpt_tools.layout import Replicate
+from ckpt_tools.summary import BlockSummary, RankSummary, Summary
+from ckpt_tools.text import display_width, escape_name
+from ckpt_tools.units import format_size
+
+By = Literal["rank", "file", "dtype", "module"]
+
+FOLD_ABOVE = 32
+"""Ranks, and files unless asked for, that are listed one by one."""
+UNEVEN_ABOVE = 1.1
+"""Imbalance from which ranks are called uneven."""
+_MAX_MAP_ROWS = 48
+_MAX_BLOBS = 8
+
+_SOURCES = {
+    "manifest": "from the manifest",
+    "inferred": "inferred from the chunks",
+    "overlay": "overlay, nothing is written",
+}
+
+
+def render(
+    summary: Summary,
+    *,
+    stream: TextIO,
+    width: int = 100,
+    colour: bool = False,
+    by: By | None = None,
+    tensors: Sequence[TensorEntry] | None = None,
+    grids: Sequence[TensorEntry] = (),
+) -> None:
+    """Write `summary` for people.
+
+    Args:
+        summary: What to show.
+        stream: Where to; belongs to the caller.
+        width: Terminal columns that drawings keep to.
+        colour: Whether ANSI styles may be used; they add no meaning.
+        by: The one table to show below the header; None shows the usual ones.
+        tensors: Tensors to list, in place of the tables.
+        grids: Tensors to show chunk by chunk, in place of everything else.
+    """
+    screen = Screen(stream=stream, width=max(width, 40), colour=colour)
+    if grids:
+        for number, tensor in enumerate(grids):
+            if number:
+                screen.line()
+            render_tensor(summary, tensor, screen=screen)
+        return
+    _render_header(summary, screen)
+    if tensors is not None:
+        _render_tensors(summary, tensors, screen)
+    elif by == "rank":
+        _render_ranks(summary, screen)
+    elif by == "file":
+        _render_files(summary, screen, most=None)
+    elif by == "dtype":
+        _render_dtypes(summary, screen)
+    elif by == "module":
+        _render_prefixes(summary, screen)
+        _render_map(summary, screen)
+    else:
+        if summary.ranks:
+            _render_ranks(summary, screen)
+        else:
+            _render_files(summary, screen, most=FOLD_ABOVE)
+        _render_prefixes(summary, screen)
+        _render_blobs(summary, screen)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def _render_header(summary: Summary, screen: Screen) -> None:
+    files = [file for file in summary.files if file.num_chunks or file.file_bytes]
+    on_disk = sum(file.file_bytes or 0 for file in files)
+    chunks = f"{summary.num_chunks:,} in {_count(len(files), 'file')}"
+    if not summary.is_virtual:
+        chunks += f", {format_size(on_disk)} on disk"
+    lines = [
+        ("path", escape_name(summary.path)),
+        ("format", summary.format),
+        ("tensors", f"{summary.num_tensors:,}"),
+        ("elements", f"{summary.num_elems:,}"),
+        ("bytes", f"{summary.total_bytes:,} ({format_size(summary.total_bytes)})"),
+        ("chunks", chunks),
+        ("dtypes", ", ".join(f"{name} {format_size(size)}" for name, size in summary.dtypes.items()) or "-"),
+    ]
+    if summary.mesh is not None and summary.mesh_source is not None:
+        world = _count(summary.mesh.world_size, "rank")
+        lines.append(("mesh", f"{summary.mesh}, {world} ({_SOURCES[summary.mesh_source]})"))
+    elif summary.ranks:
+        lines.append(("mesh", "unknown: no mesh explains every chunk"))
+    if summary.blobs:
+        lines.append(("blobs", f"{len(summary.blobs):,} (not tensors, never unpickled)"))
+    if summary.assets:
+        size = format_size(sum(asset.nbytes for asset in summary.assets))
+        lines.append(("assets", f"{_count(len(summary.assets), 'file')}, {size}"))
+    for name, text in lines:
+        screen.line(f"{name:<9} {text}")
+    missing = [escape_name(file.file) for file in summary.files if file.file_bytes is None]
+    if missing:
+        more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
+        screen.line(f"missing   {', '.join(missing[:3])}{more}", "warning")
+
+
+def _render_ranks(summary: Summary, screen: Screen) -> None:
+    screen.line()
+    if not summary.ranks:
+        screen.line("ranks: the names of these files carry none; see --by file", "heading")
+        return
+    imbalance = summary.imbalance
+    title = f"ranks: {len(summary.ranks):,} wrote"
+    if imbalance is not None:
+        title += f", imbalance {imbalance:.2f} (fullest / mean)"
+    screen.line(title, "heading")
+    mean = sum(rank.num_bytes for rank in summary.ranks) / len(summary.ranks)
+    if imbalance is not None and imbalance > UNEVEN_ABOVE:
+        fullest = max(summary.ranks, key=lambda rank: rank.num_bytes)
+        held = format_size(fullest.num_bytes)
+        screen.line(f"  uneven: rank {fullest.rank} holds {held}, the mean is {format_size(mean)}", "warning")
+    most = max(rank.num_bytes for rank in summary.ranks)
+    if len(summary.ranks) > FOLD_ABOVE:
+        _render_folded_ranks(summary.ranks, mean, most, screen)
+        return
+    screen.table(
+        ("rank", "bytes", "heat", "", "chunks", "files"),
+        (
+            (
+                str(rank.rank),
+                format_size(rank.num_bytes),
+                screen.heat(rank.num_bytes, most) * 4,
+                _deviation(rank.num_bytes, mean),
+                f"{rank.num_chunks:,}",
+                _name_files(rank.files),
+            )
+            for rank in summary.ranks
+        ),
+        align="rrllrl",
+    )
+
+
+def _deviation(num_bytes: int, mean: float) -> str:
+    """Say how far a rank is off the mean, when that is far."""
+    if not mean or 2 - UNEVEN_ABOVE <= num_bytes / mean <= UNEVEN_ABOVE:
+        return ""
+    percent = round(100 * (num_bytes / mean - 1))
+    return f"{'high' if percent > 0 else 'low'} {percent:+d}%"
+
+
+def _name_files(files: Sequence[str]) -> str:
+    more = f" +{len(files) - 1}" if len(files) > 1 else ""
+    return escape_name(files[0]) + more
+
+
+def format_ranges(numbers: Iterable[int], *, most: int = 6) -> str:
+    """Return ascending numbers as ranges ("0-3,8"), the first `most` of them."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    return ",".join(texts[:most]) + (",..." if len(texts) > most else "")
+
+
+def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, screen: Screen) -> None:
+    sizes = [rank.num_bytes for rank in ranks]
+    low, middle, high = min(sizes), statistics.median(sizes), max(sizes)
+    screen.line(f"  min {format_size(low)}, median {format_size(middle)}, max {format_size(high)} per rank")
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks:
+        groups.setdefault((rank.num_bytes, rank.num_chunks), []).append(rank.rank)
+    shown = list(groups.items())
+    if len(shown) > FOLD_ABOVE:
+        ordered = sorted(shown, key=lambda group: -group[0][0])
+        shown = ordered[: FOLD_ABOVE // 2] + ordered[-FOLD_ABOVE // 2 :]
+        left_out = sum(len(members) for _, members in ordered[FOLD_ABOVE // 2 : -FOLD_ABOVE // 2])
+        screen.line(f"  the fullest and the emptiest, {left_out:,} ranks between them left out")
+    screen.table(
+        ("ranks", "count", "bytes each", "heat", "", "chunks each"),
+        (
+            (
+                format_ranges(members),
+                f"{len(members):,}",
+                format_size(num_bytes),
+                screen.heat(num_bytes, most) * 4,
+                _deviation(num_bytes, mean),
+                f"{num_chunks:,}",
+            )
+            for (num_bytes, num_chunks), members in shown
+        ),
+        align="lrrllr",
+    )
+
+
+def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None:
+    screen.line()
+    screen.line(f"files: {len(summary.files):,}", "heading")
+    shown = summary.files if most is None else summary.files[:most]
+    largest = max((file.num_bytes for file in summary.files), default=0)
+    virtual = summary.is_virtual
+    screen.table(
+        ("file", "on disk", "tensor bytes", "heat", "chunks"),
+        (
+            (
+                escape_name(file.file),
+                "virtual"
+                if virtual
+                else "missing"
+                if file.file_bytes is None
+                else format_size(file.file_bytes),
+                format_size(file.num_bytes),
+                screen.heat(file.num_bytes, largest) * 4,
+                f"{file.num_chunks:,}",
+            )
+            for file in shown
+        ),
+        align="lrrlr",
+    )
+    if len(shown) < len(summary.files):
+        screen.line(f"  ... and {len(summary.files) - len(shown):,} more; --by file lists all")
+
+
+def _render_dtypes(summary: Summary, screen: Screen) -> None:
+    screen.line()
+    screen.line(f"dtypes: {len(summary.dtypes):,}", "heading")
+    screen.table(
+        ("dtype", "bytes", "share"),
+        (
+            (name, format_size(size), _share(size, summary.total_bytes))
+            for name, size in summary.dtypes.items()
+        ),
+        align="lrr",
+    )
+
+
+def _render_prefixes(summary: Summary, screen: Screen) -> None:
+    screen.line()
+    screen.line("modules", "heading")
+    screen.table(
+        ("module", "tensors", "elements", "bytes", "share"),
+        (
+            (
+                escape_name(row.prefix),
+                f"{row.num_tensors:,}",
+                f"{row.num_elems:,}",
+                format_size(row.num_bytes),
+                _share(row.num_bytes, summary.total_bytes),
+            )
+            for row in summary.prefixes
+        ),
+        align="lrrrr",
+    )
+
+
+def _render_blobs(summary: Summary, screen: Screen) -> None:
+    if not summary.blobs:
+        return
+    screen.line()
+    screen.line(f"blobs: {len(summary.blobs):,}", "heading")
+    screen.table(
+        ("name", "bytes", "file"),
+        (
+            (escape_name(blob.fqn), f"{blob.span.nbytes:,}", escape_name(blob.span.file))
+            for blob in summary.blobs[:_MAX_BLOBS]
+        ),
+        align="lrl",
+    )
+    if len(summary.blobs) > _MAX_BLOBS:
+        screen.line(f"  ... and {len(summary.blobs) - _MAX_BLOBS:,} more; --json lists all")
+
+
+def fold_blocks(blocks: Sequence[BlockSummary]) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Fold equal neighbours into rows of (name, blocks, bytes of each by rank): "model.layers.0-31"."""
+    runs: dict[str, list[tuple[int, BlockSummary]]] = {}
+    order: list[str | BlockSummary] = []
+    for block in blocks:
+        numbered = block_of(block.name)
+        if numbered is None:
+            order.append(block)
+            continue
+        if numbered[0] not in runs:
+            order.append(numbered[0])
+        runs.setdefault(numbered[0], []).append((numbered[1], block))
+    rows: list[tuple[str, int, tuple[int, ...]]] = []
+    for item in order:
+        if isinstance(item, BlockSummary):
+            rows.append((item.name, 1, item.bytes_by_rank))
+            continue
+        numbered_blocks = sorted(runs[item], key=lambda pair: pair[0])
+        first = 0
+        for i in range(1, len(numbered_blocks) + 1):
+            here = numbered_blocks[first][1].bytes_by_rank
+            if i < len(numbered_blocks) and numbered_blocks[i][1].bytes_by_rank == here:
+                continue
+            numbers = format_ranges(number for number, _ in numbered_blocks[first:i])
+            rows.append((f"{item}.{numbers}" if item else numbers, i - first, here))
+            first = i
+    return rows
+
+
+def _render_map(summary: Summary, screen: Screen) -> None:
+    """Draw bytes by block and rank: every row against its own largest, so that any unevenness shows."""
+    if not summary.ranks or not summary.blocks:
+        return
+    rows = [(escape_name(name), count, by_rank) for name, count, by_rank in fold_blocks(summary.blocks)]
+    shown = rows[:_MAX_MAP_ROWS]
+    name_width = max(display_width(name) for name, _, _ in shown)
+    num_ranks = len(summary.ranks)
+    per_column = -(-num_ranks // max(8, screen.width - min(name_width, screen.width // 2) - 16))
+    starts = range(0, num_ranks, per_column)
+    each = "one rank" if per_column == 1 else f"{per_column} ranks (their mean)"
+    screen.line()
+    screen.line(f"bytes by module and rank: a column is {each}, a row is scaled to its fullest", "heading")
+    ruler = [" "] * (len(starts) + 8)
+    for column in range(0, len(starts), 8):
+        label = str(summary.ranks[starts[column]].rank)[:7]
+        ruler[column : column + len(label)] = label
+    screen.line(f"  {pad('', name_width)}  {''.join(ruler)}", "dim")
+    for name, count, by_rank in shown:
+        means = [sum(part) / len(part) for part in (by_rank[i : i + per_column] for i in starts)]
+        cells = "".join(screen.heat(mean, max(means)) for mean in means)
+        screen.line(
+            f"  {pad(name, name_width)}  {cells}  {format_size(sum(by_rank))}{' each' if count > 1 else ''}"
+        )
+    if len(rows) > len(shown):
+        screen.line(f"  ... and {len(rows) - len(shown):,} more rows")
+
+
+def _render_tensors(summary: Summary, tensors: Sequence[TensorEntry], screen: Screen) -> None:
+    screen.line()
+    screen.line(f"tensors: {len(tensors):,}", "heading")
+    screen.table(
+        ("name", "dtype", "shape", "placement", "chunks", "bytes"),
+        (
+            (
+                escape_name(tensor.fqn),
+                tensor.dtype.name,
+                str(list(tensor.shape)),
+                format_placement(summary, tensor.fqn),
+                f"{len(tensor.chunks):,}",
+                f"{-(-tensor.num_elems * tensor.dtype.bits // 8):,}",
+            )
+            for tensor in tensors
+        ),
+        align="llllrr",
+    )
+
+
+def format_placement(summary: Summary, fqn: str) -> str:
+    """Return the cuts of a tensor ("dp_shard:S(0) tp:S(1)"), "R" for none, "-" when they are not known."""
+    placements = summary.placements_of(fqn)
+    if placements is None:
+        return "-"
+    cuts = [f"{axis}:{placement}" for axis, placement in placements.items() if placement != Replicate()]
+    return " ".join(cuts) or "R"

@@ -1,0 +1,80 @@
+"""Plain text on a terminal: aligned tables, headings and heat, at any width and in any encoding.
+
+Colour only repeats what the text says. Names from files must be escaped (`text.escape_name`) before they come
+here; nothing is read as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+from ckpt_tools.text import display_width
+
+Style = Literal["heading", "warning", "dim"]
+
+_STYLES: dict[Style, str] = {"heading": "\x1b[1m", "warning": "\x1b[33m", "dim": "\x1b[2m"}
+_RESET = "\x1b[0m"
+_HEAT = " ░▒▓█"
+_HEAT_ASCII = " .:*#"
+
+
+def _can_encode(stream: TextIO, text: str) -> bool:
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def pad(text: str, width: int, *, right: bool = False) -> str:
+    """Return `text` filled up to `width` terminal columns; `right` puts the text at the right end."""
+    fill = " " * (width - display_width(text))
+    return fill + text if right else text + fill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screen:
+    """Where text goes."""
+
+    stream: TextIO
+    """Receives the lines; belongs to the caller."""
+    width: int
+    """Terminal columns; lines of names may be longer, drawings are not."""
+    colour: bool
+    """Whether styles may be used: the caller has looked at NO_COLOR and at the terminal."""
+
+    def line(self, text: str = "", style: Style | None = None) -> None:
+        """Write one line; what the stream cannot encode becomes a visible escape."""
+        text = text.rstrip()
+        if not _can_encode(self.stream, text):
+            encoding = self.stream.encoding or "utf-8"
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        if style is not None and self.colour and text:
+            text = f"{_STYLES[style]}{text}{_RESET}"
+        self.stream.write(text + "\n")
+
+    def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]], *, align: str) -> None:
+        """Write a table, indented by two.
+
+        Args:
+            headers: One per column.
+            rows: Cells, as many as headers.
+            align: One letter per column: "l" left or "r" right.
+        """
+        cells = [tuple(row) for row in rows]
+        widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
+        for number, row in enumerate((tuple(headers), *cells)):
+            padded = (
+                pad(cell, width, right=side == "r")
+                for cell, width, side in zip(row, widths, align, strict=True)
+            )
+            self.line("  " + "  ".join(padded), None if number else "dim")
+
+    def heat(self, value: float, most: float) -> str:
+        """Return one character for `value` on a scale from nothing (a space) to `most`."""
+        glyphs = _HEAT if _can_encode(self.stream, _HEAT) else _HEAT_ASCII
+        if value <= 0 or most <= 0:
+            return glyphs[0]
+        return glyphs[min(4, max(1, round(4 * value / most)))]
