@@ -1,0 +1,103 @@
+"""docs/reference/api.md: signatures and docstrings of what `ckpt_tools` exports."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+
+HEAD = """\
+# Library reference
+
+<!-- Written by bin/docs from signatures and docstrings. Do not edit. -->
+
+What `import ckpt_tools` offers, without importing torch. The functions have the names and defaults of the
+[command line](cli.md), which is a thin face on them.
+"""
+_SECTION = re.compile(r"(Args|Returns|Raises|Yields|Source|Note|Example):")
+_ENTRY = re.compile(r"(\*{0,2}\w[\w.]*): (.*)")
+WIDTH = 100
+
+
+def describe(docstring: str | None) -> str:
+    """A Google docstring as Markdown: sections become headings, their entries a list."""
+    parts: list[str] = []
+    in_section = False
+    for line in inspect.cleandoc(docstring or "").splitlines():
+        section = _SECTION.fullmatch(line)
+        entry = _ENTRY.fullmatch(line.strip())
+        if section:
+            in_section = True
+            parts += [f"**{section[1]}**", ""]
+        elif in_section and line.startswith("    ") and not line.startswith("     ") and entry:
+            parts.append(f"- `{entry[1]}`: {entry[2]}")
+        elif in_section and line.startswith("     "):
+            parts.append(f"  {line.strip()}")
+        else:
+            parts.append(line.strip() if in_section else line)
+    return "\n".join(parts)
+
+
+def signature(name: str, function: object) -> str:
+    """`def name(…)` as one would write it."""
+    text = str(inspect.signature(function))  # type: ignore[arg-type]
+    if len(name) + len(text) + 4 <= WIDTH:
+        return f"def {name}{text}"
+    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    lines: list[str] = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "    *," not in lines:
+            lines.append("    *,")
+        lines.append(f"    {parameter},")
+    return "\n".join([f"def {name}(", *lines, f"){text.rpartition(')')[2]}"])
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for statement, following in itertools.pairwise(body):
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
+            docs[statement.target.id] = inspect.cleandoc(str(following.value.value)).replace("\n", " ")
+    return docs
+
+
+def describe_class(kind: type) -> str:
+    """A class: what it is, its fields, its own public methods and properties."""
+    parts = [describe(kind.__doc__)]
+    rows = []
+    if dataclasses.is_dataclass(kind):
+        docs = field_docs(kind)
+        rows += [
+            f"- `{f.name}: {f.type}`" + (f": {docs[f.name]}" if f.name in docs else "")
+            for f in dataclasses.fields(kind)
+        ]
+    for name, member in vars(kind).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "func", member)
+        if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+            continue
+        call = name if function is not member else f"{name}{inspect.signature(function)}"
+        rows.append(f"- `{call}`: {inspect.cleandoc(function.__doc__).splitlines()[0]}")
+    return "\n\n".join([*parts, "\n".join(rows)]) if rows else parts[0]
+
+
+def render() -> str:
+    """The whole page: functions first, then types, each in the order of `__all__`."""
+    import ckpt_tools
+
+    members = {name: getattr(ckpt_tools, name) for name in ckpt_tools.__all__}
+    functions = [
+        f"### {name}\n\n```python\n{signature(name, member)}\n```\n\n{describe(member.__doc__)}\n"
+        for name, member in members.items()
+        if inspect.isfunction(member)
+    ]
+    types = [
+        f"### {name}\n\n{describe_class(member)}\n"
+        for name, member in members.items()
+        if inspect.isclass(member)
+    ]
+    return "\n".join([HEAD, "## Functions\n", *functions, "## Types\n", *types])
