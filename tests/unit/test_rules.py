@@ -349,7 +349,7 @@ def test_place_tensors_dim_that_the_tensor_lacks_is_refused(shape):
 def test_place_tensors_uneven_same_dim_is_refused_because_torch_cannot_load_it(axis):
     mesh = Mesh((("dp_shard", 2), (axis, 2)))
     with pytest.raises(
-        UsageError, match=f"'a.w': {axis} and dp_shard both cut dim 0.*cannot load it"
+        UsageError, match=f"'a.w': {axis} and dp_shard both cut dim 0.*it cannot load"
     ) as caught:
         place_tensors([tensor("a.w", 7, 4)], mesh, (parse_set(f"a.w={axis}:S(0)"),))
     assert "--set 'a.w='" in caught.value.hint
