@@ -95,9 +95,5 @@ def render() -> str:
         for name, member in members.items()
         if inspect.isfunction(member)
     ]
-    types = [
-        f"### {name}\n\n{describe_class(member)}\n"
-        for name, member in members.items()
-        if inspect.isclass(member)
-    ]
+    types = [f"### {name}\n\n{describe_class(member)}\n" for name, member in members.items() if inspect.isclass(member)]
     return "\n".join([HEAD, "## Functions\n", *functions, "## Types\n", *types])

@@ -13,9 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
+
+from ckpt_tools.formats.manifest import MANIFEST_NAME
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -76,8 +79,10 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def compare_files(before: Path, after: Path) -> None:
-    """Fail unless both directories hold the same files with the same bytes."""
+    """Fail unless `after` holds the files of `before` with the same bytes, and nothing else but the manifest."""
     old, new = digests(before), digests(after)
+    if new.pop(MANIFEST_NAME, None):
+        print(f"  new       {'':16} {MANIFEST_NAME}, what ckpt knows about them")
     for name in sorted(old.keys() | new.keys()):
         same = old.get(name) == new.get(name)
         print(f"  {'same     ' if same else 'DIFFERENT'} {old.get(name, 'missing')[:16]:16} {name}")
@@ -96,6 +101,7 @@ def compare_with_stock_torch(sharded: Path, model: Path) -> None:
         return tensor.contiguous().flatten().view(torch.uint8)  # bytes: NaN and −0.0 count too
 
     original = load_file(model)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
     loaded = {name: torch.full_like(tensor, 7) for name, tensor in original.items()}
     dcp.load(loaded, checkpoint_id=sharded, no_dist=True)
     wrong = [name for name, tensor in original.items() if not torch.equal(raw(tensor), raw(loaded[name]))]

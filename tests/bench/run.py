@@ -26,6 +26,7 @@ from pathlib import Path
 from measure import CommandError, Sample, floor_rss_bytes, measure
 from report import Kind, Row, to_json, to_markdown
 
+from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.units import parse_size
 
 HERE = Path(__file__).resolve().parent
@@ -117,10 +118,9 @@ def warm(directory: Path) -> None:
 
 
 def compare_directories(before: Path, after: Path) -> None:
-    """Fail unless both hold the same files with the same bytes."""
-    names = sorted(
-        {p.relative_to(d).as_posix() for d in (before, after) for p in d.rglob("*") if p.is_file()}
-    )
+    """Fail unless `after` holds the files of `before` with the same bytes, and nothing else but the manifest."""
+    names = {p.relative_to(d).as_posix() for d in (before, after) for p in d.rglob("*") if p.is_file()}
+    names.discard(MANIFEST_NAME)
     _, different, missing = filecmp.cmpfiles(before, after, names, shallow=False)
     if different or missing:
         raise CommandError(f"gather did not give the files back: {', '.join(different + missing)}")
@@ -152,15 +152,10 @@ def run_job(job: Job, work: Path, repeats: int) -> list[Row]:
             else:
                 samples[contender.name].append(sample)
                 peak = sample.peak_rss_bytes / 1e6
-                say(
-                    f"{job.name} {turn + 1}/{repeats} {contender.name}: {sample.seconds:.2f} s, {peak:.0f} MB"
-                )
+                say(f"{job.name} {turn + 1}/{repeats} {contender.name}: {sample.seconds:.2f} s, {peak:.0f} MB")
             finally:
                 shutil.rmtree(job.out, ignore_errors=True)
-    return [
-        Row(job=job.name, contender=c.name, kind=c.kind, samples=tuple(samples[c.name]))
-        for c in job.contenders
-    ]
+    return [Row(job=job.name, contender=c.name, kind=c.kind, samples=tuple(samples[c.name])) for c in job.contenders]
 
 
 def describe_machine(work: Path) -> dict[str, object]:
@@ -226,9 +221,7 @@ def main(arguments: list[str]) -> int:
         num_bytes = sum(path.stat().st_size for path in hf.iterdir())
         try:
             if options.only != ["shard"]:
-                measure(
-                    [CKPT, "shard", str(hf), str(dcp), "--mesh", f"dp_shard={options.ranks}"], work / "log"
-                )
+                measure([CKPT, "shard", str(hf), str(dcp), "--mesh", f"dp_shard={options.ranks}"], work / "log")
             for job in plan_jobs(work, options.only, options.ranks, not options.no_peers):
                 rows += run_job(job, work, options.repeats)
         except CommandError as error:

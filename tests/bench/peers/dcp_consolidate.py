@@ -10,8 +10,7 @@ import torch.distributed.checkpoint as dcp
 source, destination, index = sys.argv[1:]
 metadata = dcp.FileSystemReader(source).read_metadata()
 state = {
-    name: torch.empty(entry.size, dtype=entry.properties.dtype)
-    for name, entry in metadata.state_dict_metadata.items()
+    name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()
 }
 dcp.load(state, checkpoint_id=source, no_dist=True)
 # "model-00002-of-00004.safetensors" → 2

@@ -8,8 +8,7 @@ import torch.distributed.checkpoint as dcp
 source, destination = sys.argv[1:]
 metadata = dcp.HuggingFaceStorageReader(source).read_metadata()
 state = {
-    name: torch.empty(entry.size, dtype=entry.properties.dtype)
-    for name, entry in metadata.state_dict_metadata.items()
+    name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()
 }
 dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(source), no_dist=True)
 dcp.save(state, checkpoint_id=destination, no_dist=True)

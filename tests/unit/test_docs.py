@@ -1,0 +1,46 @@
+"""Documents that point somewhere point at something that is there."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)")
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_docs_relative_links_lead_to_files_that_exist(page: Path) -> None:
+    broken = []
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path = (page.parent / target).resolve()
+        if not path.exists() or (anchor and anchor not in _anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_docs_readme_names_every_exit_code_of_the_errors() -> None:
+    from ckpt_tools import errors
+
+    codes = {kind.exit_code for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "exit_code")}
+    table = set(map(int, re.findall(r"^\| (\d+) \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)))
+    assert codes | {0, 3, 130} == table
+
+
+def test_docs_every_command_of_the_house_is_executable_and_mentioned() -> None:
+    guide = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    commands = [path for path in (ROOT / "bin").iterdir() if path.is_file()]
+    assert commands
+    assert [path.name for path in commands if not os.access(path, os.X_OK)] == []
+    assert [path.name for path in commands if f"`bin/{path.name}" not in guide] == []
