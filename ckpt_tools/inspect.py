@@ -78,6 +78,12 @@ def _fold_prefixes(tensors: Sequence[TensorEntry]) -> tuple[PrefixSummary, ...]:
             continue
         del rows[heaviest]
         rows |= children
+
+    def place(row: tuple[str, ...]) -> tuple[int, ...]:
+        # Where each ancestor first comes up, so that branches stay together whatever order tensors are in.
+        heads = (row[: depth + 1] for depth in range(len(row)))
+        return tuple(min(rows[r][0] for r in rows if r[: len(head)] == head) for head in heads)
+
     return tuple(
         PrefixSummary(
             prefix=".".join(row),
@@ -85,7 +91,7 @@ def _fold_prefixes(tensors: Sequence[TensorEntry]) -> tuple[PrefixSummary, ...]:
             num_elems=sum(tensors[i].num_elems for i in indices),
             num_bytes=weigh(row),
         )
-        for row, indices in sorted(rows.items(), key=lambda item: item[1][0])
+        for row, indices in sorted(rows.items(), key=lambda item: place(item[0]))
     )
 
 
@@ -121,9 +127,7 @@ def _count(
     return num_chunks, num_bytes, rows
 
 
-def summarise(
-    checkpoint: Checkpoint, *, path: str | None = None, mesh_source: MeshSource | None = None
-) -> Summary:
+def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: MeshSource | None = None) -> Summary:
     """Return what `ckpt inspect` tells about `checkpoint`.
 
     The mesh is the recorded one; where none is, the one that explains the chunks (`infer_mesh`).
@@ -180,6 +184,7 @@ def summarise(
         mesh=mesh,
         mesh_source=mesh_source,
         placements=placements,
+        tensors=tensors,
     )
 
 
@@ -203,9 +208,7 @@ def _summarise_ranks(files: Sequence[FileSummary]) -> tuple[RankSummary, ...]:
     )
 
 
-def overlay(
-    checkpoint: Checkpoint, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]
-) -> Checkpoint:
+def overlay(checkpoint: Checkpoint, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]) -> Checkpoint:
     """Return what `checkpoint` would look like sharded for `mesh`: virtual files, one per rank that writes.
 
     Tensors that `placements` does not name are replicated. Spans tell the file and the length alone (their
@@ -226,9 +229,7 @@ def overlay(
             chunks = shared[key] = tuple(
                 Chunk(
                     box=box,
-                    span=ByteSpan(
-                        file=f"__{rank}_0.distcp", offset=0, nbytes=chunk_bytes(tensor.dtype, box.sizes)
-                    ),
+                    span=ByteSpan(file=f"__{rank}_0.distcp", offset=0, nbytes=chunk_bytes(tensor.dtype, box.sizes)),
                 )
                 for rank, box in grid.cells
             )
@@ -293,8 +294,7 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
             for f in summary.files
         ],
         "blobs": [
-            {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes}
-            for b in summary.blobs
+            {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes} for b in summary.blobs
         ],
         "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in summary.assets],
         "prefixes": [

@@ -69,8 +69,7 @@ class Box:
         """Return the common part, or None when no element is shared."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = tuple(
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
         sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
@@ -216,8 +215,7 @@ class Grid:
         for positions, intervals in zip(self.cutters, self.intervals, strict=True):
             ranges = [range(self.mesh.axes[position][1]) for position in positions]
             ranks = (
-                sum(i * strides[p] for i, p in zip(indices, positions, strict=True))
-                for indices in product(*ranges)
+                sum(i * strides[p] for i, p in zip(indices, positions, strict=True)) for indices in product(*ranges)
             )
             per_dim.append(tuple(zip(ranks, intervals, strict=True)))
         cells = []
@@ -258,9 +256,7 @@ def _grid(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...],
     return Grid(shape, mesh, tuple(cutters), tuple(all_intervals))
 
 
-def cut_tensor(
-    shape: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Placement], *, pack: int = 1
-) -> Grid:
+def cut_tensor(shape: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Placement], *, pack: int = 1) -> Grid:
     """Return how `mesh` cuts a tensor of `shape` under `placements` (axis name → placement).
 
     Axes that `placements` does not name replicate. Grids are cached: tensors of one shape share one.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt_tools.checkpoint import Asset, BlobEntry, Format
+from ckpt_tools.checkpoint import Asset, BlobEntry, Format, TensorEntry
 from ckpt_tools.layout import Mesh, Placement, Replicate
 
 MeshSource = Literal["manifest", "inferred", "overlay"]
@@ -96,7 +96,7 @@ class Summary:
     assets: tuple[Asset, ...]
     """Files that come along."""
     prefixes: tuple[PrefixSummary, ...]
-    """The FQN tree, folded to at most `MAX_PREFIXES` rows, in source order; one may be `OTHER`."""
+    """The FQN tree, folded to at most `MAX_PREFIXES` rows; branches in source order, one may be `OTHER`."""
     blocks: tuple[BlockSummary, ...]
     """Bytes per block and rank, in source order; () when there are no ranks."""
     mesh: Mesh | None
@@ -105,6 +105,8 @@ class Summary:
     """Who says so."""
     placements: Mapping[str, Mapping[str, Placement]] | None
     """FQN → axis → placement, when known."""
+    tensors: tuple[TensorEntry, ...] = ()
+    """The tensors themselves."""
 
     @property
     def imbalance(self) -> float | None:

@@ -1,0 +1,23 @@
+"""The command line: parse, call one `api` function, render. The only place that knows typer."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main", "run"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+    """
+    from ckpt_tools.cli.app import run_command
+
+    return run_command(sys.argv[1:] if argv is None else argv)
+
+
+def run() -> None:
+    """Entry point of the installed scripts."""
+    sys.exit(main())

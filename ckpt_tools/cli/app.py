@@ -1,0 +1,78 @@
+"""The Typer application, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+import typer
+
+from ckpt_tools._version import __version__
+from ckpt_tools.cli import commands
+from ckpt_tools.cli.output import note, print_error
+from ckpt_tools.errors import CkptError, UsageError
+
+EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff),
+4 not a complete, readable checkpoint, 5 destination exists, 130 interrupted."""
+
+app = typer.Typer(
+    name="ckpt",
+    help="Checkpoints for PyTorch FSDP2: shard, gather, reshard, inspect, verify and diff.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(  # noqa: ARG001 - the callback acts on it
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Checkpoints for PyTorch FSDP2: shard, gather, reshard, inspect, verify and diff."""
+
+
+for _name, _command in commands.COMMANDS.items():
+    app.command(_name, epilog=EXIT_CODES)(_command)
+
+
+def run_command(argv: list[str]) -> int:
+    """Run one command; every error becomes an exit code here."""
+    as_json = "--json" in argv
+    verbose = "-v" in argv or "--verbose" in argv
+    try:
+        result = app(args=argv, prog_name="ckpt", standalone_mode=False)
+    except typer.TyperException as error:
+        code = int(error.exit_code)
+        failure: CkptError = (
+            UsageError(error.format_message(), hint="ckpt --help") if code == 2 else CkptError(str(error))
+        )
+        print_error(failure, as_json=as_json)
+        return code
+    except CkptError as error:
+        if verbose:
+            import traceback
+
+            note(traceback.format_exc())
+        print_error(error, as_json=as_json)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        note("interrupted; nothing was published")
+        return 130
+    except BrokenPipeError:  # the reader of stdout has gone (`ckpt inspect … | head`)
+        sys.stderr.close()
+        return 1
+    except Exception:
+        note(f"This is a bug in ckpt {__version__} (Python {platform.python_version()}, {platform.platform()}).")
+        note("Please report it with the traceback below.")
+        raise
+    return result if isinstance(result, int) else 0

@@ -1,0 +1,23 @@
+"""The table of commands, in the order in which --help shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckpt_tools.cli.diff import diff
+from ckpt_tools.cli.env import env
+from ckpt_tools.cli.gather import gather
+from ckpt_tools.cli.inspect import inspect
+from ckpt_tools.cli.shard import reshard, shard
+from ckpt_tools.cli.verify import verify
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "inspect": inspect,
+    "shard": shard,
+    "gather": gather,
+    "reshard": reshard,
+    "verify": verify,
+    "diff": diff,
+    "env": env,
+}
+"""Name → function."""

@@ -1,0 +1,63 @@
+"""`ckpt diff`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt_tools import api
+from ckpt_tools.cli import options
+from ckpt_tools.cli.output import print_json, progress_of, say
+from ckpt_tools.diff import to_json
+from ckpt_tools.text import escape_name
+
+A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")]
+B = Annotated[str, typer.Argument(metavar="B", help="Another one.")]
+KeysOnly = Annotated[
+    bool, typer.Option("--keys-only", envvar="CKPT_KEYS_ONLY", help="Names, shapes and dtypes only; reads no tensor.")
+]
+Atol = Annotated[
+    float | None, typer.Option("--atol", envvar="CKPT_ATOL", min=0, help="Absolute tolerance; bitwise by default.")
+]
+Rtol = Annotated[float | None, typer.Option("--rtol", envvar="CKPT_RTOL", min=0, help="Relative tolerance.")]
+
+
+def diff(
+    a: A,
+    b: B,
+    keys_only: KeysOnly = False,
+    atol: Atol = None,
+    rtol: Rtol = None,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    num_workers: options.NumWorkers = None,
+    progress: options.ProgressMode = "auto",
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> int:
+    """Compare two checkpoints: names, shapes, dtypes and values. Exit code 3 when they differ."""
+    with progress_of(progress, quiet=quiet or json) as factory:
+        difference = api.diff(
+            a,
+            b,
+            keys_only=keys_only,
+            atol=atol,
+            rtol=rtol,
+            include=include or (),
+            exclude=exclude or (),
+            num_workers=num_workers,
+            progress=factory,
+        )
+    if json:
+        print_json(to_json(difference))
+    else:
+        for fqn in difference.only_in_a:
+            say(f"- {escape_name(fqn)}: only in {escape_name(a)}")
+        for fqn in difference.only_in_b:
+            say(f"+ {escape_name(fqn)}: only in {escape_name(b)}")
+        for change in difference.changed:
+            say(f"~ {escape_name(change.fqn)}: {change.what}")
+        if difference.equal and not quiet:
+            say("equal" + (" (names, shapes and dtypes)" if keys_only else ""))
+    return 0 if difference.equal else 3

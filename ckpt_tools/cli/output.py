@@ -1,0 +1,190 @@
+"""What every command prints: results on stdout, everything else on stderr; JSON when asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ckpt_tools.api import ProgressFactory
+from ckpt_tools.convert import Conversion
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.execute import Progress
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_duration, format_size
+
+SCHEMA_VERSION = 1
+"""Of every JSON document."""
+PLAIN_INTERVAL_S = 30.0
+"""Seconds between progress lines when stderr is not a terminal."""
+_MODES = ("auto", "bar", "plain", "none")
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    """Print the one JSON document of a command."""
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **document}))  # noqa: T201
+
+
+def say(text: str = "") -> None:
+    """Print a line of the result."""
+    print(text)  # noqa: T201
+
+
+def note(text: str) -> None:
+    """Print a line that is not the result."""
+    print(text, file=sys.stderr)  # noqa: T201
+
+
+def print_error(error: CkptError, *, as_json: bool) -> None:
+    """Print an error in its three parts."""
+    if as_json:
+        parts = {"code": error.code, "what": error.what, "where": error.where, "hint": error.hint}
+        document = {"schema_version": SCHEMA_VERSION, "error": parts, "exit_code": error.exit_code}
+        note(json.dumps(document))
+        return
+    note(f"Error: {error.what}")
+    if error.where is not None:
+        note(f"   at: {error.where}")
+    if error.hint is not None:
+        note(f" hint: {error.hint}")
+
+
+def use_colour() -> bool:
+    """May stdout carry colour?"""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def terminal_width() -> int:
+    """Return the width of the terminal; 100 columns without one."""
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+@contextmanager
+def progress_of(mode: str, *, quiet: bool) -> Iterator[ProgressFactory | None]:
+    """Yield what makes progress receivers for `--progress MODE`.
+
+    Raises:
+        UsageError: An unknown mode.
+    """
+    if mode not in _MODES:
+        raise UsageError(f"{mode!r} is not a kind of progress", hint=f"--progress takes {', '.join(_MODES)}")
+    if mode == "auto":
+        mode = "bar" if sys.stderr.isatty() else "plain"
+    if quiet or mode == "none":
+        yield None
+        return
+    if mode == "plain":
+        yield _plain
+        return
+    from tqdm import tqdm
+
+    bars: list[tqdm[object]] = []
+
+    def start(total: int) -> Progress:
+        bar: tqdm[object] = tqdm(
+            total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False
+        )
+        bars.append(bar)
+
+        def advance(nbytes: int) -> None:
+            bar.update(nbytes)
+
+        return advance
+
+    try:
+        yield start
+    finally:
+        for bar in bars:
+            bar.close()
+
+
+def _plain(total: int) -> Progress:
+    """A line every 30 s: `12.4/48.0 GiB 26% 1.1 GiB/s ETA 0:00:32`."""
+    lock = threading.Lock()
+    start = last = time.monotonic()
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done, last
+        with lock:
+            done += nbytes
+            now = time.monotonic()
+            if now - last < PLAIN_INTERVAL_S:
+                return
+            last = now
+            rate = done / (now - start)
+            left = format_duration((total - done) / rate)
+            share = 100 * done // max(total, 1)
+            note(f"{format_size(done)}/{format_size(total)} {share}% {format_size(rate)}/s ETA {left}")
+
+    return advance
+
+
+def conversion_json(result: Conversion) -> dict[str, object]:
+    """Return the JSON document of shard, gather and reshard."""
+    document: dict[str, object] = {
+        "source": result.source,
+        "destination": result.destination,
+        "num_tensors": result.num_tensors,
+    }
+    if result.dry_run:
+        document["plan"] = {
+            "files": [{"file": name, "nbytes": nbytes} for name, nbytes in result.files],
+            "bytes": result.bytes_written,
+            "peak_bytes": result.peak_rss_bytes,
+        }
+    else:
+        document |= {
+            "bytes_read": result.bytes_read,
+            "bytes_written": result.bytes_written,
+            "seconds": round(result.seconds, 3),
+            "throughput_bytes_per_s": round(result.throughput_bytes_per_s),
+            "peak_rss_bytes": result.peak_rss_bytes,
+            "files": [name for name, _ in result.files],
+            "verified": result.verified,
+            "checked": dict(result.checked),
+        }
+    return document | {"notes": list(result.notes)}
+
+
+def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Print what a conversion did."""
+    if as_json:
+        print_json(conversion_json(result))
+        return
+    for text in result.notes:
+        note(f"note: {text}")
+    if quiet:
+        return
+    destination = escape_name(result.destination)
+    files = f"{len(result.files)} file" + ("s" if len(result.files) != 1 else "")
+    if result.dry_run:
+        say(f"would write {files}, {format_size(result.bytes_written)}, to {destination}")
+        say(
+            f"needs about {format_size(result.peak_rss_bytes)} of memory and {format_size(result.bytes_written)} of disk"
+        )
+    else:
+        say(f"wrote {result.num_tensors} tensors, {files}, {format_size(result.bytes_written)}, to {destination}")
+        rate = format_size(result.throughput_bytes_per_s)
+        say(f"in {result.seconds:.1f} s ({rate}/s), peak memory {format_size(result.peak_rss_bytes)}")
+        say(_checked(result))
+    if result.dry_run or verbose:
+        shown = result.files if verbose or len(result.files) <= 20 else result.files[:18]
+        for name, nbytes in shown:
+            say(f"  {format_size(nbytes):>10}  {escape_name(name)}")
+        if len(shown) < len(result.files):
+            say(f"  … and {len(result.files) - len(shown)} more (-v lists all)")
+
+
+def _checked(result: Conversion) -> str:
+    parts = ["structure of the result"]
+    if count := result.checked.get("digests"):
+        parts.append(f"{count} tensors against the source's digests")
+    if count := result.checked.get("crcs"):
+        parts.append(f"{count} chunks against the source's CRC-32s")
+    return "checked: " + ", ".join(parts)

@@ -1,0 +1,334 @@
+"""The conversions: from an open source and a destination's description to a published checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpt_tools._version import __version__
+from ckpt_tools.checkpoint import Asset, Checkpoint
+from ckpt_tools.digest import digest_bytes
+from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.execute import Outcome, Progress, execute
+from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.formats.dcp_metadata import build_metadata
+from ckpt_tools.formats.detect import detect
+from ckpt_tools.formats.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    Origin,
+    TensorRecord,
+    build_manifest,
+)
+from ckpt_tools.layout import Mesh, Placement
+from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.opening import Opened, open_path
+from ckpt_tools.plan import Plan, asset_name, blob_name, plan_assets, plan_copies
+from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.staging import Staging, check_destination, free_bytes
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_size
+from ckpt_tools.verify import verify
+
+DTYPES = ("keep", "bf16", "f16", "f32")
+"""Values of `--dtype`."""
+_MARGIN_BYTES = 16 << 20
+_BASE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What a conversion did, or with `dry_run` would do."""
+
+    source: str
+    destination: str
+    num_tensors: int
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    peak_rss_bytes: int
+    """Peak memory of this process (the plan's estimate with `dry_run`)."""
+    files: tuple[tuple[str, int], ...]
+    """(name, bytes) of everything that was written."""
+    verified: bool
+    """The result was opened again and checked, and everything that the source records of its bytes held."""
+    checked: Mapping[str, int]
+    """How many of the source's tensors and chunks were held against recorded digests and CRC-32s."""
+    notes: tuple[str, ...]
+    """What was left out or decided, for people."""
+    dry_run: bool = False
+
+    @property
+    def throughput_bytes_per_s(self) -> float:
+        """Bytes written per second."""
+        return self.bytes_written / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One conversion, ready to run."""
+
+    opened: Opened
+    source: Checkpoint
+    """Selected and renamed, chunks raw."""
+    target: Checkpoint
+    """Where everything goes."""
+    destination: str
+    heads: Mapping[str, bytes] = field(default_factory=dict)
+    """File → fixed bytes at its beginning."""
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files to write before the manifest (an index)."""
+    assets: Sequence[tuple[Source, Asset]] = ()
+    """Files to carry along, and where from."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """FQN in the destination → FQN in the source, where they differ."""
+    origin: Origin | None = None
+    mesh: Mesh | None = None
+    placements: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    overwrite: bool = False
+    use_dtensor: bool = False
+    """Write the data files through torch (`--engine dtensor`) instead of the executor."""
+    num_workers: int = 1
+    progress: Callable[[int], Progress] | None = None
+    """Given the bytes to move, returns what reports them."""
+
+
+def run(job: Job, *, dry_run: bool) -> Conversion:
+    """Plan, and unless `dry_run` execute, check and publish.
+
+    Raises:
+        CkptError: Anything that went wrong; the destination is then as it was.
+    """
+    start = time.monotonic()
+    check_separate(job.opened, job.destination)
+    check_destination(job.destination, overwrite=job.overwrite)
+    if job.overwrite:
+        check_replaceable(job.destination)
+    plan = Plan(plan_copies(job.source, job.target, heads=job.heads))
+    metadata = build_metadata(job.target.tensors, job.target.blobs) if job.target.format == "dcp" else b""
+    fixed = len(metadata) + sum(map(len, job.documents.values())) + sum(a.nbytes for _, a in job.assets)
+    needed = plan.total_bytes + fixed
+    if dry_run:
+        files = [(file.file, file.nbytes) for file in plan.files]
+        files += [(name, len(content)) for name, content in job.documents.items()]
+        files += [(asset.file, asset.nbytes) for _, asset in job.assets]
+        if metadata:
+            files.append((METADATA_NAME, len(metadata)))
+        return _conversion(
+            job,
+            start,
+            files,
+            read=plan.read_bytes,
+            written=needed,
+            peak=_BASE_BYTES + plan.peak_bytes(job.num_workers),
+            dry_run=True,
+        )
+    free = free_bytes(job.destination)
+    if needed + _MARGIN_BYTES > free:
+        raise CkptError(
+            f"{format_size(needed)} are needed, {format_size(free)} are free",
+            where=escape_name(os.path.dirname(os.path.abspath(job.destination))),
+            hint="free some space there, or choose another destination",
+        )
+    staging = Staging(job.destination, overwrite=job.overwrite)
+    try:
+        outcome, written, files = _fill(job, plan, staging, metadata)
+        _check_result(staging.directory, job.target)
+        job.opened.source.check_unchanged()
+        staging.publish()
+    finally:
+        staging.discard()
+    return _conversion(
+        job,
+        start,
+        files,
+        read=outcome.bytes_read,
+        written=written,
+        peak=peak_rss_bytes(),
+        checked={"digests": _check_digests(job, outcome), "crcs": outcome.chunks_checked},
+    )
+
+
+def _conversion(
+    job: Job,
+    start: float,
+    files: list[tuple[str, int]],
+    *,
+    read: int,
+    written: int,
+    peak: int,
+    checked: Mapping[str, int] | None = None,
+    dry_run: bool = False,
+) -> Conversion:
+    return Conversion(
+        source=job.opened.source.root,
+        destination=job.destination,
+        num_tensors=len(job.target.tensors),
+        bytes_read=read,
+        bytes_written=written,
+        seconds=time.monotonic() - start,
+        peak_rss_bytes=peak,
+        files=tuple(files),
+        verified=not dry_run,
+        checked=checked or {},
+        notes=tuple(job.notes),
+        dry_run=dry_run,
+    )
+
+
+def _fill(job: Job, plan: Plan, staging: Staging, metadata: bytes) -> tuple[Outcome, int, list[tuple[str, int]]]:
+    """Write everything into the staging directory, the commit marker last."""
+    extra: dict[str, FileRecord] = {}
+    by_source: dict[int, tuple[Source, list[Asset]]] = {}
+    for source, asset in job.assets:
+        by_source.setdefault(id(source), (source, []))[1].append(asset)
+    files = [(file.file, file.nbytes) for file in plan.files]
+    written = 0
+    for source, assets in by_source.values():
+        outcome = execute(Plan(plan_assets(assets)), source, staging, num_workers=job.num_workers)
+        written += outcome.bytes_written
+        for asset in assets:
+            extra[asset.file] = FileRecord(nbytes=asset.nbytes, digest=outcome.digests[asset_name(asset)])
+            files.append((asset.file, asset.nbytes))
+    progress = job.progress(plan.read_bytes) if job.progress is not None else None
+    outcome = execute(plan, job.opened.source, staging, num_workers=job.num_workers, progress=progress)
+    written += outcome.bytes_written
+    _check_digests(job, outcome)
+    for name, content in job.documents.items():
+        staging.write_document(name, content)
+        files.append((name, len(content)))
+    manifest = build_manifest(_manifest(job, outcome, extra, metadata))
+    staging.write_document(MANIFEST_NAME, manifest)
+    files.append((MANIFEST_NAME, len(manifest)))
+    if metadata:
+        staging.write_document(METADATA_NAME, metadata)
+        files.append((METADATA_NAME, len(metadata)))
+    return outcome, written + sum(size for _, size in files[-2:]), files
+
+
+def _check_digests(job: Job, outcome: Outcome) -> int:
+    """Hold what was read against the digests that the source's manifest records; return how many."""
+    manifest = job.opened.manifest
+    if manifest is None:
+        return 0
+    count = 0
+    dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
+    for entry in job.source.tensors:
+        fqn = job.names.get(entry.fqn, entry.fqn)
+        record = manifest.tensors.get(fqn)
+        found = outcome.digests.get(entry.fqn)
+        if record is None or found is None or dtypes[entry.fqn] != entry.dtype:
+            continue
+        if (record.dtype, record.shape) != (entry.dtype, entry.shape) or record.digest != found:
+            raise UnreadableError(
+                f"tensor {escape_name(fqn)!r} is not what the manifest recorded: its digest is {found}, "
+                f"recorded was {record.digest}",
+                where=escape_name(job.opened.source.root),
+                hint="`ckpt verify` lists everything that is wrong; restore the checkpoint, or if a trainer "
+                f"has saved over it on purpose, remove {MANIFEST_NAME}",
+            )
+        count += 1
+    return count
+
+
+def _manifest(job: Job, outcome: Outcome, assets: Mapping[str, FileRecord], metadata: bytes) -> Manifest:
+    documents = {name: _record(content) for name, content in (*job.heads.items(), *job.documents.items())}
+    if metadata:
+        documents[METADATA_NAME] = _record(metadata)
+    checkpoint = job.opened.checkpoint
+    return Manifest(
+        writer=f"ckpt {__version__}",
+        format=job.target.format,
+        mesh=job.mesh,
+        tensors={
+            entry.fqn: TensorRecord(
+                dtype=entry.dtype,
+                shape=entry.shape,
+                digest=outcome.digests[entry.fqn],
+                placements=job.placements.get(entry.fqn, {}),
+            )
+            for entry in job.target.tensors
+        },
+        blobs={
+            blob.fqn: FileRecord(nbytes=blob.span.nbytes, digest=outcome.digests[blob_name(blob)])
+            for blob in job.target.blobs
+        },
+        assets=assets,
+        documents=documents,
+        files=job.target.files,
+        source={
+            "name": os.path.basename(os.path.realpath(checkpoint.root)),
+            "format": checkpoint.format,
+            "files": job.opened.source.identities(),
+        },
+        origin=job.origin,
+    )
+
+
+def _record(content: bytes) -> FileRecord:
+    return FileRecord(nbytes=len(content), digest=digest_bytes(content))
+
+
+def _check_result(directory: str, target: Checkpoint) -> None:
+    """Open what was written as a user would, and hold it against the plan."""
+    with open_path(directory, format=target.format) as written:
+        result = verify(written, level="structure", num_workers=1)
+        found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
+    expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}
+    errors = [finding for finding in result.findings if finding.severity == "error"]
+    if errors or found != expected:
+        what = errors[0].what if errors else "its tensors are not those of the plan"
+        raise CkptError(
+            f"what was written does not pass its own check: {what}",
+            where=errors[0].where if errors else None,
+            hint="nothing was published; please report this with the output of `ckpt env`",
+        )
+
+
+def check_separate(opened: Opened, destination: str) -> None:
+    """Refuse a destination inside the source, or around it: the source is never written to."""
+    source = os.path.realpath(opened.source.root)
+    target = os.path.realpath(destination)
+    if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
+        raise UsageError(
+            "source and destination must not contain each other",
+            where=f"{escape_name(opened.source.root)} and {escape_name(destination)}",
+            hint="choose a destination beside the source",
+        )
+
+
+def check_replaceable(destination: str) -> None:
+    """Refuse to replace a directory that is neither empty nor a checkpoint."""
+    if not os.path.isdir(destination) or not os.listdir(destination):
+        return
+    with Source(destination) as source:
+        try:
+            detect(source.list_files(), path=destination)
+        except UnreadableError as error:
+            raise UsageError(
+                "--overwrite replaces a checkpoint, and this directory is none",
+                where=escape_name(destination),
+                hint="remove it yourself if nothing in it is needed",
+            ) from error
+
+
+def cast_target(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """Return `checkpoint` with its floating-point tensors (F64, F32, F16, BF16) as `dtype`.
+
+    Raises:
+        UsageError: Not one of `DTYPES`.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
+    if dtype == "keep":
+        return checkpoint
+    wanted: DType = BY_NAME[dtype.upper()]
+    return replace(
+        checkpoint,
+        tensors=tuple(replace(entry, dtype=wanted) if entry.dtype.is_float else entry for entry in checkpoint.tensors),
+    )

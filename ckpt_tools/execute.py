@@ -1,0 +1,389 @@
+"""Move the bytes of a plan: bounded buffers, worker threads, checksums and digests on the way.
+
+The unit of work is one canonical block of one tensor. Its part of any row-major chunk is one contiguous run,
+so every read and every write is one contiguous range, whatever the two layouts are. CRC-32s of parts are
+combined into those of whole items; digests of blocks into those of whole tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from isal import isal_zlib
+
+from ckpt_tools.casting import cast
+from ckpt_tools.checkpoint import Chunk, TensorEntry
+from ckpt_tools.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.formats.torch_zip import item_frame
+from ckpt_tools.layout import Blocks, Box, BoxIndex
+from ckpt_tools.plan import Copy, Plan, blocks_of, chunk_index
+from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.staging import Staging
+from ckpt_tools.strides import StridedPart, byte_box, is_contiguous, move, start_of
+from ckpt_tools.text import escape_name
+
+Progress = Callable[[int], None]
+"""Called with the number of logical bytes that have been moved since the last call; from any thread."""
+OnDamage = Callable[[TensorEntry, CkptError], None]
+"""Called with what is wrong with a tensor's bytes; returning means: go on with the next block."""
+
+_CRC_PASS_BYTES = 4 << 20
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What `execute` did."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    """Digest of every tensor that was read whole, over the bytes as they were written."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+    chunks_checked: int = 0
+    """Source chunks whose CRC-32 was held against their writer's."""
+
+
+_Parts = list[tuple[int, int, int]]  # (offset, nbytes, crc32)
+
+
+class _Task:
+    """One tensor under way."""
+
+    def __init__(self, entry: TensorEntry, copies: Sequence[tuple[str, Copy]]) -> None:
+        self.entry = entry
+        self.copies = copies
+        self.dtype: DType = copies[0][1].dtype if copies else entry.dtype
+        self.blocks: Blocks = blocks_of(entry, self.dtype)
+        self.chunks: BoxIndex[Chunk] = chunk_index(entry)
+        self.targets = BoxIndex(((i, copy.box) for i, (_, copy) in enumerate(copies)))
+        written = {copy.box: copy.box.num_elems for _, copy in copies}
+        self.whole = not copies or sum(written.values()) == entry.num_elems
+        self.block_digests = bytearray(BLOCK_DIGEST_BYTES * len(self.blocks))
+        self.read_parts: dict[Chunk, _Parts] = {}
+        self.written_parts: list[_Parts] = [[] for _ in copies]
+        self.remaining = max(1, len(self.blocks))
+        self.damaged = False
+
+
+class _Buffers:
+    """One worker's memory, grown to what its blocks need."""
+
+    def __init__(self) -> None:
+        self._memory: list[bytearray] = [bytearray(), bytearray()]
+
+    def get(self, which: int, nbytes: int) -> memoryview:
+        if len(self._memory[which]) < nbytes:
+            self._memory[which] = bytearray(nbytes)
+        return memoryview(self._memory[which])[:nbytes]
+
+
+class _Run:
+    """One execution: the queue of blocks, and what the workers share."""
+
+    def __init__(
+        self,
+        tasks: Sequence[_Task],
+        source: Source,
+        staging: Staging | None,
+        progress: Progress | None,
+        on_damage: OnDamage | None,
+    ) -> None:
+        self.source = source
+        self.staging = staging
+        self.outcome = Outcome()
+        self._progress = progress
+        self._on_damage = on_damage
+        self._units = self._queue(tasks)
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._open_copies: dict[str, int] = {}
+        for task in tasks:
+            for file, _ in task.copies:
+                self._open_copies[file] = self._open_copies.get(file, 0) + 1
+
+    def run(self, num_workers: int) -> None:
+        """Work until nothing is left; raise the first error of any worker."""
+        threads = [threading.Thread(target=self._work, name=f"ckpt-{i}") for i in range(num_workers)]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # Ctrl-C: let the workers finish their block and go
+            self._errors.append(error)
+            for thread in threads:
+                thread.join()
+            raise
+        if self._errors:
+            raise self._errors[0]
+
+    @staticmethod
+    def _queue(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, int]]:
+        for task in tasks:
+            for index in range(max(1, len(task.blocks))):
+                yield task, index
+
+    def _work(self) -> None:
+        buffers = _Buffers()
+        try:
+            while True:
+                with self._lock:
+                    unit = None if self._errors else next(self._units, None)
+                if unit is None:
+                    return
+                self._do(*unit, buffers)
+        except BaseException as error:  # noqa: BLE001 - any worker's error is the run's error
+            with self._lock:
+                self._errors.append(error)
+
+    def _do(self, task: _Task, index: int, buffers: _Buffers) -> None:
+        nbytes = read = written = 0
+        try:
+            if index < len(task.blocks):
+                block = task.blocks[index]
+                targets = list(task.targets.overlaps(block))
+                if task.whole or targets:
+                    content, read = self.read_block(task, block, buffers)
+                    nbytes = len(content)
+                    if task.whole:
+                        digest = digest_block(content)
+                        at = BLOCK_DIGEST_BYTES * index
+                        task.block_digests[at : at + BLOCK_DIGEST_BYTES] = digest
+                    written = self._write_block(task, block, targets, content, buffers)
+        except CkptError as error:
+            self._report(task, error)
+        with self._lock:
+            self.outcome.bytes_read += read
+            self.outcome.bytes_written += written
+            task.remaining -= 1
+            last = task.remaining == 0
+            if self._progress is not None and nbytes:
+                self._progress(nbytes)
+        if last:
+            self._finish(task)
+
+    def _report(self, task: _Task, error: CkptError) -> None:
+        if self._on_damage is None:
+            raise error
+        with self._lock:
+            task.damaged = True
+            self._on_damage(task.entry, error)
+
+    # Reading
+
+    def read_block(self, task: _Task, block: Box, buffers: _Buffers) -> tuple[memoryview, int]:
+        """Return the block's bytes as they will be written, and how many were read."""
+        source_dtype = task.entry.dtype
+        whole = byte_box(block, source_dtype)
+        content = buffers.get(0, whole.num_elems)
+        read = 0
+        for chunk, part in task.chunks.overlaps(block):
+            if chunk.strides is not None:
+                read += self._read_strided(task.entry, chunk, part, block, content, buffers)
+                continue
+            piece = byte_box(part, source_dtype)
+            start = start_of(piece, byte_box(chunk.box, source_dtype))
+            direct = is_contiguous(piece, whole)
+            if direct:
+                at = start_of(piece, whole)
+                run = content[at : at + piece.num_elems]
+            else:
+                run = buffers.get(1, piece.num_elems)
+            self.source.read_into(chunk.span.file, chunk.span.offset + start, run)
+            if chunk.crc32 is not None:
+                task.read_parts.setdefault(chunk, []).append((start, len(run), isal_zlib.crc32(run)))
+            if not direct:
+                move(piece, run, piece, content, whole)
+            read += len(run)
+        if task.dtype is source_dtype:
+            return content, read
+        target = buffers.get(1, byte_box(block, task.dtype).num_elems)
+        cast(content, source_dtype, target, task.dtype)
+        buffers.get(0, len(target))[:] = target
+        return buffers.get(0, len(target)), read
+
+    def _read_strided(
+        self, entry: TensorEntry, chunk: Chunk, part: Box, block: Box, content: memoryview, buffers: _Buffers
+    ) -> int:
+        strided = StridedPart(part, chunk.box, chunk.strides or (), entry.dtype.num_bytes(1))
+        runs = buffers.get(1, strided.nbytes)
+        position = 0
+        for offset, nbytes in strided.runs():
+            if offset < 0 or offset + nbytes > chunk.span.nbytes:
+                raise UnreadableError("strides lead out of the item", where=escape_name(chunk.span.file))
+            self.source.read_into(chunk.span.file, chunk.span.offset + offset, runs[position : position + nbytes])
+            position += nbytes
+        strided.scatter(runs, content, block)
+        return strided.nbytes
+
+    # Writing
+
+    def _write_block(
+        self,
+        task: _Task,
+        block: Box,
+        targets: Sequence[tuple[int, Box]],
+        content: memoryview,
+        buffers: _Buffers,
+    ) -> int:
+        written = 0
+        whole = byte_box(block, task.dtype)
+        for i, part in targets:
+            file, copy = task.copies[i]
+            piece = byte_box(part, task.dtype)
+            if is_contiguous(piece, whole):
+                at = start_of(piece, whole)
+                run = content[at : at + piece.num_elems]
+            else:
+                run = buffers.get(1, piece.num_elems)
+                move(piece, content, whole, run, piece)
+            start = start_of(piece, byte_box(copy.box, task.dtype))
+            written += self._write_part(task, i, file, copy, start, run)
+        return written
+
+    def _write_part(self, task: _Task, i: int, file: str, copy: Copy, start: int, run: memoryview) -> int:
+        staging = self._sink()
+        if copy.encoding == "raw":
+            return staging.write(file, copy.offset + start, [run])
+        crc32 = isal_zlib.crc32(run)
+        if len(run) == copy.nbytes:  # the whole item at once
+            frame = item_frame(copy.dtype, copy.box.sizes)
+            before, after = frame.seal(crc32)
+            return staging.write(file, copy.offset - frame.payload_offset, [before, run, after])
+        task.written_parts[i].append((start, len(run), crc32))
+        return staging.write(file, copy.offset + start, [run])
+
+    def _sink(self) -> Staging:
+        if self.staging is None:
+            raise CkptError("a plan with copies needs a place to write to")
+        return self.staging
+
+    # Finishing
+
+    def _finish(self, task: _Task) -> None:
+        try:
+            self._check_sources(task)
+        except CkptError as error:
+            self._report(task, error)
+        if task.whole and not task.damaged:
+            digest = digest_tensor(task.block_digests)
+            with self._lock:
+                self.outcome.digests[task.entry.fqn] = digest
+        for (file, copy), parts in zip(task.copies, task.written_parts, strict=True):
+            self._seal(file, copy, parts)
+            with self._lock:
+                self._open_copies[file] -= 1
+                done = self._open_copies[file] == 0
+            if done:
+                self._sink().sync(file)
+
+    def _seal(self, file: str, copy: Copy, parts: _Parts) -> None:
+        if copy.encoding == "raw" or (copy.nbytes and not parts):
+            return
+        frame = item_frame(copy.dtype, copy.box.sizes)
+        crc32, total = _combine(parts)
+        if total != copy.nbytes:
+            raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=escape_name(file))
+        before, after = frame.seal(crc32)
+        start = copy.offset - frame.payload_offset
+        written = self._sink().write(file, start, [before])
+        written += self._sink().write(file, copy.offset + copy.nbytes, [after])
+        with self._lock:
+            self.outcome.bytes_written += written
+
+    def _check_sources(self, task: _Task) -> None:
+        for chunk, _ in task.chunks.overlaps(Box((0,) * len(task.entry.shape), task.entry.shape)):
+            if chunk.crc32 is None:
+                continue
+            if chunk.strides is not None:
+                parts = self._crc_pass(chunk)
+            else:
+                parts = task.read_parts.get(chunk, [])
+            crc32, total = _combine(parts)
+            if total != chunk.span.nbytes:
+                continue  # a plan for some of the files reads some of the bytes
+            if crc32 != chunk.crc32:
+                span = chunk.span
+                raise UnreadableError(
+                    f"tensor {escape_name(task.entry.fqn)!r} is damaged: CRC-32 of its bytes is {crc32:08x}, "
+                    f"its writer recorded {chunk.crc32:08x}",
+                    where=f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}",
+                    hint="restore the file from where it was copied, or save the checkpoint again",
+                )
+            with self._lock:
+                self.outcome.chunks_checked += 1
+
+    def _crc_pass(self, chunk: Chunk) -> _Parts:
+        """Read a strided chunk once more, in the order of its bytes."""
+        span, crc32 = chunk.span, 0
+        for start in range(0, span.nbytes, _CRC_PASS_BYTES):
+            nbytes = min(_CRC_PASS_BYTES, span.nbytes - start)
+            crc32 = isal_zlib.crc32(self.source.read(span.file, span.offset + start, nbytes), crc32)
+        return [(0, span.nbytes, crc32)]
+
+
+def _combine(parts: _Parts) -> tuple[int, int]:
+    """Return the CRC-32 of the concatenated parts, and their bytes up to the first hole."""
+    crc32 = total = 0
+    for offset, nbytes, part in sorted(parts):
+        if offset != total:
+            return crc32, -1
+        crc32 = isal_zlib.crc32_combine(crc32, part, nbytes)
+        total += nbytes
+    return crc32, total
+
+
+def execute(
+    plan: Plan,
+    source: Source,
+    staging: Staging,
+    *,
+    num_workers: int,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Write the files of `plan` into `staging`, durably.
+
+    Memory: at most `plan.peak_bytes(num_workers)` of buffers.
+
+    Raises:
+        CkptError: The first thing that went wrong in any worker.
+    """
+    head_bytes = 0
+    for file in plan.files:
+        staging.create(file.file, file.nbytes)
+        if file.head:
+            head_bytes += staging.write(file.file, 0, [file.head])
+    run = _Run([_Task(*task) for task in plan.tasks()], source, staging, progress, None)
+    run.run(num_workers)
+    for file in plan.files:
+        if not file.copies:
+            staging.sync(file.file)
+    source.check_unchanged()
+    run.outcome.bytes_written += head_bytes
+    return run.outcome
+
+
+def scan(
+    entries: Sequence[TensorEntry],
+    source: Source,
+    *,
+    num_workers: int,
+    progress: Progress | None = None,
+    on_damage: OnDamage | None = None,
+) -> Outcome:
+    """Read tensors (raw chunks) whole: their digests, and their CRC-32s held against their writer's."""
+    run = _Run([_Task(entry, ()) for entry in entries], source, None, progress, on_damage)
+    run.run(num_workers)
+    return run.outcome
+
+
+def read_blocks(entry: TensorEntry, source: Source) -> Iterator[tuple[Box, memoryview]]:
+    """Yield (box, row-major bytes) of every block of a tensor (raw chunks); a view is valid until the next."""
+    run = _Run([], source, None, None, None)
+    task = _Task(entry, ())
+    buffers = _Buffers()
+    for block in task.blocks:
+        yield block, run.read_block(task, block, buffers)[0]

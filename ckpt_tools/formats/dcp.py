@@ -1,0 +1,151 @@
+"""DCP directories: `.metadata` plus `.distcp` files of `torch.save` items.
+
+Source: torch `distributed/checkpoint/{metadata,filesystem}.py` (2.13).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.torch_zip import ItemHead, item_frame, parse_item
+from ckpt_tools.layout import Box, Grid
+from ckpt_tools.text import escape_name
+
+METADATA_NAME = ".metadata"
+"""The file that makes a directory a DCP checkpoint; written last."""
+ITEM_ALIGNMENT = 64
+"""Items begin at multiples of this, so that payloads are aligned in the file too."""
+
+_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+class Reader(Protocol):
+    """What this module needs of storage."""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Return exactly these bytes."""
+
+
+def data_file(rank: int) -> str:
+    """Return the name of `rank`'s file."""
+    return f"__{rank}_0.distcp"
+
+
+def parse_rank(file: str) -> int | None:
+    """Return the rank that wrote `file`, or None when the name does not say."""
+    match = _DATA_FILE.fullmatch(file.rpartition("/")[2])
+    return int(match[1]) if match and len(match[1]) < 10 else None
+
+
+def read_item(span: ByteSpan, reader: Reader) -> ItemHead:
+    """Read what the item at `span` says of itself."""
+
+    def read(offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > span.nbytes:
+            raise UnreadableError("the item points outside of itself")
+        return reader.read(span.file, span.offset + offset, nbytes)
+
+    try:
+        return parse_item(span.nbytes, read)
+    except UnreadableError as error:
+        if error.where is not None:
+            raise
+        where = f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}"
+        raise UnreadableError(error.what, where=where, hint=error.hint) from error
+
+
+def item_mismatch(dtype: DType, sizes: tuple[int, ...], head: ItemHead) -> str | None:
+    """Return how an item disagrees with the metadata's dtype and chunk sizes, or None."""
+    if head.dtype != dtype:
+        return f"the metadata says dtype {dtype.name}, the item holds {head.dtype.name}"
+    if head.shape != sizes:
+        return f"the metadata says sizes {list(sizes)}, the item holds {list(head.shape)}"
+    return None
+
+
+def resolve(entry: TensorEntry, reader: Reader) -> TensorEntry:
+    """Return `entry` with every chunk's span on its raw payload, read from the items' headers.
+
+    Raises:
+        UnreadableError: An item is malformed or is not what the metadata says.
+    """
+    return replace(entry, chunks=tuple(_resolve_chunk(entry, chunk, reader) for chunk in entry.chunks))
+
+
+def _resolve_chunk(entry: TensorEntry, chunk: Chunk, reader: Reader) -> Chunk:
+    if chunk.encoding == "raw":
+        return chunk
+    head = read_item(chunk.span, reader)
+    if (problem := item_mismatch(entry.dtype, chunk.box.sizes, head)) is not None:
+        raise UnreadableError(
+            f"tensor {escape_name(entry.fqn)!r}: {problem}",
+            where=f"{escape_name(chunk.span.file)}, bytes {chunk.span.offset}..",
+            hint="the checkpoint is damaged, or was saved by FSDP on top of an uneven tensor-parallel cut of "
+            "the same dim, which PyTorch cannot load either",
+        )
+    span = ByteSpan(file=chunk.span.file, offset=chunk.span.offset + head.payload_offset, nbytes=head.payload_nbytes)
+    return Chunk(box=chunk.box, span=span, strides=head.strides, crc32=head.crc32)
+
+
+def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Grid], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
+    """Describe the files that hold `tensors` cut by `grids`: one per rank, items in the tensors' order.
+
+    Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file.
+
+    Args:
+        tensors: What to hold; their chunks are not looked at.
+        grids: FQN → how the mesh cuts it, in logical elements.
+        blobs: Items that are carried along as they are.
+
+    Returns:
+        The destination; every chunk's span is its item.
+
+    Raises:
+        UsageError: A dtype that DCP cannot hold.
+    """
+    ends: dict[int, int] = {}
+
+    def allot(rank: int, nbytes: int) -> ByteSpan:
+        offset = -(-ends.get(rank, 0) // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
+        ends[rank] = offset + nbytes
+        return ByteSpan(file=names[rank], offset=offset, nbytes=nbytes)
+
+    names = _FileNames()
+    placed_blobs = tuple(replace(blob, span=allot(0, blob.span.nbytes)) for blob in blobs)
+    placed = []
+    for entry in tensors:
+        chunks = tuple(
+            Chunk(
+                box=box,
+                span=allot(rank, item_frame(entry.dtype, box.sizes).nbytes),
+                encoding="torch_zip",
+            )
+            for rank, box in grids[entry.fqn].cells
+        )
+        placed.append(replace(entry, chunks=chunks))
+    return Checkpoint(
+        root="",
+        format="dcp",
+        tensors=tuple(placed),
+        blobs=placed_blobs,
+        files={names[rank]: end for rank, end in sorted(ends.items())},
+    )
+
+
+class _FileNames(dict[int, str]):
+    """Rank → file name, each string made once."""
+
+    def __missing__(self, rank: int) -> str:
+        name = self[rank] = data_file(rank)
+        return name
+
+
+def whole_box(entry: TensorEntry) -> Box:
+    """Return the box of all of `entry`."""
+    return Box((0,) * len(entry.shape), entry.shape)

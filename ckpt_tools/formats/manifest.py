@@ -1,0 +1,232 @@
+"""The manifest: a JSON sidecar in everything that ckpt writes.
+
+It records what the formats themselves do not: mesh, placements, digests over logical bytes (the same for HF
+and DCP, so the two can be compared), and what is needed to give the original HF files back byte for byte.
+It detects accidents, not attackers: whoever can change the data can change the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.layout import Mesh, Placement, parse_placement
+from ckpt_tools.text import escape_name
+
+MANIFEST_NAME = "ckpt_manifest.json"
+"""Its name in the root of a checkpoint."""
+SCHEMA_VERSION = 1
+"""Raised when a reader of the old version would misunderstand."""
+MAX_MANIFEST_BYTES = 1 << 30
+"""Refused above this size."""
+BLOCK_BYTES = 4 << 20
+"""Upper bound of the blocks that a digest is built from."""
+DIGEST_ALGORITHM = "xxh3_128-blocks"
+"""xxh3_128 of the concatenated xxh3_128 digests of the tensor's canonical blocks (`layout.split_blocks`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """What the manifest knows of one tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    digest: str
+    """Hexadecimal digest over the logical row-major bytes."""
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """Axis → placement; axes not named replicate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A file or blob that is carried along as it is."""
+
+    nbytes: int
+    digest: str
+    """As `TensorRecord.digest`, over the bytes as a 1-d U8 tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What gives the original HF files back: their exact headers and index."""
+
+    headers: Mapping[str, str]
+    """File name → header JSON, padding included."""
+    index_name: str | None = None
+    """Name of the index, None for a single file."""
+    index_text: str | None = None
+    """Its exact text."""
+    prefix: str = ""
+    """Put in front of every FQN when the checkpoint was sharded (`--prefix`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything the sidecar says."""
+
+    writer: str
+    """Name and version of the tool that wrote it."""
+    format: str
+    """Format of the checkpoint it lies in."""
+    mesh: Mesh | None
+    """The mesh that the checkpoint was sharded for."""
+    tensors: Mapping[str, TensorRecord]
+    blobs: Mapping[str, FileRecord] = field(default_factory=dict)
+    assets: Mapping[str, FileRecord] = field(default_factory=dict)
+    documents: Mapping[str, FileRecord] = field(default_factory=dict)
+    """Small files that the format itself consists of (`.metadata`, an index, headers)."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Name → size of every data file that was written."""
+    source: Mapping[str, object] = field(default_factory=dict)
+    """Identity of what it was made from: format, files with sizes and modification times."""
+    origin: Origin | None = None
+
+    @property
+    def placements(self) -> dict[str, Mapping[str, Placement]]:
+        """FQN → axis → placement."""
+        return {fqn: record.placements for fqn, record in self.tensors.items()}
+
+
+def build_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's JSON."""
+    origin = manifest.origin
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "writer": manifest.writer,
+        "format": manifest.format,
+        "mesh": None if manifest.mesh is None else [list(axis) for axis in manifest.mesh.axes],
+        "digest": {"algorithm": DIGEST_ALGORITHM, "block_bytes": BLOCK_BYTES},
+        "tensors": {
+            fqn: {
+                "dtype": record.dtype.name,
+                "shape": list(record.shape),
+                "digest": record.digest,
+                "placements": {axis: str(placement) for axis, placement in record.placements.items()},
+            }
+            for fqn, record in manifest.tensors.items()
+        },
+        "blobs": _records(manifest.blobs),
+        "assets": _records(manifest.assets),
+        "documents": _records(manifest.documents),
+        "files": dict(manifest.files),
+        "source": dict(manifest.source),
+        "origin": None
+        if origin is None
+        else {
+            "headers": dict(origin.headers),
+            "index_name": origin.index_name,
+            "index_text": origin.index_text,
+            "prefix": origin.prefix,
+        },
+    }
+    # One line per top-level key: compact, and still kind to a reader.
+    rows = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
+    return ("{\n" + ",\n".join(rows) + "\n}\n").encode()
+
+
+def _records(records: Mapping[str, FileRecord]) -> dict[str, dict[str, object]]:
+    return {name: {"nbytes": record.nbytes, "digest": record.digest} for name, record in records.items()}
+
+
+def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
+    """Parse a manifest.
+
+    Raises:
+        UnreadableError: Malformed, of a newer schema, or built with another digest.
+    """
+    try:
+        document = json.loads(text)
+        version = document["schema_version"]
+        digest = document["digest"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _malformed(where, error) from error
+    if version != SCHEMA_VERSION or digest != {"algorithm": DIGEST_ALGORITHM, "block_bytes": BLOCK_BYTES}:
+        raise UnreadableError(
+            f"the manifest has schema version {version!r} and digest {digest!r}, unknown to this version",
+            where=where,
+            hint="use a newer ckpt",
+        )
+    try:
+        return _parse(document)
+    except (KeyError, TypeError, ValueError, AttributeError, CkptError) as error:
+        raise _malformed(where, error) from error
+
+
+def _malformed(where: str, error: Exception) -> UnreadableError:
+    return UnreadableError(
+        f"the manifest is malformed: {escape_name(str(error)) or type(error).__name__}",
+        where=escape_name(where),
+        hint="remove it to go on without digests and without the original file names",
+    )
+
+
+def _parse(document: dict[str, dict[str, dict[str, str]]]) -> Manifest:
+    mesh = document["mesh"]
+    origin = document["origin"]
+    placements: dict[str, dict[str, Placement]] = {}  # parsed once per distinct text
+
+    def place(table: dict[str, str]) -> Mapping[str, Placement]:
+        key = json.dumps(table)
+        if key not in placements:
+            placements[key] = {axis: parse_placement(text) for axis, text in table.items()}
+        return placements[key]
+
+    tensors = {}
+    for fqn, fields in document["tensors"].items():
+        shape = tuple(fields["shape"])
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"shape of {fqn!r}")
+        tensors[fqn] = TensorRecord(
+            dtype=BY_NAME[fields["dtype"]],
+            shape=shape,
+            digest=_text(fields["digest"]),
+            placements=place(fields["placements"]),  # type: ignore[arg-type]
+        )
+    return Manifest(
+        writer=_text(document["writer"]),
+        format=_text(document["format"]),
+        mesh=None if mesh is None else Mesh(tuple((_text(name), _count(size)) for name, size in mesh)),
+        tensors=tensors,
+        blobs=_parse_records(document["blobs"]),
+        assets=_parse_records(document["assets"]),
+        documents=_parse_records(document["documents"]),
+        files={_text(name): _count(size) for name, size in document["files"].items()},
+        source=dict(document["source"]),
+        origin=None
+        if origin is None
+        else Origin(
+            headers={_file_name(name): _text(text) for name, text in origin["headers"].items()},
+            index_name=None if origin["index_name"] is None else _file_name(origin["index_name"]),
+            index_text=None if origin["index_text"] is None else _text(origin["index_text"]),
+            prefix=_text(origin["prefix"]),
+        ),
+    )
+
+
+def _parse_records(table: Mapping[str, Mapping[str, object]]) -> dict[str, FileRecord]:
+    return {
+        name: FileRecord(nbytes=_count(fields["nbytes"]), digest=_text(fields["digest"]))
+        for name, fields in table.items()
+    }
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, found {value!r}")
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"expected a count, found {value!r}")
+    return value
+
+
+def _file_name(value: object) -> str:
+    name = _text(value)
+    if not name or name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        raise ValueError(f"file name {name!r}")
+    return name

@@ -1,0 +1,170 @@
+"""The safetensors format: header bytes to tensors and back.
+
+Source: https://huggingface.co/docs/safetensors/index#format and `tensor.rs` (0.8): 8 bytes of little-endian
+header length N, N bytes of JSON, then the data without holes. Offsets count from the end of the header.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.checkpoint import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.errors import LimitError, UnreadableError, UsageError
+from ckpt_tools.layout import Box
+from ckpt_tools.text import escape_name
+
+MAX_HEADER_BYTES = 100_000_000
+"""As in the reference implementation."""
+MAX_DIMS = 64
+"""PyTorch's own limit."""
+LENGTH_BYTES = 8
+"""Size of the length field in front of the header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """A parsed header."""
+
+    tensors: tuple[TensorEntry, ...]
+    """Tensors in the order of their data, each with one raw chunk in the named file."""
+    metadata: Mapping[str, str]
+    """The free-form `__metadata__` table."""
+    nbytes: int
+    """Bytes of the whole file."""
+
+
+def parse_length(first: bytes, *, where: str) -> int:
+    """Return the header's length from the first 8 bytes of a file.
+
+    Raises:
+        UnreadableError: The file is too short or the length is not credible.
+    """
+    if len(first) < LENGTH_BYTES:
+        raise UnreadableError(f"a safetensors file has at least 8 bytes, this has {len(first)}", where=where)
+    length = int.from_bytes(first, "little")
+    if length > MAX_HEADER_BYTES:
+        raise LimitError(
+            f"the header claims {length} bytes, the limit is {MAX_HEADER_BYTES}",
+            where=where,
+            hint="this is not a safetensors file, or its first bytes are damaged",
+        )
+    return length
+
+
+def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
+    """Parse a header.
+
+    Args:
+        text: The header's JSON.
+        file: Name that the spans carry.
+        file_nbytes: Size of the file, against which the data is checked; None when there is no file yet.
+
+    Raises:
+        UnreadableError: Malformed, overlapping, with holes, or not as long as the file.
+    """
+    where = escape_name(file)
+    try:
+        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_object)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"the header is not valid JSON: {error}", where=where) from error
+    if not isinstance(document, dict):
+        raise UnreadableError("the header is not a JSON object", where=where)
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UnreadableError("the header's __metadata__ is not a table of strings", where=where)
+    data_start = LENGTH_BYTES + len(text)
+    entries = [_parse_entry(fqn, fields, file, data_start) for fqn, fields in document.items()]
+    entries.sort(key=lambda entry: (entry.chunks[0].span.offset, entry.chunks[0].span.nbytes))
+    position = data_start
+    for entry in entries:
+        span = entry.chunks[0].span
+        if span.offset != position:
+            problem = "overlaps its predecessor" if span.offset < position else "leaves a hole before it"
+            raise UnreadableError(f"tensor {escape_name(entry.fqn)!r} {problem}", where=where)
+        position += span.nbytes
+    if file_nbytes is not None and position != file_nbytes:
+        state = "truncated" if position > file_nbytes else "followed by unknown bytes"
+        raise UnreadableError(
+            f"the file is {state}: the header describes {position} bytes, the file has {file_nbytes}",
+            where=where,
+            hint="restore the file or copy it again",
+        )
+    return Header(tensors=tuple(entries), metadata=metadata, nbytes=position)
+
+
+def _unique_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return table
+
+
+def _parse_entry(fqn: str, fields: object, file: str, data_start: int) -> TensorEntry:
+    label = f"tensor {escape_name(fqn)!r}"
+    where = escape_name(file)
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise UnreadableError(f"{label} does not have exactly dtype, shape and data_offsets", where=where)
+    dtype = BY_NAME.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    if dtype is None or not dtype.in_safetensors:
+        raise UnreadableError(f"{label} has the unknown dtype {fields['dtype']!r}", where=where)
+    shape, offsets = fields["shape"], fields["data_offsets"]
+    if not _is_sizes(shape) or len(shape) > MAX_DIMS or math.prod(n for n in shape if n) >= 1 << 63:
+        raise UnreadableError(f"{label} has an impossible shape", where=where)
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise UnreadableError(f"{label} has impossible data_offsets", where=where)
+    nbytes = offsets[1] - offsets[0]
+    if math.prod(shape) * dtype.bits != nbytes * 8:
+        raise UnreadableError(
+            f"{label} has {nbytes} bytes, its dtype and shape need {math.prod(shape) * dtype.bits / 8:g}",
+            where=where,
+        )
+    span = ByteSpan(file=file, offset=data_start + offsets[0], nbytes=nbytes)
+    chunk = Chunk(box=Box((0,) * len(shape), tuple(shape)), span=span)
+    return TensorEntry(fqn=fqn, dtype=dtype, shape=tuple(shape), chunks=(chunk,))
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def build_header(
+    tensors: Iterable[TensorEntry], *, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, tuple[int, ...]]:
+    """Build the length field and header of a file that holds `tensors` one after the other.
+
+    Returns:
+        The bytes in front of the data, and per tensor its first byte in the file.
+
+    Raises:
+        UsageError: A dtype that safetensors cannot hold.
+    """
+    document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts = []
+    position = 0
+    for entry in tensors:
+        if not entry.dtype.in_safetensors:
+            raise UsageError(
+                f"safetensors cannot hold {entry.dtype.name} ({entry.dtype.torch_name})",
+                where=escape_name(entry.fqn),
+                hint="leave the tensor out: --exclude " + escape_name(entry.fqn),
+            )
+        starts.append(position)
+        document[entry.fqn] = {
+            "dtype": entry.dtype.name,
+            "shape": list(entry.shape),
+            "data_offsets": [position, position + entry.nbytes],
+        }
+        position += entry.nbytes
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return prefix, tuple(len(prefix) + start for start in starts)
+
+
+def data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """Return `tensors` as the reference implementation lays them out: widest dtype first, then by name."""
+    return sorted(tensors, key=lambda entry: (-entry.dtype.bits, entry.fqn))

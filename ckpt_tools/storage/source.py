@@ -1,0 +1,263 @@
+"""Read byte ranges of the files below one root: pread only, contained, and watched for change.
+
+`mmap` is not used: an I/O error or a truncation under a mapping is a SIGBUS that nothing can catch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.text import escape_name
+
+MAX_OPEN_FILES = 256
+"""Descriptors that one cache keeps open; least recently used ones are closed first."""
+
+_Identity = tuple[int, int, int, int]
+
+
+class Descriptors:
+    """A bounded cache of open file descriptors that many threads share."""
+
+    def __init__(self, opener: Opener, limit: int = MAX_OPEN_FILES) -> None:
+        self._opener = opener
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, list[int]] = OrderedDict()  # file → [descriptor, users]
+
+    @contextmanager
+    def use(self, file: str) -> Iterator[int]:
+        """Lend the descriptor of `file`, opening it when needed."""
+        with self._lock:
+            slot = self._open.get(file)
+            if slot is None:
+                self._close_idle()
+                slot = self._open[file] = [self._opener(file), 0]
+            else:
+                self._open.move_to_end(file)
+            slot[1] += 1
+        try:
+            yield slot[0]
+        finally:
+            with self._lock:
+                slot[1] -= 1
+
+    def _close_idle(self) -> None:
+        if len(self._open) < self._limit:
+            return
+        for file, (descriptor, users) in self._open.items():
+            if users == 0:
+                del self._open[file]
+                os.close(descriptor)
+                return
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        with self._lock:
+            for descriptor, _ in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+
+class Opener:
+    """Callable that opens a file by its relative name; subclassed by source and staging."""
+
+    def __call__(self, file: str) -> int:
+        """Return a new descriptor."""
+        raise NotImplementedError
+
+
+class _ReadOpener(Opener):
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __call__(self, file: str) -> int:
+        return self._source.open(file)
+
+
+class Source:
+    """The files below `root`, read only.
+
+    Args:
+        root: A directory. Files are named relative to it, with forward slashes.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._real_root = os.path.realpath(root)
+        self._allowed = (self._real_root + os.sep, *_hub_cache_blobs(self._real_root))
+        self._identities: dict[str, _Identity] = {}
+        self._descriptors = Descriptors(_ReadOpener(self))
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def list_files(self, *, max_depth: int = 3, max_files: int = 1_000_000) -> dict[str, int]:
+        """Return {relative name: size in bytes} of the regular files down to `max_depth` directories.
+
+        Hidden directories are left out. Symbolic links to directories are not followed.
+        """
+        found: dict[str, int] = {}
+        pending = [("", 0)]
+        while pending:
+            prefix, depth = pending.pop()
+            with os.scandir(os.path.join(self._real_root, prefix)) as entries:
+                for entry in sorted(entries, key=lambda e: e.name):
+                    name = prefix + entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        if depth < max_depth and not entry.name.startswith("."):
+                            pending.append((name + "/", depth + 1))
+                        continue
+                    try:
+                        if entry.is_file():
+                            found[name] = entry.stat().st_size
+                    except OSError:
+                        continue  # a dangling link holds nothing; whoever needs it says that it is missing
+                    if len(found) > max_files:
+                        raise UnreadableError(f"more than {max_files} files", where=escape_name(self.root))
+        return dict(sorted(found.items()))
+
+    def path(self, file: str) -> str:
+        """Return the real path of `file`.
+
+        Raises:
+            UnreadableError: It leads out of the root (other than into the hub cache's own blobs).
+        """
+        if os.path.isabs(file) or ".." in file.split("/") or "\0" in file:
+            raise UnreadableError("a file name leads out of the checkpoint", where=escape_name(file))
+        real = os.path.realpath(os.path.join(self._real_root, file))
+        if not real.startswith(self._allowed):
+            raise UnreadableError(
+                "a symbolic link leads out of the checkpoint",
+                where=escape_name(file),
+                hint="copy the file into the directory if you trust it",
+            )
+        return real
+
+    def open(self, file: str) -> int:
+        """Return a new descriptor of the regular file `file` and remember its identity."""
+        path = self.path(file)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise UnreadableError("a file is missing", where=escape_name(self._label(file))) from error
+        except OSError as error:
+            raise _failed("open", self._label(file), error) from error
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise UnreadableError("not a regular file", where=escape_name(self._label(file)))
+        identity = _identity(status)
+        if self._identities.setdefault(file, identity) != identity:
+            os.close(descriptor)
+            raise self._changed(file)
+        return descriptor
+
+    def size(self, file: str) -> int:
+        """Return the size of `file` in bytes."""
+        with self._descriptors.use(file):
+            return self._identities[file][0]
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Return exactly the bytes [offset, offset + nbytes) of `file`."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size(file):
+            raise self._short(file, offset, nbytes)
+        buffer = bytearray(nbytes)
+        self.read_into(file, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of `file` that begin at `offset`.
+
+        Raises:
+            UnreadableError: The file ends before.
+            CkptError: The system cannot read it.
+        """
+        with self._descriptors.use(file) as descriptor:
+            position, remaining = offset, buffer
+            while remaining:
+                try:
+                    count = os.preadv(descriptor, [remaining], position)
+                except OSError as error:
+                    raise _failed("read", self._label(file), error) from error
+                if count == 0:
+                    raise self._short(file, offset, len(buffer))
+                position += count
+                remaining = remaining[count:]
+
+    def identities(self) -> dict[str, dict[str, int]]:
+        """Return size and modification time of every file that was opened."""
+        return {
+            file: {"nbytes": identity[0], "mtime_ns": identity[1]}
+            for file, identity in sorted(self._identities.items())
+        }
+
+    def check_unchanged(self) -> None:
+        """Raise CkptError when a file that was read has changed since it was first opened."""
+        for file, identity in self._identities.items():
+            try:
+                now = _identity(os.stat(self.path(file)))
+            except OSError as error:
+                raise self._changed(file) from error
+            if now != identity:
+                raise self._changed(file)
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        self._descriptors.close()
+
+    def _label(self, file: str) -> str:
+        return os.path.join(self.root, file)
+
+    def _changed(self, file: str) -> CkptError:
+        return CkptError(
+            "the source changed while it was read",
+            where=escape_name(self._label(file)),
+            hint="wait until its writer has finished, then run the command again",
+        )
+
+    def _short(self, file: str, offset: int, nbytes: int) -> UnreadableError:
+        return UnreadableError(
+            f"bytes {offset}..{offset + nbytes} are needed, the file has {self._identities[file][0]}",
+            where=escape_name(self._label(file)),
+            hint="the file is truncated: restore it or copy it again",
+        )
+
+
+def _hub_cache_blobs(real_root: str) -> tuple[str, ...]:
+    """The blobs directory of the hub cache's repository when `real_root` is one of its snapshots.
+
+    Source: huggingface_hub, "Understand caching": snapshots/<revision>/<file> → ../../blobs/<hash>.
+    """
+    for root in (real_root, os.path.dirname(real_root), os.path.dirname(os.path.dirname(real_root))):
+        snapshots = os.path.dirname(root)
+        if os.path.basename(snapshots) == "snapshots":
+            return (os.path.join(os.path.dirname(snapshots), "blobs") + os.sep,)
+    return ()
+
+
+def _identity(status: os.stat_result) -> _Identity:
+    return (status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+
+
+def _failed(verb: str, label: str, error: OSError) -> CkptError:
+    reason = error.strerror or str(error)
+    hint = None
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = "raise the limit of open files: ulimit -n 4096"
+    return CkptError(f"cannot {verb}: {reason}", where=escape_name(label), hint=hint)

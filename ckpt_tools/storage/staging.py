@@ -1,0 +1,225 @@
+"""Write a directory so that it appears whole or not at all.
+
+The protocol: a staging directory beside the destination, every file created exclusively, filled and fsynced,
+then the directory fsynced, then one rename that cannot replace anything (or that exchanges, for overwrite),
+then the parent fsynced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import uuid
+
+from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
+from ckpt_tools.storage.source import Descriptors, Opener
+from ckpt_tools.text import escape_name
+
+STAGING_PREFIX = ".ckpt-tmp-"
+"""Staging directories begin with this; what a killed run leaves behind can be removed by hand."""
+
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_SYNC_FILE_RANGE_WRITE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _WriteOpener(Opener):
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+
+    def __call__(self, file: str) -> int:
+        return os.open(os.path.join(self._directory, file), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+class Staging:
+    """A directory under construction.
+
+    Args:
+        destination: The directory that `publish` makes appear.
+        overwrite: Replace an existing destination, which stays in place until the new one is durable.
+
+    Raises:
+        DestinationExistsError: The destination exists and `overwrite` is false.
+        UsageError: The destination's parent is missing, or the destination is a file.
+    """
+
+    def __init__(self, destination: str, *, overwrite: bool) -> None:
+        self.destination = os.path.abspath(destination)
+        self._overwrite = overwrite
+        parent = os.path.dirname(self.destination)
+        check_destination(destination, overwrite=overwrite)
+        self.directory = os.path.join(parent, STAGING_PREFIX + uuid.uuid4().hex)
+        try:
+            os.mkdir(self.directory)
+        except OSError as error:
+            raise self._failed("create a directory in", parent, error) from error
+        self._files: list[str] = []
+        self._descriptors = Descriptors(_WriteOpener(self.directory))
+
+    def create(self, file: str, nbytes: int) -> None:
+        """Create `file` with `nbytes` of allocated space."""
+        path = os.path.join(self.directory, file)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, 0o666)
+            self._files.append(file)
+            try:
+                if nbytes:
+                    _allocate(descriptor, nbytes)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise self._failed("create", file, error) from error
+
+    def write(self, file: str, offset: int, buffers: list[memoryview | bytes]) -> int:
+        """Write `buffers`, one after the other, from `offset` on; return the number of bytes."""
+        total = sum(map(len, buffers))
+        with self._descriptors.use(file) as descriptor:
+            try:
+                count = os.pwritev(descriptor, buffers, offset)
+                if count != total:
+                    rest = memoryview(b"".join(buffers))
+                    while count != total:
+                        count += os.pwrite(descriptor, rest[count:], offset + count)
+                if total >= 1 << 20:
+                    # Start the write-back now, so that the fsync at the end finds little to do.
+                    _libc.sync_file_range(
+                        descriptor, ctypes.c_int64(offset), ctypes.c_int64(total), _SYNC_FILE_RANGE_WRITE
+                    )
+            except OSError as error:
+                raise self._failed("write", file, error) from error
+        return total
+
+    def sync(self, file: str) -> None:
+        """Make `file` durable. A failed fsync is never tried again: the kernel has dropped the pages."""
+        with self._descriptors.use(file) as descriptor:
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                raise self._failed("fsync", file, error) from error
+
+    def write_document(self, file: str, content: bytes) -> None:
+        """Create `file` with `content` and make it durable."""
+        self.create(file, len(content))
+        self.write(file, 0, [content])
+        self.sync(file)
+
+    def publish(self) -> None:
+        """Make the destination appear, whole and durable.
+
+        Raises:
+            DestinationExistsError: Somebody else created it meanwhile.
+        """
+        self._descriptors.close()
+        try:
+            for directory in {os.path.dirname(os.path.join(self.directory, file)) for file in self._files}:
+                sync_directory(directory)
+            sync_directory(self.directory)
+            exists = os.path.lexists(self.destination)
+            if exists and not self._overwrite:
+                raise DestinationExistsError("the destination appeared meanwhile", where=self._label())
+            if not exists:
+                self._move_into_place()
+            else:
+                _rename(self.directory, self.destination, _RENAME_EXCHANGE)
+                sync_directory(os.path.dirname(self.destination))
+                shutil.rmtree(self.directory)  # by now the old checkpoint
+            sync_directory(os.path.dirname(self.destination))
+        except OSError as error:
+            raise self._failed("publish", self.destination, error) from error
+
+    def discard(self) -> None:
+        """Remove what was staged. Safe after `publish`, when there is nothing left."""
+        self._descriptors.close()
+        if os.path.lexists(self.directory):
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _move_into_place(self) -> None:
+        try:
+            _rename(self.directory, self.destination, _RENAME_NOREPLACE)
+        except FileExistsError as error:
+            raise DestinationExistsError("the destination appeared meanwhile", where=self._label()) from error
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                raise
+            # No RENAME_NOREPLACE here (some network file systems): mkdir is exclusive everywhere, and the
+            # last file in, the commit marker, is the last one written.
+            try:
+                os.mkdir(self.destination)
+            except FileExistsError as exists:
+                raise DestinationExistsError("the destination appeared meanwhile", where=self._label()) from exists
+            for file in self._files:
+                target = os.path.join(self.destination, file)
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                os.rename(os.path.join(self.directory, file), target)
+            sync_directory(self.destination)
+            shutil.rmtree(self.directory)
+
+    def _label(self) -> str:
+        return escape_name(self.destination)
+
+    def _failed(self, verb: str, file: str, error: OSError) -> CkptError:
+        hint = None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free some space there, or choose another destination; --dry-run says how much is needed"
+        return CkptError(
+            f"cannot {verb}: {error.strerror or error}",
+            where=escape_name(os.path.join(self.destination, file)),
+            hint=hint,
+        )
+
+
+def check_destination(destination: str, *, overwrite: bool) -> None:
+    """Raise unless `destination` can be created (or, with `overwrite`, replaced)."""
+    label = escape_name(destination)
+    parent = os.path.dirname(os.path.abspath(destination))
+    if not os.path.isdir(parent):
+        raise UsageError(
+            "the destination's parent directory does not exist",
+            where=escape_name(parent),
+            hint=f"mkdir -p {escape_name(parent)}",
+        )
+    if not os.path.lexists(destination):
+        return
+    if not overwrite:
+        raise DestinationExistsError(
+            "the destination exists", where=label, hint="choose another one, or add --overwrite"
+        )
+    if os.path.islink(destination) or not os.path.isdir(destination):
+        raise UsageError("only a directory can be overwritten, this is something else", where=label)
+
+
+def free_bytes(destination: str) -> int:
+    """Return the bytes that may still be written on the destination's file system."""
+    status = os.statvfs(os.path.dirname(os.path.abspath(destination)))
+    return status.f_bavail * status.f_frsize
+
+
+def sync_directory(path: str) -> None:
+    """Make the entries of a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(descriptor, nbytes)
+
+
+def _rename(old: str, new: str, flags: int) -> None:
+    result = _libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags)
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), new)

@@ -1,0 +1,221 @@
+"""Jobs that end in an HF directory: `gather`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_tools.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.convert import Job, cast_target
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats import hf, safetensors
+from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
+from ckpt_tools.opening import Opened
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+from ckpt_tools.to_mesh import left_out
+from ckpt_tools.transform import find_model, rename, select, strip_prefix, strip_wrappers
+from ckpt_tools.units import parse_size
+
+AssetList = list[tuple[Source, Asset]]
+"""Files to carry along, and where from."""
+DEFAULT_MAX_SHARD_SIZE = "5GB"
+"""Largest HF file when nothing else says how to split, as in huggingface_hub."""
+
+
+def gathering_job(
+    opened: Opened,
+    destination: str,
+    *,
+    max_shard_size: str | None,
+    dtype: str,
+    strip: str,
+    assets: AssetList | None,
+    like: Opened | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> Job:
+    """Return the job that writes `opened` as full safetensors to `destination`.
+
+    The first of these decides on names, order and files: `like`; the original that the source's manifest
+    remembers, when no option asks for something else; `max_shard_size`.
+    """
+    if destination.endswith(".safetensors"):
+        raise UsageError(
+            "the destination is a directory of safetensors files, its name should not end in .safetensors",
+            where=escape_name(destination),
+            hint=f"ckpt gather … {escape_name(destination.removesuffix('.safetensors'))}",
+        )
+    notes = left_out(opened)
+    original = opened.origin
+    plain = dtype == "keep" and max_shard_size is None and not include and not exclude and strip == "auto"
+    if like is not None:
+        if like.origin is None or not plain:
+            raise UsageError(
+                "--like decides on names, files and dtypes by itself",
+                hint="leave out --dtype, --max-shard-size, --strip-prefix, --include and --exclude",
+            )
+        model, names = _model(opened, strip, notes)
+        return _restore(
+            opened, model, names, like.origin, destination, _assets(opened, assets or assets_of(like)), notes
+        )
+    if plain and original is not None:
+        names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
+        model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
+        return _restore(opened, model, names, original, destination, _assets(opened, assets), notes)
+    chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
+    model, names = _model(chosen, strip, notes)
+    source = replace(model, tensors=tuple(map(opened.resolve, model.tensors)), blobs=())
+    target = cast_target(source, dtype)
+    files = hf.arrange(target.tensors, max_file_nbytes=parse_size(max_shard_size or DEFAULT_MAX_SHARD_SIZE))
+    placed, heads = hf.place(files)
+    documents = {"model" + hf.INDEX_SUFFIX: hf.build_index(files)} if len(files) > 1 else {}
+    return Job(
+        opened=opened,
+        source=source,
+        target=placed,
+        destination=destination,
+        heads=heads,
+        documents=documents,
+        assets=_assets(opened, assets),
+        names=names,
+        notes=notes,
+    )
+
+
+def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
+    """Return the model's tensors under their plain names, and {plain name: name in the source}."""
+    checkpoint = opened.checkpoint
+    if strip == "none" or checkpoint.format in ("hf", "safetensors"):
+        model = replace(checkpoint, blobs=())
+        new_name: Callable[[str], str] = str
+    elif strip == "auto":
+        model, prefix = find_model(checkpoint)
+        stripped = strip_prefix((entry.fqn for entry in model.tensors), prefix)
+
+        def new_name(fqn: str) -> str:
+            return strip_wrappers(stripped(fqn))
+
+        if prefix:
+            notes.append(f"stripped the prefix {escape_name(prefix)!r} (--strip-prefix none keeps it)")
+    else:
+        prefix = strip if strip.endswith(".") else strip + "."
+        inside = tuple(entry for entry in checkpoint.tensors if entry.fqn.startswith(prefix))
+        if not inside:
+            raise UsageError(
+                f"no tensor begins with {prefix!r}",
+                hint="`ckpt inspect SRC` shows the prefixes; --strip-prefix auto finds the model's",
+            )
+        model = replace(checkpoint, tensors=inside, blobs=())
+        new_name = strip_prefix((entry.fqn for entry in inside), prefix)
+    omitted = len(checkpoint.tensors) - len(model.tensors)
+    if omitted:
+        notes.append(f"left out {omitted} tensors that are not the model's (optimizer state)")
+    if checkpoint.blobs:
+        notes.append(f"left out {len(checkpoint.blobs)} non-tensor items, which safetensors cannot hold")
+    if not model.tensors:
+        raise UnreadableError(
+            "the checkpoint holds no model tensors",
+            where=escape_name(checkpoint.root),
+            hint="`ckpt inspect SRC --tensors` lists what it holds; --strip-prefix PFX chooses a part of it",
+        )
+    renamed = rename(model, new_name)
+    names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
+    return renamed, names
+
+
+def _restore(
+    opened: Opened,
+    model: Checkpoint,
+    names: Mapping[str, str],
+    origin: Origin,
+    destination: str,
+    assets: AssetList,
+    notes: list[str],
+) -> Job:
+    """Return the job that writes the very files that `origin` remembers.
+
+    Raises:
+        UsageError: The model lacks tensors of the original, or has others.
+    """
+    by_fqn = {entry.fqn: entry for entry in model.tensors}
+    placed: list[TensorEntry] = []
+    heads: dict[str, bytes] = {}
+    sizes: dict[str, int] = {}
+    for name, text in origin.headers.items():
+        raw = text.encode()
+        header = safetensors.parse_header(raw, file=name, file_nbytes=None)
+        heads[name] = len(raw).to_bytes(safetensors.LENGTH_BYTES, "little") + raw
+        sizes[name] = header.nbytes
+        placed += header.tensors
+    wanted = {entry.fqn: entry for entry in placed}
+    _same_keys(wanted, by_fqn)
+    for fqn, entry in wanted.items():
+        own = by_fqn[fqn]
+        castable = own.dtype == entry.dtype or (own.dtype.is_float and entry.dtype.is_float)
+        if own.shape != entry.shape or not castable:
+            raise UsageError(
+                f"tensor {escape_name(fqn)!r} is {own.dtype.name} {list(own.shape)}, "
+                f"the reference has {entry.dtype.name} {list(entry.shape)}",
+                hint="is it a reference of this model?",
+            )
+    documents = {}
+    if origin.index_name is not None and origin.index_text is not None:
+        documents[origin.index_name] = origin.index_text.encode()
+    source = replace(
+        model,
+        tensors=tuple(opened.resolve(entry) for entry in model.tensors if entry.fqn in wanted),
+        blobs=(),
+    )
+    return Job(
+        opened=opened,
+        source=source,
+        target=Checkpoint(root="", format="hf", tensors=tuple(placed), files=sizes),
+        destination=destination,
+        heads=heads,
+        documents=documents,
+        assets=assets,
+        names=names,
+        notes=notes,
+    )
+
+
+def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntry]) -> None:
+    missing = [fqn for fqn in wanted if fqn not in found]
+    extra = [fqn for fqn in found if fqn not in wanted]
+    if not missing and not extra:
+        return
+    parts = []
+    if missing:
+        parts.append(f"lacks {len(missing)} tensors of the reference ({_some(missing)})")
+    if extra:
+        parts.append(f"has {len(extra)} that the reference does not have ({_some(extra)})")
+    raise UsageError(
+        "the checkpoint " + " and ".join(parts),
+        hint="is it a reference of this model? `ckpt diff --keys-only` lists the names",
+    )
+
+
+def _some(fqns: Sequence[str]) -> str:
+    return ", ".join(escape_name(fqn) for fqn in fqns[:3]) + (", …" if len(fqns) > 3 else "")
+
+
+def _assets(opened: Opened, others: AssetList | None) -> AssetList:
+    """Return the assets to carry along: `others` before the source's own of the same name."""
+    chosen = {asset.file: (source, asset) for source, asset in (*assets_of(opened), *(others or ()))}
+    return [chosen[name] for name in sorted(chosen)]
+
+
+def assets_of(opened: Opened) -> AssetList:
+    """Return the assets of an open checkpoint."""
+    return [(opened.source, asset) for asset in opened.checkpoint.assets]
+
+
+def assets_in(source: Source) -> AssetList:
+    """Return the files of a directory that hold no weights."""
+    return [
+        (source, Asset(file=name, nbytes=size))
+        for name, size in source.list_files().items()
+        if not is_weights(name) and name != MANIFEST_NAME
+    ]

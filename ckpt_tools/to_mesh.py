@@ -1,0 +1,158 @@
+"""Jobs that end in a DCP checkpoint for a mesh: `shard` and `reshard`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tools.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.convert import Job, cast_target
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.formats import dcp
+from ckpt_tools.layout import Mesh, Placement, parse_mesh
+from ckpt_tools.opening import Opened
+from ckpt_tools.rules import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
+from ckpt_tools.text import escape_name
+from ckpt_tools.transform import is_optimizer, rename, select, strip_wrappers
+
+_CONFIG_NAME = "config.json"
+_MAX_RULES_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshOptions:
+    """How to cut, as the user said it."""
+
+    mesh: str | Mesh | None = None
+    world_size: int | None = None
+    rules: str | os.PathLike[str] | None = None
+    set: Sequence[str] = ()
+    tp_plan: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A mesh, and where it puts every tensor."""
+
+    mesh: Mesh
+    placements: Mapping[str, Mapping[str, Placement]]
+    """FQN → axis → placement; axes that are not named replicate."""
+
+
+def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) -> Layout:
+    """Apply mesh and rules to the tensors of `checkpoint`.
+
+    Optimizer state that no rule names is placed like its parameter.
+
+    Raises:
+        UsageError: No mesh, or an impossible mesh or rule.
+    """
+    rules = [parse_set(text) for text in options.set]
+    mesh = options.mesh
+    if options.rules is not None:
+        path = os.fspath(options.rules)
+        rule_set = parse_rules(_read_text(path), where=escape_name(path), world_size=options.world_size)
+        rules += rule_set.rules
+        mesh = mesh or rule_set.mesh
+    if mesh is None:
+        raise UsageError("no mesh is given", hint="add for example --mesh dp_shard=8")
+    if isinstance(mesh, str):
+        mesh = parse_mesh(mesh, world_size=options.world_size)
+    if options.tp_plan is not None:
+        if options.tp_plan != "auto":
+            raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
+        rules += tp_plan_rules(_read_config(opened), [entry.fqn for entry in checkpoint.tensors])
+    placements: dict[str, Mapping[str, Placement]] = dict(place_tensors(checkpoint.tensors, mesh, rules))
+    placements |= _like_parameters(checkpoint.tensors, rules, placements)
+    return Layout(mesh=mesh, placements=placements)
+
+
+def _like_parameters(
+    tensors: Iterable[TensorEntry], rules: Sequence[Rule], placements: Mapping[str, Mapping[str, Placement]]
+) -> dict[str, Mapping[str, Placement]]:
+    """Return the placements of optimizer state, taken from the parameter that its FQN contains."""
+    entries = tuple(tensors)
+    parameters: dict[str, TensorEntry] = {}
+    for entry in entries:
+        if not is_optimizer(entry):
+            parts = strip_wrappers(entry.fqn).split(".")
+            for start in range(min(3, len(parts))):  # with and without a root such as `model.`
+                parameters.setdefault(".".join(parts[start:]), entry)
+    found: dict[str, Mapping[str, Placement]] = {}
+    for entry in entries:
+        if not is_optimizer(entry) or any(rule.matches(entry.fqn) for rule in rules):
+            continue
+        parts = strip_wrappers(entry.fqn).split(".")[:-1]  # without exp_avg
+        for start in range(len(parts)):
+            parameter = parameters.get(".".join(parts[start:]))
+            if parameter is not None and parameter.shape == entry.shape:
+                found[entry.fqn] = placements[parameter.fqn]
+                break
+    return found
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read(_MAX_RULES_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the rules: {error}", where=escape_name(path)) from error
+
+
+def _read_config(opened: Opened) -> Mapping[str, object]:
+    try:
+        document = json.loads(opened.source.read(_CONFIG_NAME, 0, opened.source.size(_CONFIG_NAME)).decode())
+    except CkptError as error:
+        raise UsageError(
+            "--tp-plan auto needs the model's config.json beside the weights",
+            where=escape_name(opened.source.root),
+            hint="copy it there, or write the rules yourself with --rules",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"config.json is not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise UnreadableError("config.json is not a JSON object")
+    return document
+
+
+def sharding_job(
+    opened: Opened,
+    destination: str,
+    options: MeshOptions,
+    *,
+    dtype: str,
+    prefix: str,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> Job:
+    """Return the job that writes `opened`, cut as `options` say, to `destination`."""
+    chosen = select(opened.checkpoint, include=include, exclude=exclude)
+    renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
+    layout = find_layout(opened, renamed, options)
+    source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
+    target = cast_target(source, dtype)
+    grids = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]) for entry in target.tensors}
+    origin = opened.origin if dtype == "keep" and chosen is opened.checkpoint else None
+    return Job(
+        opened=opened,
+        source=source,
+        target=dcp.place(target.tensors, grids, source.blobs),
+        destination=destination,
+        assets=[(opened.source, asset) for asset in opened.checkpoint.assets],
+        names={new.fqn: old.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)},
+        origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix),
+        mesh=layout.mesh,
+        placements=layout.placements,
+        notes=left_out(opened),
+    )
+
+
+def left_out(opened: Opened) -> list[str]:
+    """Say which files beside the checkpoint are not carried along."""
+    if not opened.left_out:
+        return []
+    shown = ", ".join(escape_name(name) for name in opened.left_out[:4])
+    more = f" and {len(opened.left_out) - 4} more" if len(opened.left_out) > 4 else ""
+    return [f"left out, as weights in another format or of another model: {shown}{more}"]

@@ -1,0 +1,353 @@
+"""Check a checkpoint and say everything that is wrong, and what was not looked at."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.digest import digest_bytes
+from ckpt_tools.errors import CkptError
+from ckpt_tools.execute import Outcome, Progress, scan
+from ckpt_tools.formats import dcp
+from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
+from ckpt_tools.opening import Opened
+from ckpt_tools.plan import asset_name, blob_name, copy_span
+from ckpt_tools.text import escape_name
+from ckpt_tools.tiling import check_tiling
+
+Level = Literal["structure", "data"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What `verify` found."""
+
+    level: Level
+    tensors: int
+    """Tensors looked at."""
+    chunks: int
+    """Chunks looked at."""
+    nbytes: int
+    """Bytes of tensor data whose content was checked."""
+    not_checked: tuple[str, ...]
+    """What this level or this checkpoint leaves unchecked, in words."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True without a finding of severity error."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+
+class _Findings(list[Finding]):
+    def error(self, code: str, where: str, what: str, hint: str | None = None) -> None:
+        self.append(Finding(code=code, severity="error", where=where, what=what, hint=hint))
+
+    def warn(self, code: str, where: str, what: str, hint: str | None = None) -> None:
+        self.append(Finding(code=code, severity="warning", where=where, what=what, hint=hint))
+
+
+def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress | None = None) -> Verification:
+    """Check `opened` at `level`.
+
+    Structure: every element in exactly one chunk, every span inside its file, the items' headers and the
+    manifest as the metadata says, no unknown data files. Data: also every byte, against the CRC-32s and
+    digests that were recorded.
+    """
+    findings = _Findings()
+    checkpoint, sound = check_structure(opened, findings)
+    not_checked = []
+    nbytes = 0
+    if level == "structure":
+        not_checked.append("the bytes of the tensors (use --level data)")
+    else:
+        outcome = _check_data(opened, checkpoint, sound, findings, num_workers, progress)
+        nbytes = sum(entry.nbytes for entry in sound)
+        not_checked += _unchecked(opened, checkpoint, outcome)
+    if checkpoint.format == "hf-sharded":
+        not_checked.append("the global shapes, which this format does not record (taken from the chunks)")
+    if checkpoint.blobs and opened.manifest is None:
+        not_checked.append(f"the content of {len(checkpoint.blobs)} non-tensor items, which are never unpickled")
+    return Verification(
+        level=level,
+        tensors=len(checkpoint.tensors),
+        chunks=sum(len(entry.chunks) for entry in checkpoint.tensors),
+        nbytes=nbytes,
+        not_checked=tuple(not_checked),
+        findings=tuple(findings),
+    )
+
+
+def _unchecked(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list[str]:
+    if opened.manifest is not None:
+        return []
+    chunks = sum(1 for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes)
+    if outcome.chunks_checked >= chunks:
+        return []
+    missing = chunks - outcome.chunks_checked
+    return [
+        f"the content of {missing} of {chunks} chunks: no checksum was recorded for them "
+        "(use --against a copy you trust)"
+    ]
+
+
+def check_structure(opened: Opened, findings: _Findings) -> tuple[Checkpoint, list[TensorEntry]]:
+    """Check everything but the tensors' bytes.
+
+    Returns:
+        The description with raw spans, and the tensors whose bytes can be read.
+    """
+    checkpoint = opened.checkpoint
+    resolved = []
+    sound = []
+    for entry in checkpoint.tensors:
+        raw = _check_tensor(opened, entry, findings)
+        resolved.append(raw or entry)
+        if raw is not None:
+            sound.append(raw)
+    _check_overlaps(checkpoint, findings)
+    for blob in checkpoint.blobs:
+        _check_span(opened, blob.span, f"item {escape_name(blob.fqn)!r}", findings)
+    _check_foreign(opened, findings)
+    if opened.manifest is not None:
+        _check_manifest(opened, opened.manifest, findings)
+    return replace(checkpoint, tensors=tuple(resolved)), sound
+
+
+def _check_tensor(opened: Opened, entry: TensorEntry, findings: _Findings) -> TensorEntry | None:
+    """Return the tensor with raw spans, or None when it cannot be read whole."""
+    name = f"tensor {escape_name(entry.fqn)!r}"
+    before = len(findings)
+    problem = check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
+    if problem is not None:
+        code = {"missing": "incomplete-tensor", "overlap": "overlapping-chunks"}.get(
+            problem.kind, "chunk-outside-tensor"
+        )
+        files = sorted({escape_name(chunk.span.file) for chunk in entry.chunks})
+        findings.error(code, ", ".join(files[:4]), f"{name}: {problem.describe(entry.shape)}")
+    chunks = []
+    for chunk in entry.chunks:
+        if _check_span(opened, chunk.span, name, findings):
+            raw = _check_item(opened, entry, chunk, findings)
+            if raw is not None:
+                chunks.append(raw)
+    if len(findings) > before:
+        return None
+    return replace(entry, chunks=tuple(chunks))
+
+
+def _check_span(opened: Opened, span: ByteSpan, name: str, findings: _Findings) -> bool:
+    where = escape_name(span.file)
+    size = opened.checkpoint.files.get(span.file)
+    if size is None:
+        findings.error(
+            "missing-file",
+            where,
+            f"{name}: its file is missing",
+            "restore the file, or save the checkpoint again",
+        )
+        return False
+    if span.offset + span.nbytes > size:
+        findings.error(
+            "short-file",
+            where,
+            f"{name}: bytes {span.offset}..{span.offset + span.nbytes} are needed, the file has {size}",
+            "the file is truncated: restore it, or save the checkpoint again",
+        )
+        return False
+    return True
+
+
+def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: _Findings) -> Chunk | None:
+    where = f"{escape_name(chunk.span.file)}, bytes {chunk.span.offset}..{chunk.span.offset + chunk.span.nbytes}"
+    name = f"tensor {escape_name(entry.fqn)!r}"
+    if chunk.encoding == "raw":
+        return chunk
+    try:
+        head = dcp.read_item(chunk.span, opened.source)
+    except CkptError as error:
+        findings.error("bad-item", where, f"{name}: {error.what}", error.hint)
+        return None
+    problem = dcp.item_mismatch(entry.dtype, chunk.box.sizes, head)
+    if problem is not None:
+        findings.error("item-mismatch", where, f"{name}: {problem}")
+        return None
+    span = replace(chunk.span, offset=chunk.span.offset + head.payload_offset, nbytes=head.payload_nbytes)
+    return Chunk(box=chunk.box, span=span, strides=head.strides, crc32=head.crc32)
+
+
+def _check_overlaps(checkpoint: Checkpoint, findings: _Findings) -> None:
+    """Different items must not share bytes; equal spans are tied tensors."""
+    spans: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
+    for entry in checkpoint.tensors:
+        for chunk in entry.chunks:
+            spans[chunk.span.file][chunk.span.offset, chunk.span.offset + chunk.span.nbytes] = entry.fqn
+    for blob in checkpoint.blobs:
+        spans[blob.span.file][blob.span.offset, blob.span.offset + blob.span.nbytes] = blob.fqn
+    for file, owners in spans.items():
+        reach, holder = 0, ""
+        for (start, end), fqn in sorted(owners.items()):
+            if start < reach and end > start:
+                findings.error(
+                    "overlapping-spans",
+                    f"{escape_name(file)}, bytes {start}..{min(end, reach)}",
+                    f"{escape_name(holder)!r} and {escape_name(fqn)!r} share bytes",
+                )
+            if end > reach:
+                reach, holder = end, fqn
+
+
+def _check_foreign(opened: Opened, findings: _Findings) -> None:
+    """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one."""
+    suffix = ".distcp" if opened.checkpoint.format == "dcp" else ".safetensors"
+    for name, size in opened.source.list_files(max_depth=0).items():
+        if name.endswith(suffix) and name not in opened.checkpoint.files and size:
+            findings.warn(
+                "unreferenced-file",
+                escape_name(name),
+                f"{size} bytes that nothing refers to",
+                "a leftover of an earlier save: remove it if you do not need it",
+            )
+
+
+def _check_manifest(opened: Opened, manifest: Manifest, findings: _Findings) -> None:
+    tensors = {entry.fqn: entry for entry in opened.checkpoint.tensors}
+    for fqn, record in manifest.tensors.items():
+        entry = tensors.get(fqn)
+        label = f"tensor {escape_name(fqn)!r}"
+        if entry is None:
+            findings.error("manifest-mismatch", MANIFEST_NAME, f"{label} is in the manifest only")
+        elif (entry.dtype, entry.shape) != (record.dtype, record.shape):
+            findings.error(
+                "manifest-mismatch",
+                MANIFEST_NAME,
+                f"{label}: {entry.dtype.name} {list(entry.shape)} here, "
+                f"{record.dtype.name} {list(record.shape)} in the manifest",
+            )
+    for fqn in tensors.keys() - manifest.tensors.keys():
+        findings.error("manifest-mismatch", MANIFEST_NAME, f"tensor {escape_name(fqn)!r} is not in the manifest")
+    for name, size in manifest.files.items():
+        found = _size(opened, name)
+        if found is None:
+            findings.error("missing-file", escape_name(name), "the manifest names a file that is missing")
+        elif found != size:
+            code = "short-file" if found < size else "long-file"
+            findings.error(code, escape_name(name), f"the manifest says {size} bytes, the file has {found}")
+    for name, document in manifest.documents.items():
+        _check_document(opened, name, document, findings)
+    for name, asset in manifest.assets.items():
+        found = _size(opened, name)
+        if found is None:
+            findings.error("missing-file", escape_name(name), "the manifest names an asset that is missing")
+        elif found != asset.nbytes:
+            findings.warn(
+                "changed-asset",
+                escape_name(name),
+                f"the manifest says {asset.nbytes} bytes, the file has {found}",
+            )
+
+
+def _size(opened: Opened, name: str) -> int | None:
+    try:
+        return opened.source.size(name)
+    except CkptError:
+        return None
+
+
+def _check_document(opened: Opened, name: str, record: FileRecord, findings: _Findings) -> None:
+    """A document is the first `nbytes` of a file: all of `.metadata` or an index, a safetensors header."""
+    try:
+        content = opened.source.read(name, 0, record.nbytes)
+    except CkptError as error:
+        findings.error("missing-file", escape_name(name), error.what)
+        return
+    if digest_bytes(content) != record.digest:
+        findings.error(
+            "changed-document",
+            escape_name(name),
+            f"its first {record.nbytes} bytes are not those that were written",
+            "restore it; if the directory was saved over by a trainer, remove the manifest",
+        )
+
+
+def _check_data(
+    opened: Opened,
+    checkpoint: Checkpoint,
+    sound: Sequence[TensorEntry],
+    findings: _Findings,
+    num_workers: int,
+    progress: Progress | None,
+) -> Outcome:
+    files = _byte_entries(opened, checkpoint.blobs)
+    labels = {entry.fqn: label for entry, label, _ in files}
+
+    def damaged(entry: TensorEntry, error: CkptError) -> None:
+        where = error.where or ", ".join(sorted({escape_name(c.span.file) for c in entry.chunks})[:4])
+        findings.error("damaged-data", where, error.what, error.hint)
+
+    entries = [*sound, *(entry for entry, _, _ in files)]
+    outcome = scan(entries, opened.source, num_workers=num_workers, progress=progress, on_damage=damaged)
+    if opened.manifest is not None:
+        for entry in sound:
+            record = opened.manifest.tensors.get(entry.fqn)
+            found = outcome.digests.get(entry.fqn)
+            if record is not None and found is not None and found != record.digest:
+                findings.error(
+                    "digest-mismatch",
+                    ", ".join(sorted({escape_name(chunk.span.file) for chunk in entry.chunks})[:4]),
+                    f"tensor {escape_name(entry.fqn)!r} is not what was written: "
+                    f"digest {found}, the manifest says {record.digest}",
+                    "restore its files, or write the checkpoint again",
+                )
+    for entry, label, expected in files:
+        found = outcome.digests.get(entry.fqn)
+        if found is not None and found != expected:
+            severity = findings.warn if entry.fqn.startswith("\0asset") else findings.error
+            severity("digest-mismatch", labels[entry.fqn], "its bytes are not those that were written")
+    return outcome
+
+
+def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[TensorEntry, str, str]]:
+    """(bytes as a tensor, label, expected digest) of every asset and blob that the manifest knows."""
+    if opened.manifest is None:
+        return []
+    found = []
+    for blob in blobs:
+        record = opened.manifest.blobs.get(blob.fqn)
+        if record is not None and _inside(opened, blob.span):
+            entry = copy_span(blob_name(blob), blob.span, 0).source
+            found.append((entry, f"item {escape_name(blob.fqn)!r}", record.digest))
+    for asset in opened.checkpoint.assets:
+        record = opened.manifest.assets.get(asset.file)
+        if record is not None and _size(opened, asset.file) == record.nbytes:
+            span = ByteSpan(file=asset.file, offset=0, nbytes=record.nbytes)
+            found.append((copy_span(asset_name(asset), span, 0).source, escape_name(asset.file), record.digest))
+    return found
+
+
+def _inside(opened: Opened, span: ByteSpan) -> bool:
+    size = opened.checkpoint.files.get(span.file)
+    return size is not None and span.offset + span.nbytes <= size
+
+
+def with_findings(result: Verification, findings: Sequence[Finding]) -> Verification:
+    """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked."""
+    unchecked = tuple(text for text in result.not_checked if not text.startswith("the content of"))
+    return replace(result, findings=(*result.findings, *findings), not_checked=unchecked)
+
+
+def to_json(result: Verification) -> dict[str, object]:
+    """Return the document of `ckpt verify --json`."""
+    return {
+        "ok": result.ok,
+        "level": result.level,
+        "checked": {"tensors": result.tensors, "chunks": result.chunks, "bytes": result.nbytes},
+        "not_checked": list(result.not_checked),
+        "findings": [
+            {"code": f.code, "severity": f.severity, "where": f.where, "what": f.what, "hint": f.hint}
+            for f in result.findings
+        ],
+    }
