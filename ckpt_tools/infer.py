@@ -106,9 +106,7 @@ def _find_patterns(checkpoint: Checkpoint) -> tuple[_Pattern, ...] | None:
             boxes=tuple(zip(all_offsets, all_sizes, strict=True)),
             ranks=ranks,
             intervals=tuple(
-                frozenset(
-                    (offsets[dim], sizes[dim]) for offsets, sizes in zip(all_offsets, all_sizes, strict=True)
-                )
+                frozenset((offsets[dim], sizes[dim]) for offsets, sizes in zip(all_offsets, all_sizes, strict=True))
                 for dim in range(len(shape))
             ),
             fqns=tuple(fqns),
@@ -183,11 +181,7 @@ def _options(pattern: _Pattern, axis: str, size: int) -> tuple[Placement, ...]:
 def _may_fit(pattern: _Pattern, mesh: Mesh, placements: tuple[Placement, ...]) -> bool:
     """Tell, without building the grid, whether the number of parts along every dim can be right."""
     for dim, parts in enumerate(pattern.intervals):
-        sizes = [
-            size
-            for (_, size), placement in zip(mesh.axes, placements, strict=True)
-            if placement == Shard(dim)
-        ]
+        sizes = [size for (_, size), placement in zip(mesh.axes, placements, strict=True) if placement == Shard(dim)]
         most = math.prod(sizes)
         if len(sizes) == 1 and pattern.pack == 1 and pattern.shape[dim]:
             step = _divide_up(pattern.shape[dim], most)
@@ -240,13 +234,15 @@ def _looks_like_stages(patterns: tuple[_Pattern, ...], mesh: Mesh) -> bool:
                 groups.setdefault(block, set()).update(replicas)
     if any(len(replicas) > 1 for replicas in groups.values()):
         return False
-    order = [next(iter(replicas)) for _, replicas in sorted(groups.items())]
-    return order == sorted(order) and len(set(order)) > 1
+    stages: dict[str, list[int]] = {}
+    for (prefix, _), replicas in sorted(groups.items()):
+        stages.setdefault(prefix, []).extend(replicas)
+    return len({s for order in stages.values() for s in order}) > 1 and all(
+        order == sorted(order) for order in stages.values()
+    )
 
 
-def _name_axes(
-    patterns: tuple[_Pattern, ...], mesh: Mesh, explained: list[tuple[Placement, ...]]
-) -> tuple[str, ...]:
+def _name_axes(patterns: tuple[_Pattern, ...], mesh: Mesh, explained: list[tuple[Placement, ...]]) -> tuple[str, ...]:
     """Name the axes by what each cuts; grids alone do not tell tp, ep and dp_shard apart."""
     names = [axis for axis, _ in mesh.axes]
     cutting = [position for position, axis in enumerate(names) if axis != "dp_replicate"]
@@ -255,9 +251,7 @@ def _name_axes(
         for pattern, placements in zip(patterns, explained, strict=True):
             placement = placements[position]
             if isinstance(placement, Shard):
-                num_experts = sum(
-                    "expert" in fqn.split(".") or "experts" in fqn.split(".") for fqn in pattern.fqns
-                )
+                num_experts = sum("expert" in fqn.split(".") or "experts" in fqn.split(".") for fqn in pattern.fqns)
                 cut_experts |= num_experts > 0
                 cut_others |= num_experts < len(pattern.fqns)
                 cut_inner_dim |= placement.dim > 0
@@ -303,7 +297,5 @@ def infer_mesh(checkpoint: Checkpoint) -> InferredMesh | None:
             for fqn in pattern.fqns
         }
         renamed = Mesh(tuple((name, size) for name, (_, size) in zip(names, mesh.axes, strict=True)))
-        return InferredMesh(
-            mesh=renamed, placements={tensor.fqn: by_fqn[tensor.fqn] for tensor in checkpoint.tensors}
-        )
+        return InferredMesh(mesh=renamed, placements={tensor.fqn: by_fqn[tensor.fqn] for tensor in checkpoint.tensors})
     return None

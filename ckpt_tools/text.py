@@ -26,9 +26,7 @@ def escape_name(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() and not _INVISIBLE.match(char) else _escape(ord(char)) for char in text
-    )
+    return "".join(char if char.isprintable() and not _INVISIBLE.match(char) else _escape(ord(char)) for char in text)
 
 
 def _escape(code: int) -> str:
@@ -42,6 +40,5 @@ def display_width(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-        for char in text
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )

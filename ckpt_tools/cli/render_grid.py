@@ -63,8 +63,7 @@ def _draw_grid(tensor: TensorEntry, screen: Screen) -> None:
     columns = starts[column_dim]
     rows = starts[cut_dims[0]] if len(cut_dims) == 2 else [None]
     labels = [
-        ["+".join(held.get((column,) if row is None else (row, column), ("?",))) for column in columns]
-        for row in rows
+        ["+".join(held.get((column,) if row is None else (row, column), ("?",))) for column in columns] for row in rows
     ]
     heads = [str(row) for row in rows] if len(cut_dims) == 2 else ["rank"]
     corner = f"dim {cut_dims[0]} \\ dim {column_dim}" if len(cut_dims) == 2 else f"dim {column_dim} from"

@@ -223,11 +223,7 @@ def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None
         (
             (
                 escape_name(file.file),
-                "virtual"
-                if virtual
-                else "missing"
-                if file.file_bytes is None
-                else format_size(file.file_bytes),
+                "virtual" if virtual else "missing" if file.file_bytes is None else format_size(file.file_bytes),
                 format_size(file.num_bytes),
                 screen.heat(file.num_bytes, largest) * 4,
                 f"{file.num_chunks:,}",
@@ -245,10 +241,7 @@ def _render_dtypes(summary: Summary, screen: Screen) -> None:
     screen.line(f"dtypes: {len(summary.dtypes):,}", "heading")
     screen.table(
         ("dtype", "bytes", "share"),
-        (
-            (name, format_size(size), _share(size, summary.total_bytes))
-            for name, size in summary.dtypes.items()
-        ),
+        ((name, format_size(size), _share(size, summary.total_bytes)) for name, size in summary.dtypes.items()),
         align="lrr",
     )
 
@@ -339,9 +332,7 @@ def _render_map(summary: Summary, screen: Screen) -> None:
     for name, count, by_rank in shown:
         means = [sum(part) / len(part) for part in (by_rank[i : i + per_column] for i in starts)]
         cells = "".join(screen.heat(mean, max(means)) for mean in means)
-        screen.line(
-            f"  {pad(name, name_width)}  {cells}  {format_size(sum(by_rank))}{' each' if count > 1 else ''}"
-        )
+        screen.line(f"  {pad(name, name_width)}  {cells}  {format_size(sum(by_rank))}{' each' if count > 1 else ''}")
     if len(rows) > len(shown):
         screen.line(f"  ... and {len(rows) - len(shown):,} more rows")
 

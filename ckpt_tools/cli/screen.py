@@ -66,10 +66,7 @@ class Screen:
         cells = [tuple(row) for row in rows]
         widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
         for number, row in enumerate((tuple(headers), *cells)):
-            padded = (
-                pad(cell, width, right=side == "r")
-                for cell, width, side in zip(row, widths, align, strict=True)
-            )
+            padded = (pad(cell, width, right=side == "r") for cell, width, side in zip(row, widths, align, strict=True))
             self.line("  " + "  ".join(padded), None if number else "dim")
 
     def heat(self, value: float, most: float) -> str:

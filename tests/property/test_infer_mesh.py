@@ -16,9 +16,7 @@ Rules = dict[str, tuple[tuple[int, ...], dict[str, Placement]]]
 
 
 def _mesh(text: str) -> Mesh:
-    return Mesh(
-        tuple((name, int(size)) for name, _, size in (part.partition("=") for part in text.split(",")))
-    )
+    return Mesh(tuple((name, int(size)) for name, _, size in (part.partition("=") for part in text.split(","))))
 
 
 def _written(mesh: Mesh, rules: Rules, *, pick=None) -> Checkpoint:
@@ -150,9 +148,7 @@ def test_infer_mesh_replicas_spread_by_size_finds_the_true_mesh(text: str) -> No
 @st.composite
 def _anything(draw) -> tuple[Mesh, Rules]:
     names = draw(st.sets(st.sampled_from(["dp_replicate", "dp_shard", "tp", "ep"]), min_size=1, max_size=3))
-    axes = tuple(
-        (name, draw(st.integers(1, 5))) for name in ("dp_replicate", "dp_shard", "tp", "ep") if name in names
-    )
+    axes = tuple((name, draw(st.integers(1, 5))) for name in ("dp_replicate", "dp_shard", "tp", "ep") if name in names)
     mesh = Mesh(axes)
     rules: Rules = {}
     for i in range(draw(st.integers(1, 5))):
@@ -193,9 +189,7 @@ def test_infer_mesh_uneven_fsdp_is_never_longer_than_the_truth(num_ranks: int, s
     [(name, size)] = inferred.mesh.axes
     assert name == "dp_shard"
     longest = max((shape[0] for shape in shapes if shape), default=0)
-    assert size == num_ranks or (
-        size < num_ranks and math.ceil(longest / num_ranks) * (num_ranks - 1) >= longest
-    )
+    assert size == num_ranks or (size < num_ranks and math.ceil(longest / num_ranks) * (num_ranks - 1) >= longest)
 
 
 @pytest.mark.parametrize("damage", ["box", "rank", "name", "missing"])
@@ -233,8 +227,8 @@ def test_infer_mesh_whole_tensors_on_many_ranks_is_ddp() -> None:
 
 
 def test_infer_mesh_pipeline_stages_are_not_called_replicas() -> None:
-    ranks = iter([0, 0, 0, 1, 1, 1])
-    rules: Rules = {f"layers.{i}.w": ((4, 2), {}) for i in range(6)}
+    ranks = iter([0, 0, 0, 1, 1, 1] * 2)
+    rules: Rules = {f"{at}layers.{i}.w": ((4, 2), {}) for at in ("", "optim.") for i in range(6)}
     assert infer_mesh(_written(_mesh("dp_replicate=2"), rules, pick=lambda _: next(ranks))) is None
 
 

@@ -221,6 +221,11 @@ def test_summarise_prefixes_fold_numbers_and_open_the_heaviest() -> None:
     ]
 
 
+def test_summarise_scrambled_names_keep_branches_together() -> None:
+    summary = summarise(_named("b.y.w", "a.x.w", "b.z.w", "a.v.w"))
+    assert [row.prefix for row in summary.prefixes] == ["b.y.w", "b.z.w", "a.x.w", "a.v.w"]
+
+
 def test_summarise_many_names_stay_few_rows() -> None:
     summary = summarise(_named(*(f"n{i}.w" for i in range(MAX_BLOCKS + 50))))
     assert len(summary.prefixes) == MAX_PREFIXES
