@@ -71,7 +71,7 @@ class BlockSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Everything that `ckpt inspect` tells about a checkpoint, tensors aside."""
+    """Everything that `ckpt inspect` tells about a checkpoint."""
 
     path: str
     """The path as the user wrote it."""
