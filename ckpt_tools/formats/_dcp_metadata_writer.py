@@ -1,0 +1,206 @@
+"""Write `.metadata` of a DCP checkpoint: a protocol-4 pickle, put together from bytes.
+
+The opcodes are those of CPython's pickler, instance for instance, so that stock torch loads it and `_pickle_runs`
+reads it fast. Sizes that come again are fetched from the memo.
+
+Source: `dcp_metadata`; CPython `Lib/pickle.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from ckpt_tools.checkpoint import BlobEntry, ByteSpan, TensorEntry
+from ckpt_tools.errors import UsageError
+from ckpt_tools.text import escape_name
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_VERSION = "1.0.0"
+"""`CURRENT_DCP_VERSION` of torch 2.13; readers do not look at it."""
+
+_T = TypeVar("_T")
+_NEW = b")\x81\x94"  # EMPTY_TUPLE NEWOBJ MEMOIZE
+_FILLED = b"ub"  # SETITEMS BUILD
+_FALSE = b"\x89"
+_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
+
+
+def build_metadata(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> bytes:
+    """Return the bytes of `.metadata` for tensors and blobs that lie in `.distcp` files.
+
+    Args:
+        tensors: Every chunk's span is its whole item; shapes and boxes in logical elements.
+        blobs: Items that are not tensors.
+
+    Returns:
+        What stock torch (2.6 and later) unpickles to the equivalent `Metadata`. No `StorageMeta`: it would carry
+        the path of the checkpoint, and torch makes an empty one on reading.
+
+    Raises:
+        UsageError: A dtype or a shape that torch does not have, or two entries of one name.
+    """
+    names = [*(entry.fqn for entry in tensors), *(entry.fqn for entry in blobs)]
+    if len(set(names)) != len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise UsageError(f"two entries are named '{escape_name(twice)}'")
+    return _Writer().write(tensors, blobs)
+
+
+class _Writer:
+    """Collects the parts of one pickle, and numbers the memo as its reader will."""
+
+    __slots__ = ("_next", "_parts", "_seen")
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._seen: dict[object, bytes] = {}
+        self._next = 0
+
+    def write(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> bytes:
+        parts = self._parts
+        parts += (self._class(_DCP, "Metadata"), self._new(), self._open_dict())
+        parts += (self._string("state_dict_metadata"), self._open_dict())
+        self._entries(tensors, blobs)
+        parts += (b"u", self._string("planner_data"), self._open_dict())
+        self._paths((*tensors, *blobs))
+        parts += (b"u", self._string("storage_data"), self._open_dict())
+        self._items(tensors, blobs)
+        parts += (b"u", self._string("storage_meta"), b"N", self._string("version"), self._string(_VERSION))
+        parts += (_FILLED, b".")
+        body = b"".join(parts)
+        return b"\x80\x04\x95" + len(body).to_bytes(8, "little") + body
+
+    def _once(self, what: object, opcodes: bytes) -> bytes:
+        """Return `opcodes` the first time and a BINGET of their value from then on."""
+        self._seen[what] = self._get(self._next)
+        self._next += 1
+        return opcodes + b"\x94"
+
+    @staticmethod
+    def _get(index: int) -> bytes:
+        return b"h%c" % index if index < 256 else b"j" + index.to_bytes(4, "little")
+
+    def _string(self, text: str) -> bytes:
+        known = self._seen.get(text)
+        if known is not None:
+            return known
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"the name '{escape_name(text)}' is not valid Unicode") from None
+        head = b"\x8c%c" % len(raw) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")
+        return self._once(text, head + raw)
+
+    def _class(self, module: str, name: str) -> bytes:
+        key = (module, name)
+        known = self._seen.get(key)
+        return known or self._once(key, self._string(module) + self._string(name) + b"\x93")
+
+    def _new(self) -> bytes:
+        self._next += 1
+        return _NEW
+
+    def _size(self, dims: tuple[int, ...]) -> bytes:
+        known = self._seen.get(dims)
+        if known is not None:
+            return known
+        opcodes = self._class("torch", "Size")
+        if dims:
+            numbers = b"".join(map(_int, dims))
+            opcodes += numbers + _TUPLES[len(dims)] if len(dims) <= 3 else b"(" + numbers + b"t"
+            opcodes += b"\x94"
+            self._next += 1
+        else:
+            opcodes += b")"
+        self._next += 1
+        return self._once(dims, opcodes + b"\x85\x94R")
+
+    def _open_dict(self) -> bytes:
+        self._next += 1
+        return b"}\x94("
+
+    def _entries(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> None:
+        """Write `state_dict_metadata`."""
+        parts = self._parts
+        for entry in tensors:
+            parts += (self._string(entry.fqn), self._class(_DCP, "TensorStorageMetadata"), self._new())
+            parts += (self._open_dict(), self._string("properties"), self._properties(entry))
+            parts += (self._string("size"), self._size(_torch_dims(entry, entry.shape)))
+            parts += (self._string("chunks"), b"]\x94(")
+            self._next += 1
+            for chunk in entry.chunks:
+                parts += (self._class(_DCP, "ChunkStorageMetadata"), self._new(), self._open_dict())
+                parts += (self._string("offsets"), self._size(_torch_dims(entry, chunk.box.offsets)))
+                parts += (self._string("sizes"), self._size(_torch_dims(entry, chunk.box.sizes)), _FILLED)
+            parts += (b"e", _FILLED)
+        for blob in blobs:
+            parts += (self._string(blob.fqn), self._class(_DCP, "BytesStorageMetadata"), self._new())
+
+    def _properties(self, entry: TensorEntry) -> bytes:
+        """Return a `TensorProperties` of `entry`'s dtype; the other fields are deprecated and have their defaults."""
+        name = entry.dtype.torch_name
+        if name is None:
+            raise UsageError(f"tensor '{escape_name(entry.fqn)}': {entry.dtype.name} cannot be stored in DCP")
+        opcodes = self._class(_DCP, "TensorProperties") + self._new() + b"(" + self._class("torch", name)
+        opcodes += self._call("torch.serialization", "_get_layout", self._string, "torch.strided") + _FALSE
+        opcodes += self._call(_DCP, "_MEM_FORMAT_ENCODING", _int, 0) + _FALSE
+        return opcodes + b"tb"
+
+    def _call(self, module: str, name: str, arg: Callable[[_T], bytes], value: _T) -> bytes:
+        key = (module, name, "call")
+        known = self._seen.get(key)
+        return known or self._once(key, self._class(module, name) + arg(value) + b"\x85R")
+
+    def _paths(self, entries: Iterable[TensorEntry | BlobEntry]) -> None:
+        """Write `planner_data`."""
+        for entry in entries:
+            self._parts += (self._string(entry.fqn), b"(")
+            self._parts += map(self._string, entry.path or (entry.fqn,))
+            self._parts.append(b"t")
+
+    def _items(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> None:
+        """Write `storage_data`, blobs first as in the files."""
+        parts = self._parts
+        for blob in blobs:
+            parts += (self._class(_DCP, "MetadataIndex"), self._new(), self._open_dict())
+            parts += (self._string("fqn"), self._string(blob.fqn), self._string("index"), b"N", _FILLED)
+            self._info(blob.span)
+        for entry in tensors:
+            for index, chunk in enumerate(entry.chunks):
+                parts += (self._class(_DCP, "MetadataIndex"), self._new(), self._open_dict())
+                parts += (self._string("fqn"), self._string(entry.fqn), self._string("index"), _int(index))
+                parts += (self._string("offset"), self._size(_torch_dims(entry, chunk.box.offsets)), _FILLED)
+                self._info(chunk.span)
+
+    def _info(self, span: ByteSpan) -> None:
+        parts = self._parts
+        parts += (self._class(_FILESYSTEM, "_StorageInfo"), self._new(), self._open_dict())
+        parts += (self._string("relative_path"), self._string(span.file), self._string("offset"))
+        parts += (_int(span.offset), self._string("length"), _int(span.nbytes), _FILLED)
+
+
+def _torch_dims(entry: TensorEntry, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Turn logical elements into torch's, which hold `dtype.pack` of them along the last dim."""
+    pack = entry.dtype.pack
+    if pack == 1:
+        return dims
+    if not dims or dims[-1] % pack:
+        raise UsageError(
+            f"tensor '{escape_name(entry.fqn)}': {list(dims)} elements of {entry.dtype.name} end inside a byte"
+        )
+    return (*dims[:-1], dims[-1] // pack)
+
+
+def _int(number: int) -> bytes:
+    """Return the shortest opcode that pushes `number`, as CPython's pickler does."""
+    if 0 <= number < 1 << 8:
+        return b"K%c" % number
+    if 0 <= number < 1 << 16:
+        return b"M" + number.to_bytes(2, "little")
+    if -(1 << 31) <= number < 1 << 31:
+        return b"J" + number.to_bytes(4, "little", signed=True)
+    raw = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a%c" % len(raw) + raw

@@ -1,0 +1,71 @@
+"""What `inert_pickle` makes of a pickle besides plain values, and how much it makes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+PERSISTENT_ID = "persistent id"
+"""Name of the `Record` that BINPERSID makes; the blank keeps it apart from every global."""
+LEAF = 0
+"""`Record.depth` of a call of one of `LEAF_CALLS` with one tuple of integers, which cannot change any more."""
+LEAF_CALLS = frozenset({"torch.Size"})
+"""Globals whose results never get state, so that they can be shared as soon as they are made."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GlobalName:
+    """The name of something importable; never imported. One object per name and pickle."""
+
+    name: str
+    """Module and attribute, joined by a dot."""
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What a pickle would have made by calling a global: never called. Equal and hashed by identity.
+
+    Not frozen, for BUILD comes after the object; the reader seals a record when it becomes part of another value.
+    """
+
+    name: str
+    """The global that would have been called, or `PERSISTENT_ID`."""
+    args: tuple[object, ...]
+    """Its arguments."""
+    state: object
+    """What BUILD would have set; None without BUILD."""
+    depth: int
+    """Reader's bookkeeping: nesting of the content, negative while the record may still change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickleLimits:
+    """How much a pickle may ask for."""
+
+    max_bytes: int = 1 << 30
+    """Length of the pickle, in bytes."""
+    max_opcodes: int = 400_000_000
+    """Number of opcodes."""
+    max_depth: int = 64
+    """Containers inside containers."""
+    max_string_bytes: int = 1 << 20
+    """Length of one string, bytes object or name, in bytes."""
+    max_int_bytes: int = 8
+    """Width of an integer, in bytes of two's complement."""
+
+
+DEFAULT_LIMITS = PickleLimits()
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep Python's cycle collector out of a stretch that makes millions of containers and no cycles."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

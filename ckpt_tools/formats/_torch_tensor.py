@@ -1,0 +1,175 @@
+"""`data.pkl` of one tensor: what torch's rebuild functions would be called with.
+
+Source: torch `_utils.py` and `_tensor.py` (`_reduce_ex_internal`), `serialization.py` (`persistent_id`), 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckpt_tools.dtypes import BY_TORCH_NAME, BY_TORCH_STORAGE, DType
+from ckpt_tools.errors import LimitError, UnreadableError
+from ckpt_tools.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
+
+_V2 = "torch._utils._rebuild_tensor_v2"
+_V3 = "torch._utils._rebuild_tensor_v3"
+_PARAMETER = "torch._utils._rebuild_parameter"
+_UNTYPED = "torch.storage.UntypedStorage"
+_HOOKS = "collections.OrderedDict"
+_ALLOWED_GLOBALS = frozenset(
+    {
+        *(_V2, _V3, _PARAMETER, _UNTYPED, _HOOKS, "torch.Size"),
+        *(f"torch.{name}" for name in BY_TORCH_STORAGE),
+        *(f"torch.{name}" for name in BY_TORCH_NAME),
+    }
+)
+_LIMITS = PickleLimits(max_bytes=1 << 16, max_opcodes=1 << 16, max_depth=16, max_string_bytes=1 << 10)
+_MAX_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickledTensor:
+    """One dense tensor, and where it lies in its storage."""
+
+    dtype: DType
+    """Element type."""
+    shape: tuple[int, ...]
+    """Shape in logical elements."""
+    strides: tuple[int, ...] | None
+    """Strides in logical elements; None means row-major."""
+    key: str
+    """Name of the data record."""
+    storage_nbytes: int
+    """Bytes of the whole storage."""
+    payload_offset: int
+    """First byte of the tensor in its storage."""
+    payload_nbytes: int
+    """Bytes from its first element to the end of its last one."""
+
+
+@lru_cache(maxsize=4096)
+def parse_tensor_pickle(data: bytes) -> PickledTensor:
+    """Read `data.pkl`; cached, for the chunks of a checkpoint have few distinct ones.
+
+    Raises:
+        UnreadableError: Not one plain dense tensor.
+    """
+    try:
+        value = parse_pickle(data, allowed_globals=_ALLOWED_GLOBALS, limits=_LIMITS, persistent_ids=True)
+    except LimitError:
+        raise
+    except UnreadableError as error:
+        raise UnreadableError(
+            f"the item's data.pkl is not that of a plain tensor: {error.what}",
+            hint="sparse, quantised and subclassed tensors cannot be read",
+        ) from error
+    if type(value) is Record and value.name == _PARAMETER and value.state is None:
+        if len(value.args) != 3 or type(value.args[1]) is not bool or not _is_no_hooks(value.args[2]):
+            raise UnreadableError("the item's parameter has hooks or is malformed")
+        value = value.args[0]
+    if type(value) is not Record or value.name not in (_V2, _V3) or value.state is not None:
+        name = value.name if isinstance(value, Record | GlobalName) else type(value).__name__
+        raise UnreadableError(f"the item holds a {name}, not a tensor")
+    return _rebuild(value)
+
+
+def _is_no_hooks(value: object) -> bool:
+    return type(value) is Record and value.name == _HOOKS and value.args == () and value.state is None
+
+
+def _rebuild(call: Record) -> PickledTensor:
+    args = call.args
+    num_args = 6 if call.name == _V2 else 7
+    if len(args) not in (num_args, num_args + 1):
+        raise UnreadableError(f"{call.name} has {len(args)} arguments")
+    storage, offset, shape, strides, requires_grad, hooks = args[:6]
+    if type(requires_grad) is not bool or not _is_no_hooks(hooks):
+        raise UnreadableError("the item's tensor has hooks or is malformed")
+    if len(args) > num_args:
+        _check_flags(args[num_args])
+    storage_class, key, num_elems = _storage(storage)
+    if call.name == _V2:
+        dtype = BY_TORCH_STORAGE.get(storage_class.removeprefix("torch."))
+    else:
+        named = args[6]
+        dtype = BY_TORCH_NAME.get(named.name.removeprefix("torch.")) if type(named) is GlobalName else None
+        dtype = dtype if storage_class == _UNTYPED else None
+    if dtype is None:
+        raise UnreadableError(f"the item's tensor has no dtype that goes with its {storage_class}")
+    width = dtype.bits * dtype.pack // 8  # bytes of one torch element
+    storage_nbytes = num_elems * width if call.name == _V2 else num_elems
+    sizes = _numbers(shape, "shape")
+    steps = _numbers(strides, "strides")
+    (start,) = _numbers((offset,), "storage offset")
+    if len(sizes) != len(steps):
+        raise UnreadableError(f"the item's tensor has {len(sizes)} dims and {len(steps)} strides")
+    if dtype.pack > 1 and not sizes:
+        raise UnreadableError(f"the item's tensor is a 0-d {dtype.name}, whose elements come in pairs")
+    extent = 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    if 0 in sizes:
+        extent = 0
+    if (start + extent) * width > storage_nbytes:
+        raise UnreadableError(
+            f"the item's tensor ends at byte {(start + extent) * width} of a storage of {storage_nbytes} bytes"
+        )
+    return PickledTensor(
+        dtype=dtype,
+        shape=(*sizes[:-1], sizes[-1] * dtype.pack) if sizes else (),
+        strides=_logical_strides(dtype, sizes, steps),
+        key=key,
+        storage_nbytes=storage_nbytes,
+        payload_offset=start * width,
+        payload_nbytes=extent * width,
+    )
+
+
+def _storage(value: object) -> tuple[str, str, int]:
+    """Return class, key and length of the storage that a persistent id names."""
+    if type(value) is Record and value.name == PERSISTENT_ID:
+        match value.args[0]:
+            case ("storage", GlobalName(name=name), str(key), str(), int(num_elems)):
+                if not key.isdecimal():
+                    raise UnreadableError("the item's storage has no number for a name")
+                if type(num_elems) is int and 0 <= num_elems <= _MAX_BYTES:
+                    return name, key, num_elems
+    raise UnreadableError("the item's tensor has no storage")
+
+
+def _check_flags(metadata: object) -> None:
+    """Refuse what torch applies lazily on loading: the stored bytes are not the values then."""
+    if type(metadata) is not dict:
+        raise UnreadableError("the item's tensor has metadata of an unknown kind")
+    for name, flag in metadata.items():
+        if flag is not False:
+            shown = name if name in ("conj", "neg") else "unknown"
+            raise UnreadableError(
+                f"the item's tensor is stored with a lazy {shown} flag, so its bytes are not its values",
+                hint="save it again after tensor.resolve_conj().resolve_neg()",
+            )
+
+
+def _numbers(value: object, what: str) -> tuple[int, ...]:
+    if type(value) is Record and value.name == "torch.Size" and len(value.args) == 1:
+        value = value.args[0]
+    if type(value) is not tuple or not all(type(n) is int and 0 <= n <= _MAX_BYTES for n in value):
+        raise UnreadableError(f"the {what} of the item's tensor is no tuple of numbers between 0 and 2^62")
+    return value
+
+
+def _logical_strides(dtype: DType, sizes: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return strides in logical elements, or None for a row-major tensor."""
+    dims = [(step, size) for size, step in zip(sizes, steps, strict=True) if size != 1]
+    if 0 in sizes or all(step == math.prod(size for _, size in dims[i + 1 :]) for i, (step, _) in enumerate(dims)):
+        return None
+    needed = 1
+    for step, size in sorted(dims):
+        if step < needed:
+            raise UnreadableError("elements of the item's tensor share memory (an expanded tensor)")
+        needed = step * (size - 1) + needed
+    if dtype.pack == 1:
+        return steps
+    if steps[-1] != 1:
+        raise UnreadableError(f"the item's {dtype.name} tensor is transposed across pairs of elements")
+    return (*(step * dtype.pack for step in steps[:-1]), 1)

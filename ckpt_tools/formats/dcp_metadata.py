@@ -1,0 +1,327 @@
+"""Read and write `.metadata` of a DCP checkpoint, without torch and without running anything in it.
+
+The pickle becomes inert records first (`inert_pickle`), then descriptions; every field is checked on the way. What
+torch 2.0 to 2.14 wrote is understood; anything else is refused by name.
+
+Source: torch `distributed/checkpoint/{metadata,filesystem}.py` (2.13), `distributed/_shard/sharded_tensor/metadata.py`
+(2.0 to 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
+from ckpt_tools.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats._dcp_metadata_writer import build_metadata
+from ckpt_tools.formats.inert_pickle import (
+    DEFAULT_LIMITS,
+    GlobalName,
+    PickleLimits,
+    Record,
+    collector_paused,
+    parse_pickle,
+)
+from ckpt_tools.layout import Box
+from ckpt_tools.text import escape_name
+
+__all__ = ["ALLOWED_GLOBALS", "ParsedMetadata", "build_metadata", "parse_metadata"]
+
+_DCP = "torch.distributed.checkpoint.metadata."
+_OLD = "torch.distributed._shard.sharded_tensor.metadata."
+_CHUNK = f"{_DCP}ChunkStorageMetadata"
+_INDEX = f"{_DCP}MetadataIndex"
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_LAYOUT = "torch.serialization._get_layout"
+_PROPERTIES = frozenset({f"{_DCP}TensorProperties", f"{_OLD}TensorProperties"})
+_FOREIGN_DTYPES = (
+    *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+)
+_DCP_CLASSES = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
+    *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+)
+
+ALLOWED_GLOBALS = frozenset(
+    {
+        *(_DCP + name for name in _DCP_CLASSES),
+        *(_OLD + name for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
+        *(_STORAGE_INFO, _LAYOUT, "torch.Size"),
+        # Types that cannot be converted may be named too, so that the message can name their tensor.
+        *(f"torch.{name}" for name in (*BY_TORCH_NAME, *_FOREIGN_DTYPES)),
+        # The saver's path in StorageMeta, as different Pythons spell its class.
+        *(
+            f"{module}.{kind}Path"
+            for module in ("pathlib", "pathlib._local")
+            for kind in ("Posix", "PurePosix", "Windows", "PureWindows")
+        ),
+    }
+)
+"""Every name that a `.metadata` may mention."""
+
+_MAX_INT = 1 << 62
+"""Bound of lengths and offsets, in elements or bytes: beyond it the 64-bit arithmetic of other readers overflows."""
+
+_Dims = tuple[int, ...]
+_Spans = dict[_Dims, ByteSpan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedMetadata:
+    """What `.metadata` says."""
+
+    tensors: tuple[TensorEntry, ...]
+    """In the order of the file; every chunk's span is a whole item, its encoding "torch_zip"."""
+    blobs: tuple[BlobEntry, ...]
+    """In the order of the file."""
+
+
+def parse_metadata(data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS) -> ParsedMetadata:
+    """Read the bytes of `.metadata`.
+
+    Shapes and boxes come in logical elements: torch's F4 counts pairs, so its last dim doubles. Whether the boxes
+    tile their tensor is not looked at here: that is a check of its own.
+
+    Raises:
+        UnreadableError: Not the metadata of a checkpoint that can be read; says which tensor and why.
+        LimitError: Beyond `limits`.
+    """
+    with collector_paused():
+        return _describe(parse_pickle(data, allowed_globals=ALLOWED_GLOBALS, limits=limits))
+
+
+def _describe(metadata: object) -> ParsedMetadata:
+    fields = _fields(metadata, f"{_DCP}Metadata", "the metadata")
+    entries = fields.get("state_dict_metadata")
+    if type(entries) is not dict:
+        raise UnreadableError("the metadata has no state_dict_metadata")
+    tensor_spans, blob_spans = _parse_storage(fields.get("storage_data"))
+    paths = _parse_paths(fields.get("planner_data"))
+    boxes: dict[str, dict[tuple[_Dims, _Dims], tuple[Box, int]]] = {name: {} for name in BY_TORCH_NAME}
+    tensors: list[TensorEntry] = []
+    blobs: list[BlobEntry] = []
+    for fqn, entry in entries.items():
+        if type(fqn) is not str:
+            raise UnreadableError(f"a name in the state dict is a {type(fqn).__name__}")
+        path = paths.get(fqn, ())
+        kind = entry.name if type(entry) is Record else type(entry).__name__
+        if kind == f"{_DCP}TensorStorageMetadata":
+            reader = _TensorReader(fqn, _fields(entry, kind, f"tensor {_shown(fqn)}"))
+            tensors.append(reader.read(tensor_spans.pop(fqn, {}), path, boxes))
+        elif kind == f"{_DCP}BytesStorageMetadata":
+            span = blob_spans.pop(fqn, None)
+            if span is None:
+                raise UnreadableError(f"object {_shown(fqn)} has no item in storage_data")
+            blobs.append(BlobEntry(fqn=fqn, span=span, path=path))
+        else:
+            raise UnreadableError(f"{_shown(fqn)} is neither a tensor nor an object but a {kind}")
+    for fqn in (*tensor_spans, *blob_spans):
+        raise UnreadableError(f"{_shown(fqn)} has an item in storage_data that the state dict does not name")
+    return ParsedMetadata(tensors=tuple(tensors), blobs=tuple(blobs))
+
+
+def _shown(fqn: str) -> str:
+    return f"'{escape_name(fqn)}'"
+
+
+def _fields(value: object, name: str, what: str) -> dict[str, object]:
+    """Return the state of a record of class `name`; a dataclass without fields has none."""
+    if type(value) is not Record or value.name != name:
+        found = value.name if isinstance(value, Record | GlobalName) else type(value).__name__
+        raise UnreadableError(f"{what} is not a {name} but a {found}")
+    if value.state is None:
+        return {}
+    if type(value.state) is not dict or not all(type(key) is str for key in value.state):
+        raise UnreadableError(f"{what}: the state of {name} is not a dict of fields")
+    return value.state
+
+
+def _dims(value: object, what: str) -> _Dims:
+    """Return the content of a `torch.Size`."""
+    if type(value) is Record and value.name == "torch.Size" and value.state is None and len(value.args) == 1:
+        dims = value.args[0]
+        if type(dims) is tuple:
+            for dim in dims:
+                if type(dim) is not int or not 0 <= dim <= _MAX_INT:
+                    raise UnreadableError(f"{what} are not numbers between 0 and 2^62")
+            return dims
+    raise UnreadableError(f"{what} are not a torch.Size")
+
+
+def _parse_storage(storage: object) -> tuple[dict[str, _Spans], dict[str, ByteSpan]]:
+    """Return the spans of tensor items by FQN and offsets, and of other items by FQN."""
+    if type(storage) is not dict:
+        raise UnreadableError("the metadata has no storage_data", hint="only FileSystemWriter checkpoints can be read")
+    tensors: dict[str, _Spans] = {}
+    blobs: dict[str, ByteSpan] = {}
+    files: dict[str, str] = {}
+    for key, value in storage.items():
+        # Inlined `_fields`: this loop runs once per chunk of the checkpoint.
+        index = key.state if type(key) is Record and key.name == _INDEX else None
+        info = value.state if type(value) is Record and value.name == _STORAGE_INFO else None
+        if type(index) is not dict or type(info) is not dict:
+            raise UnreadableError("storage_data is not a dict of MetadataIndex to _StorageInfo")
+        fqn = index.get("fqn")
+        if type(fqn) is not str:
+            raise UnreadableError("an entry of storage_data has no FQN")
+        span = _span(fqn, info, files)
+        offset = index.get("offset")
+        if offset is None:
+            if fqn in blobs:
+                raise UnreadableError(f"object {_shown(fqn)} is stored twice")
+            blobs[fqn] = span
+            continue
+        dims = _dims(offset, "chunk offsets in storage_data")
+        spans = tensors.get(fqn)
+        if spans is None:
+            spans = tensors[fqn] = {}
+        if dims in spans:
+            raise UnreadableError(f"tensor {_shown(fqn)}: the chunk at {list(dims)} is stored twice")
+        spans[dims] = span
+    return tensors, blobs
+
+
+def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSpan:
+    file = info.get("relative_path")
+    offset = info.get("offset")
+    nbytes = info.get("length")
+    if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
+        raise UnreadableError(f"{_shown(fqn)}: its entry in storage_data lacks relative_path, offset or length")
+    if not (0 <= offset <= _MAX_INT and 0 <= nbytes <= _MAX_INT):
+        raise UnreadableError(f"{_shown(fqn)}: bytes {offset}+{nbytes} cannot be a part of a file")
+    if file not in files:
+        files[file] = _check_path(fqn, file)
+    if len(info) > 3:
+        transforms = info.get("transform_descriptors")
+        if transforms:
+            names = transforms if isinstance(transforms, list | tuple) else ()
+            shown = ", ".join(escape_name(name) for name in names if isinstance(name, str))
+            raise UnreadableError(
+                f"{_shown(fqn)} is stored through the transform {shown or '(unnamed)'}, which ckpt cannot undo",
+                hint="save it again without _extensions",
+            )
+    return ByteSpan(file=files[file], offset=offset, nbytes=nbytes)
+
+
+def _check_path(fqn: str, file: str) -> str:
+    """Return `file` when it stays inside the checkpoint's directory."""
+    if "\0" in file or any(part in ("", ".", "..") for part in file.split("/")):
+        raise UnreadableError(
+            f"{_shown(fqn)} is said to lie in '{escape_name(file)}', which is not a plain path inside the checkpoint"
+        )
+    return file
+
+
+def _parse_paths(planner_data: object) -> Mapping[str, tuple[str, ...]]:
+    """Return FQN → keys; a planner may keep anything here, so what is not understood is no path."""
+    if type(planner_data) is not dict:
+        return {}
+    return {
+        fqn: tuple(map(str, path))
+        for fqn, path in planner_data.items()
+        if type(fqn) is str and type(path) is tuple and all(type(key) in (str, int) for key in path)
+    }
+
+
+class _TensorReader:
+    """One `TensorStorageMetadata`."""
+
+    __slots__ = ("_fields", "_fqn", "_where")
+
+    def __init__(self, fqn: str, fields: dict[str, object]) -> None:
+        self._fqn = fqn
+        self._fields = fields
+        self._where = f"tensor {_shown(fqn)}"
+
+    def read(
+        self,
+        spans: _Spans,
+        path: tuple[str, ...],
+        boxes: dict[str, dict[tuple[_Dims, _Dims], tuple[Box, int]]],
+    ) -> TensorEntry:
+        """Return the tensor; `spans` holds its items by offsets, `boxes` the boxes made so far by dtype."""
+        dtype = self._dtype(self._fields.get("properties"))
+        size = _dims(self._fields.get("size"), f"{self._where}: the lengths of its dims")
+        shape = self._logical(size, dtype)
+        num_bits = math.prod(shape) * dtype.bits
+        if num_bits > 8 * _MAX_INT:
+            raise UnreadableError(f"{self._where} of shape {list(shape)} is too large to exist")
+        known = boxes[dtype.torch_name or ""]
+        stored = self._fields.get("chunks")
+        if type(stored) is not list and type(stored) is not tuple:
+            raise UnreadableError(f"{self._where} has no list of chunks")
+        chunks: list[Chunk] = []
+        num_dims = len(size)
+        for record in stored:
+            fields = record.state if type(record) is Record and record.name == _CHUNK else None
+            if type(fields) is not dict:
+                raise UnreadableError(f"{self._where}: a chunk is not a ChunkStorageMetadata")
+            offsets = _dims(fields.get("offsets"), f"{self._where}: chunk offsets")
+            sizes = _dims(fields.get("sizes"), f"{self._where}: chunk sizes")
+            if len(offsets) != num_dims or len(sizes) != num_dims:
+                raise UnreadableError(
+                    f"{self._where} has {num_dims} dims, a chunk of it {len(offsets)} offsets and {len(sizes)} sizes"
+                )
+            span = spans.pop(offsets, None)
+            if span is None:
+                raise self._no_item(offsets, stored[: len(chunks)])
+            found = known.get((offsets, sizes))
+            if found is None:
+                box = Box(self._logical(offsets, dtype), self._logical(sizes, dtype))
+                found = known[offsets, sizes] = (box, math.prod(box.sizes) * dtype.bits // 8)
+            if span.nbytes <= found[1]:
+                raise self._short_item(span, found[1])
+            chunks.append(Chunk(box=found[0], span=span, encoding="torch_zip"))
+        for offsets in spans:
+            raise UnreadableError(f"{self._where} has an item for a chunk at {list(offsets)}, but no such chunk")
+        return TensorEntry(fqn=self._fqn, dtype=dtype, shape=shape, chunks=tuple(chunks), path=path)
+
+    def _dtype(self, properties: object) -> DType:
+        if type(properties) is not Record or properties.name not in _PROPERTIES:
+            raise UnreadableError(f"{self._where} has no TensorProperties")
+        state = properties.state
+        if type(state) is dict:
+            dtype, layout = state.get("dtype"), state.get("layout")
+        elif type(state) is tuple and len(state) >= 2:
+            dtype, layout = state[:2]
+        else:
+            raise UnreadableError(f"{self._where}: its TensorProperties have no fields")
+        if type(layout) is not Record or layout.name != _LAYOUT or layout.args != ("torch.strided",):
+            name = layout.args[0] if type(layout) is Record and len(layout.args) == 1 else None
+            shown = escape_name(name) if type(name) is str else "(unnamed)"
+            raise UnreadableError(f"{self._where} has layout {shown}; only torch.strided can be read")
+        name = dtype.name.removeprefix("torch.") if type(dtype) is GlobalName else ""
+        if name not in BY_TORCH_NAME:
+            raise UnreadableError(f"{self._where} has dtype {name or '(none)'}, which ckpt does not know")
+        return BY_TORCH_NAME[name]
+
+    def _logical(self, dims: _Dims, dtype: DType) -> _Dims:
+        """Turn torch's dims or offsets into logical elements."""
+        if dtype.pack == 1:
+            return dims
+        if not dims:
+            raise UnreadableError(f"{self._where} is a 0-d {dtype.name}, whose elements come in pairs")
+        return (*dims[:-1], dims[-1] * dtype.pack)
+
+    def _no_item(self, offsets: _Dims, earlier: Sequence[Record]) -> UnreadableError:
+        # Items are taken out as chunks name them, so a second chunk at the same place finds none either.
+        twice = any(_dims(_fields(chunk, _CHUNK, "").get("offsets"), "") == offsets for chunk in earlier)
+        what = "is listed twice" if twice else "has no item in storage_data"
+        return UnreadableError(f"{self._where}: the chunk at {list(offsets)} {what}")
+
+    def _short_item(self, span: ByteSpan, nbytes: int) -> UnreadableError:
+        if span.nbytes == nbytes:
+            return UnreadableError(
+                f"{self._where}: its items are as long as the bare elements, as SerializationFormat.SAFETENSORS "
+                "writes them; such a checkpoint does not say where its elements lie",
+                hint="DCP itself cannot load it either; save it again in the default format, or with "
+                "HuggingFaceStorageWriter",
+            )
+        return UnreadableError(
+            f"{self._where}: an item of {span.nbytes} bytes cannot hold the {nbytes} bytes of its chunk",
+            where=f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}",
+        )

@@ -1,0 +1,405 @@
+"""Read pickles without running them: opcodes in, inert values out.
+
+A pickle is a program. This reader knows the few opcodes that describe data, refuses all others by name, and turns
+every name of a class or function into a `GlobalName` and every call of one into a `Record`: nothing is imported,
+called or looked up. Time and memory are linear in the input, and no step recurses.
+
+Three rules make the result safe to walk, and cost nothing that CPython's picklers write:
+
+- The memo grows by one: an index that is not the next one is refused, so no index can allocate.
+- A container that has been put into another one is sealed; a pickle that changes it later would build a cycle.
+- Only scalars, global names and records are dict keys, the last two by identity, so hashing never recurses and
+  never meets many equal hashes.
+
+Source: CPython `Lib/pickle.py` and `Modules/_pickle.c` (protocols 2 to 5).
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+
+from ckpt_tools.errors import LimitError, UnreadableError
+from ckpt_tools.formats._pickle_runs import ObjectRuns
+from ckpt_tools.formats._pickle_values import (
+    DEFAULT_LIMITS,
+    LEAF,
+    LEAF_CALLS,
+    PERSISTENT_ID,
+    GlobalName,
+    PickleLimits,
+    Record,
+    collector_paused,
+)
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "PERSISTENT_ID",
+    "GlobalName",
+    "PickleLimits",
+    "Record",
+    "collector_paused",
+    "parse_pickle",
+]
+
+
+_OPCODE_NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
+_KEY_TYPES = frozenset({str, int, bool, float, bytes, type(None), GlobalName, Record})
+
+
+def parse_pickle(
+    data: bytes,
+    *,
+    allowed_globals: frozenset[str],
+    limits: PickleLimits = DEFAULT_LIMITS,
+    persistent_ids: bool = False,
+) -> object:
+    """Return the value that a pickle describes, in inert parts.
+
+    Args:
+        data: The whole pickle, from PROTO to STOP.
+        allowed_globals: The names ("module.attribute") that it may mention.
+        limits: What it may ask for.
+        persistent_ids: Accept BINPERSID, as a `Record` named `PERSISTENT_ID`.
+
+    Returns:
+        int, str, bool, None, float, bytes, tuple, list, dict, `GlobalName` or `Record`; free of cycles.
+
+    Raises:
+        UnreadableError: Not such a pickle, or one that names, calls or does something else.
+        LimitError: It asks for more than `limits` allows.
+    """
+    if len(data) > limits.max_bytes:
+        raise LimitError(f"the pickle is {len(data)} bytes long, the limit is {limits.max_bytes}")
+    with collector_paused():
+        return _Reader(data, allowed_globals, limits, persistent_ids).read()
+
+
+def _describe(value: object) -> str:
+    """Name the type of a value, never its content: that may be long, or hostile to a terminal."""
+    return f"a {type(value).__name__}" if not isinstance(value, GlobalName) else "a global name"
+
+
+def _match_nothing(_position: int, _stack: list[Any], _memo: list[Any]) -> int:
+    """Leave everything to the general loop."""
+    return 0
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One run over one pickle."""
+
+    data: bytes
+    allowed_globals: frozenset[str]
+    limits: PickleLimits
+    persistent_ids: bool
+    depths: dict[int, int] = field(default_factory=dict)
+    """id → depth of every tuple, list and dict made here; negative while it may still be filled."""
+    names: dict[str, GlobalName] = field(default_factory=dict)
+
+    def read(self) -> object:
+        data = self.data
+        if len(data) < 3 or data[0] != 0x80:
+            raise UnreadableError("not a pickle of protocol 2 or later: it does not begin with PROTO")
+        if not 2 <= data[1] <= 5:
+            raise UnreadableError(f"pickle protocol {data[1]} is not one of 2..5")
+        return self._run()
+
+    def _seal(self, values: Iterable[object]) -> int:
+        """Close `values` against changes, for they become part of something; return the greatest depth."""
+        depths = self.depths
+        deepest = 0
+        for value in values:
+            kind = type(value)
+            if kind is Record:
+                depth = value.depth  # type: ignore[attr-defined]
+                if depth < 0:
+                    depth = value.depth = -depth  # type: ignore[attr-defined]
+            elif kind is tuple or kind is dict or kind is list:
+                depth = depths.get(id(value), 0)
+                if depth < 0:
+                    depth = depths[id(value)] = -depth
+            else:
+                continue
+            if depth > deepest:
+                deepest = depth
+        if deepest >= self.limits.max_depth:
+            raise LimitError(f"the pickle nests more than {self.limits.max_depth} containers")
+        return deepest
+
+    def _tuple(self, items: tuple[object, ...]) -> tuple[object, ...]:
+        if items:
+            self.depths[id(items)] = self._seal(items) + 1
+        return items
+
+    def _open(self, container: object, kind: type, what: str) -> int:
+        """Return the depth of a container that is about to be filled."""
+        if type(container) is not kind:
+            raise UnreadableError(f"{what} on {_describe(container)}")
+        depth = self.depths.get(id(container), 0)
+        if depth >= 0:
+            raise UnreadableError(f"{what} on a {kind.__name__} that is part of something, perhaps of itself")
+        return depth
+
+    def _extend(self, target: object, items: list[object], what: str) -> None:
+        inner = self._seal(items)
+        depth = self._open(target, list, what)
+        target.extend(items)  # type: ignore[attr-defined]
+        self.depths[id(target)] = min(depth, -1 - inner)
+
+    def _update(self, target: object, items: list[object], what: str) -> None:
+        inner = self._seal(items)
+        depth = self._open(target, dict, what)
+        if len(items) % 2:
+            raise UnreadableError(f"{what} with a key but no value")
+        keys = items[::2]
+        for kind in set(map(type, keys)):
+            if kind not in _KEY_TYPES:
+                raise UnreadableError(f"a dict key is a {kind.__name__}")
+        known = len(target)  # type: ignore[arg-type]
+        target.update(zip(keys, items[1::2], strict=True))  # type: ignore[attr-defined]
+        if len(target) != known + len(keys):  # type: ignore[arg-type]
+            raise UnreadableError("a dict has the same key twice")
+        self.depths[id(target)] = min(depth, -1 - inner)
+
+    def _call(self, function: object, args: object, what: str) -> Record:
+        if type(function) is not GlobalName:
+            raise UnreadableError(f"{what} on {_describe(function)}; it was not executed")
+        if type(args) is not tuple:
+            raise UnreadableError(f"{what} with {_describe(args)} for arguments")
+        depth = -1 - self._seal((args,))
+        if function.name in LEAF_CALLS and len(args) == 1:
+            dims = args[0]
+            if type(dims) is tuple and all(type(dim) is int for dim in dims):
+                depth = LEAF
+        return Record(function.name, args, None, depth)
+
+    def _build(self, record: object, state: object) -> None:
+        inner = self._seal((state,))
+        if type(record) is not Record:
+            raise UnreadableError(f"BUILD on {_describe(record)}; it was not executed")
+        if record.depth >= 0:
+            raise UnreadableError("BUILD on a record that is part of something, perhaps of itself")
+        if record.state is not None:
+            raise UnreadableError("BUILD twice on one record")
+        record.state = state
+        record.depth = min(record.depth, -1 - inner)
+
+    def _global(self, module: object, attribute: object) -> GlobalName:
+        if type(module) is not str or type(attribute) is not str:
+            raise UnreadableError("a global name is not made of two strings")
+        name = f"{module}.{attribute}"
+        known = self.names.get(name)
+        if known is None:
+            if name not in self.allowed_globals:
+                shown = ascii(name[:200])
+                raise UnreadableError(f"the pickle names {shown}, which has no place here; it was not executed")
+            known = self.names[name] = GlobalName(name)
+        return known
+
+    def _text(self, start: int, nbytes: int) -> str:
+        if nbytes > self.limits.max_string_bytes:
+            raise LimitError(f"a string of {nbytes} bytes, the limit is {self.limits.max_string_bytes}")
+        return str(self.data[start : start + nbytes], "utf-8")
+
+    def _bytes(self, start: int, nbytes: int) -> bytes:
+        if nbytes > self.limits.max_string_bytes:
+            raise LimitError(f"a bytes object of {nbytes} bytes, the limit is {self.limits.max_string_bytes}")
+        return self.data[start : start + nbytes]
+
+    def _long(self, start: int, nbytes: int) -> int:
+        if not 0 <= nbytes <= self.limits.max_int_bytes:
+            raise LimitError(f"an integer of {nbytes} bytes, the limit is {self.limits.max_int_bytes}")
+        return int.from_bytes(self.data[start : start + nbytes], "little", signed=True)
+
+    def _line(self, start: int) -> str:
+        end = self.data.find(b"\n", start, start + self.limits.max_string_bytes + 1)
+        if end < 0:
+            raise UnreadableError("a global name without an end")
+        return str(self.data[start:end], "utf-8")
+
+    def _refuse(self, op: int, position: int) -> UnreadableError:
+        name = _OPCODE_NAMES.get(op)
+        what = f"pickle opcode {name}" if name else f"byte {op:#04x}, which is no pickle opcode,"
+        return UnreadableError(f"{what} at byte {position} has no place here; it was not executed")
+
+    def _run(self) -> object:
+        """Run the loop, and turn what a malformed pickle makes Python raise into words."""
+        position = [0]
+        try:
+            return self._loop(position)
+        except (IndexError, struct.error) as error:
+            # Slices past the end come back short, so only the length tells truncation from underflow.
+            what = "ends early" if position[0] >= len(self.data) - 9 else "takes what was never put there"
+            raise UnreadableError(f"the pickle {what}, near byte {position[0]}") from error
+        except UnicodeDecodeError as error:
+            raise UnreadableError("a string in the pickle is not UTF-8") from error
+
+    def _loop(self, reached: list[int]) -> object:  # noqa: C901 - one flat dispatch, ordered by frequency
+        data = self.data
+        depths = self.depths
+        limits = self.limits
+        # The fast path does not look at limits, so it serves only where they allow all that it reads.
+        is_wide = limits.max_string_bytes >= 255 and limits.max_int_bytes >= 8 and limits.max_depth >= 16
+        match_object = ObjectRuns(data).match if is_wide else _match_nothing
+        memo: list[Any] = []
+        stack: list[Any] = []
+        outer: list[list[Any]] = []  # the stacks below each MARK
+        u16 = struct.Struct("<H").unpack_from
+        u32 = struct.Struct("<I").unpack_from
+        i32 = struct.Struct("<i").unpack_from
+        u64 = struct.Struct("<Q").unpack_from
+        f64 = struct.Struct(">d").unpack_from
+        i = 2
+        try:
+            for _ in repeat(None, limits.max_opcodes):
+                op = data[i]
+                i += 1
+                if op == 0x94:  # MEMOIZE
+                    memo.append(stack[-1])
+                elif op == 0x68:  # BINGET
+                    stack.append(memo[data[i]])
+                    i += 1
+                elif op == 0x6A:  # LONG_BINGET
+                    stack.append(memo[u32(data, i)[0]])
+                    i += 4
+                elif op == 0x29:  # EMPTY_TUPLE
+                    if data[i] == 0x81 and (end := match_object(i, stack, memo)):
+                        i = end
+                    else:
+                        stack.append(())
+                elif op == 0x4B:  # BININT1
+                    stack.append(data[i])
+                    i += 1
+                elif op == 0x28:  # MARK
+                    outer.append(stack)
+                    stack = []
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = self._tuple((stack[-1],))
+                elif op == 0x81:  # NEWOBJ
+                    args = stack.pop()
+                    stack[-1] = self._call(stack[-1], args, "NEWOBJ")
+                elif op == 0x62:  # BUILD
+                    state = stack.pop()
+                    self._build(stack[-1], state)
+                elif op == 0x75:  # SETITEMS
+                    items, stack = stack, outer.pop()
+                    self._update(stack[-1], items, "SETITEMS")
+                elif op == 0x7D:  # EMPTY_DICT
+                    value: Any = {}
+                    depths[id(value)] = -1
+                    stack.append(value)
+                elif op == 0x52:  # REDUCE
+                    args = stack.pop()
+                    stack[-1] = self._call(stack[-1], args, "REDUCE")
+                elif op == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    stack[-1] = self._tuple((stack[-1], last))
+                elif op == 0x4D:  # BININT2
+                    stack.append(u16(data, i)[0])
+                    i += 2
+                elif op == 0x4A:  # BININT
+                    stack.append(i32(data, i)[0])
+                    i += 4
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    end = i + 1 + data[i]
+                    stack.append(self._text(i + 1, data[i]))
+                    i = end
+                elif op == 0x71:  # BINPUT
+                    if data[i] != len(memo):
+                        raise UnreadableError(f"memo index {data[i]}, the next one is {len(memo)}")
+                    memo.append(stack[-1])
+                    i += 1
+                elif op == 0x72:  # LONG_BINPUT
+                    if u32(data, i)[0] != len(memo):
+                        raise UnreadableError(f"memo index {u32(data, i)[0]}, the next one is {len(memo)}")
+                    memo.append(stack[-1])
+                    i += 4
+                elif op == 0x8A:  # LONG1
+                    stack.append(self._long(i + 1, data[i]))
+                    i += 1 + data[i]
+                elif op == 0x4E:  # NONE
+                    stack.append(None)
+                elif op == 0x89:  # NEWFALSE
+                    stack.append(False)
+                elif op == 0x88:  # NEWTRUE
+                    stack.append(True)
+                elif op == 0x74:  # TUPLE
+                    items, stack = stack, outer.pop()
+                    stack.append(self._tuple(tuple(items)))
+                elif op == 0x87:  # TUPLE3
+                    last = stack.pop()
+                    middle = stack.pop()
+                    stack[-1] = self._tuple((stack[-1], middle, last))
+                elif op == 0x5D:  # EMPTY_LIST
+                    value = []
+                    depths[id(value)] = -1
+                    stack.append(value)
+                elif op == 0x65:  # APPENDS
+                    items, stack = stack, outer.pop()
+                    self._extend(stack[-1], items, "APPENDS")
+                elif op == 0x61:  # APPEND
+                    value = stack.pop()
+                    self._extend(stack[-1], [value], "APPEND")
+                elif op == 0x73:  # SETITEM
+                    value = stack.pop()
+                    key = stack.pop()
+                    self._update(stack[-1], [key, value], "SETITEM")
+                elif op == 0x95:  # FRAME
+                    if u64(data, i)[0] > len(data) - i - 8:
+                        raise UnreadableError("the pickle ends early: a frame reaches past its end")
+                    i += 8
+                elif op == 0x93:  # STACK_GLOBAL
+                    attribute = stack.pop()
+                    stack[-1] = self._global(stack[-1], attribute)
+                elif op == 0x63:  # GLOBAL
+                    module = self._line(i)
+                    i = data.index(b"\n", i) + 1
+                    stack.append(self._global(module, self._line(i)))
+                    i = data.index(b"\n", i) + 1
+                elif op == 0x58:  # BINUNICODE
+                    length = u32(data, i)[0]
+                    stack.append(self._text(i + 4, length))
+                    i += 4 + length
+                elif op == 0x47:  # BINFLOAT
+                    stack.append(f64(data, i)[0])
+                    i += 8
+                elif op == 0x43:  # SHORT_BINBYTES
+                    stack.append(self._bytes(i + 1, data[i]))
+                    i += 1 + data[i]
+                elif op == 0x42:  # BINBYTES
+                    length = u32(data, i)[0]
+                    stack.append(self._bytes(i + 4, length))
+                    i += 4 + length
+                elif op == 0x8D:  # BINUNICODE8
+                    length = u64(data, i)[0]
+                    stack.append(self._text(i + 8, length))
+                    i += 8 + length
+                elif op == 0x8E:  # BINBYTES8
+                    length = u64(data, i)[0]
+                    stack.append(self._bytes(i + 8, length))
+                    i += 8 + length
+                elif op == 0x8B:  # LONG4
+                    length = i32(data, i)[0]
+                    stack.append(self._long(i + 4, length))
+                    i += 4 + length
+                elif op == 0x51 and self.persistent_ids:  # BINPERSID
+                    args = (stack[-1],)
+                    stack[-1] = Record(PERSISTENT_ID, args, None, self._seal(args) + 1)
+                elif op == 0x2E:  # STOP
+                    break
+                else:
+                    raise self._refuse(op, i - 1)
+            else:
+                raise LimitError(f"the pickle has more than {limits.max_opcodes} opcodes")
+        finally:
+            reached[0] = i
+        if i != len(data):
+            raise UnreadableError(f"{len(data) - i} bytes follow the end of the pickle")
+        if len(stack) != 1 or outer:
+            raise UnreadableError("the pickle leaves more or less than one value")
+        return stack[0]

@@ -1,0 +1,270 @@
+"""One item of a `.distcp` file: a whole `torch.save` zip that holds one tensor.
+
+Only stored (uncompressed) entries, only what one dense tensor needs; everything else is refused by name. The
+central directory counts: torch writes local headers without sizes.
+
+Sources: PKWARE APPNOTE 6.3.10 (zip, zip64); torch `serialization.py`, `_utils.py`, `caffe2/serialize` (2.13).
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats._torch_tensor import PickledTensor, parse_tensor_pickle
+from ckpt_tools.formats._torch_zip_writer import ItemFrame, item_frame
+from ckpt_tools.text import escape_name
+
+__all__ = ["ItemFrame", "ItemHead", "item_frame", "parse_item"]
+
+Read = Callable[[int, int], bytes]
+"""(offset, nbytes) → exactly these bytes of the item."""
+
+_Bounds = tuple[int, ...]
+"""Increasing: no entry may reach past the next number."""
+
+_WINDOW = 1024
+"""Bytes read at either end at once: torch's directory and what comes before its payload fit in."""
+_MAX_ENTRIES = 64
+_MAX_SMALL_BYTES = 1 << 16
+"""Bound of data.pkl and other small entries, in bytes."""
+
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_U64 = struct.Struct("<Q")
+
+_FLAG_ENCRYPTED = 0x41
+_FLAG_DESCRIPTOR = 0x08
+_FULL32 = 0xFFFFFFFF
+_FULL16 = 0xFFFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemHead:
+    """What an item says of itself."""
+
+    dtype: DType
+    """Element type."""
+    shape: tuple[int, ...]
+    """Shape in logical elements."""
+    strides: tuple[int, ...] | None
+    """Strides in logical elements; None means row-major."""
+    payload_offset: int
+    """First byte of the tensor's elements within the item."""
+    payload_nbytes: int
+    """Bytes from its first element to the end of its last one."""
+    crc32: int | None
+    """CRC-32 of the payload; None when it was not computed or covers a larger storage."""
+
+
+class _Entry(NamedTuple):
+    """One line of the central directory."""
+
+    name: str
+    crc32: int
+    nbytes: int
+    offset: int
+    """Of the local header."""
+
+
+class _Item:
+    """An item's bytes, its ends read at once."""
+
+    __slots__ = ("_head", "_read", "_tail", "_tail_start", "nbytes")
+
+    def __init__(self, nbytes: int, read: Read) -> None:
+        self.nbytes = nbytes
+        self._read = read
+        if nbytes <= 4 * _WINDOW:
+            self._head = self._tail = read(0, nbytes)
+            self._tail_start = 0
+        else:
+            self._tail_start = nbytes - _WINDOW
+            self._tail = read(self._tail_start, _WINDOW)
+            self._head = b""
+
+    def get(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes that must lie inside the item."""
+        end = offset + nbytes
+        if offset < 0 or end > self.nbytes:
+            raise UnreadableError("the item's directory points outside of the item")
+        if offset >= self._tail_start:
+            return self._tail[offset - self._tail_start : end - self._tail_start]
+        if end <= _WINDOW:
+            if not self._head:
+                self._head = self._read(0, _WINDOW)
+            return self._head[offset:end]
+        return self._read(offset, nbytes)
+
+
+def parse_item(item_nbytes: int, read: Read) -> ItemHead:
+    """Read the head of one tensor item.
+
+    Args:
+        item_nbytes: Length of the item.
+        read: Returns (offset, nbytes) of it; called twice for what torch and ckpt write, once when it is small.
+
+    Raises:
+        UnreadableError: Not the zip of exactly one dense, little-endian tensor; says what it is instead.
+    """
+    item = _Item(item_nbytes, read)
+    entries, bounds = _parse_directory(item)
+    root = _root(entries)
+    pickled = parse_tensor_pickle(_small(item, entries, f"{root}data.pkl", bounds))
+    byteorder = entries.get(f"{root}byteorder")
+    if byteorder is not None and _small(item, entries, byteorder.name, bounds) != b"little":
+        raise UnreadableError("the item is not little-endian")
+    records = [entry for name, entry in entries.items() if name.startswith(f"{root}data/")]
+    if len(records) != 1 or records[0].name != f"{root}data/{pickled.key}":
+        raise UnreadableError(f"the item has {len(records)} data records, one named data/{pickled.key} was expected")
+    return _head(item, records[0], pickled, bounds)
+
+
+def _head(item: _Item, record: _Entry, pickled: PickledTensor, bounds: _Bounds) -> ItemHead:
+    """Hold the data record against what the pickle says, and find the tensor in it."""
+    if record.nbytes != pickled.storage_nbytes:
+        raise UnreadableError(
+            f"the data record has {record.nbytes} bytes, its tensor's storage {pickled.storage_nbytes}"
+        )
+    start = _data_start(item, record, bounds)
+    is_whole = pickled.payload_nbytes == record.nbytes
+    # A writer that did not compute the CRC leaves 0; for no bytes at all 0 is right.
+    knows_crc = is_whole and (record.crc32 != 0 or record.nbytes == 0)
+    return ItemHead(
+        dtype=pickled.dtype,
+        shape=pickled.shape,
+        strides=pickled.strides,
+        payload_offset=start + pickled.payload_offset,
+        payload_nbytes=pickled.payload_nbytes,
+        crc32=record.crc32 if knows_crc else None,
+    )
+
+
+def _parse_directory(item: _Item) -> tuple[dict[str, _Entry], _Bounds]:
+    """Return the entries by name, and where each of them and then the central directory begins."""
+    if item.nbytes < _END.size:
+        raise UnreadableError(f"an item of {item.nbytes} bytes is too short for a zip")
+    end = item.nbytes - _END.size
+    magic, disk, start_disk, here, count, nbytes, start, comment = _END.unpack(item.get(end, _END.size))
+    if magic != b"PK\5\6" or comment:
+        raise UnreadableError("the item does not end as a zip does: truncated, or bytes after its end")
+    locator = item.get(end - _LOCATOR.size, _LOCATOR.size) if end >= _LOCATOR.size else b""
+    if locator.startswith(b"PK\6\7"):
+        short = (disk, start_disk, here, count, nbytes, start)
+        end, (disk, start_disk, here, count, nbytes, start) = _parse_end64(item, locator, end)
+        for small, full, limit in zip(
+            short, (0, 0, here, count, nbytes, start), (_FULL16,) * 4 + (_FULL32,) * 2, strict=True
+        ):
+            if small not in (full, limit):
+                raise UnreadableError("the item's two end records disagree")
+    if disk or start_disk or here != count:
+        raise UnreadableError("the item is a part of a zip that is split over disks")
+    if start + nbytes != end:
+        raise UnreadableError(f"the item's directory ends at byte {start + nbytes}, its end record is at {end}")
+    if not 0 < count <= _MAX_ENTRIES or nbytes > _MAX_SMALL_BYTES:
+        raise UnreadableError(f"the item has {count} entries; a tensor has 3 to 7")
+    entries = _parse_entries(item.get(start, nbytes), count, start)
+    return entries, (*(entry.offset for entry in entries.values()), start)
+
+
+def _parse_end64(item: _Item, locator: bytes, end: int) -> tuple[int, tuple[int, int, int, int, int, int]]:
+    _, disk, offset, num_disks = _LOCATOR.unpack(locator)
+    if disk or num_disks > 1 or offset + _END64.size + _LOCATOR.size != end:
+        raise UnreadableError("the item's zip64 locator does not point at the record before it")
+    magic, size, _, _, disk, start_disk, here, count, nbytes, start = _END64.unpack(item.get(offset, _END64.size))
+    if magic != b"PK\6\6" or size != _END64.size - 12:
+        raise UnreadableError("the item's zip64 end record is malformed")
+    return offset, (disk, start_disk, here, count, nbytes, start)
+
+
+def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    position = 0
+    previous_end = 0
+    try:
+        for _ in range(count):
+            (magic, _, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length, comment_length,
+             disk, _, _, offset) = _CENTRAL.unpack_from(directory, position)  # fmt: skip
+            name_end = position + _CENTRAL.size + name_length
+            name = str(directory[position + _CENTRAL.size : name_end], "ascii")
+            extra = directory[name_end : name_end + extra_length]
+            position = name_end + extra_length
+            if magic != b"PK\1\2" or comment_length or disk or flags & _FLAG_ENCRYPTED:
+                raise UnreadableError("the item's directory is malformed")
+            if _FULL32 in (packed, nbytes, offset):
+                nbytes, packed, offset = _widen(extra, nbytes, packed, offset)
+            if method or packed != nbytes:
+                raise UnreadableError(f"entry '{escape_name(name)}' of the item is compressed")
+            if name in entries:
+                raise UnreadableError(f"the item has two entries '{escape_name(name)}'")
+            if offset < previous_end or offset + _LOCAL.size + name_length + nbytes > start:
+                raise UnreadableError(f"entry '{escape_name(name)}' of the item overlaps what lies around it")
+            previous_end = offset + _LOCAL.size + name_length + nbytes
+            entries[name] = _Entry(name, crc32, nbytes, offset)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise UnreadableError("the item's directory is malformed") from error
+    if position != len(directory):
+        raise UnreadableError("the item's directory has bytes after its last entry")
+    return entries
+
+
+def _widen(extra: bytes, nbytes: int, packed: int, offset: int) -> tuple[int, int, int]:
+    """Replace saturated numbers by those of the zip64 extra field, which has them in this order."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, size = struct.unpack_from("<2H", extra, position)
+        if kind == 1:
+            numbers = iter(_U64.iter_unpack(extra[position + 4 : position + 4 + size - size % 8]))
+            wide = [next(numbers, (n,))[0] if n == _FULL32 else n for n in (nbytes, packed, offset)]
+            return wide[0], wide[1], wide[2]
+        position += 4 + size
+    return nbytes, packed, offset
+
+
+def _root(entries: dict[str, _Entry]) -> str:
+    """Return the one folder that all entries lie in, with its slash."""
+    first = next(iter(entries))
+    root = first[: first.find("/") + 1]
+    if not root or not all(name.startswith(root) for name in entries):
+        raise UnreadableError("the item's entries do not share one folder")
+    return root
+
+
+def _data_start(item: _Item, entry: _Entry, bounds: _Bounds) -> int:
+    """Return where an entry's data begin, from its local header, which must not contradict the directory."""
+    header = item.get(entry.offset, _LOCAL.size)
+    magic, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length = _LOCAL.unpack(header)
+    start: int = entry.offset + _LOCAL.size + name_length + extra_length
+    later = flags & _FLAG_DESCRIPTOR  # CRC and sizes follow the data instead
+    crcs = (entry.crc32, 0) if later else (entry.crc32,)
+    sizes = (min(entry.nbytes, _FULL32), _FULL32, *((0,) if later else ()))
+    if (
+        magic != b"PK\3\4"
+        or method
+        or flags & _FLAG_ENCRYPTED
+        or crc32 not in crcs
+        or packed not in sizes
+        or nbytes not in sizes
+        or item.get(entry.offset + _LOCAL.size, name_length) != entry.name.encode()
+    ):
+        raise UnreadableError(f"entry '{escape_name(entry.name)}' of the item contradicts its directory")
+    if start + entry.nbytes > bounds[bisect_right(bounds, entry.offset)]:
+        raise UnreadableError(f"entry '{escape_name(entry.name)}' of the item reaches into what follows it")
+    return start
+
+
+def _small(item: _Item, entries: dict[str, _Entry], name: str, bounds: _Bounds) -> bytes:
+    entry = entries.get(name)
+    if entry is None:
+        raise UnreadableError(f"the item has no {escape_name(name)}")
+    if entry.nbytes > _MAX_SMALL_BYTES:
+        raise UnreadableError(f"the item's {escape_name(name)} has {entry.nbytes} bytes")
+    return item.get(_data_start(item, entry, bounds), entry.nbytes)
