@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 import textwrap
+from collections.abc import Callable
 
 HEAD = """\
 # Library reference
@@ -41,18 +42,24 @@ def describe(docstring: str | None) -> str:
     return "\n".join(parts)
 
 
-def signature(name: str, function: object) -> str:
-    """`def name(…)` as one would write it."""
-    text = str(inspect.signature(function))  # type: ignore[arg-type]
-    if len(name) + len(text) + 4 <= WIDTH:
-        return f"def {name}{text}"
-    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
-    lines: list[str] = []
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and "    *," not in lines:
-            lines.append("    *,")
-        lines.append(f"    {parameter},")
-    return "\n".join([f"def {name}(", *lines, f"){text.rpartition(')')[2]}"])
+def signature(name: str, function: Callable[..., object]) -> str:
+    """`def name(…)` as one would write it, on one line or on one per parameter."""
+    found = inspect.signature(function)
+    parts: list[str] = []
+    for parameter in found.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        # Annotations are text in every module (from __future__ import annotations).
+        typed = (
+            parameter.name if parameter.annotation is parameter.empty else f"{parameter.name}: {parameter.annotation}"
+        )
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        parts.append(typed + default)
+    returns = "" if found.return_annotation is found.empty else f" -> {found.return_annotation}"
+    short = f"{name}({', '.join(parts)}){returns}"
+    if len(short) <= WIDTH:
+        return short
+    return "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){returns}"])
 
 
 def field_docs(kind: type) -> dict[str, str]:
@@ -80,7 +87,7 @@ def describe_class(kind: type) -> str:
         function = member.fget if isinstance(member, property) else getattr(member, "func", member)
         if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue
-        call = name if function is not member else f"{name}{inspect.signature(function)}"
+        call = signature(name, function).replace("(self, ", "(").replace("(self)", "()") if function is member else name
         rows.append(f"- `{call}`: {inspect.cleandoc(function.__doc__).splitlines()[0]}")
     return "\n\n".join([*parts, "\n".join(rows)]) if rows else parts[0]
 
@@ -91,7 +98,7 @@ def render() -> str:
 
     members = {name: getattr(ckpt_tools, name) for name in ckpt_tools.__all__}
     functions = [
-        f"### {name}\n\n```python\n{signature(name, member)}\n```\n\n{describe(member.__doc__)}\n"
+        f"### {name}\n\n```python\ndef {signature(name, member)}\n```\n\n{describe(member.__doc__)}\n"
         for name, member in members.items()
         if inspect.isfunction(member)
     ]
