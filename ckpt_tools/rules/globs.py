@@ -94,9 +94,7 @@ def _translate_path(pattern: str, *, open_end: bool) -> str:
 
 def _translate_component(pattern: str, *, open_end: bool) -> str:
     """As `_translate`, one level down: `*` inside one component is what `**` is among components."""
-    first, *rest = (
-        "".join("[^.]" if char == "?" else re.escape(char) for char in part) for part in pattern.split("*")
-    )
+    first, *rest = ("".join("[^.]" if char == "?" else re.escape(char) for char in part) for part in pattern.split("*"))
     if not rest:
         return first
     if open_end:

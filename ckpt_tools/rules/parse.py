@@ -37,9 +37,7 @@ def parse_rules(text: str, *, where: str, world_size: int | None = None) -> Rule
     version = content.get("version")
     if version != 1 or isinstance(version, bool):
         found = "no version" if version is None else f"version {version!r}"
-        raise UsageError(
-            f"the rules file has {found}, expected 1", where=where, hint="start it with version: 1"
-        )
+        raise UsageError(f"the rules file has {found}, expected 1", where=where, hint="start it with version: 1")
     items = content.get("rules", [])
     if not isinstance(items, list):
         raise UsageError("rules must be a list", where=where, hint="write each rule as - match: ...")
@@ -66,9 +64,7 @@ def parse_set(text: str) -> Rule:
     for part in places.split(",") if places.strip() else []:
         axis, colon, placement = part.partition(":")
         if not colon:
-            raise UsageError(
-                f"{part.strip()!r} is not axis:placement", where=origin, hint="write for example tp:S(0)"
-            )
+            raise UsageError(f"{part.strip()!r} is not axis:placement", where=origin, hint="write for example tp:S(0)")
         pairs.append((axis.strip(), placement))
     return Rule(match=match.strip(), place=_place(pairs, origin), origin=origin)
 
@@ -78,14 +74,10 @@ def _rule(item: object, where: str) -> Rule:
     _check_keys(content, _RULE_KEYS, "a rule", where)
     match = content.get("match")
     if not isinstance(match, str) or not match:
-        raise UsageError(
-            "a rule needs match: a pattern on tensor names", where=where, hint="quote the pattern"
-        )
+        raise UsageError("a rule needs match: a pattern on tensor names", where=where, hint="quote the pattern")
     style = content.get("style")
     if "style" in content and not isinstance(style, str):
-        raise UsageError(
-            f"style must be a name, found {style!r}", where=where, hint="write for example style: colwise"
-        )
+        raise UsageError(f"style must be a name, found {style!r}", where=where, hint="write for example style: colwise")
     place = None
     if "place" in content:
         pairs = _mapping(content["place"], "place", where)
@@ -140,9 +132,7 @@ def _mapping(value: object, name: str, where: str) -> Mapping[str, object]:
 def _check_keys(content: Mapping[str, object], known: tuple[str, ...], name: str, where: str) -> None:
     for key in content:
         if key not in known:
-            raise UsageError(
-                f"unknown key {key!r} in {name}", where=where, hint=suggest(key, known, "the keys are")
-            )
+            raise UsageError(f"unknown key {key!r} in {name}", where=where, hint=suggest(key, known, "the keys are"))
 
 
 def _one_line(value: object) -> str:

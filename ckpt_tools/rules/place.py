@@ -14,11 +14,10 @@ from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.layout import FSDP_AXIS, Grid, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.rules.rule import Rule
+from ckpt_tools.text import escape_name
 
 
-def place_tensors(
-    tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule]
-) -> dict[str, dict[str, Placement]]:
+def place_tensors(tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule]) -> dict[str, dict[str, Placement]]:
     """Return FQN → axis → placement; axes that are not named replicate.
 
     A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it
@@ -88,7 +87,7 @@ def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], rule:
     if pack > 1 and (not entry.shape or entry.shape[-1] % pack):
         raise UsageError(
             f"{_describe(entry)} ends inside a byte: torch keeps {pack} elements per byte of the last dim",
-            hint=f"leave it out: --exclude '{entry.fqn}'",
+            hint=f"leave it out: --exclude '{escape_name(entry.fqn)}'",
         )
     for axis, placement in cuts.items():
         if placement.dim >= len(entry.shape):
@@ -123,7 +122,7 @@ def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where
             f"tensor {entry.fqn!r}: {axes} and {FSDP_AXIS} both cut dim {dim}, and its {length} elements are "
             f"not divisible by {axes}={num_parts}; PyTorch saves such tensors in a way that it cannot load",
             where=where,
-            hint=f"keep it off {axes} (--set '{entry.fqn}=') or choose a size that divides {length}",
+            hint=f"keep it off {axes} (--set '{escape_name(entry.fqn)}=') or choose a size that divides {length}",
         )
     if dim > 0 and (length // num_parts) % num_ranks:
         inside = f" left by {'×'.join(others)}={num_parts}" if others else ""
@@ -145,7 +144,7 @@ def _check_bytes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], wher
         raise UsageError(
             f"{_describe(entry)} cannot be cut by {mesh}: a cut would fall inside a byte",
             where=where,
-            hint=f"keep it whole: --set '{entry.fqn}={','.join(f'{axis}:R' for axis in cuts)}'",
+            hint=f"keep it whole: --set '{escape_name(entry.fqn)}={','.join(f'{axis}:R' for axis in cuts)}'",
         )
 
 
@@ -160,4 +159,4 @@ def _nearest(pattern: str, fqns: Sequence[str]) -> str:
     # Layers look alike: compare with one of each kind.
     kinds = {re.sub(r"\d+", "*", fqn): fqn for fqn in reversed(fqns)}
     near = difflib.get_close_matches(pattern, kinds, n=3, cutoff=0.0)
-    return f"the nearest names are {', '.join(kinds[kind] for kind in near)}"
+    return f"the nearest names are {', '.join(escape_name(kinds[kind]) for kind in near)}"

@@ -74,9 +74,7 @@ def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str]) -> tuple[
     # A parameter's own entry is longer than its module's, and comes first.
     for key in sorted(names, key=lambda key: -key.count(".")):
         try:
-            rule = Rule(
-                match=names[key], style=plan.styles[key], origin=origin, optional=key in plan.may_lack
-            )
+            rule = Rule(match=names[key], style=plan.styles[key], origin=origin, optional=key in plan.may_lack)
         except UsageError as error:
             raise UsageError(error.what, where=error.where, hint=_WRITE_RULES) from error
         if rule.axes:
@@ -100,9 +98,7 @@ def _check_quantization(config: Mapping[str, object]) -> None:
 def _architecture(config: Mapping[str, object]) -> str:
     names = config.get("architectures")
     if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
-        raise UsageError(
-            "config.json does not name an architecture", where="--tp-plan auto", hint=_WRITE_RULES
-        )
+        raise UsageError("config.json does not name an architecture", where="--tp-plan auto", hint=_WRITE_RULES)
     return names[0]
 
 
