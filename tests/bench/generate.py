@@ -48,6 +48,22 @@ def model_shapes(total_bytes: int, hidden: int) -> Shapes:
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
 
 
+def config(shapes: Shapes, hidden: int) -> dict[str, object]:
+    """The config.json that goes with `shapes`: heads of 16, a quarter as many for keys and values."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": sum(name.endswith("q_proj.weight") for name in shapes),
+        "num_attention_heads": hidden // 16,
+        "num_key_value_heads": hidden // 64,
+        "vocab_size": 16 * hidden,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
 def split(shapes: Shapes, num_files: int) -> list[Shapes]:
     """Cut into files of about equal size, in order."""
     files: list[Shapes] = [{}]
@@ -91,7 +107,7 @@ def generate(directory: Path, total_bytes: int, num_files: int, hidden: int) -> 
         weight_map |= dict.fromkeys(part, name)
     index = {"metadata": {"total_size": num_bytes(shapes)}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": hidden}))
+    (directory / "config.json").write_text(json.dumps(config(shapes, hidden), indent=2))
     print(f"{len(shapes)} tensors in {len(files)} files, {num_bytes(shapes) / 1e9:.3f} GB")
 
 

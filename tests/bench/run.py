@@ -205,8 +205,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for name in ("files", "ranks", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    if options.hidden < 16 or options.hidden % 16:
-        parser.error("--hidden must be a multiple of 16")
+    if options.hidden < 64 or options.hidden % 64:
+        parser.error("--hidden must be a multiple of 64")
     return options
 
 

@@ -44,3 +44,13 @@ def test_docs_every_command_of_the_house_is_executable_and_mentioned() -> None:
     assert commands
     assert [path.name for path in commands if not os.access(path, os.X_OK)] == []
     assert [path.name for path in commands if f"`bin/{path.name}" not in guide] == []
+
+
+def test_docs_guide_rules_parse() -> None:
+    from ckpt_tools.rules import parse_rules
+
+    text = (ROOT / "docs" / "guides" / "convert.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        parse_rules(block, where="convert.md")
