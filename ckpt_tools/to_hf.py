@@ -92,6 +92,9 @@ def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, di
         new_name: Callable[[str], str] = str
     elif strip == "auto":
         model, prefix = find_model(checkpoint)
+        recorded = opened.origin.prefix if opened.origin is not None else ""
+        if recorded and all(entry.fqn.startswith(recorded) for entry in model.tensors):
+            prefix = recorded  # what `shard --prefix` put there need not be guessed
         stripped = strip_prefix((entry.fqn for entry in model.tensors), prefix)
 
         def new_name(fqn: str) -> str:
