@@ -7,7 +7,7 @@ sizes count elements of the global tensor; spans count bytes and are half-open.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,7 +57,7 @@ class TensorEntry:
     """Element type."""
     shape: tuple[int, ...]
     """Global shape in logical elements."""
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
     """Stored boxes; the distinct ones tile the shape exactly in a sound checkpoint."""
     path: tuple[str, ...] = ()
     """Keys that lead to the tensor in the nested state dict it was saved from; () when unknown."""

@@ -14,7 +14,7 @@ from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.execute import Outcome, Progress, execute
 from ckpt_tools.formats.dcp import METADATA_NAME
-from ckpt_tools.formats.dcp_metadata import build_metadata
+from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes
 from ckpt_tools.formats.detect import detect
 from ckpt_tools.formats.manifest import (
     MANIFEST_NAME,
@@ -27,7 +27,7 @@ from ckpt_tools.formats.manifest import (
 from ckpt_tools.layout import Mesh, Placement
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.opening import Opened, open_path
-from ckpt_tools.plan import Plan, asset_name, blob_name, plan_assets, plan_copies
+from ckpt_tools.plan import Plan, asset_name, blob_name, plan_assets
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging, check_destination, free_bytes
 from ckpt_tools.text import escape_name
@@ -109,20 +109,17 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     check_destination(job.destination, overwrite=job.overwrite)
     if job.overwrite:
         check_replaceable(job.destination)
-    plan = Plan(plan_copies(job.source, job.target, heads=job.heads))
-    metadata = build_metadata(job.target.tensors, job.target.blobs) if job.target.format == "dcp" else b""
-    fixed = len(metadata) + sum(map(len, job.documents.values())) + sum(a.nbytes for _, a in job.assets)
-    needed = plan.total_bytes + fixed
+    plan = Plan(job.source, job.target, job.heads)
+    documents = {name: len(content) for name, content in job.documents.items()}
+    if job.target.format == "dcp":
+        documents[METADATA_NAME] = estimate_metadata_bytes(job.target.tensors, job.target.blobs)
+    assets = [(asset.file, asset.nbytes) for _, asset in job.assets]
+    needed = plan.total_bytes + sum(documents.values()) + sum(nbytes for _, nbytes in assets)
     if dry_run:
-        files = [(file.file, file.nbytes) for file in plan.files]
-        files += [(name, len(content)) for name, content in job.documents.items()]
-        files += [(asset.file, asset.nbytes) for _, asset in job.assets]
-        if metadata:
-            files.append((METADATA_NAME, len(metadata)))
         return _conversion(
             job,
             start,
-            files,
+            [*job.target.files.items(), *assets, *documents.items()],
             read=plan.read_bytes,
             written=needed,
             peak=_BASE_BYTES + plan.peak_bytes(job.num_workers),
@@ -137,6 +134,9 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         )
     staging = Staging(job.destination, overwrite=job.overwrite)
     try:
+        metadata = b""
+        if job.target.format == "dcp":
+            metadata = build_metadata(job.target.tensors, job.target.blobs)
         outcome, written, files = _fill(job, plan, staging, metadata)
         _check_result(staging.directory, job.target)
         job.opened.source.check_unchanged()
@@ -187,16 +187,16 @@ def _fill(job: Job, plan: Plan, staging: Staging, metadata: bytes) -> tuple[Outc
     by_source: dict[int, tuple[Source, list[Asset]]] = {}
     for source, asset in job.assets:
         by_source.setdefault(id(source), (source, []))[1].append(asset)
-    files = [(file.file, file.nbytes) for file in plan.files]
+    files = list(job.target.files.items())
     written = 0
     for source, assets in by_source.values():
-        outcome = execute(Plan(plan_assets(assets)), source, staging, num_workers=job.num_workers)
+        outcome = execute(plan_assets(assets), source, staging, num_workers=job.num_workers)
         written += outcome.bytes_written
         for asset in assets:
             extra[asset.file] = FileRecord(nbytes=asset.nbytes, digest=outcome.digests[asset_name(asset)])
             files.append((asset.file, asset.nbytes))
     progress = job.progress(plan.read_bytes) if job.progress is not None else None
-    outcome = execute(plan, job.opened.source, staging, num_workers=job.num_workers, progress=progress)
+    outcome = execute(plan.files, job.opened.source, staging, num_workers=job.num_workers, progress=progress)
     written += outcome.bytes_written
     _check_digests(job, outcome)
     for name, content in job.documents.items():

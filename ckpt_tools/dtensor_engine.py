@@ -38,6 +38,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -175,7 +177,7 @@ def _save_rank(job: _Job) -> None:
             state[entry.fqn] = _local_part(entry, readers[file], root, job.placements.get(entry.fqn, {}))
     _range_of.cache_clear()
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    save(state, checkpoint_id=job.destination, planner=planner)
+    save(state, storage_writer=_Writer(job.destination), planner=planner)
 
 
 def _local_part(
@@ -251,6 +253,17 @@ def _on_first_dim(placement: TorchPlacement, dim: int) -> TorchPlacement:
     if isinstance(placement, _StridedShard):
         return _StridedShard(0, split_factor=placement.split_factor) if placement.dim == dim else TorchReplicate()
     return TorchShard(0) if isinstance(placement, TorchShard) and placement.dim == dim else TorchReplicate()
+
+
+class _Writer(FileSystemWriter):
+    """The stock writer, without the path of this machine in `.metadata`.
+
+    A pathlib object pickled by Python 3.13 cannot be loaded by 3.11, and nobody reads it.
+    """
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return no identity of the checkpoint but the save's own."""
+        return StorageMeta(save_id=self.save_id)
 
 
 class _Reader:

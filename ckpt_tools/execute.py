@@ -1,4 +1,4 @@
-"""Move the bytes of a plan: bounded buffers, worker threads, checksums and digests on the way.
+"""Move the bytes of a plan's files: bounded buffers, worker threads, checksums and digests on the way.
 
 The unit of work is one canonical block of one tensor. Its part of any row-major chunk is one contiguous run,
 so every read and every write is one contiguous range, whatever the two layouts are. CRC-32s of parts are
@@ -20,7 +20,7 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.layout import Blocks, Box, BoxIndex
-from ckpt_tools.plan import Copy, Plan, blocks_of, chunk_index
+from ckpt_tools.plan import Copy, FilePlan, blocks_of, chunk_index, group_by_tensor
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging
 from ckpt_tools.strides import StridedPart, byte_box, is_contiguous, move, start_of
@@ -298,10 +298,7 @@ class _Run:
         for chunk, _ in task.chunks.overlaps(Box((0,) * len(task.entry.shape), task.entry.shape)):
             if chunk.crc32 is None:
                 continue
-            if chunk.strides is not None:
-                parts = self._crc_pass(chunk)
-            else:
-                parts = task.read_parts.get(chunk, [])
+            parts = task.read_parts.get(chunk, []) if chunk.strides is None else self._crc_pass(chunk)
             crc32, total = _combine(parts)
             if total != chunk.span.nbytes:
                 continue  # a plan for some of the files reads some of the bytes
@@ -337,28 +334,28 @@ def _combine(parts: _Parts) -> tuple[int, int]:
 
 
 def execute(
-    plan: Plan,
+    files: Sequence[FilePlan],
     source: Source,
     staging: Staging,
     *,
     num_workers: int,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Write the files of `plan` into `staging`, durably.
+    """Write `files` into `staging`, durably.
 
-    Memory: at most `plan.peak_bytes(num_workers)` of buffers.
+    Memory: two buffers of one block for every worker (`Plan.peak_bytes`), and the plan itself.
 
     Raises:
         CkptError: The first thing that went wrong in any worker.
     """
     head_bytes = 0
-    for file in plan.files:
+    for file in files:
         staging.create(file.file, file.nbytes)
         if file.head:
             head_bytes += staging.write(file.file, 0, [file.head])
-    run = _Run([_Task(*task) for task in plan.tasks()], source, staging, progress, None)
+    run = _Run([_Task(*task) for task in group_by_tensor(files)], source, staging, progress, None)
     run.run(num_workers)
-    for file in plan.files:
+    for file in files:
         if not file.copies:
             staging.sync(file.file)
     source.check_unchanged()

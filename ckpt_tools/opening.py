@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Self
 
 from ckpt_tools.checkpoint import Asset, Checkpoint, Format, TensorEntry
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
@@ -33,7 +34,7 @@ class Opened:
     left_out: tuple[str, ...] = ()
     """Files beside it that hold weights in other formats, and are not carried along."""
 
-    def __enter__(self) -> Opened:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -63,34 +63,54 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a conversion writes, except the documents that depend on the bytes."""
+    """A conversion: what is there, what shall be there, and from both every file to write.
 
-    files: tuple[FilePlan, ...]
-    """Data files and assets."""
+    Raises:
+        UnreadableError: The source's chunks do not tile a tensor exactly.
+    """
+
+    source: Checkpoint
+    """Chunks are raw (see `formats.dcp.resolve`)."""
+    target: Checkpoint
+    """Tensors with the source's FQNs and shapes; dtypes may differ (casts)."""
+    heads: Mapping[str, bytes]
+    """File → fixed bytes at its beginning."""
+
+    def __post_init__(self) -> None:
+        for entry in self.source.tensors:
+            check_complete(entry)
 
     @cached_property
+    def files(self) -> tuple[FilePlan, ...]:
+        """Every file to write; made when first asked for."""
+        return plan_copies(self.source, self.target, heads=self.heads)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes that will be written."""
-        return sum(file.nbytes for file in self.files)
+        return sum(self.target.files.values())
 
     @cached_property
     def read_bytes(self) -> int:
-        """Logical source bytes of all copies' tensors, each tensor once."""
-        entries = {copy.source.fqn: copy.source for file in self.files for copy in file.copies}
-        return sum(entry.nbytes for entry in entries.values())
+        """Logical source bytes that will be moved, each tensor once."""
+        entries = {entry.fqn: entry.nbytes for entry in self.source.tensors}
+        blobs = sum(blob.span.nbytes for blob in self.target.blobs)
+        return sum(entries[entry.fqn] for entry in self.target.tensors) + blobs
 
     def peak_bytes(self, num_workers: int) -> int:
         """Upper bound of the buffers that `execute` holds at once."""
-        widest = max((buffer_bytes(copy) for file in self.files for copy in file.copies), default=0)
-        return num_workers * widest
+        entries = {entry.fqn: entry for entry in self.source.tensors}
+        widest = (buffer_bytes(entries[target.fqn], target.dtype) for target in self.target.tensors)
+        return num_workers * max(widest, default=0)
 
-    def tasks(self) -> list[tuple[TensorEntry, list[tuple[str, Copy]]]]:
-        """Group the copies by source tensor, in the order of the source's bytes."""
-        groups: dict[str, list[tuple[str, Copy]]] = defaultdict(list)
-        for file in self.files:
-            for copy in file.copies:
-                groups[copy.source.fqn].append((file.file, copy))
-        return [(_merge_sources(group), group) for group in groups.values()]
+
+def group_by_tensor(files: Iterable[FilePlan]) -> list[tuple[TensorEntry, list[tuple[str, Copy]]]]:
+    """Return (source tensor, its copies with their files), in the order of the files' copies."""
+    groups: dict[str, list[tuple[str, Copy]]] = defaultdict(list)
+    for file in files:
+        for copy in file.copies:
+            groups[copy.source.fqn].append((file.file, copy))
+    return [(_merge_sources(group), group) for group in groups.values()]
 
 
 def _merge_sources(group: Sequence[tuple[str, Copy]]) -> TensorEntry:
@@ -116,11 +136,10 @@ def blocks_of(entry: TensorEntry, dtype: DType) -> Blocks:
     return blocks
 
 
-def buffer_bytes(copy: Copy) -> int:
-    """Bytes of buffers that one worker needs for `copy`: the block, and as much to rearrange or cast it."""
-    widest = max(copy.source.dtype.bits, copy.dtype.bits)
-    block = min(copy.source.num_elems * widest // 8, BLOCK_BYTES * widest // copy.dtype.bits)
-    return 2 * block
+def buffer_bytes(entry: TensorEntry, dtype: DType) -> int:
+    """Bytes that one worker needs to write `entry` as `dtype`: a block, and as much to rearrange or cast it."""
+    widest = max(entry.dtype.bits, dtype.bits)
+    return 2 * min(entry.num_elems * widest // 8, BLOCK_BYTES * widest // dtype.bits)
 
 
 def plan_copies(
@@ -132,9 +151,6 @@ def plan_copies(
         source: Chunks must be raw (see `formats.dcp.resolve`).
         destination: Tensors with the source's FQNs and shapes; dtypes may differ (casts).
         heads: File → fixed bytes at its beginning.
-
-    Raises:
-        UnreadableError: The source's chunks do not tile a tensor exactly.
     """
     heads = heads or {}
     copies: dict[str, list[Copy]] = {file: [] for file in destination.files}
@@ -144,7 +160,6 @@ def plan_copies(
         index = chunk_index(entry)
         if entry.shape != target.shape:
             raise CkptError(f"{target.fqn}: shape {entry.shape} cannot become {target.shape}")
-        check_complete(entry)
         for chunk in target.chunks:
             copies[chunk.span.file].append(
                 Copy(

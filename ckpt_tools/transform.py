@@ -24,7 +24,7 @@ def select(checkpoint: Checkpoint, *, include: Sequence[str] = (), exclude: Sequ
     """
     if not include and not exclude:
         return checkpoint
-    fqns = [entry.fqn for entry in (*checkpoint.tensors, *checkpoint.blobs)]
+    fqns = [entry.fqn for entry in checkpoint.tensors] + [blob.fqn for blob in checkpoint.blobs]
     for pattern in include:
         if not any(map(compile_glob(pattern).fullmatch, fqns)):
             raise UsageError(

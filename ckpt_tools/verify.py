@@ -88,10 +88,7 @@ def _unchecked(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list
     if outcome.chunks_checked >= chunks:
         return []
     missing = chunks - outcome.chunks_checked
-    return [
-        f"the content of {missing} of {chunks} chunks: no checksum was recorded for them "
-        "(use --against a copy you trust)"
-    ]
+    return [f"the content of {missing} of {chunks} chunks, which have no recorded checksum (--against compares copies)"]
 
 
 def check_structure(opened: Opened, findings: _Findings) -> tuple[Checkpoint, list[TensorEntry]]:
@@ -282,7 +279,6 @@ def _check_data(
     progress: Progress | None,
 ) -> Outcome:
     files = _byte_entries(opened, checkpoint.blobs)
-    labels = {entry.fqn: label for entry, label, _ in files}
 
     def damaged(entry: TensorEntry, error: CkptError) -> None:
         where = error.where or ", ".join(sorted({escape_name(c.span.file) for c in entry.chunks})[:4])
@@ -306,7 +302,7 @@ def _check_data(
         found = outcome.digests.get(entry.fqn)
         if found is not None and found != expected:
             severity = findings.warn if entry.fqn.startswith("\0asset") else findings.error
-            severity("digest-mismatch", labels[entry.fqn], "its bytes are not those that were written")
+            severity("digest-mismatch", label, "its bytes are not those that were written")
     return outcome
 
 

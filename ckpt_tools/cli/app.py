@@ -34,9 +34,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(  # noqa: ARG001 - the callback acts on it
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
-    ),
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Checkpoints for PyTorch FSDP2: shard, gather, reshard, inspect, verify and diff."""
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NoReturn
 
 from ckpt_tools.api import ProgressFactory
 from ckpt_tools.convert import Conversion
@@ -83,12 +84,10 @@ def progress_of(mode: str, *, quiet: bool) -> Iterator[ProgressFactory | None]:
         return
     from tqdm import tqdm
 
-    bars: list[tqdm[object]] = []
+    bars: list[tqdm[NoReturn]] = []
 
     def start(total: int) -> Progress:
-        bar: tqdm[object] = tqdm(
-            total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False
-        )
+        bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False)
         bars.append(bar)
 
         def advance(nbytes: int) -> None:
@@ -165,9 +164,8 @@ def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose:
     files = f"{len(result.files)} file" + ("s" if len(result.files) != 1 else "")
     if result.dry_run:
         say(f"would write {files}, {format_size(result.bytes_written)}, to {destination}")
-        say(
-            f"needs about {format_size(result.peak_rss_bytes)} of memory and {format_size(result.bytes_written)} of disk"
-        )
+        disk = format_size(result.bytes_written)
+        say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {disk} of disk")
     else:
         say(f"wrote {result.num_tensors} tensors, {files}, {format_size(result.bytes_written)}, to {destination}")
         rate = format_size(result.throughput_bytes_per_s)

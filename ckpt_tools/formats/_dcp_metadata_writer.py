@@ -21,6 +21,8 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _VERSION = "1.0.0"
 """`CURRENT_DCP_VERSION` of torch 2.13; readers do not look at it."""
 
+_BYTES_PER_CHUNK = 112
+_BYTES_PER_ENTRY = 200
 _T = TypeVar("_T")
 _NEW = b")\x81\x94"  # EMPTY_TUPLE NEWOBJ MEMOIZE
 _FILLED = b"ub"  # SETITEMS BUILD
@@ -49,29 +51,38 @@ def build_metadata(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -
     return _Writer().write(tensors, blobs)
 
 
-class _Writer:
-    """Collects the parts of one pickle, and numbers the memo as its reader will."""
+def estimate_metadata_bytes(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> int:
+    """Return about how long `.metadata` will be, a few percent too long rather than too short."""
+    num_chunks = sum(len(entry.chunks) for entry in tensors)
+    names = sum(len(entry.fqn) for entry in tensors) + sum(len(blob.fqn) for blob in blobs)
+    return _BYTES_PER_CHUNK * num_chunks + _BYTES_PER_ENTRY * (len(tensors) + len(blobs)) + 2 * names
 
-    __slots__ = ("_next", "_parts", "_seen")
+
+class _Writer:
+    """Collects the bytes of one pickle, and numbers the memo as its reader will."""
+
+    __slots__ = ("_body", "_next", "_seen")
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._body = bytearray()
         self._seen: dict[object, bytes] = {}
         self._next = 0
 
     def write(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> bytes:
-        parts = self._parts
-        parts += (self._class(_DCP, "Metadata"), self._new(), self._open_dict())
-        parts += (self._string("state_dict_metadata"), self._open_dict())
+        put = self._put
+        put(self._class(_DCP, "Metadata"), self._new(), self._open_dict())
+        put(self._string("state_dict_metadata"), self._open_dict())
         self._entries(tensors, blobs)
-        parts += (b"u", self._string("planner_data"), self._open_dict())
+        put(b"u", self._string("planner_data"), self._open_dict())
         self._paths((*tensors, *blobs))
-        parts += (b"u", self._string("storage_data"), self._open_dict())
+        put(b"u", self._string("storage_data"), self._open_dict())
         self._items(tensors, blobs)
-        parts += (b"u", self._string("storage_meta"), b"N", self._string("version"), self._string(_VERSION))
-        parts += (_FILLED, b".")
-        body = b"".join(parts)
-        return b"\x80\x04\x95" + len(body).to_bytes(8, "little") + body
+        put(b"u", self._string("storage_meta"), b"N", self._string("version"), self._string(_VERSION))
+        put(_FILLED, b".")
+        return b"\x80\x04\x95" + len(self._body).to_bytes(8, "little") + self._body
+
+    def _put(self, *opcodes: bytes) -> None:
+        self._body += b"".join(opcodes)
 
     def _once(self, what: object, opcodes: bytes) -> bytes:
         """Return `opcodes` the first time and a BINGET of their value from then on."""
@@ -124,20 +135,20 @@ class _Writer:
 
     def _entries(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> None:
         """Write `state_dict_metadata`."""
-        parts = self._parts
+        put = self._put
         for entry in tensors:
-            parts += (self._string(entry.fqn), self._class(_DCP, "TensorStorageMetadata"), self._new())
-            parts += (self._open_dict(), self._string("properties"), self._properties(entry))
-            parts += (self._string("size"), self._size(_torch_dims(entry, entry.shape)))
-            parts += (self._string("chunks"), b"]\x94(")
+            put(self._string(entry.fqn), self._class(_DCP, "TensorStorageMetadata"), self._new())
+            put(self._open_dict(), self._string("properties"), self._properties(entry))
+            put(self._string("size"), self._size(_torch_dims(entry, entry.shape)))
+            put(self._string("chunks"), b"]\x94(")
             self._next += 1
             for chunk in entry.chunks:
-                parts += (self._class(_DCP, "ChunkStorageMetadata"), self._new(), self._open_dict())
-                parts += (self._string("offsets"), self._size(_torch_dims(entry, chunk.box.offsets)))
-                parts += (self._string("sizes"), self._size(_torch_dims(entry, chunk.box.sizes)), _FILLED)
-            parts += (b"e", _FILLED)
+                put(self._class(_DCP, "ChunkStorageMetadata"), self._new(), self._open_dict())
+                put(self._string("offsets"), self._size(_torch_dims(entry, chunk.box.offsets)))
+                put(self._string("sizes"), self._size(_torch_dims(entry, chunk.box.sizes)), _FILLED)
+            put(b"e", _FILLED)
         for blob in blobs:
-            parts += (self._string(blob.fqn), self._class(_DCP, "BytesStorageMetadata"), self._new())
+            put(self._string(blob.fqn), self._class(_DCP, "BytesStorageMetadata"), self._new())
 
     def _properties(self, entry: TensorEntry) -> bytes:
         """Return a `TensorProperties` of `entry`'s dtype; the other fields are deprecated and have their defaults."""
@@ -157,29 +168,27 @@ class _Writer:
     def _paths(self, entries: Iterable[TensorEntry | BlobEntry]) -> None:
         """Write `planner_data`."""
         for entry in entries:
-            self._parts += (self._string(entry.fqn), b"(")
-            self._parts += map(self._string, entry.path or (entry.fqn,))
-            self._parts.append(b"t")
+            self._put(self._string(entry.fqn), b"(", *map(self._string, entry.path or (entry.fqn,)), b"t")
 
     def _items(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> None:
         """Write `storage_data`, blobs first as in the files."""
-        parts = self._parts
+        put = self._put
         for blob in blobs:
-            parts += (self._class(_DCP, "MetadataIndex"), self._new(), self._open_dict())
-            parts += (self._string("fqn"), self._string(blob.fqn), self._string("index"), b"N", _FILLED)
+            put(self._class(_DCP, "MetadataIndex"), self._new(), self._open_dict())
+            put(self._string("fqn"), self._string(blob.fqn), self._string("index"), b"N", _FILLED)
             self._info(blob.span)
         for entry in tensors:
             for index, chunk in enumerate(entry.chunks):
-                parts += (self._class(_DCP, "MetadataIndex"), self._new(), self._open_dict())
-                parts += (self._string("fqn"), self._string(entry.fqn), self._string("index"), _int(index))
-                parts += (self._string("offset"), self._size(_torch_dims(entry, chunk.box.offsets)), _FILLED)
+                put(self._class(_DCP, "MetadataIndex"), self._new(), self._open_dict())
+                put(self._string("fqn"), self._string(entry.fqn), self._string("index"), _int(index))
+                put(self._string("offset"), self._size(_torch_dims(entry, chunk.box.offsets)), _FILLED)
                 self._info(chunk.span)
 
     def _info(self, span: ByteSpan) -> None:
-        parts = self._parts
-        parts += (self._class(_FILESYSTEM, "_StorageInfo"), self._new(), self._open_dict())
-        parts += (self._string("relative_path"), self._string(span.file), self._string("offset"))
-        parts += (_int(span.offset), self._string("length"), _int(span.nbytes), _FILLED)
+        put = self._put
+        put(self._class(_FILESYSTEM, "_StorageInfo"), self._new(), self._open_dict())
+        put(self._string("relative_path"), self._string(span.file), self._string("offset"))
+        put(_int(span.offset), self._string("length"), _int(span.nbytes), _FILLED)
 
 
 def _torch_dims(entry: TensorEntry, dims: tuple[int, ...]) -> tuple[int, ...]:

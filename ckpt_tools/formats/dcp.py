@@ -6,9 +6,10 @@ Source: torch `distributed/checkpoint/{metadata,filesystem}.py` (2.13).
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, overload
 
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.dtypes import DType
@@ -110,25 +111,26 @@ def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Grid], blobs: Sequ
         UsageError: A dtype that DCP cannot hold.
     """
     ends: dict[int, int] = {}
-
-    def allot(rank: int, nbytes: int) -> ByteSpan:
-        offset = -(-ends.get(rank, 0) // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
-        ends[rank] = offset + nbytes
-        return ByteSpan(file=names[rank], offset=offset, nbytes=nbytes)
-
     names = _FileNames()
-    placed_blobs = tuple(replace(blob, span=allot(0, blob.span.nbytes)) for blob in blobs)
+
+    def allot(rank: int, nbytes: int) -> int:
+        start = -(-ends.get(rank, 0) // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
+        ends[rank] = start + nbytes
+        return start
+
+    placed_blobs = tuple(
+        replace(blob, span=ByteSpan(file=names[0], offset=allot(0, blob.span.nbytes), nbytes=blob.span.nbytes))
+        for blob in blobs
+    )
     placed = []
+    lengths: dict[tuple[int, str], tuple[int, ...]] = {}  # grids and their cells are shared by equal tensors
     for entry in tensors:
-        chunks = tuple(
-            Chunk(
-                box=box,
-                span=allot(rank, item_frame(entry.dtype, box.sizes).nbytes),
-                encoding="torch_zip",
-            )
-            for rank, box in grids[entry.fqn].cells
-        )
-        placed.append(replace(entry, chunks=chunks))
+        cells = grids[entry.fqn].cells
+        key = (id(cells), entry.dtype.name)
+        if key not in lengths:
+            lengths[key] = tuple(item_frame(entry.dtype, box.sizes).nbytes for _, box in cells)
+        starts = array("Q", map(allot, (rank for rank, _ in cells), lengths[key]))
+        placed.append(replace(entry, chunks=PlacedItems(cells, starts, lengths[key], names)))
     return Checkpoint(
         root="",
         format="dcp",
@@ -138,14 +140,52 @@ def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Grid], blobs: Sequ
     )
 
 
+class PlacedItems(Sequence[Chunk]):
+    """The items of one tensor in a destination; each `Chunk` is made when it is asked for.
+
+    A plan for thousands of ranks has millions of items, of which most commands need only the sizes.
+    """
+
+    __slots__ = ("_cells", "_lengths", "_names", "_starts")
+
+    def __init__(
+        self,
+        cells: tuple[tuple[int, Box], ...],
+        starts: array[int],
+        lengths: tuple[int, ...],
+        names: Mapping[int, str],
+    ) -> None:
+        self._cells = cells
+        self._starts = starts
+        self._lengths = lengths
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
+
+    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        rank, box = self._cells[index]
+        span = ByteSpan(file=self._names[rank], offset=self._starts[index], nbytes=self._lengths[index])
+        return Chunk(box=box, span=span, encoding="torch_zip")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 class _FileNames(dict[int, str]):
     """Rank → file name, each string made once."""
 
     def __missing__(self, rank: int) -> str:
         name = self[rank] = data_file(rank)
         return name
-
-
-def whole_box(entry: TensorEntry) -> Box:
-    """Return the box of all of `entry`."""
-    return Box((0,) * len(entry.shape), entry.shape)

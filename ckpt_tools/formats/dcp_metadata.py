@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats._dcp_metadata_writer import build_metadata
+from ckpt_tools.formats._dcp_metadata_writer import build_metadata, estimate_metadata_bytes
 from ckpt_tools.formats.inert_pickle import (
     DEFAULT_LIMITS,
     GlobalName,
@@ -28,7 +28,7 @@ from ckpt_tools.formats.inert_pickle import (
 from ckpt_tools.layout import Box
 from ckpt_tools.text import escape_name
 
-__all__ = ["ALLOWED_GLOBALS", "ParsedMetadata", "build_metadata", "parse_metadata"]
+__all__ = ["ALLOWED_GLOBALS", "ParsedMetadata", "build_metadata", "estimate_metadata_bytes", "parse_metadata"]
 
 _DCP = "torch.distributed.checkpoint.metadata."
 _OLD = "torch.distributed._shard.sharded_tensor.metadata."

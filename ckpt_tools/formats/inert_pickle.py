@@ -81,7 +81,7 @@ def parse_pickle(
 
 def _describe(value: object) -> str:
     """Name the type of a value, never its content: that may be long, or hostile to a terminal."""
-    return f"a {type(value).__name__}" if not isinstance(value, GlobalName) else "a global name"
+    return "a global name" if isinstance(value, GlobalName) else type(value).__name__
 
 
 def _match_nothing(_position: int, _stack: list[Any], _memo: list[Any]) -> int:

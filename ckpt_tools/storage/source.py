@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Self
 
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.text import escape_name
@@ -96,7 +97,7 @@ class Source:
         self._identities: dict[str, _Identity] = {}
         self._descriptors = Descriptors(_ReadOpener(self))
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

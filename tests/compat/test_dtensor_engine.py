@@ -52,6 +52,7 @@ def bits(tensor):
 
 def assert_saved(source, destination, mesh, placements, expected):
     """The chunk table is the predicted one, owner by owner, and stock `dcp.load` gives `expected` back."""
+    assert b"pathlib" not in (destination / ".metadata").read_bytes()
     metadata = FileSystemReader(destination).read_metadata()
     assert metadata.state_dict_metadata.keys() == {entry.fqn for entry in source.tensors}
     for entry in source.tensors:
