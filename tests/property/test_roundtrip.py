@@ -108,7 +108,9 @@ def test_gather_after_shard_and_reshards_gives_the_same_files(tensors, num_files
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(tensors=models(), mesh=st.sampled_from(MESHES[:5]), limit=st.integers(1, 400), prefix=st.sampled_from(("", "m.")))
+@given(
+    tensors=models(), mesh=st.sampled_from(MESHES[:5]), limit=st.integers(1, 400), prefix=st.sampled_from(("", "m."))
+)
 def test_gather_into_other_files_holds_the_same_tensors(tensors, mesh, limit, prefix) -> None:
     with memory_directory() as name, small_blocks(16):
         root = Path(name)

@@ -1,0 +1,182 @@
+"""Plans of random layouts: every destination byte is written exactly once, nothing is read outside of a span."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import small_blocks
+
+from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.formats import dcp, hf
+from ckpt_tools.formats.torch_zip import item_frame
+from ckpt_tools.layout import Box, Mesh, Shard, cut_tensor
+from ckpt_tools.plan import FilePlan, Plan, blocks_of, chunk_index, group_by_tensor, plan_copies
+from ckpt_tools.strides import byte_box, is_contiguous, start_of
+from ckpt_tools.tiling import check_tiling
+
+AXES = ("dp_replicate", "dp_shard", "tp", "ep")
+
+
+@st.composite
+def meshes(draw) -> Mesh:
+    names = draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True))
+    return Mesh(tuple((name, draw(st.integers(1, 4))) for name in names))
+
+
+@st.composite
+def shapes(draw) -> dict[str, tuple[str, tuple[int, ...]]]:
+    tensors = {}
+    for i in range(draw(st.integers(1, 4))):
+        dtype = draw(st.sampled_from(("U8", "BF16", "F32", "C64", "F4")))
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        tensors[f"t{i}"] = (dtype, (*shape, 4) if dtype == "F4" else shape)
+    return tensors
+
+
+def _placements(draw, mesh: Mesh, shape: tuple[int, ...]) -> dict[str, Shard]:
+    if not shape:
+        return {}
+    return {name: Shard(draw(st.integers(0, len(shape) - 1))) for name, _ in mesh.axes if name != "dp_replicate"}
+
+
+def _entries(shapes) -> list[TensorEntry]:
+    return [TensorEntry(fqn=n, dtype=BY_NAME[d], shape=shape, chunks=()) for n, (d, shape) in shapes.items()]
+
+
+def _raw_source(draw, shapes, mesh: Mesh) -> Checkpoint:
+    """Raw chunks, one file per rank, items one after the other; replicas stored too."""
+    ends: dict[str, int] = {}
+    tensors = []
+    for entry in _entries(shapes):
+        grid = cut_tensor(entry.shape, mesh, _placements(draw, mesh, entry.shape), pack=entry.dtype.pack)
+        chunks = []
+        for rank in range(mesh.world_size):
+            box, file = grid.local_box(rank), f"r{rank}"
+            nbytes = entry.dtype.num_bytes(box.num_elems)
+            chunks.append(Chunk(box=box, span=ByteSpan(file=file, offset=ends.get(file, 0), nbytes=nbytes)))
+            ends[file] = ends.get(file, 0) + nbytes
+        tensors.append(replace(entry, chunks=tuple(chunks)))
+    return Checkpoint(root="", format="dcp", tensors=tuple(tensors), files=ends)
+
+
+def _assert_tiles(ranges: list[tuple[int, int]], nbytes: int, *, slack: int = 0) -> None:
+    """The ranges lie in [0, nbytes) in order, disjoint, with gaps smaller than `slack` at most."""
+    filled = sorted(r for r in ranges if r[0] != r[1])
+    for (_, end), (start, _) in pairwise([(0, 0), *filled, (nbytes, nbytes)]):
+        assert 0 <= start - end <= slack
+
+
+def _assert_reads_stay_inside(files: Sequence[FilePlan]) -> None:
+    for entry, group in group_by_tensor(files):
+        index = chunk_index(entry)
+        for block in blocks_of(entry, group[0][1].dtype):
+            if not any(copy.box.intersect(block) for _, copy in group):
+                continue
+            read = []
+            for chunk, part in index.overlaps(block):
+                piece, whole = byte_box(part, entry.dtype), byte_box(chunk.box, entry.dtype)
+                assert is_contiguous(piece, whole)
+                start = start_of(piece, whole)
+                assert 0 <= start <= start + piece.num_elems <= chunk.span.nbytes
+                read.append(part)
+            for _, copy in group:
+                wanted = copy.box.intersect(block)
+                parts = [part.intersect(wanted) for part in read] if wanted else []
+                assert sum(part.num_elems for part in parts if part) == (wanted.num_elems if wanted else 0)
+
+
+def _assert_writes_tile(files: Sequence[FilePlan]) -> None:
+    for _, group in group_by_tensor(files):
+        for _, copy in group:
+            ranges = []
+            whole = byte_box(copy.box, copy.dtype)
+            for block in blocks_of(copy.source, copy.dtype):
+                part = block.intersect(copy.box)
+                if part is not None:
+                    piece = byte_box(part, copy.dtype)
+                    assert is_contiguous(piece, whole)
+                    start = start_of(piece, whole)
+                    ranges.append((start, start + piece.num_elems))
+            _assert_tiles(ranges, copy.nbytes)
+    for file in files:
+        spans = [(0, len(file.head))]
+        for copy in file.copies:
+            before = after = 0
+            if copy.encoding == "torch_zip":
+                frame = item_frame(copy.dtype, copy.box.sizes)
+                assert frame.payload_nbytes == copy.nbytes
+                before = frame.payload_offset
+                after = frame.nbytes - before - copy.nbytes
+            spans.append((copy.offset - before, copy.offset + copy.nbytes + after))
+        _assert_tiles(spans, file.nbytes, slack=dcp.ITEM_ALIGNMENT - 1)
+
+
+def _assert_whole(files: Sequence[FilePlan], source: Checkpoint) -> None:
+    """Every element of every tensor goes to exactly one place."""
+    boxes: dict[str, list[Box]] = {}
+    for file in files:
+        for copy in file.copies:
+            boxes.setdefault(copy.source.fqn, []).append(copy.box)
+            needed = [chunk.box for chunk in copy.source.chunks]
+            covered = sum(b.intersect(copy.box).num_elems for b in set(needed) if b.intersect(copy.box))
+            assert covered == copy.box.num_elems or 0 in copy.box.sizes
+    for entry in source.tensors:
+        assert len(set(boxes[entry.fqn])) == len(boxes[entry.fqn])
+        assert check_tiling(entry.shape, boxes[entry.fqn]) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), shapes=shapes(), before=meshes(), after=meshes(), blobs=st.lists(st.integers(0, 90), max_size=2))
+def test_plan_for_a_mesh_writes_every_byte_once_and_reads_inside_spans(data, shapes, before, after, blobs) -> None:
+    source = _raw_source(data.draw, shapes, before)
+    source = replace(
+        source,
+        blobs=tuple(BlobEntry(fqn=f"b{i}", span=ByteSpan(file="r0", offset=i, nbytes=n)) for i, n in enumerate(blobs)),
+    )
+    grids = {
+        entry.fqn: cut_tensor(entry.shape, after, _placements(data.draw, after, entry.shape), pack=entry.dtype.pack)
+        for entry in source.tensors
+    }
+    with small_blocks(data.draw(st.sampled_from((8, 24, 100, 4 << 20)))):
+        plan = Plan(source, dcp.place(source.tensors, grids, source.blobs), {})
+        _assert_whole(plan.files, source)
+        _assert_reads_stay_inside(plan.files)
+        _assert_writes_tile(plan.files)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), shapes=shapes(), mesh=meshes(), limit=st.integers(1, 300))
+def test_plan_for_hf_files_writes_every_byte_once_and_reads_inside_spans(data, shapes, mesh, limit) -> None:
+    source = _raw_source(data.draw, shapes, mesh)
+    placed, heads = hf.place(hf.arrange(source.tensors, max_file_nbytes=limit))
+    with small_blocks(data.draw(st.sampled_from((8, 100, 4 << 20)))):
+        plan = Plan(source, placed, heads)
+        _assert_whole(plan.files, source)
+        _assert_reads_stay_inside(plan.files)
+        _assert_writes_tile(plan.files)
+        for file in plan.files:  # no alignment between tensors of a safetensors file
+            written = len(file.head) + sum(copy.nbytes for copy in file.copies)
+            assert written == file.nbytes
+    assert plan.total_bytes == sum(placed.files.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shapes=shapes(), before=meshes(), after=meshes())
+def test_plan_of_one_file_names_all_that_it_needs(data, shapes, before, after) -> None:
+    source = _raw_source(data.draw, shapes, before)
+    grids = {
+        entry.fqn: cut_tensor(entry.shape, after, _placements(data.draw, after, entry.shape), pack=entry.dtype.pack)
+        for entry in source.tensors
+    }
+    for file in plan_copies(source, dcp.place(source.tensors, grids)):
+        assert set(file.sources) <= source.files.keys()
+        _assert_writes_tile([file])
+        _assert_reads_stay_inside([file])
+        for copy in file.copies:
+            parts = {chunk.box.intersect(copy.box) for chunk in copy.source.chunks} - {None}
+            assert sum(part.num_elems for part in parts) == (0 if 0 in copy.box.sizes else copy.box.num_elems)
