@@ -1,0 +1,152 @@
+"""PyTorch and transformers read what ckpt writes, without a line of ours in between."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from ckpt_tools import api
+from ckpt_tools.cli import main
+
+CHECKPOINTS = {  # name → root of the state dict
+    "shard-dp8": "",
+    "shard-dp2-tp2": "",
+    "shard-hsdp": "",
+    "shard-prefix": "model",
+    "reshard-dp8-to-dp2-tp2": "",
+    "reshard-dp2-tp2-to-dp3": "",
+    "reshard-dp8-to-columns": "",
+}
+MESHES = (
+    {"dp_shard": 1},
+    {"dp_shard": 2},
+    {"dp_shard": 4},
+    {"dp_shard": 2, "tp": 2},
+    {"dp_replicate": 2, "dp_shard": 2},
+)
+
+
+def name_of(axes):
+    return "-".join(f"{axis}{size}" for axis, size in axes.items())
+
+
+def save_model(model, directory, **options):
+    """`save_pretrained`, whose progress bar does not belong here."""
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(directory, **options)
+
+
+@pytest.fixture(scope="module")
+def llama_dir(tmp_path_factory, models):
+    directory = tmp_path_factory.mktemp("llama")
+    save_model(models.llama(), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def written(llama_dir, tmp_path_factory):
+    """Every checkpoint of `CHECKPOINTS`, written through the command line."""
+    out = tmp_path_factory.mktemp("written")
+
+    def ckpt(verb, source, name, *options):
+        assert main([verb, str(source), str(out / name), *options, "--quiet"]) == 0
+
+    # The plan cuts the head too, whose 33 rows two ranks cannot share.
+    tp = ("--tp-plan", "auto", "--set", "lm_head.weight=", "--set", "model.embed_tokens.weight=")
+    ckpt("shard", llama_dir, "shard-dp8", "--mesh", "dp_shard=8")
+    ckpt("shard", llama_dir, "shard-dp2-tp2", "--mesh", "dp_shard=2,tp=2", *tp)
+    ckpt("shard", llama_dir, "shard-hsdp", "--mesh", "dp_replicate=2,dp_shard=3")
+    ckpt("shard", llama_dir, "shard-prefix", "--mesh", "dp_shard=2", "--prefix", "model.")
+    ckpt("reshard", out / "shard-dp8", "reshard-dp8-to-dp2-tp2", "--mesh", "dp_shard=2,tp=2", *tp)
+    ckpt("reshard", out / "shard-dp2-tp2", "reshard-dp2-tp2-to-dp3", "--mesh", "dp_shard=3")
+    columns = "**.{q,k,v,o,gate,up,down}_proj.weight=dp_shard:S(1)"
+    ckpt("reshard", out / "shard-dp8", "reshard-dp8-to-columns", "--mesh", "dp_shard=4", "--set", columns)
+    return out
+
+
+@pytest.fixture(scope="module")
+def loaded(written, llama_dir, tmp_path_factory, run_world, models):
+    """Per checkpoint and mesh, what real ranks found wrong after `dcp.load`."""
+    cases = [
+        {
+            "name": f"{name}@{name_of(axes)}",
+            "checkpoint": str(written / name),
+            "reference": str(llama_dir / "model.safetensors"),
+            "root": root,
+            "axes": axes,
+        }
+        for name, root in CHECKPOINTS.items()
+        for axes in MESHES
+    ]
+    directory = tmp_path_factory.mktemp("loaded")
+    # The control: the comparison must notice when it is held against another model.
+    save_model(models.llama(seed=5), directory / "other")
+    cases.append(cases[1] | {"name": "control", "reference": str(directory / "other" / "model.safetensors")})
+    (directory / "cases.json").write_text(json.dumps(cases))
+    run_world("load.py", directory / "cases.json", directory / "out.json")
+    return json.loads((directory / "out.json").read_text())
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=name_of)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_dcp_load_into_spread_model_is_bitwise_equal(loaded, name, axes):
+    assert loaded[f"{name}@{name_of(axes)}"] == []
+
+
+def test_dcp_load_control_of_another_model_is_noticed(loaded):
+    assert {"lm_head.weight", "model.layers.1.mlp.up_proj.weight"} < set(loaded["control"])
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_dcp_load_without_process_group_is_bitwise_equal(written, llama_dir, assert_same, name):
+    expected = load_file(llama_dir / "model.safetensors")
+    state = {fqn: torch.full_like(tensor, torch.nan) for fqn, tensor in expected.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        root = CHECKPOINTS[name]
+        dcp.load({root: state} if root else state, checkpoint_id=written / name, no_dist=True)
+    assert_same(state, expected)
+
+
+def test_dcp_to_torch_save_gives_the_original_tensors(written, llama_dir, tmp_path, assert_same):
+    expected = load_file(llama_dir / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        for name in ("shard-dp8", "reshard-dp8-to-dp2-tp2"):
+            dcp_to_torch_save(written / name, tmp_path / "full.pt")
+            assert_same(torch.load(tmp_path / "full.pt", weights_only=True), expected)
+
+
+@pytest.mark.parametrize("name", ["shard-dp2-tp2", "reshard-dp8-to-columns"])
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["as-it-was", "many-files"])
+def test_from_pretrained_after_gather_gives_equal_logits(written, llama_dir, tmp_path, models, name, options):
+    api.gather(written / name, tmp_path / "back", **options)
+    files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
+    assert (len(files) > 1) == bool(options)
+    original, back = (transformers.LlamaForCausalLM.from_pretrained(path) for path in (llama_dir, tmp_path / "back"))
+    assert torch.equal(models.logits(original.eval()), models.logits(back.eval()))
+
+
+def test_from_pretrained_after_gather_as_bf16_equals_torch_cast(written, llama_dir, tmp_path, models):
+    api.gather(written / "shard-dp8", tmp_path / "back", dtype="bf16")
+    original = transformers.LlamaForCausalLM.from_pretrained(llama_dir).to(torch.bfloat16)
+    back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
+    assert torch.equal(models.logits(original.eval()), models.logits(back.eval()))
+
+
+@pytest.mark.parametrize("max_shard_size", [None, "2KB"], ids=["as-it-was", "many-files"])
+def test_from_pretrained_of_tied_bert_gives_equal_logits(tmp_path, models, max_shard_size):
+    save_model(models.bert(), tmp_path / "bert")
+    api.shard(tmp_path / "bert", tmp_path / "dcp", mesh="dp_shard=3")
+    api.reshard(tmp_path / "dcp", tmp_path / "dcp2", mesh="dp_replicate=2,dp_shard=2")
+    api.gather(tmp_path / "dcp2", tmp_path / "back", max_shard_size=max_shard_size)
+    original, back = (transformers.BertForMaskedLM.from_pretrained(tmp_path / name) for name in ("bert", "back"))
+    assert back.cls.predictions.decoder.weight is back.bert.embeddings.word_embeddings.weight
+    assert torch.equal(models.logits(original.eval()), models.logits(back.eval()))
