@@ -99,7 +99,7 @@ def shard(
             raise UsageError(
                 "the source is already sharded",
                 where=escape_name(os.fspath(source)),
-                hint=f"ckpt reshard {escape_name(os.fspath(source))} {escape_name(os.fspath(destination))}",
+                hint=_instead("reshard", source, destination, mesh),
             )
         if engine not in ("stream", "dtensor"):
             raise UsageError(f"{engine!r} is not an engine", hint="--engine takes stream or dtensor")
@@ -115,6 +115,13 @@ def shard(
         )
         job.use_dtensor = engine == "dtensor"
         return _run(job, overwrite, dry_run, num_workers, progress)
+
+
+def _instead(
+    verb: str, source: str | os.PathLike[str], destination: str | os.PathLike[str], mesh: str | Mesh | None
+) -> str:
+    paths = f"{escape_name(os.fspath(source))} {escape_name(os.fspath(destination))}"
+    return f"ckpt {verb} {paths} --mesh {'dp_shard=N' if mesh is None else mesh}"
 
 
 def reshard(
@@ -145,7 +152,7 @@ def reshard(
             raise UsageError(
                 "the source is not sharded",
                 where=escape_name(os.fspath(source)),
-                hint=f"ckpt shard {escape_name(os.fspath(source))} {escape_name(os.fspath(destination))}",
+                hint=_instead("shard", source, destination, mesh),
             )
         options = MeshOptions(mesh=mesh, world_size=world_size, rules=rules, set=set, tp_plan=tp_plan)
         job = sharding_job(
