@@ -46,7 +46,6 @@ __all__ = [
     "parse_pickle",
 ]
 
-
 _OPCODE_NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 _KEY_TYPES = frozenset({str, int, bool, float, bytes, type(None), GlobalName, Record})
 
@@ -100,14 +99,6 @@ class _Reader:
     depths: dict[int, int] = field(default_factory=dict)
     """id → depth of every tuple, list and dict made here; negative while it may still be filled."""
     names: dict[str, GlobalName] = field(default_factory=dict)
-
-    def read(self) -> object:
-        data = self.data
-        if len(data) < 3 or data[0] != 0x80:
-            raise UnreadableError("not a pickle of protocol 2 or later: it does not begin with PROTO")
-        if not 2 <= data[1] <= 5:
-            raise UnreadableError(f"pickle protocol {data[1]} is not one of 2..5")
-        return self._run()
 
     def _seal(self, values: Iterable[object]) -> int:
         """Close `values` against changes, for they become part of something; return the greatest depth."""
@@ -202,13 +193,11 @@ class _Reader:
         return known
 
     def _text(self, start: int, nbytes: int) -> str:
-        if nbytes > self.limits.max_string_bytes:
-            raise LimitError(f"a string of {nbytes} bytes, the limit is {self.limits.max_string_bytes}")
-        return str(self.data[start : start + nbytes], "utf-8")
+        return str(self._bytes(start, nbytes), "utf-8")
 
     def _bytes(self, start: int, nbytes: int) -> bytes:
         if nbytes > self.limits.max_string_bytes:
-            raise LimitError(f"a bytes object of {nbytes} bytes, the limit is {self.limits.max_string_bytes}")
+            raise LimitError(f"a string of {nbytes} bytes, the limit is {self.limits.max_string_bytes}")
         return self.data[start : start + nbytes]
 
     def _long(self, start: int, nbytes: int) -> int:
@@ -227,8 +216,12 @@ class _Reader:
         what = f"pickle opcode {name}" if name else f"byte {op:#04x}, which is no pickle opcode,"
         return UnreadableError(f"{what} at byte {position} has no place here; it was not executed")
 
-    def _run(self) -> object:
+    def read(self) -> object:
         """Run the loop, and turn what a malformed pickle makes Python raise into words."""
+        if len(self.data) < 3 or self.data[0] != 0x80:
+            raise UnreadableError("not a pickle of protocol 2 or later: it does not begin with PROTO")
+        if not 2 <= self.data[1] <= 5:
+            raise UnreadableError(f"pickle protocol {self.data[1]} is not one of 2..5")
         position = [0]
         try:
             return self._loop(position)

@@ -9,6 +9,7 @@ Sources: PKWARE APPNOTE 6.3.10 (zip, zip64); torch `serialization.py`, `_utils.p
 from __future__ import annotations
 
 import struct
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,8 +42,9 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _U64 = struct.Struct("<Q")
 
-_FLAG_ENCRYPTED = 0x41
 _FLAG_DESCRIPTOR = 0x08
+_FLAGS = 0x800 | _FLAG_DESCRIPTOR
+"""All that a stored entry may have: a UTF-8 name, and sizes that follow the data."""
 _FULL32 = 0xFFFFFFFF
 _FULL16 = 0xFFFF
 
@@ -105,12 +107,13 @@ class _Item:
         return self._read(offset, nbytes)
 
 
-def parse_item(item_nbytes: int, read: Read) -> ItemHead:
+def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemHead:
     """Read the head of one tensor item.
 
     Args:
         item_nbytes: Length of the item.
         read: Returns (offset, nbytes) of it; called twice for what torch and ckpt write, once when it is small.
+        thorough: Look at every entry, also at those that only torch reads, and hold its content against its CRC-32.
 
     Raises:
         UnreadableError: Not the zip of exactly one dense, little-endian tensor; says what it is instead.
@@ -125,7 +128,20 @@ def parse_item(item_nbytes: int, read: Read) -> ItemHead:
     records = [entry for name, entry in entries.items() if name.startswith(f"{root}data/")]
     if len(records) != 1 or records[0].name != f"{root}data/{pickled.key}":
         raise UnreadableError(f"the item has {len(records)} data records, one named data/{pickled.key} was expected")
+    if thorough:
+        _check_entries(item, entries, f"{root}version", records[0], bounds)
     return _head(item, records[0], pickled, bounds)
+
+
+def _check_entries(item: _Item, entries: dict[str, _Entry], version: str, record: _Entry, bounds: _Bounds) -> None:
+    if version not in entries:
+        raise UnreadableError("the item has no version, without which torch does not load it")
+    for entry in entries.values():
+        if entry is record:
+            continue
+        content = _small(item, entries, entry.name, bounds)
+        if entry.crc32 and zlib.crc32(content) != entry.crc32:
+            raise UnreadableError(f"entry '{escape_name(entry.name)}' of the item is damaged: its CRC-32 differs")
 
 
 def _head(item: _Item, record: _Entry, pickled: PickledTensor, bounds: _Bounds) -> ItemHead:
@@ -197,7 +213,7 @@ def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _Entry
             name = str(directory[position + _CENTRAL.size : name_end], "ascii")
             extra = directory[name_end : name_end + extra_length]
             position = name_end + extra_length
-            if magic != b"PK\1\2" or comment_length or disk or flags & _FLAG_ENCRYPTED:
+            if magic != b"PK\1\2" or comment_length or disk or flags & ~_FLAGS:
                 raise UnreadableError("the item's directory is malformed")
             if _FULL32 in (packed, nbytes, offset):
                 nbytes, packed, offset = _widen(extra, nbytes, packed, offset)
@@ -249,7 +265,7 @@ def _data_start(item: _Item, entry: _Entry, bounds: _Bounds) -> int:
     if (
         magic != b"PK\3\4"
         or method
-        or flags & _FLAG_ENCRYPTED
+        or flags & ~_FLAGS
         or crc32 not in crcs
         or packed not in sizes
         or nbytes not in sizes
