@@ -203,6 +203,8 @@ def _choose_files(files: Mapping[str, int], path: str) -> tuple[str | None, list
         return indexes[0], []
     if len(singles) == 1 and not indexes:
         return None, singles
+    if not singles and not indexes:
+        raise UnreadableError("no safetensors files here", where=escape_name(path))
     raise UnreadableError(
         f"{len(singles)} safetensors files and {len(indexes)} indexes, and nothing says which belong together",
         where=escape_name(path),

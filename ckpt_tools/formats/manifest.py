@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
+
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.layout import Mesh, Placement, parse_placement
@@ -25,6 +27,8 @@ MAX_MANIFEST_BYTES = 1 << 30
 """Refused above this size."""
 BLOCK_BYTES = 4 << 20
 """Upper bound of the blocks that a digest is built from."""
+_CHECKSUM = b',\n"checksum": '
+"""Begins the last line, which has the xxh3_128 of all bytes before: what the manifest says decides on bytes."""
 DIGEST_ALGORITHM = "xxh3_128-blocks"
 """xxh3_128 of the concatenated xxh3_128 digests of the tensor's canonical blocks (`layout.split_blocks`)."""
 
@@ -125,7 +129,8 @@ def build_manifest(manifest: Manifest) -> bytes:
     }
     # One line per top-level key: compact, and still kind to a reader.
     rows = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    return ("{\n" + ",\n".join(rows) + "\n}\n").encode()
+    body = ("{\n" + ",\n".join(rows)).encode()
+    return body + _CHECKSUM + f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
 
 
 def _records(records: Mapping[str, FileRecord]) -> dict[str, dict[str, object]]:
@@ -136,8 +141,15 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
     """Parse a manifest.
 
     Raises:
-        UnreadableError: Malformed, of a newer schema, or built with another digest.
+        UnreadableError: Damaged, malformed, of a newer schema, or built with another digest.
     """
+    body, _, last = text.rpartition(_CHECKSUM)
+    if last != f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode():
+        raise UnreadableError(
+            "the manifest is damaged or was edited: its checksum differs",
+            where=escape_name(where),
+            hint="restore it, or remove it to go on without digests and without the original file names",
+        )
     try:
         document = json.loads(text)
         version = document["schema_version"]
