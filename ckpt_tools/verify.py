@@ -164,7 +164,7 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: _Fin
     if chunk.encoding == "raw":
         return chunk
     try:
-        head = dcp.read_item(chunk.span, opened.source)
+        head = dcp.read_item(chunk.span, opened.source, thorough=True)
     except CkptError as error:
         findings.error("bad-item", where, f"{name}: {error.what}", error.hint)
         return None

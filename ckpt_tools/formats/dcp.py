@@ -44,8 +44,8 @@ def parse_rank(file: str) -> int | None:
     return int(match[1]) if match and len(match[1]) < 10 else None
 
 
-def read_item(span: ByteSpan, reader: Reader) -> ItemHead:
-    """Read what the item at `span` says of itself."""
+def read_item(span: ByteSpan, reader: Reader, *, thorough: bool = False) -> ItemHead:
+    """Read what the item at `span` says of itself; `thorough` as in `parse_item`."""
 
     def read(offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > span.nbytes:
@@ -53,7 +53,7 @@ def read_item(span: ByteSpan, reader: Reader) -> ItemHead:
         return reader.read(span.file, span.offset + offset, nbytes)
 
     try:
-        return parse_item(span.nbytes, read)
+        return parse_item(span.nbytes, read, thorough=thorough)
     except UnreadableError as error:
         if error.where is not None:
             raise
