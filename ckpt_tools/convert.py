@@ -12,7 +12,7 @@ from ckpt_tools.checkpoint import Asset, Checkpoint
 from ckpt_tools.digest import digest_bytes
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
-from ckpt_tools.execute import Outcome, Progress, execute
+from ckpt_tools.execute import Outcome, Progress, execute, scan
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes
 from ckpt_tools.formats.detect import detect
@@ -61,6 +61,8 @@ class Conversion:
     notes: tuple[str, ...]
     """What was left out or decided, for people."""
     dry_run: bool = False
+    published: bool = True
+    """False with `dry_run`, and on the ranks of torchrun that leave publishing to the first."""
 
     @property
     def throughput_bytes_per_s(self) -> float:
@@ -113,17 +115,18 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     documents = {name: len(content) for name, content in job.documents.items()}
     if job.target.format == "dcp":
         documents[METADATA_NAME] = estimate_metadata_bytes(job.target.tensors, job.target.blobs)
-    assets = [(asset.file, asset.nbytes) for _, asset in job.assets]
-    needed = plan.total_bytes + sum(documents.values()) + sum(nbytes for _, nbytes in assets)
+    documents |= {asset.file: asset.nbytes for _, asset in job.assets}
+    needed = plan.total_bytes + sum(documents.values())
     if dry_run:
         return _conversion(
             job,
             start,
-            [*job.target.files.items(), *assets, *documents.items()],
+            [*job.target.files.items(), *documents.items()],
             read=plan.read_bytes,
             written=needed,
             peak=_BASE_BYTES + plan.peak_bytes(job.num_workers),
             dry_run=True,
+            published=False,
         )
     free = free_bytes(job.destination)
     if needed + _MARGIN_BYTES > free:
@@ -132,26 +135,86 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
             where=escape_name(os.path.dirname(os.path.abspath(job.destination))),
             hint="free some space there, or choose another destination",
         )
+    if job.use_dtensor:
+        return _run_with_dtensor(job, start)
     staging = Staging(job.destination, overwrite=job.overwrite)
     try:
+        assets = _carry_assets(job, staging)
+        progress = job.progress(plan.read_bytes) if job.progress is not None else None
+        outcome = execute(plan.files, job.opened.source, staging, num_workers=job.num_workers, progress=progress)
         metadata = b""
         if job.target.format == "dcp":
             metadata = build_metadata(job.target.tensors, job.target.blobs)
-        outcome, written, files = _fill(job, plan, staging, metadata)
-        _check_result(staging.directory, job.target)
-        job.opened.source.check_unchanged()
-        staging.publish()
+        return _finish(job, start, staging, outcome, assets, metadata)
     finally:
         staging.discard()
+
+
+def _run_with_dtensor(job: Job, start: float) -> Conversion:
+    """Let PyTorch write the data files; everything around them is as usual. Under torchrun rank 0 does that part."""
+    from ckpt_tools.dtensor_engine import join_ranks, save_with_dtensor
+
+    if job.mesh is None or any(t.dtype != s.dtype for t, s in zip(job.target.tensors, job.source.tensors, strict=True)):
+        raise UsageError("--engine dtensor does not cast", hint="use --engine stream, or leave out --dtype")
+    with join_ranks(job.mesh) as ranks:
+        staging = Staging(job.destination, overwrite=job.overwrite) if ranks.rank == 0 else None
+        try:
+            directory = ranks.share(staging.directory if staging is not None else "")
+            save_with_dtensor(job.source, directory, job.mesh, job.placements)
+            if staging is None:
+                return _conversion(job, start, [], read=0, written=0, peak=peak_rss_bytes(), published=False)
+            job.target = replace(job.target, files=staging.adopt())
+            metadata = staging.take(METADATA_NAME)
+            progress = job.progress(job.source.total_bytes) if job.progress is not None else None
+            outcome = scan(job.source.tensors, job.opened.source, num_workers=job.num_workers, progress=progress)
+            return _finish(job, start, staging, outcome, _carry_assets(job, staging), metadata)
+        finally:
+            if staging is not None:
+                staging.discard()
+
+
+def _finish(
+    job: Job, start: float, staging: Staging, outcome: Outcome, assets: Mapping[str, FileRecord], metadata: bytes
+) -> Conversion:
+    """Write the documents, the commit marker last; check what was written; publish."""
+    num_digests = _check_digests(job, outcome)
+    documents = dict(job.documents)
+    documents[MANIFEST_NAME] = build_manifest(_manifest(job, outcome, assets, metadata))
+    if metadata:
+        documents[METADATA_NAME] = metadata
+    for name, content in documents.items():
+        staging.write_document(name, content)
+    files = [
+        *job.target.files.items(),
+        *((name, record.nbytes) for name, record in assets.items()),
+        *((name, len(content)) for name, content in documents.items()),
+    ]
+    _check_result(staging.directory, job.target)
+    job.opened.source.check_unchanged()
+    staging.publish()
     return _conversion(
         job,
         start,
         files,
         read=outcome.bytes_read,
-        written=written,
+        written=sum(nbytes for _, nbytes in files),
         peak=peak_rss_bytes(),
-        checked={"digests": _check_digests(job, outcome), "crcs": outcome.chunks_checked},
+        checked={"digests": num_digests, "crcs": outcome.chunks_checked},
     )
+
+
+def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
+    """Copy the assets; return what the manifest says of them."""
+    by_source: dict[int, tuple[Source, list[Asset]]] = {}
+    for source, asset in job.assets:
+        by_source.setdefault(id(source), (source, []))[1].append(asset)
+    records = {}
+    for source, assets in by_source.values():
+        outcome = execute(plan_assets(assets), source, staging, num_workers=job.num_workers)
+        for asset in assets:
+            digest = outcome.digests[asset_name(asset)]
+            records[asset.file] = FileRecord(nbytes=asset.nbytes, digest=digest)
+    return records
 
 
 def _conversion(
@@ -164,6 +227,7 @@ def _conversion(
     peak: int,
     checked: Mapping[str, int] | None = None,
     dry_run: bool = False,
+    published: bool = True,
 ) -> Conversion:
     return Conversion(
         source=job.opened.source.root,
@@ -174,41 +238,12 @@ def _conversion(
         seconds=time.monotonic() - start,
         peak_rss_bytes=peak,
         files=tuple(files),
-        verified=not dry_run,
+        verified=published,
         checked=checked or {},
         notes=tuple(job.notes),
         dry_run=dry_run,
+        published=published,
     )
-
-
-def _fill(job: Job, plan: Plan, staging: Staging, metadata: bytes) -> tuple[Outcome, int, list[tuple[str, int]]]:
-    """Write everything into the staging directory, the commit marker last."""
-    extra: dict[str, FileRecord] = {}
-    by_source: dict[int, tuple[Source, list[Asset]]] = {}
-    for source, asset in job.assets:
-        by_source.setdefault(id(source), (source, []))[1].append(asset)
-    files = list(job.target.files.items())
-    written = 0
-    for source, assets in by_source.values():
-        outcome = execute(plan_assets(assets), source, staging, num_workers=job.num_workers)
-        written += outcome.bytes_written
-        for asset in assets:
-            extra[asset.file] = FileRecord(nbytes=asset.nbytes, digest=outcome.digests[asset_name(asset)])
-            files.append((asset.file, asset.nbytes))
-    progress = job.progress(plan.read_bytes) if job.progress is not None else None
-    outcome = execute(plan.files, job.opened.source, staging, num_workers=job.num_workers, progress=progress)
-    written += outcome.bytes_written
-    _check_digests(job, outcome)
-    for name, content in job.documents.items():
-        staging.write_document(name, content)
-        files.append((name, len(content)))
-    manifest = build_manifest(_manifest(job, outcome, extra, metadata))
-    staging.write_document(MANIFEST_NAME, manifest)
-    files.append((MANIFEST_NAME, len(manifest)))
-    if metadata:
-        staging.write_document(METADATA_NAME, metadata)
-        files.append((METADATA_NAME, len(metadata)))
-    return outcome, written + sum(size for _, size in files[-2:]), files
 
 
 def _check_digests(job: Job, outcome: Outcome) -> int:

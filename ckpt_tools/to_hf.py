@@ -15,7 +15,7 @@ from ckpt_tools.opening import Opened
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.to_mesh import left_out
-from ckpt_tools.transform import find_model, rename, select, strip_prefix, strip_wrappers
+from ckpt_tools.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
 from ckpt_tools.units import parse_size
 
 AssetList = list[tuple[Source, Asset]]
@@ -95,10 +95,10 @@ def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, di
         recorded = opened.origin.prefix if opened.origin is not None else ""
         if recorded and all(entry.fqn.startswith(recorded) for entry in model.tensors):
             prefix = recorded  # what `shard --prefix` put there need not be guessed
-        stripped = strip_prefix((entry.fqn for entry in model.tensors), prefix)
+        stripped = strip_prefix((strip_wrappers(entry.fqn) for entry in model.tensors), prefix)
 
         def new_name(fqn: str) -> str:
-            return strip_wrappers(stripped(fqn))
+            return stripped(strip_wrappers(fqn))
 
         if prefix:
             notes.append(f"stripped the prefix {escape_name(prefix)!r} (--strip-prefix none keeps it)")
@@ -112,9 +112,7 @@ def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, di
             )
         model = replace(checkpoint, tensors=inside, blobs=())
         new_name = strip_prefix((entry.fqn for entry in inside), prefix)
-    omitted = len(checkpoint.tensors) - len(model.tensors)
-    if omitted:
-        notes.append(f"left out {omitted} tensors that are not the model's (optimizer state)")
+    notes += _omitted(checkpoint, model)
     if checkpoint.blobs:
         notes.append(f"left out {len(checkpoint.blobs)} non-tensor items, which safetensors cannot hold")
     if not model.tensors:
@@ -126,6 +124,19 @@ def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, di
     renamed = rename(model, new_name)
     names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
     return renamed, names
+
+
+def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
+    """Say which tensors of `checkpoint` are not in `model`."""
+    kept = {entry.fqn for entry in model.tensors}
+    omitted = [entry for entry in checkpoint.tensors if entry.fqn not in kept]
+    others = [entry.fqn for entry in omitted if not is_optimizer(entry)]
+    notes = []
+    if len(omitted) > len(others):
+        notes.append(f"left out {len(omitted) - len(others)} tensors of optimizer state")
+    if others:
+        notes.append(f"left out {len(others)} tensors that are not the model's: {_some(others)}")
+    return notes
 
 
 def _restore(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -12,8 +13,12 @@ from ckpt_tools.text import escape_name
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Components that torch.compile, activation checkpointing and FSDP1 put into FQNs at any depth."""
-_OPTIMIZER_ROOTS = ("optimizer", "optim", "optimizers", "optimizer_states")
+_OPTIMIZER_ROOT = re.compile(r"optim(izer)?s?(_states?)?(_?\d+)?")
 _OPTIMIZER_LEAVES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step", "master_param")
+_MODEL_ROOTS = ("model", "app", "app_state", "module", "state_dict", "model_state_dict", "model_state", "state")
+"""Keys under which trainers keep the model, or a dict that holds it."""
+_TRAINER_ROOTS = ("train_state", "trainer", "trainer_state", "dataloader", "lr_scheduler", "scheduler", "rng_state")
+"""Keys of state that trainers keep beside a model whose own keys lie at the root."""
 
 
 def select(checkpoint: Checkpoint, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Checkpoint:
@@ -74,7 +79,7 @@ def strip_wrappers(fqn: str) -> str:
 def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
     """Is this entry optimizer state, to judge by where it lies in the state dict?"""
     parts = tuple(entry.path) if len(entry.path) > 1 else tuple(entry.fqn.split("."))
-    if any(part in _OPTIMIZER_ROOTS for part in parts[:2]):
+    if any(map(_OPTIMIZER_ROOT.fullmatch, parts[:2])):
         return True
     # Flattened optimizer state: state.<fqn>.exp_avg
     last = parts[-1].rpartition(".")[2]
@@ -84,28 +89,30 @@ def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
 def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
     """Find the model inside what a trainer saved.
 
-    Leaves optimizer state and blobs out, and names the root that every model key lies under ("", "model.",
-    "app.model.", …). The nesting that DCP records (`TensorEntry.path`) decides; where it is flat or
-    unknown, a root is only a root when every key has it and what remains still looks like a model's keys.
+    Leaves everything else out (optimizer, train state, a second copy under another root), and names the root that
+    every model key lies under ("", "model.", "app.model.", …). The nesting that DCP records
+    (`TensorEntry.path`) decides; where it is flat or unknown, a root is only a root when every key has it and what
+    remains still looks like a model's keys.
 
     Returns:
-        The model's tensors, with their names unchanged, and the prefix to strip.
+        The model's tensors, with their names unchanged, and the prefix that their names have once `strip_wrappers`
+        is done with them.
     """
-    tensors = tuple(entry for entry in checkpoint.tensors if not is_optimizer(entry))
+    candidates = tuple(entry for entry in checkpoint.tensors if not is_optimizer(entry))
+    tensors, root = _descend(candidates)
+    prefix = "".join(key + "." for key in root)
+    names = [strip_wrappers(entry.fqn) for entry in tensors]
+    if not all(name.startswith(prefix) for name in names):  # the names were not made from the paths
+        tensors, prefix = candidates, ""
+        names = [strip_wrappers(entry.fqn) for entry in tensors]
     model = replace(checkpoint, tensors=tensors, blobs=())
     if not tensors:
         return model, ""
-    nested = _common(tuple(entry.path[:-1] for entry in tensors))
-    if nested:
-        prefix = ".".join(nested) + "."
-        if all(entry.fqn.startswith(prefix) for entry in tensors):
-            return model, prefix
-    prefix = ""
-    names = [strip_wrappers(entry.fqn) for entry in tensors]
-    for root in ("module.", "app.model.", "model_state.model.", "state.model.", "module."):
-        if all(name.startswith(root) for name in names):
-            prefix += root
-            names = [name[len(root) :] for name in names]
+    names = [name[len(prefix) :] for name in names]
+    for outer in ("module.", "app.model.", "model_state.model.", "state.model.", "module."):
+        if all(name.startswith(outer) for name in names):
+            prefix += outer
+            names = [name[len(outer) :] for name in names]
     # `model.` alone is ambiguous: a base model's own keys begin with it. It is a root when the model's own
     # `model.` follows, or when nothing says how the names were nested and other parts of the trainer's state
     # (optimizer, blobs) stand beside it.
@@ -119,13 +126,27 @@ def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
     return model, prefix
 
 
-def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the longest common beginning."""
-    first, last = min(paths), max(paths)
-    length = 0
-    while length < min(len(first), len(last)) and first[length] == last[length]:
-        length += 1
-    return first[:length]
+def _descend(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]:
+    """Follow the recorded nesting down to the model: its tensors, and the keys that lead to them."""
+    root: tuple[str, ...] = ()
+    while True:
+        depth = len(root)
+        branches: dict[str, list[TensorEntry]] = {}
+        for entry in tensors:
+            if len(entry.path) > depth + 1:
+                branches.setdefault(entry.path[depth], []).append(entry)
+        # A model's own keys are flat, with dots in them: a dict nested by modules is not taken apart.
+        named = [key for key in _MODEL_ROOTS if any("." in entry.path[-1] for entry in branches.get(key, ()))]
+        if not named and len(branches) == 1 and all(len(entry.path) > depth + 1 for entry in tensors):
+            named = list(branches)
+        if not named:
+            break
+        tensors = tuple(branches[named[0]])
+        root = (*root, named[0])
+    if any(len(entry.path) == len(root) + 1 for entry in tensors):
+        beside = [key for key in _TRAINER_ROOTS if key in branches]
+        tensors = tuple(e for e in tensors if len(e.path) <= len(root) + 1 or e.path[len(root)] not in beside)
+    return tensors, root
 
 
 def strip_prefix(fqns: Iterable[str], prefix: str) -> Callable[[str], str]:
@@ -151,6 +172,6 @@ def plain_names(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     model, prefix = find_model(checkpoint)
     named: dict[str, TensorEntry] = {}
     for entry in model.tensors:
-        plain = strip_wrappers(entry.fqn[len(prefix) :])
+        plain = strip_wrappers(entry.fqn)[len(prefix) :]
         named[plain if plain not in named else entry.fqn] = entry
     return named

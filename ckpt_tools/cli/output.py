@@ -152,7 +152,9 @@ def conversion_json(result: Conversion) -> dict[str, object]:
 
 
 def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Print what a conversion did."""
+    """Print what a conversion did; under torchrun, on the rank that published."""
+    if not result.published and not result.dry_run:
+        return
     if as_json:
         print_json(conversion_json(result))
         return

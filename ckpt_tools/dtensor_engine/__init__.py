@@ -15,6 +15,9 @@ This module imports torch; import it lazily.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,7 +29,7 @@ from ckpt_tools.dtensor_engine.rank import Job, Placements, describe, save_rank
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.layout import Mesh
 
-__all__ = ["save_with_dtensor", "torchrun_rank"]
+__all__ = ["Ranks", "join_ranks", "save_with_dtensor", "torchrun_rank"]
 
 
 def save_with_dtensor(
@@ -114,3 +117,42 @@ def _check_source(source: Checkpoint) -> None:
 def _check_destination(destination: str) -> None:
     if os.path.lexists(destination) and not (os.path.isdir(destination) and not os.listdir(destination)):
         raise DestinationExistsError("the destination exists", where=destination, hint="choose another, or remove it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The processes that make the same call: those of torchrun, or this one alone."""
+
+    rank: int
+    """This process; rank 0 does what is done once."""
+    world_size: int
+    """Number of processes."""
+
+    def share(self, text: str) -> str:
+        """Return rank 0's `text` on every rank."""
+        if self.world_size == 1:
+            return text
+        box = [text]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+@contextmanager
+def join_ranks(mesh: Mesh, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+    """Yield who takes part; under torchrun, with a process group that lasts as long as the context.
+
+    Raises:
+        UsageError: Torchrun started another number of processes than `mesh` has ranks.
+    """
+    rank = torchrun_rank(mesh)
+    if rank is None:
+        yield Ranks(rank=0, world_size=1)
+        return
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield Ranks(rank=rank, world_size=mesh.world_size)
+    finally:
+        if is_ours:
+            dist.destroy_process_group()

@@ -103,6 +103,32 @@ class Staging:
             except OSError as error:
                 raise self._failed("fsync", file, error) from error
 
+    def adopt(self) -> dict[str, int]:
+        """Take over the files that somebody else wrote into the directory, durably; return their sizes.
+
+        Hidden files are not data and are left alone (see `take`).
+        """
+        sizes = {}
+        with os.scandir(self.directory) as entries:
+            for entry in sorted(entries, key=lambda e: e.name):
+                if entry.is_file(follow_symlinks=False) and not entry.name.startswith("."):
+                    sizes[entry.name] = entry.stat().st_size
+        self._files += sizes
+        for name in sizes:
+            self.sync(name)
+        return sizes
+
+    def take(self, file: str) -> bytes:
+        """Return the content of a file that somebody else wrote, and remove it."""
+        path = os.path.join(self.directory, file)
+        try:
+            with open(path, "rb") as stream:
+                content = stream.read()
+            os.remove(path)
+        except OSError as error:
+            raise self._failed("read", file, error) from error
+        return content
+
     def write_document(self, file: str, content: bytes) -> None:
         """Create `file` with `content` and make it durable."""
         self.create(file, len(content))
