@@ -17,6 +17,8 @@ from ckpt_tools.layout import Box, Mesh, Placement
 Format = Literal["safetensors", "hf", "dcp", "hf-sharded"]
 Encoding = Literal["raw", "torch_zip"]
 Severity = Literal["error", "warning", "info"]
+KeyPath = tuple[str | int, ...]
+"""Keys that lead to an entry in a nested state dict; an int is an index into a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class TensorEntry:
     """Global shape in logical elements."""
     chunks: Sequence[Chunk]
     """Stored boxes; the distinct ones tile the shape exactly in a sound checkpoint."""
-    path: tuple[str, ...] = ()
+    path: KeyPath = ()
     """Keys that lead to the tensor in the nested state dict it was saved from; () when unknown."""
 
     @property
@@ -81,7 +83,7 @@ class BlobEntry:
     """Its key in the state dict."""
     span: ByteSpan
     """The whole item."""
-    path: tuple[str, ...] = ()
+    path: KeyPath = ()
     """As `TensorEntry.path`."""
 
 

@@ -165,10 +165,13 @@ class _Writer:
         known = self._seen.get(key)
         return known or self._once(key, self._class(module, name) + arg(value) + b"\x85R")
 
+    def _key(self, key: str | int) -> bytes:
+        return _int(key) if isinstance(key, int) else self._string(key)
+
     def _paths(self, entries: Iterable[TensorEntry | BlobEntry]) -> None:
         """Write `planner_data`."""
         for entry in entries:
-            self._put(self._string(entry.fqn), b"(", *map(self._string, entry.path or (entry.fqn,)), b"t")
+            self._put(self._string(entry.fqn), b"(", *map(self._key, entry.path or (entry.fqn,)), b"t")
 
     def _items(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> None:
         """Write `storage_data`, blobs first as in the files."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Chunk, KeyPath, TensorEntry
 from ckpt_tools.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._dcp_metadata_writer import build_metadata, estimate_metadata_bytes
@@ -216,12 +216,12 @@ def _check_path(fqn: str, file: str) -> str:
     return file
 
 
-def _parse_paths(planner_data: object) -> Mapping[str, tuple[str, ...]]:
+def _parse_paths(planner_data: object) -> Mapping[str, KeyPath]:
     """Return FQN → keys; a planner may keep anything here, so what is not understood is no path."""
     if type(planner_data) is not dict:
         return {}
     return {
-        fqn: tuple(map(str, path))
+        fqn: path
         for fqn, path in planner_data.items()
         if type(fqn) is str and type(path) is tuple and all(type(key) in (str, int) for key in path)
     }
@@ -240,7 +240,7 @@ class _TensorReader:
     def read(
         self,
         spans: _Spans,
-        path: tuple[str, ...],
+        path: KeyPath,
         boxes: dict[str, dict[tuple[_Dims, _Dims], tuple[Box, int]]],
     ) -> TensorEntry:
         """Return the tensor; `spans` holds its items by offsets, `boxes` the boxes made so far by dtype."""

@@ -87,7 +87,7 @@ def test_parse_metadata_of_real_save_names_every_item(tmp_path, make_id) -> None
     ]
     assert [(blob.fqn, blob.path) for blob in parsed.blobs] == [
         ("step", ("step",)),
-        ("optim.state.1.lr", ("optim", "state", "1", "lr")),
+        ("optim.state.1.lr", ("optim", "state", 1, "lr")),
     ]
     assert tensors["model.w"].path == ("model", "w")
     assert tensors["optim.groups.0"].path == ("optim", "groups", "0")
