@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from ckpt_tools.checkpoint import BlobEntry, Checkpoint, TensorEntry
+from ckpt_tools.checkpoint import BlobEntry, Checkpoint, KeyPath, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.rules import compile_glob
 from ckpt_tools.text import escape_name
@@ -50,12 +50,16 @@ def select(checkpoint: Checkpoint, *, include: Sequence[str] = (), exclude: Sequ
 
 
 def rename(checkpoint: Checkpoint, new_name: Callable[[str], str]) -> Checkpoint:
-    """Rename every tensor.
+    """Rename every tensor; one whose name changes no longer lies where it did in its nested state dict.
 
     Raises:
         UsageError: Two tensors get the same name.
     """
-    tensors = tuple(replace(entry, fqn=new_name(entry.fqn)) for entry in checkpoint.tensors)
+    names = [new_name(entry.fqn) for entry in checkpoint.tensors]
+    tensors = tuple(
+        entry if fqn == entry.fqn else replace(entry, fqn=fqn, path=())
+        for entry, fqn in zip(checkpoint.tensors, names, strict=True)
+    )
     seen: dict[str, str] = {}
     for old, new in zip(checkpoint.tensors, tensors, strict=True):
         if new.fqn in seen:
@@ -78,7 +82,7 @@ def strip_wrappers(fqn: str) -> str:
 
 def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
     """Is this entry optimizer state, to judge by where it lies in the state dict?"""
-    parts = tuple(entry.path) if len(entry.path) > 1 else tuple(entry.fqn.split("."))
+    parts = tuple(map(str, entry.path)) if len(entry.path) > 1 else tuple(entry.fqn.split("."))
     if any(map(_OPTIMIZER_ROOT.fullmatch, parts[:2])):
         return True
     # Flattened optimizer state: state.<fqn>.exp_avg
@@ -100,7 +104,7 @@ def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
     """
     candidates = tuple(entry for entry in checkpoint.tensors if not is_optimizer(entry))
     tensors, root = _descend(candidates)
-    prefix = "".join(key + "." for key in root)
+    prefix = "".join(f"{key}." for key in root)
     names = [strip_wrappers(entry.fqn) for entry in tensors]
     if not all(name.startswith(prefix) for name in names):  # the names were not made from the paths
         tensors, prefix = candidates, ""
@@ -126,17 +130,19 @@ def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
     return model, prefix
 
 
-def _descend(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]:
+def _descend(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[TensorEntry, ...], KeyPath]:
     """Follow the recorded nesting down to the model: its tensors, and the keys that lead to them."""
-    root: tuple[str, ...] = ()
+    root: KeyPath = ()
     while True:
         depth = len(root)
-        branches: dict[str, list[TensorEntry]] = {}
+        branches: dict[str | int, list[TensorEntry]] = {}
         for entry in tensors:
             if len(entry.path) > depth + 1:
                 branches.setdefault(entry.path[depth], []).append(entry)
         # A model's own keys are flat, with dots in them: a dict nested by modules is not taken apart.
-        named = [key for key in _MODEL_ROOTS if any("." in entry.path[-1] for entry in branches.get(key, ()))]
+        named: list[str | int] = [
+            key for key in _MODEL_ROOTS if any("." in str(entry.path[-1]) for entry in branches.get(key, ()))
+        ]
         if not named and len(branches) == 1 and all(len(entry.path) > depth + 1 for entry in tensors):
             named = list(branches)
         if not named:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ class App(Stateful):
 
 
 class Notes:
-    """Something that only its own program can unpickle."""
+    """Something that only this program can unpickle."""
 
     def __init__(self):
         self.text = "kept as it is"
@@ -69,7 +70,7 @@ def save_fsdp(rank, out):
     model, optimizer = trained(dp_shard=4)
     keep_reference(rank, model, out / "fsdp.safetensors")
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    extra = {"epoch": 3, "notes": Notes(), "lr_scheduler": {"last_lr": [0.1], "betas": (0.9, 0.999)}}
+    extra = {"epoch": 3, "date": datetime(2026, 1, 2), "lr_scheduler": {"last_lr": [0.1], "betas": (0.9, 0.999)}}
     dcp.save({"model": model_state, "optimizer": optimizer_state, **extra}, checkpoint_id=out / "nested")
     flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     train_state = {"step": torch.tensor(7, dtype=torch.int32), "ntokens_seen": torch.tensor(99)}
@@ -82,6 +83,13 @@ def save_fsdp(rank, out):
     compiled = renamed(compiled, ".layers.1.", ".layers.1._orig_mod._checkpoint_wrapped_module.")
     dcp.save(renamed(compiled, "model.", "_orig_mod.model."), checkpoint_id=out / "wrapped")
     dcp.save({f"module.{fqn}": tensor for fqn, tensor in model_state.items()}, checkpoint_id=out / "module")
+    compiled_ddp = {f"_orig_mod.module.{fqn}": tensor for fqn, tensor in model_state.items()}
+    dcp.save(compiled_ddp, checkpoint_id=out / "compiled-module")
+    lightning = {f"model.{fqn}": tensor for fqn, tensor in model_state.items()}
+    steps = {"global_step": 1, "loops": {"epoch": torch.tensor(1)}}
+    dcp.save({"model": lightning, "optimizer_0": optimizer_state, **steps}, checkpoint_id=out / "lightning")
+    average = {fqn: tensor * 0.5 for fqn, tensor in model_state.items()}
+    dcp.save({"ema": average, "model": model_state}, checkpoint_id=out / "average")
     PartialState(cpu=True)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     save_fsdp_model(plugin, PartialState(), model, out / "accelerate")
