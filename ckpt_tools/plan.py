@@ -229,7 +229,7 @@ def check_complete(entry: TensorEntry) -> None:
     kind = "incomplete" if problem.kind == "missing" else "inconsistent"
     raise UnreadableError(
         f"tensor {escape_name(entry.fqn)!r} is {kind}: {problem.describe(entry.shape)}",
-        where=", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else ""),
+        where=", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "") or None,
         hint="`ckpt verify` lists everything that is wrong; restore the checkpoint or save it again",
     )
 

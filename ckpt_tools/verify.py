@@ -124,7 +124,7 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: _Findings) -> Te
             problem.kind, "chunk-outside-tensor"
         )
         files = sorted({escape_name(chunk.span.file) for chunk in entry.chunks})
-        findings.error(code, ", ".join(files[:4]), f"{name}: {problem.describe(entry.shape)}")
+        findings.error(code, ", ".join(files[:4]) or dcp.METADATA_NAME, f"{name}: {problem.describe(entry.shape)}")
     chunks = []
     for chunk in entry.chunks:
         if _check_span(opened, chunk.span, name, findings):

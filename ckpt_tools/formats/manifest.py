@@ -8,7 +8,7 @@ It detects accidents, not attackers: whoever can change the data can change the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,10 +203,10 @@ def _parse(document: Any) -> Manifest:  # noqa: ANN401 - JSON, checked field by 
         format=_text(document["format"]),
         mesh=None if mesh is None else Mesh(tuple((_text(name), _count(size)) for name, size in mesh)),
         tensors=tensors,
-        blobs=_parse_records(document["blobs"]),
-        assets=_parse_records(document["assets"]),
-        documents=_parse_records(document["documents"]),
-        files={_text(name): _count(size) for name, size in document["files"].items()},
+        blobs=_parse_records(document["blobs"], name=_text),
+        assets=_parse_records(document["assets"], name=_file_name),
+        documents=_parse_records(document["documents"], name=_file_name),
+        files={_file_name(name): _count(size) for name, size in document["files"].items()},
         source=dict(document["source"]),
         origin=None
         if origin is None
@@ -219,10 +219,12 @@ def _parse(document: Any) -> Manifest:  # noqa: ANN401 - JSON, checked field by 
     )
 
 
-def _parse_records(table: Mapping[str, Mapping[str, object]]) -> dict[str, FileRecord]:
+def _parse_records(
+    table: Mapping[str, Mapping[str, object]], *, name: Callable[[object], str]
+) -> dict[str, FileRecord]:
     return {
-        name: FileRecord(nbytes=_count(fields["nbytes"]), digest=_text(fields["digest"]))
-        for name, fields in table.items()
+        name(key): FileRecord(nbytes=_count(fields["nbytes"]), digest=_text(fields["digest"]))
+        for key, fields in table.items()
     }
 
 

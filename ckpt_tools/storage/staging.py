@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 
-from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
+from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError, UsageError
 from ckpt_tools.storage.source import Descriptors, Opener
 from ckpt_tools.text import escape_name
 
@@ -61,7 +61,13 @@ class Staging:
         self._descriptors = Descriptors(_WriteOpener(self.directory))
 
     def create(self, file: str, nbytes: int) -> None:
-        """Create `file` with `nbytes` of allocated space."""
+        """Create `file` with `nbytes` of allocated space.
+
+        Raises:
+            UnreadableError: Its name, which comes from the source, leads out of the directory.
+        """
+        if os.path.isabs(file) or ".." in file.split("/") or "\0" in file:
+            raise UnreadableError("a file name leads out of the destination", where=escape_name(file))
         path = os.path.join(self.directory, file)
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
