@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools._version import __version__
 from ckpt_tools.checkpoint import Asset, Checkpoint
 from ckpt_tools.digest import digest_bytes
 from ckpt_tools.dtypes import BY_NAME, DType
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.execute import Outcome, Progress, execute, scan
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes
@@ -128,26 +130,78 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
             dry_run=True,
             published=False,
         )
-    free = free_bytes(job.destination)
-    if needed + _MARGIN_BYTES > free:
-        raise CkptError(
-            f"{format_size(needed)} are needed, {format_size(free)} are free",
-            where=escape_name(os.path.dirname(os.path.abspath(job.destination))),
-            hint="free some space there, or choose another destination",
-        )
     if job.use_dtensor:
+        check_space(needed, job.destination)
         return _run_with_dtensor(job, start)
+    metadata = b""
+    if job.target.format == "dcp":
+        metadata = build_metadata(job.target.tensors, job.target.blobs)
     staging = Staging(job.destination, overwrite=job.overwrite)
-    try:
+    with _kept_or_discarded(staging):
+        staging.begin(_fingerprint(job, metadata))
+        if staging.found_other:
+            job.notes.append("removed what an interrupted run with other arguments or of another source had left")
+        check_space(needed - staging.allocated_bytes(), job.destination)
         assets = _carry_assets(job, staging)
         progress = job.progress(plan.read_bytes) if job.progress is not None else None
-        outcome = execute(plan.files, job.opened.source, staging, num_workers=job.num_workers, progress=progress)
-        metadata = b""
-        if job.target.format == "dcp":
-            metadata = build_metadata(job.target.tensors, job.target.blobs)
+        outcome = execute(
+            plan.files,
+            job.opened.source,
+            staging,
+            num_workers=job.num_workers,
+            progress=progress,
+            resumable=True,
+        )
+        if outcome.bytes_kept:
+            kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
+            job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
         return _finish(job, start, staging, outcome, assets, metadata)
+
+
+@contextmanager
+def _kept_or_discarded(staging: Staging) -> Iterator[None]:
+    """Keep the work of a run that was interrupted or met a system error; discard it on any other failure."""
+    try:
+        yield
+    except (KeyboardInterrupt, StorageError, MemoryError) as error:
+        if staging.num_kept:
+            staging.keep()
+            error.add_note(
+                f"what was written is kept in {escape_name(staging.directory)}: the same command continues from there"
+            )
+        raise
     finally:
         staging.discard()
+
+
+def _fingerprint(job: Job, metadata: bytes) -> str:
+    """Return what identifies this conversion: the source as it is now, where every byte goes, and as what."""
+    source = job.opened.source
+    for file in job.opened.checkpoint.files:
+        source.size(file)
+    dtypes = {entry.fqn: entry.dtype.name for entry in job.source.tensors}
+    state = (
+        __version__,
+        os.path.realpath(source.root),
+        source.identities(),
+        [(t.fqn, job.names.get(t.fqn), t.dtype.name, dtypes[t.fqn], t.shape) for t in job.target.tensors],
+        list(job.target.files.items()),
+        [(name, digest_bytes(content)) for name, content in (*job.heads.items(), *job.documents.items())],
+        [(asset.file, asset.nbytes) for _, asset in job.assets],
+        digest_bytes(metadata),
+    )
+    return digest_bytes(json.dumps(state).encode())
+
+
+def check_space(needed_bytes: int, destination: str) -> None:
+    """Raise StorageError when the destination's file system has not enough room."""
+    free = free_bytes(destination)
+    if needed_bytes + _MARGIN_BYTES > free:
+        raise StorageError(
+            f"{format_size(needed_bytes)} are needed, {format_size(free)} are free",
+            where=escape_name(os.path.dirname(os.path.abspath(destination))),
+            hint="free some space there, or choose another destination",
+        )
 
 
 def _run_with_dtensor(job: Job, start: float) -> Conversion:
@@ -159,6 +213,8 @@ def _run_with_dtensor(job: Job, start: float) -> Conversion:
     with join_ranks(job.mesh) as ranks:
         staging = Staging(job.destination, overwrite=job.overwrite) if ranks.rank == 0 else None
         try:
+            if staging is not None:
+                staging.begin()
             directory = ranks.share(staging.directory if staging is not None else "")
             save_with_dtensor(job.source, directory, job.mesh, job.placements)
             if staging is None:
@@ -326,8 +382,13 @@ def _check_result(directory: str, target: Checkpoint) -> None:
 
 
 def check_separate(opened: Opened, destination: str) -> None:
-    """Refuse a destination inside the source, or around it: the source is never written to."""
-    source = os.path.realpath(opened.source.root)
+    """Refuse a destination inside the source, or around it: the source is never written to.
+
+    A source that is one file has no inside: the destination may lie beside it.
+    """
+    checkpoint = opened.checkpoint
+    name = next(iter(checkpoint.files)) if checkpoint.format == "safetensors" else ""
+    source = os.path.realpath(os.path.join(opened.source.root, name))
     target = os.path.realpath(destination)
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
         raise UsageError(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from ckpt_tools.block_io import read_blocks
 from ckpt_tools.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.errors import CkptError
-from ckpt_tools.execute import Progress, read_blocks, scan
+from ckpt_tools.execute import Progress, scan
 from ckpt_tools.opening import Opened
 from ckpt_tools.plan import check_complete
 from ckpt_tools.storage.source import Source

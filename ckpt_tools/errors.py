@@ -1,6 +1,7 @@
 """Every error that ckpt raises on purpose.
 
     CkptError                      exit 1   I/O, faults, anything that failed
+    ├── StorageError               exit 1   the system could not read or write
     ├── UsageError                 exit 2   options, impossible meshes or rules
     ├── UnreadableError            exit 4   not a complete, readable checkpoint
     │   └── LimitError             exit 4   readable perhaps, but beyond a safety limit
@@ -40,6 +41,12 @@ class CkptError(Exception):
         if self.hint is not None:
             parts.append(f"hint: {self.hint}")
         return "; ".join(parts)
+
+
+class StorageError(CkptError):
+    """The system could not read or write: disk full, I/O error, no permission."""
+
+    code = "io"
 
 
 class UsageError(CkptError):

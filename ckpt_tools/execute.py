@@ -8,12 +8,12 @@ combined into those of whole items; digests of blocks into those of whole tensor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from isal import isal_zlib
 
-from ckpt_tools.casting import cast
+from ckpt_tools.block_io import Buffers, Read, read_block
 from ckpt_tools.checkpoint import Chunk, TensorEntry
 from ckpt_tools.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.dtypes import DType
@@ -21,9 +21,10 @@ from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.layout import Blocks, Box, BoxIndex
 from ckpt_tools.plan import Copy, FilePlan, blocks_of, chunk_index, group_by_tensor
+from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging
-from ckpt_tools.strides import StridedPart, byte_box, is_contiguous, move, start_of
+from ckpt_tools.strides import byte_box, is_contiguous, move, start_of
 from ckpt_tools.text import escape_name
 
 Progress = Callable[[int], None]
@@ -42,6 +43,8 @@ class Outcome:
     """Digest of every tensor that was read whole, over the bytes as they were written."""
     bytes_read: int = 0
     bytes_written: int = 0
+    bytes_kept: int = 0
+    """Logical bytes that an interrupted run had written, and that were read back and found right."""
     chunks_checked: int = 0
     """Source chunks whose CRC-32 was held against their writer's."""
 
@@ -52,7 +55,8 @@ _Parts = list[tuple[int, int, int]]  # (offset, nbytes, crc32)
 class _Task:
     """One tensor under way."""
 
-    def __init__(self, entry: TensorEntry, copies: Sequence[tuple[str, Copy]]) -> None:
+    def __init__(self, number: int, entry: TensorEntry, copies: Sequence[tuple[str, Copy]]) -> None:
+        self.number = number
         self.entry = entry
         self.copies = copies
         self.dtype: DType = copies[0][1].dtype if copies else entry.dtype
@@ -67,17 +71,13 @@ class _Task:
         self.remaining = max(1, len(self.blocks))
         self.damaged = False
 
-
-class _Buffers:
-    """One worker's memory, grown to what its blocks need."""
-
-    def __init__(self) -> None:
-        self._memory: list[bytearray] = [bytearray(), bytearray()]
-
-    def get(self, which: int, nbytes: int) -> memoryview:
-        if len(self._memory[which]) < nbytes:
-            self._memory[which] = bytearray(nbytes)
-        return memoryview(self._memory[which])[:nbytes]
+    def add(self, index: int, digest: bytes, reads: Iterable[Read]) -> None:
+        """Remember the digest of a block and what was read for it."""
+        at = BLOCK_DIGEST_BYTES * index
+        self.block_digests[at : at + BLOCK_DIGEST_BYTES] = digest
+        for read in reads:
+            if read.crc32 is not None:
+                self.read_parts.setdefault(read.chunk, []).append((read.start, read.nbytes, read.crc32))
 
 
 class _Run:
@@ -90,10 +90,13 @@ class _Run:
         staging: Staging | None,
         progress: Progress | None,
         on_damage: OnDamage | None,
+        *,
+        resumable: bool = False,
     ) -> None:
         self.source = source
         self.staging = staging
         self.outcome = Outcome()
+        self._resumable = resumable
         self._progress = progress
         self._on_damage = on_damage
         self._units = self._queue(tasks)
@@ -127,7 +130,7 @@ class _Run:
                 yield task, index
 
     def _work(self) -> None:
-        buffers = _Buffers()
+        buffers = Buffers()
         try:
             while True:
                 with self._lock:
@@ -139,20 +142,26 @@ class _Run:
             with self._lock:
                 self._errors.append(error)
 
-    def _do(self, task: _Task, index: int, buffers: _Buffers) -> None:
+    def _do(self, task: _Task, index: int, buffers: Buffers) -> None:
         nbytes = read = written = 0
         try:
             if index < len(task.blocks):
                 block = task.blocks[index]
                 targets = list(task.targets.overlaps(block))
-                if task.whole or targets:
-                    content, read = self.read_block(task, block, buffers)
+                kept = self._reuse(task, index, block, targets, buffers)
+                if kept is not None:
+                    nbytes = kept
+                elif task.whole or targets:
+                    content, reads, read = read_block(task.entry, task.chunks, task.dtype, block, self.source, buffers)
                     nbytes = len(content)
-                    if task.whole:
-                        digest = digest_block(content)
-                        at = BLOCK_DIGEST_BYTES * index
-                        task.block_digests[at : at + BLOCK_DIGEST_BYTES] = digest
+                    digest = digest_block(content)
+                    task.add(index, digest, reads)
                     written = self._write_block(task, block, targets, content, buffers)
+                    if self.staging is not None and self._resumable and task.whole:
+                        numbered = tuple(
+                            (i, p.start, p.nbytes, p.crc32) for i, p in enumerate(reads) if p.crc32 is not None
+                        )
+                        self.staging.record(task.number, index, BlockRecord(digest.hex(), numbered))
         except CkptError as error:
             self._report(task, error)
         with self._lock:
@@ -172,53 +181,6 @@ class _Run:
             task.damaged = True
             self._on_damage(task.entry, error)
 
-    # Reading
-
-    def read_block(self, task: _Task, block: Box, buffers: _Buffers) -> tuple[memoryview, int]:
-        """Return the block's bytes as they will be written, and how many were read."""
-        source_dtype = task.entry.dtype
-        whole = byte_box(block, source_dtype)
-        content = buffers.get(0, whole.num_elems)
-        read = 0
-        for chunk, part in task.chunks.overlaps(block):
-            if chunk.strides is not None:
-                read += self._read_strided(task.entry, chunk, part, block, content, buffers)
-                continue
-            piece = byte_box(part, source_dtype)
-            start = start_of(piece, byte_box(chunk.box, source_dtype))
-            direct = is_contiguous(piece, whole)
-            if direct:
-                at = start_of(piece, whole)
-                run = content[at : at + piece.num_elems]
-            else:
-                run = buffers.get(1, piece.num_elems)
-            self.source.read_into(chunk.span.file, chunk.span.offset + start, run)
-            if chunk.crc32 is not None:
-                task.read_parts.setdefault(chunk, []).append((start, len(run), isal_zlib.crc32(run)))
-            if not direct:
-                move(piece, run, piece, content, whole)
-            read += len(run)
-        if task.dtype is source_dtype:
-            return content, read
-        target = buffers.get(1, byte_box(block, task.dtype).num_elems)
-        cast(content, source_dtype, target, task.dtype)
-        buffers.get(0, len(target))[:] = target
-        return buffers.get(0, len(target)), read
-
-    def _read_strided(
-        self, entry: TensorEntry, chunk: Chunk, part: Box, block: Box, content: memoryview, buffers: _Buffers
-    ) -> int:
-        strided = StridedPart(part, chunk.box, chunk.strides or (), entry.dtype.num_bytes(1))
-        runs = buffers.get(1, strided.nbytes)
-        position = 0
-        for offset, nbytes in strided.runs():
-            if offset < 0 or offset + nbytes > chunk.span.nbytes:
-                raise UnreadableError("strides lead out of the item", where=escape_name(chunk.span.file))
-            self.source.read_into(chunk.span.file, chunk.span.offset + offset, runs[position : position + nbytes])
-            position += nbytes
-        strided.scatter(runs, content, block)
-        return strided.nbytes
-
     # Writing
 
     def _write_block(
@@ -227,7 +189,7 @@ class _Run:
         block: Box,
         targets: Sequence[tuple[int, Box]],
         content: memoryview,
-        buffers: _Buffers,
+        buffers: Buffers,
     ) -> int:
         written = 0
         whole = byte_box(block, task.dtype)
@@ -260,6 +222,45 @@ class _Run:
         if self.staging is None:
             raise CkptError("a plan with copies needs a place to write to")
         return self.staging
+
+    # Continuing an interrupted run
+
+    def _reuse(
+        self, task: _Task, index: int, block: Box, targets: Sequence[tuple[int, Box]], buffers: Buffers
+    ) -> int | None:
+        """Read back what an interrupted run wrote of a block; None when it must be written (again)."""
+        staging = self.staging
+        if staging is None or not self._resumable or not task.whole:
+            return None
+        record = staging.records.get((task.number, index))
+        if record is None:
+            return None
+        whole = byte_box(block, task.dtype)
+        content = buffers.get(0, whole.num_elems)
+        parts: list[tuple[int, int, int, int]] = []
+        for i, part in targets:
+            file, copy = task.copies[i]
+            piece = byte_box(part, task.dtype)
+            start = start_of(piece, byte_box(copy.box, task.dtype))
+            direct = is_contiguous(piece, whole)
+            at = start_of(piece, whole)
+            run = content[at : at + piece.num_elems] if direct else buffers.get(1, piece.num_elems)
+            if not staging.read_into(file, copy.offset + start, run):
+                return None
+            parts.append((i, start, isal_zlib.crc32(run), len(run)))
+            if not direct:
+                move(piece, run, piece, content, whole)
+        digest = digest_block(content)
+        if digest.hex() != record.digest:
+            return None
+        chunks = [chunk for chunk, _ in task.chunks.overlaps(block)]
+        reads = (Read(chunks[i], start, nbytes, crc) for i, start, nbytes, crc in record.reads if i < len(chunks))
+        task.add(index, digest, reads)
+        for i, start, crc32, nbytes in parts:
+            task.written_parts[i].append((start, nbytes, crc32))
+        with self._lock:
+            self.outcome.bytes_kept += len(content)
+        return len(content)
 
     # Finishing
 
@@ -340,8 +341,12 @@ def execute(
     *,
     num_workers: int,
     progress: Progress | None = None,
+    resumable: bool = False,
 ) -> Outcome:
     """Write `files` into `staging`, durably.
+
+    With `resumable`, blocks that the staging directory's records name are read back and kept when they are right,
+    and blocks that are written are recorded.
 
     Memory: two buffers of one block for every worker (`Plan.peak_bytes`), and the plan itself.
 
@@ -353,7 +358,14 @@ def execute(
         staging.create(file.file, file.nbytes)
         if file.head:
             head_bytes += staging.write(file.file, 0, [file.head])
-    run = _Run([_Task(*task) for task in group_by_tensor(files)], source, staging, progress, None)
+    run = _Run(
+        [_Task(i, *task) for i, task in enumerate(group_by_tensor(files))],
+        source,
+        staging,
+        progress,
+        None,
+        resumable=resumable,
+    )
     run.run(num_workers)
     for file in files:
         if not file.copies:
@@ -372,15 +384,6 @@ def scan(
     on_damage: OnDamage | None = None,
 ) -> Outcome:
     """Read tensors (raw chunks) whole: their digests, and their CRC-32s held against their writer's."""
-    run = _Run([_Task(entry, ()) for entry in entries], source, None, progress, on_damage)
+    run = _Run([_Task(i, entry, ()) for i, entry in enumerate(entries)], source, None, progress, on_damage)
     run.run(num_workers)
     return run.outcome
-
-
-def read_blocks(entry: TensorEntry, source: Source) -> Iterator[tuple[Box, memoryview]]:
-    """Yield (box, row-major bytes) of every block of a tensor (raw chunks); a view is valid until the next."""
-    run = _Run([], source, None, None, None)
-    task = _Task(entry, ())
-    buffers = _Buffers()
-    for block in task.blocks:
-        yield block, run.read_block(task, block, buffers)[0]

@@ -14,7 +14,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.opening import Opened
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
-from ckpt_tools.to_mesh import left_out
+from ckpt_tools.to_mesh import notes_on
 from ckpt_tools.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
 from ckpt_tools.units import parse_size
 
@@ -47,7 +47,7 @@ def gathering_job(
             where=escape_name(destination),
             hint=f"ckpt gather … {escape_name(destination.removesuffix('.safetensors'))}",
         )
-    notes = left_out(opened)
+    notes = notes_on(opened)
     original = opened.origin
     plain = dtype == "keep" and max_shard_size is None and not include and not exclude and strip == "auto"
     if like is not None:

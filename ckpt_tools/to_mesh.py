@@ -145,14 +145,20 @@ def sharding_job(
         origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix),
         mesh=layout.mesh,
         placements=layout.placements,
-        notes=left_out(opened),
+        notes=notes_on(opened),
     )
 
 
-def left_out(opened: Opened) -> list[str]:
-    """Say which files beside the checkpoint are not carried along."""
-    if not opened.left_out:
-        return []
-    shown = ", ".join(escape_name(name) for name in opened.left_out[:4])
-    more = f" and {len(opened.left_out) - 4} more" if len(opened.left_out) > 4 else ""
-    return [f"left out, as weights in another format or of another model: {shown}{more}"]
+def notes_on(opened: Opened) -> list[str]:
+    """Say what a user should know of the source: what is not carried along, and what had to be believed."""
+    notes = []
+    if opened.left_out:
+        shown = ", ".join(escape_name(name) for name in opened.left_out[:4])
+        more = f" and {len(opened.left_out) - 4} more" if len(opened.left_out) > 4 else ""
+        notes.append(f"left out, as weights in another format or of another model: {shown}{more}")
+    if opened.checkpoint.format == "hf-sharded":
+        notes.append(
+            "this format does not record how many ranks saved it: if the files of the last ones are missing, "
+            "tensors are shorter than they were"
+        )
+    return notes

@@ -9,7 +9,7 @@ import typer
 
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import commands
-from ckpt_tools.cli.output import note, print_error
+from ckpt_tools.cli.output import note, print_error, print_notes
 from ckpt_tools.errors import CkptError, UsageError
 
 EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff),
@@ -63,8 +63,9 @@ def run_command(argv: list[str]) -> int:
             note(traceback.format_exc())
         print_error(error, as_json=as_json)
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as error:
         note("interrupted; nothing was published")
+        print_notes(error)
         return 130
     except BrokenPipeError:  # the reader of stdout has gone (`ckpt inspect … | head`)
         sys.stderr.close()

@@ -53,6 +53,13 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
         note(f"   at: {error.where}")
     if error.hint is not None:
         note(f" hint: {error.hint}")
+    print_notes(error)
+
+
+def print_notes(error: BaseException) -> None:
+    """Print what was added to an error on its way up."""
+    for text in getattr(error, "__notes__", ()):
+        note(f" note: {text}")
 
 
 def use_colour() -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError
 from ckpt_tools.text import escape_name
 
 MAX_OPEN_FILES = 256
@@ -202,9 +202,9 @@ class Source:
                 remaining = remaining[count:]
 
     def identities(self) -> dict[str, dict[str, int]]:
-        """Return size and modification time of every file that was opened."""
+        """Return size, modification time and inode of every file that was opened."""
         return {
-            file: {"nbytes": identity[0], "mtime_ns": identity[1]}
+            file: {"nbytes": identity[0], "mtime_ns": identity[1], "inode": identity[2]}
             for file, identity in sorted(self._identities.items())
         }
 
@@ -256,9 +256,9 @@ def _identity(status: os.stat_result) -> _Identity:
     return (status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
-def _failed(verb: str, label: str, error: OSError) -> CkptError:
+def _failed(verb: str, label: str, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
     hint = None
     if error.errno in (errno.EMFILE, errno.ENFILE):
         hint = "raise the limit of open files: ulimit -n 4096"
-    return CkptError(f"cannot {verb}: {reason}", where=escape_name(label), hint=hint)
+    return StorageError(f"cannot {verb}: {reason}", where=escape_name(label), hint=hint)

@@ -1,8 +1,9 @@
 """Write a directory so that it appears whole or not at all.
 
-The protocol: a staging directory beside the destination, every file created exclusively, filled and fsynced,
-then the directory fsynced, then one rename that cannot replace anything (or that exchanges, for overwrite),
-then the parent fsynced.
+The protocol: a staging directory beside the destination, claimed by one run at a time, every file created
+exclusively, filled and fsynced, then the directory fsynced, then one rename that cannot replace anything (or that
+exchanges, for overwrite), then the parent fsynced. What an interrupted run leaves in the staging directory is
+continued by the same command, and removed by any other.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ import ctypes
 import errno
 import os
 import shutil
-import uuid
+import stat
 
-from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError, UsageError
+from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
+from ckpt_tools.storage.claim import claim_directory, empty_directory
+from ckpt_tools.storage.journal import BlockRecord, JournalWriter, Records, read_journal
 from ckpt_tools.storage.source import Descriptors, Opener
 from ckpt_tools.text import escape_name
-
-STAGING_PREFIX = ".ckpt-tmp-"
-"""Staging directories begin with this; what a killed run leaves behind can be removed by hand."""
 
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _SYNC_FILE_RANGE_WRITE = 2
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,7 +33,7 @@ class _WriteOpener(Opener):
         self._directory = directory
 
     def __call__(self, file: str) -> int:
-        return os.open(os.path.join(self._directory, file), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return os.open(os.path.join(self._directory, file), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 class Staging:
@@ -50,18 +51,48 @@ class Staging:
     def __init__(self, destination: str, *, overwrite: bool) -> None:
         self.destination = os.path.abspath(destination)
         self._overwrite = overwrite
-        parent = os.path.dirname(self.destination)
         check_destination(destination, overwrite=overwrite)
-        self.directory = os.path.join(parent, STAGING_PREFIX + uuid.uuid4().hex)
-        try:
-            os.mkdir(self.directory)
-        except OSError as error:
-            raise self._failed("create a directory in", parent, error) from error
+        self.directory, self._claim = claim_directory(self.destination)
         self._files: list[str] = []
         self._descriptors = Descriptors(_WriteOpener(self.directory))
+        self._journal: JournalWriter | None = None
+        self.records: Records = {}
+        self.found_other = False
+
+    def begin(self, fingerprint: str | None = None) -> None:
+        """Look at what is there: continue it when it is of this `fingerprint`, else remove it.
+
+        Afterwards `records` holds what an interrupted run of this fingerprint had written, and `found_other`
+        says whether the work of another one was removed. Without a fingerprint nothing is kept or recorded.
+        """
+        try:
+            # Somebody may have published between the caller's first look and our claim.
+            check_destination(self.destination, overwrite=self._overwrite)
+            found = None if fingerprint is None else read_journal(self.directory, fingerprint)
+            if found is None:
+                self.found_other = bool(os.listdir(self.directory))
+                empty_directory(self.directory)
+            if fingerprint is not None:
+                self.records = found or {}
+                self._journal = JournalWriter(self.directory, fingerprint, continues=found is not None)
+        except OSError as error:
+            raise self._failed("prepare", self.directory, error) from error
+
+    def record(self, tensor: int, block: int, record: BlockRecord) -> None:
+        """Remember that a block is written."""
+        if self._journal is not None:
+            try:
+                self._journal.append(tensor, block, record)
+            except OSError as error:
+                raise self._failed("write", self.directory, error) from error
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that the next run of the same command could continue from."""
+        return len(self.records) + (self._journal.num_records if self._journal is not None else 0)
 
     def create(self, file: str, nbytes: int) -> None:
-        """Create `file` with `nbytes` of allocated space.
+        """Create `file` with `nbytes` of allocated space; one that is continued is kept when it has that size.
 
         Raises:
             UnreadableError: Its name, which comes from the source, leads out of the directory.
@@ -71,9 +102,13 @@ class Staging:
         path = os.path.join(self.directory, file)
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._files.append(file)
+            if os.path.lexists(path):
+                if self._can_continue(path, nbytes):
+                    return
+                os.remove(path)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(path, flags, 0o666)
-            self._files.append(file)
             try:
                 if nbytes:
                     _allocate(descriptor, nbytes)
@@ -81,6 +116,32 @@ class Staging:
                 os.close(descriptor)
         except OSError as error:
             raise self._failed("create", file, error) from error
+
+    def _can_continue(self, path: str, nbytes: int) -> bool:
+        status = os.stat(path, follow_symlinks=False)
+        return bool(self.records) and stat.S_ISREG(status.st_mode) and (status.st_nlink, status.st_size) == (1, nbytes)
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> bool:
+        """Fill `buffer` with what is staged of `file`; False when it ends before or cannot be read."""
+        with self._descriptors.use(file) as descriptor:
+            while buffer:
+                try:
+                    count = os.preadv(descriptor, [buffer], offset)
+                except OSError:
+                    return False
+                if count == 0:
+                    return False
+                offset += count
+                buffer = buffer[count:]
+        return True
+
+    def allocated_bytes(self) -> int:
+        """Return the disk space that staged files already have."""
+        total = 0
+        for directory, _, names in os.walk(self.directory):
+            for name in names:
+                total += os.stat(os.path.join(directory, name), follow_symlinks=False).st_blocks * 512
+        return total
 
     def write(self, file: str, offset: int, buffers: list[memoryview | bytes]) -> int:
         """Write `buffers`, one after the other, from `offset` on; return the number of bytes."""
@@ -149,8 +210,10 @@ class Staging:
         """
         self._descriptors.close()
         try:
-            for directory in {os.path.dirname(os.path.join(self.directory, file)) for file in self._files}:
-                sync_directory(directory)
+            if self._journal is not None:
+                self._journal.remove()
+            for directory in sorted({part for file in self._files for part in _parents(file)}):
+                sync_directory(os.path.join(self.directory, directory))
             sync_directory(self.directory)
             exists = os.path.lexists(self.destination)
             if exists and not self._overwrite:
@@ -158,18 +221,51 @@ class Staging:
             if not exists:
                 self._move_into_place()
             else:
-                _rename(self.directory, self.destination, _RENAME_EXCHANGE)
-                sync_directory(os.path.dirname(self.destination))
-                shutil.rmtree(self.directory)  # by now the old checkpoint
+                self._exchange()
             sync_directory(os.path.dirname(self.destination))
         except OSError as error:
             raise self._failed("publish", self.destination, error) from error
+        self._release()
+
+    def keep(self) -> None:
+        """Leave what is staged for the next run of the same command."""
+        self._descriptors.close()
+        if self._journal is not None:
+            self._journal.close()
+        self._release()
 
     def discard(self) -> None:
-        """Remove what was staged. Safe after `publish`, when there is nothing left."""
+        """Remove what was staged. Does nothing after `publish` or `keep`."""
+        if self._claim < 0:
+            return
         self._descriptors.close()
-        if os.path.lexists(self.directory):
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if self._journal is not None:
+            self._journal.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._claim >= 0:
+            os.close(self._claim)
+            self._claim = -1
+
+    def _exchange(self) -> None:
+        try:
+            _rename(self.directory, self.destination, _RENAME_EXCHANGE)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            # Two renames: for a moment there is no destination, but never half of one.
+            old = self.directory + ".old"
+            os.rename(self.destination, old)
+            try:
+                os.rename(self.directory, self.destination)
+            except OSError:
+                os.rename(old, self.destination)
+                raise
+            os.rename(old, self.directory)
+        sync_directory(os.path.dirname(self.destination))
+        shutil.rmtree(self.directory)  # by now the old checkpoint
 
     def _move_into_place(self) -> None:
         try:
@@ -177,7 +273,7 @@ class Staging:
         except FileExistsError as error:
             raise DestinationExistsError("the destination appeared meanwhile", where=self._label()) from error
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            if error.errno not in _NOT_SUPPORTED:
                 raise
             # No RENAME_NOREPLACE here (some network file systems): mkdir is exclusive everywhere, and the
             # last file in, the commit marker, is the last one written.
@@ -185,21 +281,25 @@ class Staging:
                 os.mkdir(self.destination)
             except FileExistsError as exists:
                 raise DestinationExistsError("the destination appeared meanwhile", where=self._label()) from exists
-            for file in self._files:
-                target = os.path.join(self.destination, file)
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                os.rename(os.path.join(self.directory, file), target)
-            sync_directory(self.destination)
+            try:
+                for file in self._files:
+                    target = os.path.join(self.destination, file)
+                    os.makedirs(os.path.dirname(target), exist_ok=True)
+                    os.rename(os.path.join(self.directory, file), target)
+                sync_directory(self.destination)
+            except BaseException:
+                shutil.rmtree(self.destination, ignore_errors=True)
+                raise
             shutil.rmtree(self.directory)
 
     def _label(self) -> str:
         return escape_name(self.destination)
 
-    def _failed(self, verb: str, file: str, error: OSError) -> CkptError:
+    def _failed(self, verb: str, file: str, error: OSError) -> StorageError:
         hint = None
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space there, or choose another destination; --dry-run says how much is needed"
-        return CkptError(
+        return StorageError(
             f"cannot {verb}: {error.strerror or error}",
             where=escape_name(os.path.join(self.destination, file)),
             hint=hint,
@@ -239,6 +339,12 @@ def sync_directory(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _parents(file: str) -> list[str]:
+    """Return the directories that lead to `file`, relative to the root."""
+    parts = file.split("/")[:-1]
+    return ["/".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:

@@ -1,0 +1,112 @@
+"""Read one block of a tensor out of whatever chunks hold it, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from isal import isal_zlib
+
+from ckpt_tools.casting import cast
+from ckpt_tools.checkpoint import Chunk, TensorEntry
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.layout import Box, BoxIndex
+from ckpt_tools.plan import blocks_of, chunk_index
+from ckpt_tools.storage.source import Source
+from ckpt_tools.strides import StridedPart, byte_box, is_contiguous, move, start_of
+from ckpt_tools.text import escape_name
+
+
+class Buffers:
+    """One worker's memory: two buffers, grown to what its blocks need."""
+
+    def __init__(self) -> None:
+        self._memory: list[bytearray] = [bytearray(), bytearray()]
+
+    def get(self, which: int, nbytes: int) -> memoryview:
+        """Return the first `nbytes` of buffer 0 (the block) or 1 (scratch)."""
+        if len(self._memory[which]) < nbytes:
+            self._memory[which] = bytearray(nbytes)
+        return memoryview(self._memory[which])[:nbytes]
+
+
+class Read(NamedTuple):
+    """A run that was read of a chunk."""
+
+    chunk: Chunk
+    start: int
+    """First byte in the chunk's payload."""
+    nbytes: int
+    crc32: int | None
+    """CRC-32 of the run, when the chunk's writer recorded one."""
+
+
+def read_block(
+    entry: TensorEntry, chunks: BoxIndex[Chunk], dtype: DType, block: Box, source: Source, buffers: Buffers
+) -> tuple[memoryview, list[Read], int]:
+    """Read `block` of `entry` as `dtype`.
+
+    Args:
+        entry: The tensor; its chunks are raw.
+        chunks: Index of its chunks.
+        dtype: What the result is cast to, when it is not the tensor's.
+        block: A canonical block.
+        source: Where the bytes are.
+        buffers: Memory for the result, which is valid until their next use.
+
+    Returns:
+        The row-major bytes, the runs that were read in the order of the chunks, and the bytes read.
+
+    Raises:
+        CkptError: The source cannot be read.
+    """
+    whole = byte_box(block, entry.dtype)
+    content = buffers.get(0, whole.num_elems)
+    reads: list[Read] = []
+    total = 0
+    for chunk, part in chunks.overlaps(block):
+        if chunk.strides is not None:
+            total += _read_strided(chunk, part, block, entry.dtype.num_bytes(1), source, content, buffers)
+            reads.append(Read(chunk, 0, 0, None))
+            continue
+        piece = byte_box(part, entry.dtype)
+        start = start_of(piece, byte_box(chunk.box, entry.dtype))
+        direct = is_contiguous(piece, whole)
+        at = start_of(piece, whole)
+        run = content[at : at + piece.num_elems] if direct else buffers.get(1, piece.num_elems)
+        source.read_into(chunk.span.file, chunk.span.offset + start, run)
+        crc32 = None if chunk.crc32 is None else isal_zlib.crc32(run)
+        reads.append(Read(chunk, start, len(run), crc32))
+        if not direct:
+            move(piece, run, piece, content, whole)
+        total += len(run)
+    if dtype is entry.dtype:
+        return content, reads, total
+    target = buffers.get(1, byte_box(block, dtype).num_elems)
+    cast(content, entry.dtype, target, dtype)
+    result = buffers.get(0, len(target))
+    result[:] = target
+    return result, reads, total
+
+
+def _read_strided(
+    chunk: Chunk, part: Box, block: Box, itemsize: int, source: Source, content: memoryview, buffers: Buffers
+) -> int:
+    strided = StridedPart(part, chunk.box, chunk.strides or (), itemsize)
+    runs = buffers.get(1, strided.nbytes)
+    position = 0
+    for offset, nbytes in strided.runs():
+        if offset < 0 or offset + nbytes > chunk.span.nbytes:
+            raise UnreadableError("strides lead out of the item", where=escape_name(chunk.span.file))
+        source.read_into(chunk.span.file, chunk.span.offset + offset, runs[position : position + nbytes])
+        position += nbytes
+    strided.scatter(runs, content, block)
+    return strided.nbytes
+
+
+def read_blocks(entry: TensorEntry, source: Source) -> Iterator[tuple[Box, memoryview]]:
+    """Yield (box, row-major bytes) of every block of a tensor (raw chunks); a view is valid until the next."""
+    chunks, buffers = chunk_index(entry), Buffers()
+    for block in blocks_of(entry, entry.dtype):
+        yield block, read_block(entry, chunks, entry.dtype, block, source, buffers)[0]

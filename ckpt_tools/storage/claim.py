@@ -1,0 +1,110 @@
+"""Claim the one staging directory of a destination, so that one run at a time works in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import uuid
+
+from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
+from ckpt_tools.text import escape_name
+
+STAGING_PREFIX = ".ckpt-tmp-"
+"""Staging directories begin with this."""
+
+
+def staging_path(destination: str) -> str:
+    """Return the staging directory of `destination`: beside it, and the same for every run."""
+    parent, name = os.path.split(os.path.abspath(destination))
+    return os.path.join(parent, STAGING_PREFIX + hashlib.sha256(os.fsencode(name)).hexdigest()[:16])
+
+
+def claim_directory(destination: str) -> tuple[str, int]:
+    """Make or take over the staging directory of `destination`, and lock it.
+
+    Returns:
+        Its path, and the descriptor that holds the lock until it is closed. On file systems without locks the
+        path is of this run alone.
+
+    Raises:
+        DestinationExistsError: Another run is working in it.
+        CkptError: Something else has its name, or it cannot be made.
+    """
+    path = staging_path(destination)
+    while True:
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise StorageError(
+                f"cannot create a directory beside the destination: {error.strerror}",
+                where=escape_name(os.path.dirname(path)),
+            ) from error
+        descriptor = _open(path)
+        if descriptor is None:
+            continue  # published or removed since
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise DestinationExistsError(
+                "another ckpt is writing to this destination",
+                where=escape_name(destination),
+                hint="wait for it, or choose another destination",
+            ) from error
+        except OSError:  # no locks here (some network file systems)
+            os.close(descriptor)
+            path = f"{staging_path(destination)}-{uuid.uuid4().hex[:8]}"
+            os.mkdir(path)
+            return path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if _is_same(path, descriptor):
+            return path, descriptor
+        os.close(descriptor)
+
+
+def _open(path: str) -> int | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise CkptError(
+                "the name of the staging directory is taken by something else",
+                where=escape_name(path),
+                hint="remove it if you know what it is",
+            ) from error
+        raise StorageError(f"cannot open: {error.strerror}", where=escape_name(path)) from error
+    owner = os.fstat(descriptor).st_uid
+    if owner != os.geteuid():
+        os.close(descriptor)
+        raise CkptError(
+            f"the staging directory belongs to another user ({owner})",
+            where=escape_name(path),
+            hint="choose another destination, or let its owner remove it",
+        )
+    return descriptor
+
+
+def _is_same(path: str, descriptor: int) -> bool:
+    try:
+        now = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    held = os.fstat(descriptor)
+    return stat.S_ISDIR(now.st_mode) and (now.st_ino, now.st_dev) == (held.st_ino, held.st_dev)
+
+
+def empty_directory(path: str) -> None:
+    """Remove everything inside a directory; links are removed, never followed."""
+    with os.scandir(path) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.remove(entry.path)
