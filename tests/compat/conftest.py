@@ -45,6 +45,7 @@ def read_dcp():
         state = {}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
             _load_state_dict(
                 state,
                 storage_reader=FileSystemReader(directory),
