@@ -1,0 +1,104 @@
+"""Torch is a guest: what does not need it does not import it, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpt_tools import api
+
+HEAVY = ("torch", "transformers", "accelerate", "safetensors.torch", "pandas", "scipy")
+PROBE = """
+import json, sys
+from ckpt_tools.cli import main
+code = main(sys.argv[1:])
+print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)
+"""
+
+
+def modules_after(*argv, code=0):
+    """Names of everything that is imported once a command has run."""
+    command = [sys.executable, "-c", PROBE, *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found, modules = json.loads(done.stderr.splitlines()[-1])
+    assert found == code, done.stderr[:2000]
+    return set(modules)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model, and its checkpoints for eight ranks and for FSDP×TP."""
+    directory = tmp_path_factory.mktemp("made")
+    (directory / "hf").mkdir()
+    state = {"a.weight": torch.randn(16, 8), "b.weight": torch.randn(8, 16).bfloat16(), "c": torch.tensor(1.0)}
+    save_file(state, directory / "hf" / "model.safetensors", metadata={"format": "pt"})
+    (directory / "hf" / "config.json").write_text("{}")
+    api.shard(directory / "hf", directory / "dp", mesh="dp_shard=8")
+    api.shard(directory / "hf", directory / "tp", mesh="dp_shard=2,tp=2", set=["*.weight=tp:S(1)"])
+    return directory
+
+
+COMMANDS = {
+    "help": ["--help"],
+    "version": ["--version"],
+    "shard-help": ["shard", "--help"],
+    "inspect-file": ["inspect", "{made}/hf/model.safetensors"],
+    "inspect-hf": ["inspect", "{made}/hf", "--json"],
+    "inspect-dcp": ["inspect", "{made}/dp", "--tensors"],
+    "inspect-tensor": ["inspect", "{made}/tp", "--tensor", "a.weight"],
+    "inspect-overlay": ["inspect", "{made}/hf", "--mesh", "dp_shard=64"],
+    "verify-hf": ["verify", "{made}/hf"],
+    "verify-dcp": ["verify", "{made}/tp", "--level", "data"],
+    "verify-against": ["verify", "{made}/tp", "--against", "{made}/hf"],
+    "diff": ["diff", "{made}/hf", "{made}/tp"],
+    "shard": ["shard", "{made}/hf", "{out}/out", "--mesh", "dp_shard=4"],
+    "shard-bar": ["shard", "{made}/hf", "{out}/out", "--mesh", "dp_shard=4", "--progress", "bar"],
+    "shard-dry": ["shard", "{made}/hf", "{out}/out", "--mesh", "dp_shard=4", "--dry-run"],
+    "shard-rules": ["shard", "{made}/hf", "{out}/out", "--mesh", "dp_shard=2,tp=2", "--set", "a.*=tp:S(0)"],
+    "gather": ["gather", "{made}/dp", "{out}/out"],
+    "gather-split": ["gather", "{made}/dp", "{out}/out", "--max-shard-size", "1KB"],
+    "gather-like": ["gather", "{made}/dp", "{out}/out", "--like", "{made}/hf"],
+    "reshard": ["reshard", "{made}/dp", "{out}/out", "--mesh", "dp_shard=3"],
+    "reshard-columns": ["reshard", "{made}/tp", "{out}/out", "--mesh", "dp_shard=2", "--set", "a.*=dp_shard:S(1)"],
+}
+# What cuts along dim 0 alone moves whole rows: no array library is needed.
+NUMPY_FREE = [name for name in COMMANDS if name not in ("verify-dcp", "verify-against", "diff", "reshard-columns")]
+
+
+def fill(command, made, tmp_path):
+    return [part.format(made=made, out=tmp_path) for part in command]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_imports_no_torch(made, tmp_path, name):
+    modules = modules_after(*fill(COMMANDS[name], made, tmp_path))
+    assert "ckpt_tools.api" in modules
+    assert modules.isdisjoint(HEAVY)
+    if name in NUMPY_FREE:
+        assert "numpy" not in modules
+
+
+def test_command_that_casts_imports_torch(made, tmp_path):
+    # The control: the probe sees what it looks for.
+    modules = modules_after("shard", made / "hf", tmp_path / "out", "--mesh", "dp_shard=2", "--dtype", "f16")
+    assert "torch" in modules
+    assert "transformers" not in modules
+
+
+def test_refusal_imports_no_torch(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    modules = modules_after("inspect", tmp_path, code=4)
+    assert modules.isdisjoint(HEAVY)
+
+
+def test_import_of_the_package_is_light():
+    script = "import sys, ckpt_tools; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    modules = set(done.stdout.split())
+    assert "ckpt_tools" in modules
+    assert modules.isdisjoint((*HEAVY, "numpy", "typer", "click", "rich", "huggingface_hub"))
