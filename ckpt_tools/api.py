@@ -352,7 +352,11 @@ def diff(
     """
     with open_path(os.fspath(a)) as one, open_path(os.fspath(b)) as other:
         left, right = (
-            replace(side, checkpoint=select(side.checkpoint, include=include, exclude=exclude)) for side in (one, other)
+            replace(
+                side,
+                checkpoint=select(side.checkpoint, include=include, exclude=exclude, beside=beside.checkpoint),
+            )
+            for side, beside in ((one, other), (other, one))
         )
         total = left.checkpoint.total_bytes + right.checkpoint.total_bytes
         return diffing.diff(

@@ -21,15 +21,29 @@ _TRAINER_ROOTS = ("train_state", "trainer", "trainer_state", "dataloader", "lr_s
 """Keys of state that trainers keep beside a model whose own keys lie at the root."""
 
 
-def select(checkpoint: Checkpoint, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Checkpoint:
+def select(
+    checkpoint: Checkpoint,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    beside: Checkpoint | None = None,
+) -> Checkpoint:
     """Keep the tensors and blobs whose FQN matches some `include` glob (or any, without) and no `exclude`.
+
+    Args:
+        checkpoint: What to choose from.
+        include: Globs of what to keep.
+        exclude: Globs of what to leave out.
+        beside: A checkpoint that the same globs are used on: it is enough if they leave something of one of the two.
 
     Raises:
         UsageError: An `include` glob matches nothing, or nothing is left.
     """
     if not include and not exclude:
         return checkpoint
-    fqns = [entry.fqn for entry in checkpoint.tensors] + [blob.fqn for blob in checkpoint.blobs]
+    sides = (checkpoint,) if beside is None else (checkpoint, beside)
+    fqns = [entry.fqn for side in sides for entry in side.tensors]
+    fqns += [blob.fqn for side in sides for blob in side.blobs]
     for pattern in include:
         if not any(map(compile_glob(pattern).fullmatch, fqns)):
             raise UsageError(
@@ -42,6 +56,10 @@ def select(checkpoint: Checkpoint, *, include: Sequence[str] = (), exclude: Sequ
     def keep(fqn: str) -> bool:
         return (not includes or any(p.fullmatch(fqn) for p in includes)) and not any(p.fullmatch(fqn) for p in excludes)
 
+    if not any(map(keep, fqns)):
+        raise UsageError(
+            "--include and --exclude leave nothing", hint="* stays inside one dotted component, ** crosses"
+        )
     return replace(
         checkpoint,
         tensors=tuple(entry for entry in checkpoint.tensors if keep(entry.fqn)),

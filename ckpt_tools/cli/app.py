@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 
@@ -14,6 +15,9 @@ from ckpt_tools.errors import CkptError, UsageError
 
 EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff),
 4 not a complete, readable checkpoint, 5 destination exists, 130 interrupted."""
+
+_TRUE = ("1", "true", "t", "yes", "y", "on")
+"""Values of an environment variable that set a flag, as in click."""
 
 app = typer.Typer(
     name="ckpt",
@@ -43,10 +47,15 @@ for _name, _command in commands.COMMANDS.items():
     app.command(_name, epilog=EXIT_CODES)(_command)
 
 
+def _is_set(argv: list[str], *names: str, variable: str) -> bool:
+    """Is a flag given, or set in the environment? For errors that come before or without a command's own parsing."""
+    return any(name in argv for name in names) or os.environ.get(variable, "").strip().lower() in _TRUE
+
+
 def run_command(argv: list[str]) -> int:
     """Run one command; every error becomes an exit code here."""
-    as_json = "--json" in argv
-    verbose = "-v" in argv or "--verbose" in argv
+    as_json = _is_set(argv, "--json", variable="CKPT_JSON")
+    verbose = _is_set(argv, "-v", "--verbose", variable="CKPT_VERBOSE")
     try:
         result = app(args=argv, prog_name="ckpt", standalone_mode=False)
     except typer.TyperException as error:
