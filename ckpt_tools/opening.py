@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from ckpt_tools.checkpoint import Asset, Checkpoint, Format, TensorEntry
+from ckpt_tools.digest import digest_bytes
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.formats import dcp, hf, safetensors
 from ckpt_tools.formats.dcp_metadata import parse_metadata
@@ -127,21 +128,29 @@ def read_document(source: Source, name: str, limit: int) -> bytes:
 
 
 def _open_dcp(source: Source, files: Mapping[str, int], manifest: Manifest | None) -> Opened:
-    parsed = parse_metadata(read_document(source, dcp.METADATA_NAME, MAX_METADATA_BYTES))
+    content = read_document(source, dcp.METADATA_NAME, MAX_METADATA_BYTES)
+    try:
+        parsed = parse_metadata(content)
+    except UnreadableError as error:
+        if error.where is None:
+            error.where = escape_name(os.path.join(source.root, dcp.METADATA_NAME))
+        raise
     used = {chunk.span.file for entry in parsed.tensors for chunk in entry.chunks}
     used |= {blob.span.file for blob in parsed.blobs}
     if manifest is not None:
         assets = tuple(Asset(file=name, nbytes=record.nbytes) for name, record in manifest.assets.items())
     else:
         assets = tuple(Asset(file=name, nbytes=size) for name, size in files.items() if is_hf_asset(name))
+    # A trainer that saved over the directory has left our manifest behind; its mesh is not this one's.
+    is_current = manifest is not None and _is_recorded(manifest, content)
     checkpoint = Checkpoint(
         root=source.root,
         format="dcp",
         tensors=parsed.tensors,
         blobs=parsed.blobs,
         assets=assets,
-        mesh=None if manifest is None else manifest.mesh,
-        placements=None if manifest is None or manifest.mesh is None else manifest.placements,
+        mesh=manifest.mesh if manifest is not None and is_current else None,
+        placements=manifest.placements if manifest is not None and is_current and manifest.mesh is not None else None,
         files={name: files[name] for name in sorted(used) if name in files},
     )
     return Opened(
@@ -150,6 +159,11 @@ def _open_dcp(source: Source, files: Mapping[str, int], manifest: Manifest | Non
         manifest=manifest,
         origin=None if manifest is None else manifest.origin,
     )
+
+
+def _is_recorded(manifest: Manifest, metadata: bytes) -> bool:
+    record = manifest.documents.get(dcp.METADATA_NAME)
+    return record is not None and record.nbytes == len(metadata) and record.digest == digest_bytes(metadata)
 
 
 def _open_sharded(source: Source, files: Mapping[str, int]) -> Opened:
