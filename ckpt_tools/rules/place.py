@@ -158,5 +158,11 @@ def _nearest(pattern: str, fqns: Sequence[str]) -> str:
         return "the checkpoint has no tensors"
     # Layers look alike: compare with one of each kind.
     kinds = {re.sub(r"\d+", "*", fqn): fqn for fqn in reversed(fqns)}
-    near = difflib.get_close_matches(pattern, kinds, n=3, cutoff=0.0)
-    return f"the nearest names are {', '.join(escape_name(kinds[kind]) for kind in near)}"
+    # What `**` stands for says nothing: compare what the pattern spells out with as many components of the names.
+    spelled = pattern.rpartition("**")[2].lstrip(".")
+    count = len(spelled.split("."))
+    tails: dict[str, str] = {}
+    for kind, fqn in kinds.items():
+        tails.setdefault(".".join(kind.split(".")[-count:]) if "**" in pattern else kind, fqn)
+    near = difflib.get_close_matches(spelled if "**" in pattern else pattern, tails, n=3, cutoff=0.0)
+    return f"the nearest names are {', '.join(escape_name(tails[tail]) for tail in near)}"
