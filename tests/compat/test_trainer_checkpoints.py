@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ckpt_tools import api
@@ -34,7 +35,7 @@ MODELS = {
     "app": "hsdp",  # {"app": Stateful}
     "fsdp-tp": "fsdp-tp",
 }
-OTHERS = ("odd", "accelerate/optimizer_0")
+OTHERS = ("odd", "async", "accelerate/optimizer_0")
 LEFT_OUT = {
     "nested": ["63 tensors of optimizer state", "non-tensor items"],
     "titan": ["63 tensors of optimizer state", "2 tensors that are not the model's: train_state", "non-tensor items"],
@@ -212,6 +213,38 @@ def test_hf_sharded_without_its_second_file_is_incomplete(saved, tmp_path):
     assert not api.verify(tmp_path / "copy").ok
     with pytest.raises(UnreadableError, match="incomplete"):
         api.gather(tmp_path / "copy", tmp_path / "out")
+
+
+def test_hf_sharded_with_a_file_mapping_and_odd_tensors_is_gathered(saved, tmp_path, assert_same):
+    assert len(list((saved / "hf-mapped").glob("shard-00002-model-0000[12]-of-00002.safetensors"))) == 2
+    api.gather(saved / "hf-mapped", tmp_path / "out")
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), load_file(saved / "hf-mapped.safetensors"))
+
+
+def test_no_collectives_directory_is_recognised(saved, capsys):
+    assert main(["verify", str(saved / "no-collectives")]) == 4
+    assert "use_collectives=False" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [5, 13, 18])
+def test_uneven_fsdp_on_tp_that_torch_can_load_is_exact(saved, tmp_path, read_dcp, assert_same, length):
+    expected = {"w": torch.arange(length * 3.0).reshape(length, 3)}
+    assert_same(read_dcp(saved / f"uneven-{length}"), expected)
+    assert api.verify(saved / f"uneven-{length}").findings == ()
+    api.gather(saved / f"uneven-{length}", tmp_path / "out")
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), expected)
+
+
+@pytest.mark.parametrize("length", [9, 17])
+def test_uneven_fsdp_on_tp_that_torch_cannot_load_is_refused(saved, tmp_path, read_dcp, length):
+    # What PyTorch saved contradicts its own chunk table.
+    with pytest.raises(CheckpointException, match="mismatch"):
+        read_dcp(saved / f"uneven-{length}")
+    result = api.verify(saved / f"uneven-{length}")
+    assert {finding.code for finding in result.findings} == {"item-mismatch"}
+    with pytest.raises(UnreadableError, match="metadata says sizes"):
+        api.gather(saved / f"uneven-{length}", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tied_tensors_that_share_one_item_are_read_and_written_twice(saved, tmp_path, read_dcp, assert_same):

@@ -19,6 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+UNEVEN = (5, 9, 13, 17, 18)
 
 
 @dataclass
@@ -134,6 +137,30 @@ def save_odd(rank, out):
         "plain": {"list": [1, 2], "none": None},
     }
     dcp.save(state, checkpoint_id=out / "odd")
+    del state["notes"], state["plain"]
+    dcp.async_save(state, checkpoint_id=out / "async").result()
+    dcp.save(state, checkpoint_id=out / "no-collectives", use_collectives=False)
+    del state["wide"]  # safetensors' writer makes no file of complex numbers
+    plain = {fqn: tensor for fqn, tensor in state.items() if not fqn.startswith(("strided", "expanded", "stepped"))}
+    mapping = {fqn: 1 + i % 2 for i, fqn in enumerate(plain)}
+    writer = HuggingFaceStorageWriter(str(out / "hf-mapped"), fqn_to_index_mapping=mapping, save_distributed=True)
+    dcp.save(plain, storage_writer=writer)
+    if rank == 0:
+        full = {**plain, "half": numbers.to(torch.float16), "narrow.sharded": torch.arange(2.0)}
+        full["empty.sharded"] = torch.zeros(4, 0)
+        save_file({fqn: tensor.clone() for fqn, tensor in full.items()}, out / "hf-mapped.safetensors")
+
+
+def save_uneven(rank, out):
+    """FSDP on top of tensor parallelism, on the same dim, with lengths that two ranks cannot share evenly."""
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
+    for length in UNEVEN:
+        full = torch.arange(length * 3.0).reshape(length, 3)
+        tp = distribute_tensor(full, mesh["tp"], [Shard(0)], src_data_rank=None).to_local()
+        local = distribute_tensor(tp.clone(), mesh["dp_shard"], [Shard(0)], src_data_rank=None).to_local()
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        tensor = DTensor.from_local(local, mesh, placements, shape=full.shape, stride=(3, 1), run_check=False)
+        dcp.save({"w": tensor}, checkpoint_id=out / f"uneven-{length}")
 
 
 def save_all(rank, out):
@@ -143,3 +170,4 @@ def save_all(rank, out):
 
 if __name__ == "__main__":
     run_ranks(4, save_all, Path(sys.argv[1]))
+    run_ranks(8, save_uneven, Path(sys.argv[1]))
