@@ -13,9 +13,12 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; those of the process by default.
     """
-    from ckpt_tools.cli.app import run_command
+    try:
+        from ckpt_tools.cli.app import run_command
 
-    return run_command(sys.argv[1:] if argv is None else argv)
+        return run_command(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # while the program was still loading
+        return 130
 
 
 def run() -> None:

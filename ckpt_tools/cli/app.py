@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
+from collections.abc import Callable
 
 import typer
 
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import commands
-from ckpt_tools.cli.output import note, print_error, print_notes
+from ckpt_tools.cli.output import note, print_error
 from ckpt_tools.errors import CkptError, UsageError
 
 EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff),
@@ -43,8 +45,29 @@ def _root(
     """Checkpoints for PyTorch FSDP2: shard, gather, reshard, inspect, verify and diff."""
 
 
+class _InterruptedError(CkptError):
+    """Somebody pressed Ctrl-C."""
+
+    exit_code = 130
+    code = "interrupted"
+
+
+def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
+    """Turn Ctrl-C into an error like any other: typer would swallow it, and what was noted about it."""
+
+    @functools.wraps(command)
+    def run(*args: object, **options: object) -> int:
+        try:
+            return command(*args, **options)
+        except KeyboardInterrupt as error:
+            hint = "; ".join(getattr(error, "__notes__", ())) or None
+            raise _InterruptedError("interrupted; nothing was published", hint=hint) from error
+
+    return run
+
+
 for _name, _command in commands.COMMANDS.items():
-    app.command(_name, epilog=EXIT_CODES)(_command)
+    app.command(_name, epilog=EXIT_CODES)(_interruptible(_command))
 
 
 def _is_set(argv: list[str], *names: str, variable: str) -> bool:
@@ -72,10 +95,13 @@ def run_command(argv: list[str]) -> int:
             note(traceback.format_exc())
         print_error(error, as_json=as_json)
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort) as error:
-        note("interrupted; nothing was published")
-        print_notes(error)
+    except (KeyboardInterrupt, typer.Abort):  # before or after a command
+        note("interrupted")
         return 130
+    except MemoryError as error:  # ulimit -v, a container's bound, or a source that asks for too much
+        print_error(CkptError("not enough memory", hint="see docs/concepts/limits.md"), as_json=as_json)
+        print_notes(error)
+        return CkptError.exit_code
     except BrokenPipeError:  # the reader of stdout has gone (`ckpt inspect … | head`)
         sys.stderr.close()
         return 1
