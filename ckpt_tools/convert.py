@@ -15,8 +15,9 @@ from ckpt_tools.digest import digest_bytes
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.execute import Outcome, Progress, execute, scan
+from ckpt_tools.formats import dcp
 from ckpt_tools.formats.dcp import METADATA_NAME
-from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes
+from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
 from ckpt_tools.formats.detect import detect
 from ckpt_tools.formats.manifest import (
     MANIFEST_NAME,
@@ -26,6 +27,7 @@ from ckpt_tools.formats.manifest import (
     TensorRecord,
     build_manifest,
 )
+from ckpt_tools.frames import digest_frames, planned_payloads
 from ckpt_tools.layout import Mesh, Placement
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.opening import Opened, open_path
@@ -235,7 +237,9 @@ def _finish(
     """Write the documents, the commit marker last; check what was written; publish."""
     num_digests = _check_digests(job, outcome)
     documents = dict(job.documents)
-    documents[MANIFEST_NAME] = build_manifest(_manifest(job, outcome, assets, metadata))
+    documents[MANIFEST_NAME] = build_manifest(
+        _manifest(job, outcome, assets, metadata, _frames(job, staging, metadata))
+    )
     if metadata:
         documents[METADATA_NAME] = metadata
     for name, content in documents.items():
@@ -327,7 +331,21 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
     return count
 
 
-def _manifest(job: Job, outcome: Outcome, assets: Mapping[str, FileRecord], metadata: bytes) -> Manifest:
+def _frames(job: Job, staging: Staging, metadata: bytes) -> dict[str, str]:
+    """Return the digests of what lies around the payloads of the written files; it is little, and is read back."""
+    if job.target.format != "dcp":
+        return {}
+    with Source(staging.directory) as written:
+        payloads = planned_payloads(job.target.tensors)
+        if job.use_dtensor:  # torch's frames are not ours: ask the items
+            tensors = (dcp.resolve(entry, written) for entry in parse_metadata(metadata).tensors)
+            payloads = (chunk.span for entry in tensors for chunk in entry.chunks)
+        return digest_frames(job.target.files, payloads, job.target.blobs, written)
+
+
+def _manifest(
+    job: Job, outcome: Outcome, assets: Mapping[str, FileRecord], metadata: bytes, frames: Mapping[str, str]
+) -> Manifest:
     documents = {name: _record(content) for name, content in (*job.heads.items(), *job.documents.items())}
     if metadata:
         documents[METADATA_NAME] = _record(metadata)
@@ -352,6 +370,7 @@ def _manifest(job: Job, outcome: Outcome, assets: Mapping[str, FileRecord], meta
         assets=assets,
         documents=documents,
         files=job.target.files,
+        frames=frames,
         source={
             "name": os.path.basename(os.path.realpath(checkpoint.root)),
             "format": checkpoint.format,

@@ -13,6 +13,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import Outcome, Progress, scan
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
+from ckpt_tools.frames import digest_frames
 from ckpt_tools.opening import Opened
 from ckpt_tools.plan import asset_name, blob_name, copy_span
 from ckpt_tools.text import escape_name
@@ -111,6 +112,7 @@ def check_structure(opened: Opened, findings: _Findings) -> tuple[Checkpoint, li
     _check_foreign(opened, findings)
     if opened.manifest is not None:
         _check_manifest(opened, opened.manifest, findings)
+        _check_frames(opened, opened.manifest, sound, findings)
     return replace(checkpoint, tensors=tuple(resolved)), sound
 
 
@@ -244,6 +246,26 @@ def _check_manifest(opened: Opened, manifest: Manifest, findings: _Findings) -> 
                 "changed-asset",
                 escape_name(name),
                 f"the manifest says {asset.nbytes} bytes, the file has {found}",
+            )
+
+
+def _check_frames(opened: Opened, manifest: Manifest, sound: Sequence[TensorEntry], findings: _Findings) -> None:
+    """Hold what lies around the payloads against the manifest, in the files of which all items are sound."""
+    known = {entry.fqn for entry in sound}
+    broken = {c.span.file for entry in opened.checkpoint.tensors if entry.fqn not in known for c in entry.chunks}
+    files = {
+        name: size
+        for name, size in manifest.files.items()
+        if name in manifest.frames and name not in broken and opened.checkpoint.files.get(name) == size
+    }
+    payloads = (chunk.span for entry in sound for chunk in entry.chunks)
+    for name, found in digest_frames(files, payloads, opened.checkpoint.blobs, opened.source).items():
+        if found != manifest.frames[name]:
+            findings.error(
+                "changed-frames",
+                escape_name(name),
+                "what lies around the tensors' bytes (item headers, padding) is not what was written",
+                "restore the file, or save the checkpoint again",
             )
 
 

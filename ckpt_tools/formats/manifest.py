@@ -8,14 +8,18 @@ It detects accidents, not attackers: whoever can change the data can change the 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
+from ckpt_tools.checkpoint import MAX_ELEMS, fqn_problem, is_plain_path, is_possible_shape
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.formats._json import parse_json
+from ckpt_tools.formats.hf import INDEX_SUFFIX
 from ckpt_tools.layout import Mesh, Placement, parse_placement
 from ckpt_tools.text import escape_name
 
@@ -23,8 +27,13 @@ MANIFEST_NAME = "ckpt_manifest.json"
 """Its name in the root of a checkpoint."""
 SCHEMA_VERSION = 1
 """Raised when a reader of the old version would misunderstand."""
-MAX_MANIFEST_BYTES = 1 << 30
-"""Refused above this size."""
+MAX_MANIFEST_BYTES = 512 << 20
+"""Refused above this size: 700 bytes for each of as many tensors as one header may have."""
+MAX_MANIFEST_CONTAINERS = 6_000_000
+"""Objects and arrays: every tensor has three here and three in the header that `origin` keeps."""
+MAX_WORLD_SIZE = 1 << 24
+"""Ranks of the mesh that a manifest may record."""
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 BLOCK_BYTES = 4 << 20
 """Upper bound of the blocks that a digest is built from."""
 _CHECKSUM = b',\n"checksum": '
@@ -85,6 +94,8 @@ class Manifest:
     """Small files that the format itself consists of (`.metadata`, an index, headers)."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Name → size of every data file that was written."""
+    frames: Mapping[str, str] = field(default_factory=dict)
+    """Name of a DCP data file → digest of what lies around its payloads and blobs (`frames.digest_frames`)."""
     source: Mapping[str, object] = field(default_factory=dict)
     """Identity of what it was made from: format, files with sizes and modification times."""
     origin: Origin | None = None
@@ -117,6 +128,7 @@ def build_manifest(manifest: Manifest) -> bytes:
         "assets": _records(manifest.assets),
         "documents": _records(manifest.documents),
         "files": dict(manifest.files),
+        "frames": dict(manifest.frames),
         "source": dict(manifest.source),
         "origin": None
         if origin is None
@@ -142,6 +154,7 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
 
     Raises:
         UnreadableError: Damaged, malformed, of a newer schema, or built with another digest.
+        LimitError: More than a manifest may hold.
     """
     body, _, last = text.rpartition(_CHECKSUM)
     if last != f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode():
@@ -150,21 +163,28 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
             where=escape_name(where),
             hint="restore it, or remove it to go on without digests and without the original file names",
         )
+    document: Any = parse_json(
+        text,
+        what="the manifest",
+        where=escape_name(where),
+        max_bytes=MAX_MANIFEST_BYTES,
+        max_containers=MAX_MANIFEST_CONTAINERS,
+    )
     try:
-        document = json.loads(text)
         version = document["schema_version"]
         digest = document["digest"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise _malformed(where, error) from error
     if version != SCHEMA_VERSION or digest != {"algorithm": DIGEST_ALGORITHM, "block_bytes": BLOCK_BYTES}:
+        shown = f" {version}" if type(version) is int and 0 <= version <= MAX_ELEMS else ""
         raise UnreadableError(
-            f"the manifest has schema version {version!r} and digest {digest!r}, unknown to this version",
-            where=where,
+            f"the manifest has a schema version{shown} or a kind of digest that is unknown to this version",
+            where=escape_name(where),
             hint="use a newer ckpt",
         )
     try:
         return _parse(document)
-    except (KeyError, TypeError, ValueError, AttributeError, CkptError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, CkptError) as error:
         raise _malformed(where, error) from error
 
 
@@ -189,32 +209,33 @@ def _parse(document: Any) -> Manifest:  # noqa: ANN401 - JSON, checked field by 
 
     tensors = {}
     for fqn, fields in document["tensors"].items():
-        shape = tuple(fields["shape"])
-        if not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"shape of {fqn!r}")
+        shape = tuple(map(_count, fields["shape"]))
+        if fqn_problem(fqn) is not None or not is_possible_shape(shape):
+            raise ValueError(f"tensor {fqn!r}")
         tensors[fqn] = TensorRecord(
             dtype=BY_NAME[fields["dtype"]],
             shape=shape,
-            digest=_text(fields["digest"]),
+            digest=_digest(fields["digest"]),
             placements=place(fields["placements"]),
         )
     return Manifest(
         writer=_text(document["writer"]),
         format=_text(document["format"]),
-        mesh=None if mesh is None else Mesh(tuple((_text(name), _count(size)) for name, size in mesh)),
+        mesh=None if mesh is None else _mesh(mesh),
         tensors=tensors,
         blobs=_parse_records(document["blobs"], name=_text),
         assets=_parse_records(document["assets"], name=_file_name),
         documents=_parse_records(document["documents"], name=_file_name),
         files={_file_name(name): _count(size) for name, size in document["files"].items()},
+        frames={_file_name(name): _text(digest) for name, digest in document.get("frames", {}).items()},
         source=dict(document["source"]),
         origin=None
         if origin is None
         else Origin(
-            headers={_file_name(name): _text(text) for name, text in origin["headers"].items()},
-            index_name=None if origin["index_name"] is None else _file_name(origin["index_name"]),
-            index_text=None if origin["index_text"] is None else _text(origin["index_text"]),
-            prefix=_text(origin["prefix"]),
+            headers={_file_name(name, ".safetensors"): _utf8(text) for name, text in origin["headers"].items()},
+            index_name=None if origin["index_name"] is None else _file_name(origin["index_name"], INDEX_SUFFIX),
+            index_text=None if origin["index_text"] is None else _utf8(origin["index_text"]),
+            prefix=_utf8(origin["prefix"]),
         ),
     )
 
@@ -223,25 +244,46 @@ def _parse_records(
     table: Mapping[str, Mapping[str, object]], *, name: Callable[[object], str]
 ) -> dict[str, FileRecord]:
     return {
-        name(key): FileRecord(nbytes=_count(fields["nbytes"]), digest=_text(fields["digest"]))
+        name(key): FileRecord(nbytes=_count(fields["nbytes"]), digest=_digest(fields["digest"]))
         for key, fields in table.items()
     }
 
 
+def _mesh(axes: list[list[object]]) -> Mesh:
+    mesh = Mesh(tuple((_text(name), _count(size)) for name, size in axes))
+    if mesh.world_size > MAX_WORLD_SIZE:
+        raise ValueError(f"a mesh of more than {MAX_WORLD_SIZE} ranks")
+    return mesh
+
+
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"expected text, found {value!r}")
+        raise TypeError(f"expected text, found {type(value).__name__}")
     return value
+
+
+def _utf8(value: object) -> str:
+    text = _text(value)
+    text.encode()  # it is written again; a lone surrogate cannot be
+    return text
+
+
+def _digest(value: object) -> str:
+    digest = _text(value)
+    if _DIGEST.fullmatch(digest) is None:
+        raise ValueError("a digest is not 32 hexadecimal digits")
+    return digest
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"expected a count, found {value!r}")
+    if type(value) is not int or not 0 <= value <= MAX_ELEMS:
+        raise TypeError(f"expected a count between 0 and 2^62, found {type(value).__name__}")
     return value
 
 
-def _file_name(value: object) -> str:
+def _file_name(value: object, suffix: str = "") -> str:
+    """Return a name that stays inside of whatever directory it is joined to: `gather` writes such files."""
     name = _text(value)
-    if not name or name.startswith("/") or ".." in name.split("/") or "\0" in name:
+    if not is_plain_path(name) or not name.endswith(suffix):
         raise ValueError(f"file name {name!r}")
     return name
