@@ -20,6 +20,46 @@ Severity = Literal["error", "warning", "info"]
 KeyPath = tuple[str | int, ...]
 """Keys that lead to an entry in a nested state dict; an int is an index into a list."""
 
+MAX_DIMS = 64
+"""Dims of a tensor: PyTorch's own limit."""
+MAX_ELEMS = 1 << 62
+"""Elements of a tensor, or bytes of a span: beyond it the 64-bit arithmetic of other readers overflows."""
+MAX_FQN_CHARS = 4096
+"""Characters of an FQN. Real ones have some hundred; names are split, joined and shown many times."""
+MAX_PATH_CHARS = 4096
+"""Characters of a file name relative to the root: Linux's PATH_MAX."""
+
+
+def is_possible_shape(shape: Sequence[int]) -> bool:
+    """Can a tensor have this shape? An empty one counts by its other dims, whose strides must fit as well."""
+    return len(shape) <= MAX_DIMS and math.prod(length for length in shape if length) <= MAX_ELEMS
+
+
+def is_plain_path(file: str) -> bool:
+    """Is `file` a relative name, with forward slashes, that stays inside whatever root it is joined to?"""
+    if "\0" in file or len(file) > MAX_PATH_CHARS or not _encodes(file, "surrogateescape"):
+        return False
+    return all(part not in ("", ".", "..") for part in file.split("/"))
+
+
+def fqn_problem(fqn: str) -> str | None:
+    """Say why `fqn` cannot name a tensor or blob, or return None."""
+    if len(fqn) > MAX_FQN_CHARS:
+        return f"is a name of {len(fqn)} characters, the limit is {MAX_FQN_CHARS}"
+    if "\0" in fqn:
+        return "has a NUL in its name"
+    if not _encodes(fqn, "strict"):
+        return "has a name that is not Unicode text (a lone surrogate)"
+    return None
+
+
+def _encodes(text: str, errors: str) -> bool:
+    try:
+        text.encode("utf-8", errors)
+    except UnicodeEncodeError:
+        return False
+    return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteSpan:

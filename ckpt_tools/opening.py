@@ -12,14 +12,16 @@ from ckpt_tools.checkpoint import Asset, Checkpoint, Format, TensorEntry
 from ckpt_tools.digest import digest_bytes
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.formats import dcp, hf, safetensors
+from ckpt_tools.formats._json import MAX_JSON_BYTES
 from ckpt_tools.formats.dcp_metadata import parse_metadata
 from ckpt_tools.formats.detect import detect, is_hf_asset, is_weights
+from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Origin, parse_manifest
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
-MAX_METADATA_BYTES = 4 << 30
-"""Largest `.metadata` or index that is read."""
+MAX_METADATA_BYTES = DEFAULT_LIMITS.max_bytes
+"""Largest `.metadata` that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,7 @@ def _open_sharded(source: Source, files: Mapping[str, int]) -> Opened:
 
 def _open_hf(source: Source, files: Mapping[str, int], manifest: Manifest | None, path: str) -> Opened:
     index_name, names = _choose_files(files, path)
-    index_text = b"" if index_name is None else read_document(source, index_name, MAX_METADATA_BYTES)
+    index_text = b"" if index_name is None else read_document(source, index_name, MAX_JSON_BYTES)
     index = None
     if index_name is not None:
         index = hf.parse_index(index_text, where=escape_name(index_name))

@@ -14,19 +14,26 @@ _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
 
+MAX_SHOWN_CHARS = 1024
+"""Characters of a name that are shown; a longer one ends in an ellipsis, so that no message grows with its input."""
+
 
 def escape_name(text: str) -> str:
     r"""Return `text` with everything that does not print as itself shown as \xNN, \uNNNN or \UNNNNNNNN.
 
     Escaped are controls (C0, DEL, C1), line separators, bidirectional and zero-width marks, lone surrogates,
     spaces other than U+0020, and unassigned or private characters. What is printable stays, backslashes too.
+    The result has at most `MAX_SHOWN_CHARS` characters.
 
     Source: Unicode general categories (UAX #44) as `str.isprintable` reads them, plus the default-ignorable
     characters that it counts as printable.
     """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(char if char.isprintable() and not _INVISIBLE.match(char) else _escape(ord(char)) for char in text)
+    start = text[: MAX_SHOWN_CHARS + 1]
+    if not (start.isascii() and start.isprintable()):
+        start = "".join(
+            char if char.isprintable() and not _INVISIBLE.match(char) else _escape(ord(char)) for char in start
+        )
+    return start if len(start) <= MAX_SHOWN_CHARS else start[: MAX_SHOWN_CHARS - 1] + "…"
 
 
 def _escape(code: int) -> str:

@@ -99,9 +99,11 @@ def run_command(argv: list[str]) -> int:
         note("interrupted")
         return 130
     except MemoryError as error:  # ulimit -v, a container's bound, or a source that asks for too much
-        print_error(CkptError("not enough memory", hint="see docs/concepts/limits.md"), as_json=as_json)
-        print_notes(error)
-        return CkptError.exit_code
+        exhausted = CkptError("not enough memory", hint="see docs/concepts/limits.md; -j 1 needs the least")
+        for text in getattr(error, "__notes__", ()):
+            exhausted.add_note(text)
+        print_error(exhausted, as_json=as_json)
+        return exhausted.exit_code
     except BrokenPipeError:  # the reader of stdout has gone (`ckpt inspect … | head`)
         sys.stderr.close()
         return 1

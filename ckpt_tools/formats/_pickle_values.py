@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import pickletools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from ckpt_tools.errors import UnreadableError
 
 PERSISTENT_ID = "persistent id"
 """Name of the `Record` that BINPERSID makes; the blank keeps it apart from every global."""
@@ -54,9 +57,25 @@ class PickleLimits:
     """Length of one string, bytes object or name, in bytes."""
     max_int_bytes: int = 8
     """Width of an integer, in bytes of two's complement."""
+    bytes_per_container: int = 3
+    """Bytes of pickle that there must be for every tuple, list and dict that is not a plain row of values; an empty
+    dict takes one byte in the file and two hundred in memory."""
 
 
 DEFAULT_LIMITS = PickleLimits()
+_OPCODE_NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
+
+
+def describe(value: object) -> str:
+    """Name the type of a value, never its content: that may be long, or hostile to a terminal."""
+    return "a global name" if isinstance(value, GlobalName) else type(value).__name__
+
+
+def refused_opcode(op: int, position: int) -> UnreadableError:
+    """Return the error for an opcode that does something else than describe data."""
+    name = _OPCODE_NAMES.get(op)
+    what = f"pickle opcode {name}" if name else f"byte {op:#04x}, which is no pickle opcode,"
+    return UnreadableError(f"{what} at byte {position} has no place here; it was not executed")
 
 
 @contextmanager

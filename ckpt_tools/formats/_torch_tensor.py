@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ckpt_tools.checkpoint import MAX_DIMS, MAX_ELEMS
 from ckpt_tools.dtypes import BY_TORCH_NAME, BY_TORCH_STORAGE, DType
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
@@ -26,7 +27,6 @@ _ALLOWED_GLOBALS = frozenset(
     }
 )
 _LIMITS = PickleLimits(max_bytes=1 << 16, max_opcodes=1 << 16, max_depth=16, max_string_bytes=1 << 10)
-_MAX_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def _storage(value: object) -> tuple[str, str, int]:
             case ("storage", GlobalName(name=name), str(key), str(), int(num_elems)):
                 if not key.isdecimal():
                     raise UnreadableError("the item's storage has no number for a name")
-                if type(num_elems) is int and 0 <= num_elems <= _MAX_BYTES:
+                if type(num_elems) is int and 0 <= num_elems <= MAX_ELEMS:
                     return name, key, num_elems
     raise UnreadableError("the item's tensor has no storage")
 
@@ -153,8 +153,10 @@ def _check_flags(metadata: object) -> None:
 def _numbers(value: object, what: str) -> tuple[int, ...]:
     if type(value) is Record and value.name == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
-    if type(value) is not tuple or not all(type(n) is int and 0 <= n <= _MAX_BYTES for n in value):
+    if type(value) is not tuple or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in value):
         raise UnreadableError(f"the {what} of the item's tensor is no tuple of numbers between 0 and 2^62")
+    if len(value) > MAX_DIMS:
+        raise UnreadableError(f"the {what} of the item's tensor has {len(value)} dims, PyTorch at most {MAX_DIMS}")
     return value
 
 

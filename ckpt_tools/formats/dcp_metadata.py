@@ -13,7 +13,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Chunk, KeyPath, TensorEntry
+from ckpt_tools.checkpoint import (
+    MAX_DIMS,
+    MAX_ELEMS,
+    BlobEntry,
+    ByteSpan,
+    Chunk,
+    KeyPath,
+    TensorEntry,
+    fqn_problem,
+    is_plain_path,
+    is_possible_shape,
+)
 from ckpt_tools.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._dcp_metadata_writer import build_metadata, estimate_metadata_bytes
@@ -63,8 +74,8 @@ ALLOWED_GLOBALS = frozenset(
 )
 """Every name that a `.metadata` may mention."""
 
-_MAX_INT = 1 << 62
-"""Bound of lengths and offsets, in elements or bytes: beyond it the 64-bit arithmetic of other readers overflows."""
+_MAX_KEYS = DEFAULT_LIMITS.max_depth
+"""Keys of a path in planner_data: a state dict cannot nest deeper than the pickle that would hold it."""
 
 _Dims = tuple[int, ...]
 _Spans = dict[_Dims, ByteSpan]
@@ -107,6 +118,8 @@ def _describe(metadata: object) -> ParsedMetadata:
     for fqn, entry in entries.items():
         if type(fqn) is not str:
             raise UnreadableError(f"a name in the state dict is a {type(fqn).__name__}")
+        if (problem := fqn_problem(fqn)) is not None:
+            raise UnreadableError(f"{_shown(fqn)} {problem}")
         path = paths.get(fqn, ())
         kind = entry.name if type(entry) is Record else type(entry).__name__
         if kind == f"{_DCP}TensorStorageMetadata":
@@ -145,8 +158,10 @@ def _dims(value: object, what: str) -> _Dims:
     if type(value) is Record and value.name == "torch.Size" and value.state is None and len(value.args) == 1:
         dims = value.args[0]
         if type(dims) is tuple:
+            if len(dims) > MAX_DIMS:
+                raise UnreadableError(f"{what} are {len(dims)} numbers; PyTorch has at most {MAX_DIMS} dims")
             for dim in dims:
-                if type(dim) is not int or not 0 <= dim <= _MAX_INT:
+                if type(dim) is not int or not 0 <= dim <= MAX_ELEMS:
                     raise UnreadableError(f"{what} are not numbers between 0 and 2^62")
             return dims
     raise UnreadableError(f"{what} are not a torch.Size")
@@ -191,7 +206,7 @@ def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSp
     nbytes = info.get("length")
     if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
         raise UnreadableError(f"{_shown(fqn)}: its entry in storage_data lacks relative_path, offset or length")
-    if not (0 <= offset <= _MAX_INT and 0 <= nbytes <= _MAX_INT):
+    if not (0 <= offset <= MAX_ELEMS and 0 <= nbytes <= MAX_ELEMS):
         raise UnreadableError(f"{_shown(fqn)}: bytes {offset}+{nbytes} cannot be a part of a file")
     if file not in files:
         files[file] = _check_path(fqn, file)
@@ -199,7 +214,7 @@ def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSp
         transforms = info.get("transform_descriptors")
         if transforms:
             names = transforms if isinstance(transforms, list | tuple) else ()
-            shown = ", ".join(escape_name(name) for name in names if isinstance(name, str))
+            shown = ", ".join(escape_name(name) for name in names[:4] if isinstance(name, str))
             raise UnreadableError(
                 f"{_shown(fqn)} is stored through the transform {shown or '(unnamed)'}, which ckpt cannot undo",
                 hint="save it again without _extensions",
@@ -209,7 +224,7 @@ def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSp
 
 def _check_path(fqn: str, file: str) -> str:
     """Return `file` when it stays inside the checkpoint's directory."""
-    if "\0" in file or any(part in ("", ".", "..") for part in file.split("/")):
+    if not is_plain_path(file):
         raise UnreadableError(
             f"{_shown(fqn)} is said to lie in '{escape_name(file)}', which is not a plain path inside the checkpoint"
         )
@@ -223,7 +238,10 @@ def _parse_paths(planner_data: object) -> Mapping[str, KeyPath]:
     return {
         fqn: path
         for fqn, path in planner_data.items()
-        if type(fqn) is str and type(path) is tuple and all(type(key) in (str, int) for key in path)
+        if type(fqn) is str
+        and type(path) is tuple
+        and len(path) <= _MAX_KEYS
+        and all(type(key) in (str, int) for key in path)
     }
 
 
@@ -247,8 +265,7 @@ class _TensorReader:
         dtype = self._dtype(self._fields.get("properties"))
         size = _dims(self._fields.get("size"), f"{self._where}: the lengths of its dims")
         shape = self._logical(size, dtype)
-        num_bits = math.prod(shape) * dtype.bits
-        if num_bits > 8 * _MAX_INT:
+        if not is_possible_shape(shape) or math.prod(shape) * dtype.bits > 8 * MAX_ELEMS:
             raise UnreadableError(f"{self._where} of shape {list(shape)} is too large to exist")
         known = boxes[dtype.torch_name or ""]
         stored = self._fields.get("chunks")

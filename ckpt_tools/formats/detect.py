@@ -67,7 +67,7 @@ def _explain(files: Mapping[str, int], top: list[str], path: str) -> UnreadableE
         )
     ]
     if any(name.startswith("pytorch_model_fsdp") for name in directories):
-        child = next(name for name in directories if name.startswith("pytorch_model_fsdp"))
+        child = escape_name(next(name for name in directories if name.startswith("pytorch_model_fsdp")))
         return UnreadableError(
             "an accelerate checkpoint: the model lies in a directory of its own",
             where=path,

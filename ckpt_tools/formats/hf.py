@@ -11,9 +11,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.checkpoint import (
+    MAX_ELEMS,
+    ByteSpan,
+    Checkpoint,
+    Chunk,
+    TensorEntry,
+    is_plain_path,
+    is_possible_shape,
+)
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import safetensors
+from ckpt_tools.formats._json import parse_json
 from ckpt_tools.layout import Box
 from ckpt_tools.text import escape_name
 
@@ -41,17 +50,15 @@ def parse_index(text: bytes, *, where: str) -> dict[str, str]:
     """Return the weight_map of an index: FQN → file.
 
     Raises:
-        UnreadableError: Not an index.
+        UnreadableError: Not an index, or one that names a file outside of its directory.
+        LimitError: More than an index may hold.
     """
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"the index is not valid JSON: {error}", where=where) from error
+    document = parse_json(text, what="the index", where=where)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise UnreadableError("the index has no weight_map of strings", where=where)
     for name in set(weight_map.values()):
-        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        if not is_plain_path(name):
             raise UnreadableError(
                 f"the index names the file {escape_name(name)!r} outside of its directory", where=where
             )
@@ -95,9 +102,9 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
     for fqn, name in index.items():
         entry = tensors.get(fqn)
         if entry is None or entry.chunks[0].span.file != name:
-            found = "no file has it" if entry is None else f"it is in {entry.chunks[0].span.file}"
+            found = "no file has it" if entry is None else f"it is in {escape_name(entry.chunks[0].span.file)}"
             raise UnreadableError(
-                f"the index puts tensor {escape_name(fqn)!r} into {escape_name(name)}, but {escape_name(found)}",
+                f"the index puts tensor {escape_name(fqn)!r} into {escape_name(name)}, but {found}",
                 where=escape_name(name),
                 hint="restore the file that belongs to this index",
             )
@@ -132,6 +139,11 @@ def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
                 )
         dims = range(len(first.shape))
         shape = tuple(max(offsets[d] + entry.shape[d] for entry, offsets in parts) for d in dims)
+        if not is_possible_shape(shape):
+            raise UnreadableError(
+                f"tensor {escape_name(fqn)!r} of shape {list(shape)} is too large to exist",
+                where=escape_name(first.chunks[0].span.file),
+            )
         boxes = tuple(replace(entry.chunks[0], box=Box(offsets, entry.shape)) for entry, offsets in parts)
         tensors.append(replace(first, shape=shape, chunks=boxes))
     return Checkpoint(
@@ -144,17 +156,20 @@ def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
 
 def _parse_sharding(file: File) -> dict[str, tuple[int, ...]]:
     where = escape_name(file.name)
-    try:
-        table = json.loads(file.header.metadata[SHARDING_KEY])
-        parsed = {fqn: tuple(fields["saved_offsets"]) for fqn, fields in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnreadableError(f"the header's {SHARDING_KEY} is malformed: {error}", where=where) from error
+    # Surrogates that the outer JSON let through are no UTF-8; the inner text then is none either.
+    text = file.header.metadata.get(SHARDING_KEY, "").encode("utf-8", "surrogatepass")
+    table = parse_json(text, what=f"the header's {SHARDING_KEY}", where=where)
+    if not isinstance(table, dict):
+        raise UnreadableError(f"the header's {SHARDING_KEY} is not a JSON object", where=where)
+    parsed = {}
     for entry in file.header.tensors:
-        offsets = parsed.get(entry.fqn)
-        if offsets is None or not all(type(n) is int and 0 <= n < 1 << 62 for n in offsets):
+        fields = table.get(entry.fqn)
+        offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None
+        if not isinstance(offsets, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in offsets):
             raise UnreadableError(
                 f"{SHARDING_KEY} has no sound offsets for tensor {escape_name(entry.fqn)!r}", where=where
             )
+        parsed[entry.fqn] = tuple(offsets)
     return parsed
 
 

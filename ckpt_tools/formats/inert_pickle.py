@@ -16,11 +16,10 @@ Source: CPython `Lib/pickle.py` and `Modules/_pickle.c` (protocols 2 to 5).
 
 from __future__ import annotations
 
-import pickletools
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 from ckpt_tools.errors import LimitError, UnreadableError
@@ -34,6 +33,8 @@ from ckpt_tools.formats._pickle_values import (
     PickleLimits,
     Record,
     collector_paused,
+    describe,
+    refused_opcode,
 )
 
 __all__ = [
@@ -46,7 +47,11 @@ __all__ = [
     "parse_pickle",
 ]
 
-_OPCODE_NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
+_OPCODES_PER_CHECK = 1 << 16
+"""Opcodes between two looks at what has been made so far."""
+_FREE_CONTAINERS = 1 << 12
+"""Containers that any pickle may have, however short."""
+
 _KEY_TYPES = frozenset({str, int, bool, float, bytes, type(None), GlobalName, Record})
 
 
@@ -76,11 +81,6 @@ def parse_pickle(
         raise LimitError(f"the pickle is {len(data)} bytes long, the limit is {limits.max_bytes}")
     with collector_paused():
         return _Reader(data, allowed_globals, limits, persistent_ids).read()
-
-
-def _describe(value: object) -> str:
-    """Name the type of a value, never its content: that may be long, or hostile to a terminal."""
-    return "a global name" if isinstance(value, GlobalName) else type(value).__name__
 
 
 def _match_nothing(_position: int, _stack: list[Any], _memo: list[Any]) -> int:
@@ -130,7 +130,7 @@ class _Reader:
     def _open(self, container: object, kind: type, what: str) -> int:
         """Return the depth of a container that is about to be filled."""
         if type(container) is not kind:
-            raise UnreadableError(f"{what} on {_describe(container)}")
+            raise UnreadableError(f"{what} on {describe(container)}")
         depth = self.depths.get(id(container), 0)
         if depth >= 0:
             raise UnreadableError(f"{what} on a {kind.__name__} that is part of something, perhaps of itself")
@@ -159,9 +159,9 @@ class _Reader:
 
     def _call(self, function: object, args: object, what: str) -> Record:
         if type(function) is not GlobalName:
-            raise UnreadableError(f"{what} on {_describe(function)}; it was not executed")
+            raise UnreadableError(f"{what} on {describe(function)}; it was not executed")
         if type(args) is not tuple:
-            raise UnreadableError(f"{what} with {_describe(args)} for arguments")
+            raise UnreadableError(f"{what} with {describe(args)} for arguments")
         depth = -1 - self._seal((args,))
         if function.name in LEAF_CALLS and len(args) == 1:
             dims = args[0]
@@ -172,7 +172,7 @@ class _Reader:
     def _build(self, record: object, state: object) -> None:
         inner = self._seal((state,))
         if type(record) is not Record:
-            raise UnreadableError(f"BUILD on {_describe(record)}; it was not executed")
+            raise UnreadableError(f"BUILD on {describe(record)}; it was not executed")
         if record.depth >= 0:
             raise UnreadableError("BUILD on a record that is part of something, perhaps of itself")
         if record.state is not None:
@@ -211,10 +211,15 @@ class _Reader:
             raise UnreadableError("a global name without an end")
         return str(self.data[start:end], "utf-8")
 
-    def _refuse(self, op: int, position: int) -> UnreadableError:
-        name = _OPCODE_NAMES.get(op)
-        what = f"pickle opcode {name}" if name else f"byte {op:#04x}, which is no pickle opcode,"
-        return UnreadableError(f"{what} at byte {position} has no place here; it was not executed")
+    def _check_size(self, num_opcodes: int, num_open: int) -> None:
+        """Refuse a pickle that makes more than its length accounts for; called every so many opcodes."""
+        limits = self.limits
+        if num_opcodes >= limits.max_opcodes:
+            raise LimitError(f"the pickle has more than {limits.max_opcodes} opcodes")
+        if num_open > 2 * limits.max_depth:
+            raise LimitError(f"the pickle nests more than {limits.max_depth} containers")
+        if len(self.depths) > _FREE_CONTAINERS + len(self.data) // limits.bytes_per_container:
+            raise LimitError("the pickle makes more containers than one of its length can fill")
 
     def read(self) -> object:
         """Run the loop, and turn what a malformed pickle makes Python raise into words."""
@@ -249,146 +254,149 @@ class _Reader:
         f64 = struct.Struct(">d").unpack_from
         i = 2
         try:
-            for _ in repeat(None, limits.max_opcodes):
-                op = data[i]
-                i += 1
-                if op == 0x94:  # MEMOIZE
-                    memo.append(stack[-1])
-                elif op == 0x68:  # BINGET
-                    stack.append(memo[data[i]])
+            for num_opcodes in count(0, _OPCODES_PER_CHECK):
+                self._check_size(num_opcodes, len(outer))
+                for _ in repeat(None, min(_OPCODES_PER_CHECK, limits.max_opcodes - num_opcodes)):
+                    op = data[i]
                     i += 1
-                elif op == 0x6A:  # LONG_BINGET
-                    stack.append(memo[u32(data, i)[0]])
-                    i += 4
-                elif op == 0x29:  # EMPTY_TUPLE
-                    if data[i] == 0x81 and (end := match_object(i, stack, memo)):
+                    if op == 0x94:  # MEMOIZE
+                        memo.append(stack[-1])
+                    elif op == 0x68:  # BINGET
+                        stack.append(memo[data[i]])
+                        i += 1
+                    elif op == 0x6A:  # LONG_BINGET
+                        stack.append(memo[u32(data, i)[0]])
+                        i += 4
+                    elif op == 0x29:  # EMPTY_TUPLE
+                        if data[i] == 0x81 and (end := match_object(i, stack, memo)):
+                            i = end
+                        else:
+                            stack.append(())
+                    elif op == 0x4B:  # BININT1
+                        stack.append(data[i])
+                        i += 1
+                    elif op == 0x28:  # MARK
+                        outer.append(stack)
+                        stack = []
+                    elif op == 0x85:  # TUPLE1
+                        stack[-1] = self._tuple((stack[-1],))
+                    elif op == 0x81:  # NEWOBJ
+                        args = stack.pop()
+                        stack[-1] = self._call(stack[-1], args, "NEWOBJ")
+                    elif op == 0x62:  # BUILD
+                        state = stack.pop()
+                        self._build(stack[-1], state)
+                    elif op == 0x75:  # SETITEMS
+                        items, stack = stack, outer.pop()
+                        self._update(stack[-1], items, "SETITEMS")
+                    elif op == 0x7D:  # EMPTY_DICT
+                        value: Any = {}
+                        depths[id(value)] = -1
+                        stack.append(value)
+                    elif op == 0x52:  # REDUCE
+                        args = stack.pop()
+                        stack[-1] = self._call(stack[-1], args, "REDUCE")
+                    elif op == 0x86:  # TUPLE2
+                        last = stack.pop()
+                        stack[-1] = self._tuple((stack[-1], last))
+                    elif op == 0x4D:  # BININT2
+                        stack.append(u16(data, i)[0])
+                        i += 2
+                    elif op == 0x4A:  # BININT
+                        stack.append(i32(data, i)[0])
+                        i += 4
+                    elif op == 0x8C:  # SHORT_BINUNICODE
+                        end = i + 1 + data[i]
+                        stack.append(self._text(i + 1, data[i]))
                         i = end
+                    elif op == 0x71:  # BINPUT
+                        if data[i] != len(memo):
+                            raise UnreadableError(f"memo index {data[i]}, the next one is {len(memo)}")
+                        memo.append(stack[-1])
+                        i += 1
+                    elif op == 0x72:  # LONG_BINPUT
+                        if u32(data, i)[0] != len(memo):
+                            raise UnreadableError(f"memo index {u32(data, i)[0]}, the next one is {len(memo)}")
+                        memo.append(stack[-1])
+                        i += 4
+                    elif op == 0x8A:  # LONG1
+                        stack.append(self._long(i + 1, data[i]))
+                        i += 1 + data[i]
+                    elif op == 0x4E:  # NONE
+                        stack.append(None)
+                    elif op == 0x89:  # NEWFALSE
+                        stack.append(False)
+                    elif op == 0x88:  # NEWTRUE
+                        stack.append(True)
+                    elif op == 0x74:  # TUPLE
+                        items, stack = stack, outer.pop()
+                        stack.append(self._tuple(tuple(items)))
+                    elif op == 0x87:  # TUPLE3
+                        last = stack.pop()
+                        middle = stack.pop()
+                        stack[-1] = self._tuple((stack[-1], middle, last))
+                    elif op == 0x5D:  # EMPTY_LIST
+                        value = []
+                        depths[id(value)] = -1
+                        stack.append(value)
+                    elif op == 0x65:  # APPENDS
+                        items, stack = stack, outer.pop()
+                        self._extend(stack[-1], items, "APPENDS")
+                    elif op == 0x61:  # APPEND
+                        value = stack.pop()
+                        self._extend(stack[-1], [value], "APPEND")
+                    elif op == 0x73:  # SETITEM
+                        value = stack.pop()
+                        key = stack.pop()
+                        self._update(stack[-1], [key, value], "SETITEM")
+                    elif op == 0x95:  # FRAME
+                        if u64(data, i)[0] > len(data) - i - 8:
+                            raise UnreadableError("the pickle ends early: a frame reaches past its end")
+                        i += 8
+                    elif op == 0x93:  # STACK_GLOBAL
+                        attribute = stack.pop()
+                        stack[-1] = self._global(stack[-1], attribute)
+                    elif op == 0x63:  # GLOBAL
+                        module = self._line(i)
+                        i = data.index(b"\n", i) + 1
+                        stack.append(self._global(module, self._line(i)))
+                        i = data.index(b"\n", i) + 1
+                    elif op == 0x58:  # BINUNICODE
+                        length = u32(data, i)[0]
+                        stack.append(self._text(i + 4, length))
+                        i += 4 + length
+                    elif op == 0x47:  # BINFLOAT
+                        stack.append(f64(data, i)[0])
+                        i += 8
+                    elif op == 0x43:  # SHORT_BINBYTES
+                        stack.append(self._bytes(i + 1, data[i]))
+                        i += 1 + data[i]
+                    elif op == 0x42:  # BINBYTES
+                        length = u32(data, i)[0]
+                        stack.append(self._bytes(i + 4, length))
+                        i += 4 + length
+                    elif op == 0x8D:  # BINUNICODE8
+                        length = u64(data, i)[0]
+                        stack.append(self._text(i + 8, length))
+                        i += 8 + length
+                    elif op == 0x8E:  # BINBYTES8
+                        length = u64(data, i)[0]
+                        stack.append(self._bytes(i + 8, length))
+                        i += 8 + length
+                    elif op == 0x8B:  # LONG4
+                        length = i32(data, i)[0]
+                        stack.append(self._long(i + 4, length))
+                        i += 4 + length
+                    elif op == 0x51 and self.persistent_ids:  # BINPERSID
+                        args = (stack[-1],)
+                        stack[-1] = Record(PERSISTENT_ID, args, None, self._seal(args) + 1)
+                    elif op == 0x2E:  # STOP
+                        break
                     else:
-                        stack.append(())
-                elif op == 0x4B:  # BININT1
-                    stack.append(data[i])
-                    i += 1
-                elif op == 0x28:  # MARK
-                    outer.append(stack)
-                    stack = []
-                elif op == 0x85:  # TUPLE1
-                    stack[-1] = self._tuple((stack[-1],))
-                elif op == 0x81:  # NEWOBJ
-                    args = stack.pop()
-                    stack[-1] = self._call(stack[-1], args, "NEWOBJ")
-                elif op == 0x62:  # BUILD
-                    state = stack.pop()
-                    self._build(stack[-1], state)
-                elif op == 0x75:  # SETITEMS
-                    items, stack = stack, outer.pop()
-                    self._update(stack[-1], items, "SETITEMS")
-                elif op == 0x7D:  # EMPTY_DICT
-                    value: Any = {}
-                    depths[id(value)] = -1
-                    stack.append(value)
-                elif op == 0x52:  # REDUCE
-                    args = stack.pop()
-                    stack[-1] = self._call(stack[-1], args, "REDUCE")
-                elif op == 0x86:  # TUPLE2
-                    last = stack.pop()
-                    stack[-1] = self._tuple((stack[-1], last))
-                elif op == 0x4D:  # BININT2
-                    stack.append(u16(data, i)[0])
-                    i += 2
-                elif op == 0x4A:  # BININT
-                    stack.append(i32(data, i)[0])
-                    i += 4
-                elif op == 0x8C:  # SHORT_BINUNICODE
-                    end = i + 1 + data[i]
-                    stack.append(self._text(i + 1, data[i]))
-                    i = end
-                elif op == 0x71:  # BINPUT
-                    if data[i] != len(memo):
-                        raise UnreadableError(f"memo index {data[i]}, the next one is {len(memo)}")
-                    memo.append(stack[-1])
-                    i += 1
-                elif op == 0x72:  # LONG_BINPUT
-                    if u32(data, i)[0] != len(memo):
-                        raise UnreadableError(f"memo index {u32(data, i)[0]}, the next one is {len(memo)}")
-                    memo.append(stack[-1])
-                    i += 4
-                elif op == 0x8A:  # LONG1
-                    stack.append(self._long(i + 1, data[i]))
-                    i += 1 + data[i]
-                elif op == 0x4E:  # NONE
-                    stack.append(None)
-                elif op == 0x89:  # NEWFALSE
-                    stack.append(False)
-                elif op == 0x88:  # NEWTRUE
-                    stack.append(True)
-                elif op == 0x74:  # TUPLE
-                    items, stack = stack, outer.pop()
-                    stack.append(self._tuple(tuple(items)))
-                elif op == 0x87:  # TUPLE3
-                    last = stack.pop()
-                    middle = stack.pop()
-                    stack[-1] = self._tuple((stack[-1], middle, last))
-                elif op == 0x5D:  # EMPTY_LIST
-                    value = []
-                    depths[id(value)] = -1
-                    stack.append(value)
-                elif op == 0x65:  # APPENDS
-                    items, stack = stack, outer.pop()
-                    self._extend(stack[-1], items, "APPENDS")
-                elif op == 0x61:  # APPEND
-                    value = stack.pop()
-                    self._extend(stack[-1], [value], "APPEND")
-                elif op == 0x73:  # SETITEM
-                    value = stack.pop()
-                    key = stack.pop()
-                    self._update(stack[-1], [key, value], "SETITEM")
-                elif op == 0x95:  # FRAME
-                    if u64(data, i)[0] > len(data) - i - 8:
-                        raise UnreadableError("the pickle ends early: a frame reaches past its end")
-                    i += 8
-                elif op == 0x93:  # STACK_GLOBAL
-                    attribute = stack.pop()
-                    stack[-1] = self._global(stack[-1], attribute)
-                elif op == 0x63:  # GLOBAL
-                    module = self._line(i)
-                    i = data.index(b"\n", i) + 1
-                    stack.append(self._global(module, self._line(i)))
-                    i = data.index(b"\n", i) + 1
-                elif op == 0x58:  # BINUNICODE
-                    length = u32(data, i)[0]
-                    stack.append(self._text(i + 4, length))
-                    i += 4 + length
-                elif op == 0x47:  # BINFLOAT
-                    stack.append(f64(data, i)[0])
-                    i += 8
-                elif op == 0x43:  # SHORT_BINBYTES
-                    stack.append(self._bytes(i + 1, data[i]))
-                    i += 1 + data[i]
-                elif op == 0x42:  # BINBYTES
-                    length = u32(data, i)[0]
-                    stack.append(self._bytes(i + 4, length))
-                    i += 4 + length
-                elif op == 0x8D:  # BINUNICODE8
-                    length = u64(data, i)[0]
-                    stack.append(self._text(i + 8, length))
-                    i += 8 + length
-                elif op == 0x8E:  # BINBYTES8
-                    length = u64(data, i)[0]
-                    stack.append(self._bytes(i + 8, length))
-                    i += 8 + length
-                elif op == 0x8B:  # LONG4
-                    length = i32(data, i)[0]
-                    stack.append(self._long(i + 4, length))
-                    i += 4 + length
-                elif op == 0x51 and self.persistent_ids:  # BINPERSID
-                    args = (stack[-1],)
-                    stack[-1] = Record(PERSISTENT_ID, args, None, self._seal(args) + 1)
-                elif op == 0x2E:  # STOP
-                    break
+                        raise refused_opcode(op, i - 1)
                 else:
-                    raise self._refuse(op, i - 1)
-            else:
-                raise LimitError(f"the pickle has more than {limits.max_opcodes} opcodes")
+                    continue
+                break
         finally:
             reached[0] = i
         if i != len(data):

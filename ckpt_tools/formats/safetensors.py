@@ -11,18 +11,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.checkpoint import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint import ByteSpan, Chunk, TensorEntry, fqn_problem, is_possible_shape
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
+from ckpt_tools.formats._json import MAX_JSON_BYTES, parse_json
 from ckpt_tools.layout import Box
 from ckpt_tools.text import escape_name
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = MAX_JSON_BYTES
 """As in the reference implementation."""
-MAX_DIMS = 64
-"""PyTorch's own limit."""
 LENGTH_BYTES = 8
 """Size of the length field in front of the header."""
+METADATA_KEY = "__metadata__"
+"""The one key of a header that is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +66,13 @@ def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
 
     Raises:
         UnreadableError: Malformed, overlapping, with holes, or not as long as the file.
+        LimitError: More than a header may hold.
     """
     where = escape_name(file)
-    try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_object)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"the header is not valid JSON: {error}", where=where) from error
+    document = parse_json(text, what="the header", where=where, max_bytes=MAX_HEADER_BYTES)
     if not isinstance(document, dict):
         raise UnreadableError("the header is not a JSON object", where=where)
-    metadata = document.pop("__metadata__", {})
+    metadata = document.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise UnreadableError("the header's __metadata__ is not a table of strings", where=where)
     data_start = LENGTH_BYTES + len(text)
@@ -96,23 +95,20 @@ def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
     return Header(tensors=tuple(entries), metadata=metadata, nbytes=position)
 
 
-def _unique_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return table
-
-
 def _parse_entry(fqn: str, fields: object, file: str, data_start: int) -> TensorEntry:
     label = f"tensor {escape_name(fqn)!r}"
     where = escape_name(file)
+    if (problem := fqn_problem(fqn)) is not None:
+        raise UnreadableError(f"{label} {problem}", where=where)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise UnreadableError(f"{label} does not have exactly dtype, shape and data_offsets", where=where)
-    dtype = BY_NAME.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    named = fields["dtype"]
+    dtype = BY_NAME.get(named) if isinstance(named, str) else None
     if dtype is None or not dtype.in_safetensors:
-        raise UnreadableError(f"{label} has the unknown dtype {fields['dtype']!r}", where=where)
+        shown = repr(escape_name(named)) if isinstance(named, str) else f"of type {type(named).__name__}"
+        raise UnreadableError(f"{label} has the unknown dtype {shown}", where=where)
     shape, offsets = fields["shape"], fields["data_offsets"]
-    if not _is_sizes(shape) or len(shape) > MAX_DIMS or math.prod(n for n in shape if n) >= 1 << 63:
+    if not _is_sizes(shape) or not is_possible_shape(shape):
         raise UnreadableError(f"{label} has an impossible shape", where=where)
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise UnreadableError(f"{label} has impossible data_offsets", where=where)
@@ -140,9 +136,9 @@ def build_header(
         The bytes in front of the data, and per tensor its first byte in the file.
 
     Raises:
-        UsageError: A dtype that safetensors cannot hold.
+        UsageError: A dtype or a name that safetensors cannot hold.
     """
-    document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    document: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
     starts = []
     position = 0
     for entry in tensors:
@@ -151,6 +147,12 @@ def build_header(
                 f"safetensors cannot hold {entry.dtype.name} ({entry.dtype.torch_name})",
                 where=escape_name(entry.fqn),
                 hint="leave the tensor out: --exclude " + escape_name(entry.fqn),
+            )
+        if entry.fqn == METADATA_KEY:
+            raise UsageError(
+                f"safetensors keeps the name {METADATA_KEY} for itself, so no tensor can have it",
+                where=escape_name(entry.fqn),
+                hint=f"leave the tensor out: --exclude {METADATA_KEY}",
             )
         starts.append(position)
         document[entry.fqn] = {

@@ -1,0 +1,66 @@
+"""JSON from files that nobody vouches for: strict, bounded, and with no traceback in it.
+
+Source: RFC 8259. What it leaves to the reader (duplicate keys, NaN, lone surrogates, depth) is refused here or by the
+caller's checks of each field.
+"""
+
+from __future__ import annotations
+
+import json
+
+from ckpt_tools.errors import LimitError, UnreadableError
+
+MAX_JSON_BYTES = 100_000_000
+"""Length of a safetensors header, an index or a config; as the reference implementation allows for headers."""
+MAX_JSON_CONTAINERS = 2_000_000
+"""Objects and arrays in one document, three for every tensor of a header. An empty one takes two bytes there and
+sixty in memory."""
+
+
+def parse_json(
+    text: bytes,
+    *,
+    what: str,
+    where: str | None,
+    max_bytes: int = MAX_JSON_BYTES,
+    max_containers: int = MAX_JSON_CONTAINERS,
+) -> object:
+    """Return what a JSON text says.
+
+    Args:
+        text: UTF-8.
+        what: The document, for messages ("the index").
+        where: Its file, escaped, for messages.
+        max_bytes: Longest text that is read.
+        max_containers: Most objects and arrays, brackets inside of strings included.
+
+    Raises:
+        UnreadableError: Not JSON, a key twice in one object, NaN or Infinity, or nested too deep.
+        LimitError: Longer than `max_bytes`, or more than `max_containers`.
+    """
+    if len(text) > max_bytes:
+        raise LimitError(f"{what} has {len(text)} bytes, the limit is {max_bytes}", where=where)
+    # Brackets inside of strings count too: the limit is generous, and this is one pass over bytes.
+    containers = text.count(b"{") + text.count(b"[")
+    if containers > max_containers:
+        raise LimitError(
+            f"{what} has up to {containers} objects and arrays, the limit is {max_containers}", where=where
+        )
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique_object, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"{what} is not UTF-8 text", where=where) from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise UnreadableError(f"{what} is not valid JSON: {reason}", where=where) from error
+
+
+def _unique_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return table
+
+
+def _refuse_constant(text: str) -> object:
+    raise ValueError(f"{text} is not a number")
