@@ -15,11 +15,17 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.errors import CkptError, StorageError, UnreadableError
+from ckpt_tools.checkpoint import is_plain_path
+from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError
+from ckpt_tools.storage import beneath
 from ckpt_tools.text import escape_name
 
 MAX_OPEN_FILES = 256
 """Descriptors that one cache keeps open; least recently used ones are closed first."""
+MAX_FILES = 1_000_000
+"""Files that a directory may hold."""
+MAX_LISTED_DEPTH = 3
+"""Directories below the root in which files are looked for."""
 
 _Identity = tuple[int, int, int, int]
 
@@ -86,16 +92,28 @@ class _ReadOpener(Opener):
 class Source:
     """The files below `root`, read only.
 
+    Links are followed inside of the root, and from a snapshot of the hub's cache into the blobs of its repository;
+    everything else that leads out is refused, by the kernel where it has `openat2`.
+
     Args:
         root: A directory. Files are named relative to it, with forward slashes.
+
+    Raises:
+        StorageError: The directory cannot be opened.
     """
 
     def __init__(self, root: str) -> None:
         self.root = root
         self._real_root = os.path.realpath(root)
-        self._allowed = (self._real_root + os.sep, *_hub_cache_blobs(self._real_root))
+        self._blobs = _hub_cache_blobs(self._real_root)
         self._identities: dict[str, _Identity] = {}
         self._descriptors = Descriptors(_ReadOpener(self))
+        self._directories: dict[str, int] = {}
+        if beneath.is_available():
+            try:
+                self._directories[self._real_root] = beneath.open_directory(self._real_root)
+            except OSError as error:
+                raise _failed("open", root, error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +126,7 @@ class Source:
     ) -> None:
         self.close()
 
-    def list_files(self, *, max_depth: int = 3, max_files: int = 1_000_000) -> dict[str, int]:
+    def list_files(self, *, max_depth: int = MAX_LISTED_DEPTH, max_files: int = MAX_FILES) -> dict[str, int]:
         """Return {relative name: size in bytes} of the regular files down to `max_depth` directories.
 
         Hidden directories are left out. Symbolic links to directories are not followed.
@@ -130,7 +148,7 @@ class Source:
                     except OSError:
                         continue  # a dangling link holds nothing; whoever needs it says that it is missing
                     if len(found) > max_files:
-                        raise UnreadableError(f"more than {max_files} files", where=escape_name(self.root))
+                        raise LimitError(f"more than {max_files} files", where=escape_name(self.root))
         return dict(sorted(found.items()))
 
     def path(self, file: str) -> str:
@@ -139,10 +157,12 @@ class Source:
         Raises:
             UnreadableError: It leads out of the root (other than into the hub cache's own blobs).
         """
-        if os.path.isabs(file) or ".." in file.split("/") or "\0" in file:
-            raise UnreadableError("a file name leads out of the checkpoint", where=escape_name(file))
+        if not is_plain_path(file):
+            raise UnreadableError(
+                "a file name leads out of the checkpoint, or is no plain relative name", where=escape_name(file)
+            )
         real = os.path.realpath(os.path.join(self._real_root, file))
-        if not real.startswith(self._allowed):
+        if not real.startswith(self._real_root.rstrip(os.sep) + os.sep) and not self._is_blob(real):
             raise UnreadableError(
                 "a symbolic link leads out of the checkpoint",
                 where=escape_name(file),
@@ -150,24 +170,45 @@ class Source:
             )
         return real
 
+    def _is_blob(self, real: str) -> bool:
+        return self._blobs is not None and os.path.dirname(real) == self._blobs
+
     def open(self, file: str) -> int:
         """Return a new descriptor of the regular file `file` and remember its identity."""
         path = self.path(file)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError as error:
+            # Opening a device can do something, and opening a pipe wait: look without opening first.
+            probe = self._open(file, path, os.O_PATH)
+            seen = os.fstat(probe)
+            os.close(probe)
+            if not stat.S_ISREG(seen.st_mode):
+                raise UnreadableError("not a regular file", where=escape_name(self._label(file)))
+            descriptor = self._open(file, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise UnreadableError("a file is missing", where=escape_name(self._label(file))) from error
         except OSError as error:
+            if error.errno in (errno.EXDEV, errno.ELOOP, errno.ENXIO):  # it was something else a moment ago
+                raise self._changed(file) from error
             raise _failed("open", self._label(file), error) from error
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(descriptor)
-            raise UnreadableError("not a regular file", where=escape_name(self._label(file)))
         identity = _identity(status)
-        if self._identities.setdefault(file, identity) != identity:
+        is_same = (status.st_dev, status.st_ino) == (seen.st_dev, seen.st_ino)
+        if not is_same or self._identities.setdefault(file, identity) != identity:
             os.close(descriptor)
             raise self._changed(file)
         return descriptor
+
+    def _open(self, file: str, path: str, flags: int) -> int:
+        """Open `file`, whose real path was found to be `path`, in a way that holds should that change meanwhile."""
+        if not self._directories:
+            return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if not self._is_blob(path):
+            root = self._real_root
+            return beneath.open_beneath(self._directories[root], root, file, flags)
+        blobs, name = os.path.split(path)
+        if blobs not in self._directories:
+            self._directories[blobs] = beneath.open_directory(blobs)
+        return beneath.open_beneath(self._directories[blobs], blobs, name, flags, beneath.NO_SYMLINKS)
 
     def size(self, file: str) -> int:
         """Return the size of `file` in bytes."""
@@ -221,6 +262,9 @@ class Source:
     def close(self) -> None:
         """Close every descriptor."""
         self._descriptors.close()
+        for descriptor in self._directories.values():
+            os.close(descriptor)
+        self._directories.clear()
 
     def _label(self, file: str) -> str:
         return os.path.join(self.root, file)
@@ -240,16 +284,16 @@ class Source:
         )
 
 
-def _hub_cache_blobs(real_root: str) -> tuple[str, ...]:
-    """The blobs directory of the hub cache's repository when `real_root` is one of its snapshots.
+def _hub_cache_blobs(real_root: str) -> str | None:
+    """Return the blobs directory of the hub cache's repository when `real_root` is one of its snapshots.
 
     Source: huggingface_hub, "Understand caching": snapshots/<revision>/<file> → ../../blobs/<hash>.
     """
     for root in (real_root, os.path.dirname(real_root), os.path.dirname(os.path.dirname(real_root))):
         snapshots = os.path.dirname(root)
         if os.path.basename(snapshots) == "snapshots":
-            return (os.path.join(os.path.dirname(snapshots), "blobs") + os.sep,)
-    return ()
+            return os.path.join(os.path.dirname(snapshots), "blobs")
+    return None
 
 
 def _identity(status: os.stat_result) -> _Identity:
