@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ckpt_tools.check_manifest import Findings, check_frames, check_manifest, size_of
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
-from ckpt_tools.digest import digest_bytes
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import Outcome, Progress, scan
 from ckpt_tools.formats import dcp
-from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
-from ckpt_tools.frames import digest_frames
+from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.opening import Opened
 from ckpt_tools.plan import asset_name, blob_name, copy_span
 from ckpt_tools.text import escape_name
@@ -43,14 +43,6 @@ class Verification:
         return not any(finding.severity == "error" for finding in self.findings)
 
 
-class _Findings(list[Finding]):
-    def error(self, code: str, where: str, what: str, hint: str | None = None) -> None:
-        self.append(Finding(code=code, severity="error", where=where, what=what, hint=hint))
-
-    def warn(self, code: str, where: str, what: str, hint: str | None = None) -> None:
-        self.append(Finding(code=code, severity="warning", where=where, what=what, hint=hint))
-
-
 def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress | None = None) -> Verification:
     """Check `opened` at `level`.
 
@@ -58,20 +50,21 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
     manifest as the metadata says, no unknown data files. Data: also every byte, against the CRC-32s and
     digests that were recorded.
     """
-    findings = _Findings()
+    findings = Findings()
     checkpoint, sound = check_structure(opened, findings)
     not_checked = []
     nbytes = 0
     if level == "structure":
         not_checked.append("the bytes of the tensors (use --level data)")
+        if checkpoint.blobs:
+            not_checked.append(f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)")
     else:
         outcome = _check_data(opened, checkpoint, sound, findings, num_workers, progress)
         nbytes = sum(entry.nbytes for entry in sound)
         not_checked += _unchecked(opened, checkpoint, outcome)
+        not_checked += _check_blobs(opened, findings)
     if checkpoint.format == "hf-sharded":
         not_checked.append("the global shapes, which this format does not record (taken from the chunks)")
-    if checkpoint.blobs and opened.manifest is None:
-        not_checked.append(f"the content of {len(checkpoint.blobs)} non-tensor items, which are never unpickled")
     return Verification(
         level=level,
         tensors=len(checkpoint.tensors),
@@ -92,7 +85,7 @@ def _unchecked(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list
     return [f"the content of {missing} of {chunks} chunks, which have no recorded checksum (--against compares copies)"]
 
 
-def check_structure(opened: Opened, findings: _Findings) -> tuple[Checkpoint, list[TensorEntry]]:
+def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, list[TensorEntry]]:
     """Check everything but the tensors' bytes.
 
     Returns:
@@ -111,12 +104,12 @@ def check_structure(opened: Opened, findings: _Findings) -> tuple[Checkpoint, li
         _check_span(opened, blob.span, f"item {escape_name(blob.fqn)!r}", findings)
     _check_foreign(opened, findings)
     if opened.manifest is not None:
-        _check_manifest(opened, opened.manifest, findings)
-        _check_frames(opened, opened.manifest, sound, findings)
+        check_manifest(opened, opened.manifest, findings)
+        check_frames(opened, opened.manifest, sound, findings)
     return replace(checkpoint, tensors=tuple(resolved)), sound
 
 
-def _check_tensor(opened: Opened, entry: TensorEntry, findings: _Findings) -> TensorEntry | None:
+def _check_tensor(opened: Opened, entry: TensorEntry, findings: Findings) -> TensorEntry | None:
     """Return the tensor with raw spans, or None when it cannot be read whole."""
     name = f"tensor {escape_name(entry.fqn)!r}"
     before = len(findings)
@@ -138,7 +131,7 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: _Findings) -> Te
     return replace(entry, chunks=tuple(chunks))
 
 
-def _check_span(opened: Opened, span: ByteSpan, name: str, findings: _Findings) -> bool:
+def _check_span(opened: Opened, span: ByteSpan, name: str, findings: Findings) -> bool:
     where = escape_name(span.file)
     size = opened.checkpoint.files.get(span.file)
     if size is None:
@@ -160,7 +153,7 @@ def _check_span(opened: Opened, span: ByteSpan, name: str, findings: _Findings) 
     return True
 
 
-def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: _Findings) -> Chunk | None:
+def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: Findings) -> Chunk | None:
     where = f"{escape_name(chunk.span.file)}, bytes {chunk.span.offset}..{chunk.span.offset + chunk.span.nbytes}"
     name = f"tensor {escape_name(entry.fqn)!r}"
     if chunk.encoding == "raw":
@@ -178,7 +171,7 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: _Fin
     return Chunk(box=chunk.box, span=span, strides=head.strides, crc32=head.crc32)
 
 
-def _check_overlaps(checkpoint: Checkpoint, findings: _Findings) -> None:
+def _check_overlaps(checkpoint: Checkpoint, findings: Findings) -> None:
     """Different items must not share bytes; equal spans are tied tensors."""
     spans: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
     for entry in checkpoint.tensors:
@@ -199,11 +192,19 @@ def _check_overlaps(checkpoint: Checkpoint, findings: _Findings) -> None:
                 reach, holder = end, fqn
 
 
-def _check_foreign(opened: Opened, findings: _Findings) -> None:
-    """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one."""
+def _check_foreign(opened: Opened, findings: Findings) -> None:
+    """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one.
+
+    A manifest names every file, so with one all other files that hold weights in any tool's format are strange.
+    """
+    manifest = opened.manifest
+    known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
+    if manifest is not None:
+        known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
     suffix = ".distcp" if opened.checkpoint.format == "dcp" else ".safetensors"
-    for name, size in opened.source.list_files(max_depth=0).items():
-        if name.endswith(suffix) and name not in opened.checkpoint.files and size:
+    for name, size in opened.source.list_files(max_depth=0 if manifest is None else 3).items():
+        strange = is_weights(name) if manifest is not None else name.endswith(suffix) and size > 0
+        if strange and name not in known:
             findings.warn(
                 "unreferenced-file",
                 escape_name(name),
@@ -212,91 +213,11 @@ def _check_foreign(opened: Opened, findings: _Findings) -> None:
             )
 
 
-def _check_manifest(opened: Opened, manifest: Manifest, findings: _Findings) -> None:
-    tensors = {entry.fqn: entry for entry in opened.checkpoint.tensors}
-    for fqn, record in manifest.tensors.items():
-        entry = tensors.get(fqn)
-        label = f"tensor {escape_name(fqn)!r}"
-        if entry is None:
-            findings.error("manifest-mismatch", MANIFEST_NAME, f"{label} is in the manifest only")
-        elif (entry.dtype, entry.shape) != (record.dtype, record.shape):
-            findings.error(
-                "manifest-mismatch",
-                MANIFEST_NAME,
-                f"{label}: {entry.dtype.name} {list(entry.shape)} here, "
-                f"{record.dtype.name} {list(record.shape)} in the manifest",
-            )
-    for fqn in tensors.keys() - manifest.tensors.keys():
-        findings.error("manifest-mismatch", MANIFEST_NAME, f"tensor {escape_name(fqn)!r} is not in the manifest")
-    for name, size in manifest.files.items():
-        found = _size(opened, name)
-        if found is None:
-            findings.error("missing-file", escape_name(name), "the manifest names a file that is missing")
-        elif found != size:
-            code = "short-file" if found < size else "long-file"
-            findings.error(code, escape_name(name), f"the manifest says {size} bytes, the file has {found}")
-    for name, document in manifest.documents.items():
-        _check_document(opened, name, document, findings)
-    for name, asset in manifest.assets.items():
-        found = _size(opened, name)
-        if found is None:
-            findings.error("missing-file", escape_name(name), "the manifest names an asset that is missing")
-        elif found != asset.nbytes:
-            findings.warn(
-                "changed-asset",
-                escape_name(name),
-                f"the manifest says {asset.nbytes} bytes, the file has {found}",
-            )
-
-
-def _check_frames(opened: Opened, manifest: Manifest, sound: Sequence[TensorEntry], findings: _Findings) -> None:
-    """Hold what lies around the payloads against the manifest, in the files of which all items are sound."""
-    known = {entry.fqn for entry in sound}
-    broken = {c.span.file for entry in opened.checkpoint.tensors if entry.fqn not in known for c in entry.chunks}
-    files = {
-        name: size
-        for name, size in manifest.files.items()
-        if name in manifest.frames and name not in broken and opened.checkpoint.files.get(name) == size
-    }
-    payloads = (chunk.span for entry in sound for chunk in entry.chunks)
-    for name, found in digest_frames(files, payloads, opened.checkpoint.blobs, opened.source).items():
-        if found != manifest.frames[name]:
-            findings.error(
-                "changed-frames",
-                escape_name(name),
-                "what lies around the tensors' bytes (item headers, padding) is not what was written",
-                "restore the file, or save the checkpoint again",
-            )
-
-
-def _size(opened: Opened, name: str) -> int | None:
-    try:
-        return opened.source.size(name)
-    except CkptError:
-        return None
-
-
-def _check_document(opened: Opened, name: str, record: FileRecord, findings: _Findings) -> None:
-    """A document is the first `nbytes` of a file: all of `.metadata` or an index, a safetensors header."""
-    try:
-        content = opened.source.read(name, 0, record.nbytes)
-    except CkptError as error:
-        findings.error("missing-file", escape_name(name), error.what)
-        return
-    if digest_bytes(content) != record.digest:
-        findings.error(
-            "changed-document",
-            escape_name(name),
-            f"its first {record.nbytes} bytes are not those that were written",
-            "restore it; if the directory was saved over by a trainer, remove the manifest",
-        )
-
-
 def _check_data(
     opened: Opened,
     checkpoint: Checkpoint,
     sound: Sequence[TensorEntry],
-    findings: _Findings,
+    findings: Findings,
     num_workers: int,
     progress: Progress | None,
 ) -> Outcome:
@@ -340,10 +261,30 @@ def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[Tens
             found.append((entry, f"item {escape_name(blob.fqn)!r}", record.digest))
     for asset in opened.checkpoint.assets:
         record = opened.manifest.assets.get(asset.file)
-        if record is not None and _size(opened, asset.file) == record.nbytes:
+        if record is not None and size_of(opened, asset.file) == record.nbytes:
             span = ByteSpan(file=asset.file, offset=0, nbytes=record.nbytes)
             found.append((copy_span(asset_name(asset), span, 0).source, escape_name(asset.file), record.digest))
     return found
+
+
+def _check_blobs(opened: Opened, findings: Findings) -> list[str]:
+    """Check the blobs that no manifest knows by the CRC-32s in their zips; nothing is unpickled.
+
+    Returns:
+        What could not be checked, in words.
+    """
+    known = {} if opened.manifest is None else opened.manifest.blobs
+    blobs = [b for b in opened.checkpoint.blobs if b.fqn not in known and _inside(opened, b.span)]
+    unchecked = 0
+    for blob in blobs:
+        try:
+            unchecked += not dcp.check_blob(blob.span, opened.source)
+        except CkptError as error:
+            where = error.where or escape_name(blob.span.file)
+            findings.error("damaged-item", where, f"item {escape_name(blob.fqn)!r}: {error.what}", error.hint)
+    if not unchecked:
+        return []
+    return [f"what {unchecked} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"]
 
 
 def _inside(opened: Opened, span: ByteSpan) -> bool:

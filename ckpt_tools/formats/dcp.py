@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, overload
 
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.torch_zip import ItemHead, item_frame, parse_item
+from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
 from ckpt_tools.layout import Box, Grid
 from ckpt_tools.text import escape_name
 
@@ -46,14 +47,30 @@ def parse_rank(file: str) -> int | None:
 
 def read_item(span: ByteSpan, reader: Reader, *, thorough: bool = False) -> ItemHead:
     """Read what the item at `span` says of itself; `thorough` as in `parse_item`."""
+    with _located(span):
+        return parse_item(span.nbytes, _reads(span, reader), thorough=thorough)
 
+
+def check_blob(span: ByteSpan, reader: Reader) -> bool:
+    """Hold the records of a non-tensor item against their CRC-32s; returns and raises as `check_archive`."""
+    with _located(span):
+        return check_archive(span.nbytes, _reads(span, reader))
+
+
+def _reads(span: ByteSpan, reader: Reader) -> Callable[[int, int], bytes]:
     def read(offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > span.nbytes:
             raise UnreadableError("the item points outside of itself")
         return reader.read(span.file, span.offset + offset, nbytes)
 
+    return read
+
+
+@contextmanager
+def _located(span: ByteSpan) -> Iterator[None]:
+    """Say of an error where its item lies."""
     try:
-        return parse_item(span.nbytes, read, thorough=thorough)
+        yield
     except UnreadableError as error:
         if error.where is not None:
             raise

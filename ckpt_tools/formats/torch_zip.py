@@ -21,7 +21,7 @@ from ckpt_tools.formats._torch_tensor import PickledTensor, parse_tensor_pickle
 from ckpt_tools.formats._torch_zip_writer import ItemFrame, item_frame
 from ckpt_tools.text import escape_name
 
-__all__ = ["ItemFrame", "ItemHead", "item_frame", "parse_item"]
+__all__ = ["ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item"]
 
 Read = Callable[[int, int], bytes]
 """(offset, nbytes) → exactly these bytes of the item."""
@@ -34,6 +34,10 @@ _WINDOW = 1024
 _MAX_ENTRIES = 64
 _MAX_SMALL_BYTES = 1 << 16
 """Bound of data.pkl and other small entries, in bytes."""
+_MAX_ARCHIVE_ENTRIES = 1 << 16
+_MAX_ARCHIVE_DIRECTORY_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+"""Bytes of a record that are read at once for its CRC-32."""
 
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -133,6 +137,39 @@ def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemH
     return _head(item, records[0], pickled, bounds)
 
 
+def check_archive(nbytes: int, read: Read) -> bool:
+    """Hold every record of any `torch.save` zip against its CRC-32, whatever it holds; nothing is unpickled.
+
+    Args:
+        nbytes: Length of the zip.
+        read: Returns (offset, nbytes) of it; memory is bounded by the directory and one piece.
+
+    Returns:
+        True when all records have a CRC-32 that holds; False when some have none, or when this is no zip at all.
+
+    Raises:
+        UnreadableError: A record is damaged, or the zip contradicts itself.
+    """
+    begins = nbytes >= 4 and read(0, 4) == b"PK\3\4"
+    ends = nbytes >= _END.size and read(nbytes - _END.size, 4) == b"PK\5\6"
+    if not begins and not ends:
+        return False
+    item = _Item(nbytes, read)
+    entries, bounds = _parse_directory(
+        item, max_entries=_MAX_ARCHIVE_ENTRIES, max_directory_bytes=_MAX_ARCHIVE_DIRECTORY_BYTES
+    )
+    is_whole = True
+    for entry in entries.values():
+        start, crc32 = _data_start(item, entry, bounds), 0
+        for at in range(0, entry.nbytes, _PIECE_BYTES):
+            crc32 = zlib.crc32(item.get(start + at, min(_PIECE_BYTES, entry.nbytes - at)), crc32)
+        if crc32 != entry.crc32:
+            if entry.crc32:
+                raise UnreadableError(f"entry '{escape_name(entry.name)}' of the item is damaged: its CRC-32 differs")
+            is_whole = False
+    return is_whole
+
+
 def _check_entries(item: _Item, entries: dict[str, _Entry], version: str, record: _Entry, bounds: _Bounds) -> None:
     if version not in entries:
         raise UnreadableError("the item has no version, without which torch does not load it")
@@ -164,7 +201,9 @@ def _head(item: _Item, record: _Entry, pickled: PickledTensor, bounds: _Bounds) 
     )
 
 
-def _parse_directory(item: _Item) -> tuple[dict[str, _Entry], _Bounds]:
+def _parse_directory(
+    item: _Item, *, max_entries: int = _MAX_ENTRIES, max_directory_bytes: int = _MAX_SMALL_BYTES
+) -> tuple[dict[str, _Entry], _Bounds]:
     """Return the entries by name, and where each of them and then the central directory begins."""
     if item.nbytes < _END.size:
         raise UnreadableError(f"an item of {item.nbytes} bytes is too short for a zip")
@@ -185,8 +224,8 @@ def _parse_directory(item: _Item) -> tuple[dict[str, _Entry], _Bounds]:
         raise UnreadableError("the item is a part of a zip that is split over disks")
     if start + nbytes != end:
         raise UnreadableError(f"the item's directory ends at byte {start + nbytes}, its end record is at {end}")
-    if not 0 < count <= _MAX_ENTRIES or nbytes > _MAX_SMALL_BYTES:
-        raise UnreadableError(f"the item has {count} entries; a tensor has 3 to 7")
+    if not 0 < count <= max_entries or nbytes > max_directory_bytes:
+        raise UnreadableError(f"the item's directory has {count} entries in {nbytes} bytes, which is no tensor's")
     entries = _parse_entries(item.get(start, nbytes), count, start)
     return entries, (*(entry.offset for entry in entries.values()), start)
 

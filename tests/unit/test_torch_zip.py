@@ -475,4 +475,4 @@ def test_parse_item_with_any_byte_flipped_is_read_or_refused() -> None:
 
 
 def test_module_names_its_public_parts() -> None:
-    assert set(torch_zip.__all__) == {"ItemFrame", "ItemHead", "item_frame", "parse_item"}
+    assert set(torch_zip.__all__) == {"ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item"}
