@@ -217,7 +217,8 @@ class Source:
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly the bytes [offset, offset + nbytes) of `file`."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.size(file):
+        size = self.size(file)
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
             raise self._short(file, offset, nbytes)
         buffer = bytearray(nbytes)
         self.read_into(file, offset, memoryview(buffer))

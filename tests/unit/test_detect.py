@@ -1,0 +1,148 @@
+"""Every layout of the ecosystem is named, with the way out."""
+
+from pathlib import Path
+
+import pytest
+from samples import safetensors_bytes, tensor, write_model
+
+from ckpt_tools import api
+from ckpt_tools.cli import main
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.detect import detect, is_hf_asset, is_weights
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ((".metadata", "__0_0.distcp"), "dcp"),
+        ((".metadata", "model.safetensors"), "dcp"),
+        ((".metadata",), "dcp"),
+        (("model.safetensors",), "hf"),
+        (("model.safetensors.index.json", "model-00001-of-00002.safetensors"), "hf"),
+        (("anything.safetensors",), "hf"),
+        (("diffusion_pytorch_model.safetensors", "config.json"), "hf"),
+        (("shard-00001-model-00001-of-00001.safetensors",), "hf-sharded"),
+    ],
+)
+def test_detect_of_known_files_is_their_format(files, expected: str) -> None:
+    assert detect(dict.fromkeys(files, 1), path="p") == expected
+
+
+LAYOUTS = {
+    "empty": ((), "no tensors here", "DCP checkpoint directory"),
+    "killed-save": (("__0_0.distcp", "__1_0.distcp"), "the save was killed", "checkpoint before it"),
+    "killed-rename": ((".metadata.tmp", "__0_0.distcp"), "the save was killed", "checkpoint before it"),
+    "no-collectives": (("__0_0.distcp", "__0.metadata"), "without .metadata", "use_collectives=False"),
+    "torchtitan-parent": (
+        ("step-10/.metadata", "step-10/__0_0.distcp", "step-9/.metadata", "step-9/__0_0.distcp"),
+        "a directory of checkpoints",
+        "use {path}/step-10",
+    ),
+    "hub-parent": (("org--model/model.safetensors",), "a directory of checkpoints", "use {path}/org--model"),
+    "accelerate": (
+        (
+            "pytorch_model_fsdp_0/.metadata",
+            "pytorch_model_fsdp_0/__0_0.distcp",
+            "optimizer_0/.metadata",
+            "scheduler.bin",
+        ),
+        "accelerate checkpoint",
+        "use {path}/pytorch_model_fsdp_0 for the model, {path}/optimizer_0 for the optimizer",
+    ),
+    "accelerate-no-optimizer": (
+        ("pytorch_model_fsdp_0/.metadata",),
+        "accelerate checkpoint",
+        "use {path}/pytorch_model_fsdp_0 for the model",
+    ),
+    "accelerate-rank-bins": (
+        ("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin"),
+        "per-rank pickles",
+        "DCP",
+    ),
+    "verl": (
+        ("fsdp_config.json", "model_world_size_2_rank_0.pt", "optim_world_size_2_rank_0.pt", "huggingface/config.json"),
+        "a verl checkpoint",
+        "model_merger",
+    ),
+    "deepspeed": (
+        ("latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt"),
+        "DeepSpeed",
+        "zero_to_fp32",
+    ),
+    "deepspeed-without-script": (("latest", "global_step5/zero_pp_rank_0.pt"), "DeepSpeed", "zero_to_fp32"),
+    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "torch.distributed.checkpoint"),
+    "pickled": (("pytorch_model.bin", "config.json"), "only pickled weights", "save_pretrained"),
+    "lightning": (("last.ckpt",), "only pickled weights", "safetensors"),
+    "assets-only": (("config.json", "tokenizer.json"), "no tensors here", "safetensors"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_of_another_kind_is_named_with_a_hint(layout: str, tmp_path: Path, capsys) -> None:
+    files, what, hint = LAYOUTS[layout]
+    directory = tmp_path / "source"
+    directory.mkdir()
+    for name in files:
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    assert main(["inspect", str(directory)]) == 4
+    err = capsys.readouterr().err
+    assert what in err
+    assert hint.format(path=directory) in err
+    assert f"at: {directory}" in err
+
+
+def test_layout_of_a_parent_hint_opens(tmp_path: Path) -> None:
+    """The hint is followed and works."""
+    write_model(tmp_path / "model")
+    (tmp_path / "runs").mkdir()
+    for step in (9, 10):
+        api.shard(tmp_path / "model", tmp_path / "runs" / f"step-{step}", mesh="dp_shard=2")
+    with pytest.raises(UnreadableError) as caught:
+        api.open_checkpoint(tmp_path / "runs")
+    hint = str(caught.value.hint).removeprefix("use ")
+    assert api.open_checkpoint(hint).format == "dcp"
+    assert hint.endswith("step-10")
+
+
+@pytest.mark.parametrize("name", ["x.distcp", "model.bin", "notes.txt"])
+def test_file_that_is_no_safetensors_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UnreadableError, match="not a safetensors file"):
+        api.open_checkpoint(tmp_path / name)
+
+
+def test_safetensors_of_several_models_need_a_choice(tmp_path: Path) -> None:
+    for name in ("adapter.safetensors", "other.safetensors"):
+        (tmp_path / name).write_bytes(safetensors_bytes({"w": tensor("U8", 2)}))
+    with pytest.raises(UnreadableError, match="nothing says which") as caught:
+        api.open_checkpoint(tmp_path)
+    assert "adapter.safetensors" in str(caught.value.hint)
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes({"m": tensor("U8", 2)}))
+    assert [entry.fqn for entry in api.open_checkpoint(tmp_path).tensors] == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "asset"),
+    [
+        ("config.json", False, True),
+        ("tokenizer.model", False, True),
+        ("tokenizer_config.json", False, True),
+        ("modeling_x.py", False, True),
+        ("preprocessor_config.json", False, True),
+        ("chat_template.jinja", False, True),
+        ("1_Pooling/config.json", False, True),
+        ("model.safetensors", True, False),
+        ("sub/model.safetensors", True, False),
+        ("model.safetensors.index.json", True, False),
+        ("pytorch_model.bin.index.json", True, False),
+        (".metadata", True, False),
+        ("__0_0.distcp", True, False),
+        ("rng_state_0.pth", True, False),
+        ("events.out.tfevents", False, False),
+    ],
+)
+def test_names_of_weights_and_assets(name: str, weights: bool, asset: bool) -> None:
+    assert is_weights(name) == weights
+    assert is_hf_asset(name) == asset
