@@ -26,6 +26,8 @@ MAX_FILES = 1_000_000
 """Files that a directory may hold."""
 MAX_LISTED_DEPTH = 3
 """Directories below the root in which files are looked for."""
+OPEN_FILES_HINT = "raise the limit of open files: ulimit -n 4096"
+"""What to do about EMFILE and ENFILE."""
 
 _Identity = tuple[int, int, int, int]
 
@@ -305,5 +307,5 @@ def _failed(verb: str, label: str, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
     hint = None
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        hint = "raise the limit of open files: ulimit -n 4096"
+        hint = OPEN_FILES_HINT
     return StorageError(f"cannot {verb}: {reason}", where=escape_name(label), hint=hint)
