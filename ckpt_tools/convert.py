@@ -31,7 +31,7 @@ from ckpt_tools.frames import digest_frames, planned_payloads
 from ckpt_tools.layout import Mesh, Placement
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.opening import Opened, open_path
-from ckpt_tools.plan import Plan, asset_name, blob_name, plan_assets
+from ckpt_tools.plan import Plan, asset_name, blob_name, check_names, plan_assets
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging, check_destination, free_bytes
 from ckpt_tools.text import escape_name
@@ -115,6 +115,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     check_destination(job.destination, overwrite=job.overwrite)
     if job.overwrite:
         check_replaceable(job.destination)
+    _check_claims(job)
     plan = Plan(job.source, job.target, job.heads)
     documents = {name: len(content) for name, content in job.documents.items()}
     if job.target.format == "dcp":
@@ -160,18 +161,48 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         return _finish(job, start, staging, outcome, assets, metadata)
 
 
+def _check_claims(job: Job) -> None:
+    """Hold what the source says of files and lengths against its files, before anything is made to measure."""
+    names = [*job.target.files, *job.documents, MANIFEST_NAME, *(asset.file for _, asset in job.assets)]
+    check_names([*names, METADATA_NAME] if job.target.format == "dcp" else names)
+    for source, asset in job.assets:
+        found = source.size(asset.file)
+        if found != asset.nbytes:
+            raise UnreadableError(
+                f"the file has {found} bytes, {asset.nbytes} were recorded",
+                where=escape_name(os.path.join(source.root, asset.file)),
+                hint=f"restore it, or remove {MANIFEST_NAME} to go on without what it records",
+            )
+    for blob in job.source.blobs:
+        found = job.opened.source.size(blob.span.file)
+        if blob.span.offset + blob.span.nbytes > found:
+            raise UnreadableError(
+                f"item {escape_name(blob.fqn)!r}: bytes {blob.span.offset}..{blob.span.offset + blob.span.nbytes} "
+                f"are needed, the file has {found}",
+                where=escape_name(os.path.join(job.opened.source.root, blob.span.file)),
+                hint="the file is truncated: restore it or copy it again",
+            )
+
+
 @contextmanager
 def _kept_or_discarded(staging: Staging) -> Iterator[None]:
     """Keep the work of a run that was interrupted or met a system error; discard it on any other failure."""
     try:
         yield
     except (KeyboardInterrupt, StorageError, MemoryError) as error:
+        if staging.is_published:
+            error.add_note(f"{escape_name(staging.destination)} is complete")
+        elif isinstance(error, KeyboardInterrupt):
+            error.add_note("nothing was published")
         if staging.num_kept:
             staging.keep()
             error.add_note(
                 f"what was written is kept in {escape_name(staging.directory)}: the same command continues from there"
             )
         raise
+    except OSError as error:
+        where = escape_name(error.filename if isinstance(error.filename, str) else staging.destination)
+        raise StorageError(error.strerror or str(error), where=where) from error
     finally:
         staging.discard()
 
@@ -252,6 +283,11 @@ def _finish(
     _check_result(staging.directory, job.target)
     job.opened.source.check_unchanged()
     staging.publish()
+    if staging.left_behind is not None:
+        job.notes.append(
+            f"the old checkpoint could not be removed: {escape_name(staging.left_behind)}; "
+            "the next ckpt that writes to this destination removes it, or you do"
+        )
     return _conversion(
         job,
         start,

@@ -11,7 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ckpt_tools.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, Encoding, TensorEntry
+from ckpt_tools.checkpoint import (
+    Asset,
+    BlobEntry,
+    ByteSpan,
+    Checkpoint,
+    Chunk,
+    Encoding,
+    TensorEntry,
+    is_plain_path,
+)
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.manifest import BLOCK_BYTES
@@ -216,6 +225,25 @@ def asset_name(asset: Asset) -> str:
 def blob_name(blob: BlobEntry) -> str:
     """Return the name under which a blob's digest is reported; no FQN contains a NUL."""
     return "\0blob\0" + blob.fqn
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise UnreadableError unless `names` can all be files of one destination.
+
+    Most come from the source, some from what it merely claims: two may be equal, one may be the directory of another,
+    and one may lead out.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if not is_plain_path(name):
+            raise UnreadableError("a file name leads out of the destination", where=escape_name(name))
+        if name in seen:
+            raise UnreadableError("two files of the destination would have the same name", where=escape_name(name))
+        seen.add(name)
+    for name in seen:
+        parts = name.split("/")
+        if any("/".join(parts[:i]) in seen for i in range(1, len(parts))):
+            raise UnreadableError("a file of the destination would also be a directory", where=escape_name(name))
 
 
 def check_complete(entry: TensorEntry) -> None:
