@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -191,11 +192,10 @@ def strip_prefix(fqns: Iterable[str], prefix: str) -> Callable[[str], str]:
 def plain_names(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """Index the model's tensors by the names that a plain model gives them.
 
-    Root and wrappers are stripped; a tensor whose plain name is taken keeps its own.
+    Root and wrappers are stripped; tensors whose plain names would be the same keep their own.
     """
     model, prefix = find_model(checkpoint)
-    named: dict[str, TensorEntry] = {}
-    for entry in model.tensors:
-        plain = strip_wrappers(entry.fqn)[len(prefix) :]
-        named[plain if plain not in named else entry.fqn] = entry
-    return named
+    plain = [strip_wrappers(entry.fqn)[len(prefix) :] for entry in model.tensors]
+    counts = Counter(plain)
+    named = {name if counts[name] == 1 else entry.fqn: entry for name, entry in zip(plain, model.tensors, strict=True)}
+    return named if len(named) == len(plain) else {entry.fqn: entry for entry in model.tensors}
