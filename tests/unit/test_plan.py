@@ -1,0 +1,144 @@
+"""Plans by example: literal numbers for a few conversions."""
+
+import pytest
+
+from ckpt_tools.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.formats import dcp, hf
+from ckpt_tools.formats.torch_zip import item_frame
+from ckpt_tools.layout import Box, Mesh, Shard, cut_tensor
+from ckpt_tools.plan import (
+    Plan,
+    asset_name,
+    blob_name,
+    blocks_of,
+    check_complete,
+    group_by_tensor,
+    plan_assets,
+    plan_copies,
+)
+
+
+def _chunk(offsets, sizes, file: str, offset: int, nbytes: int) -> Chunk:
+    return Chunk(box=Box(offsets, sizes), span=ByteSpan(file=file, offset=offset, nbytes=nbytes))
+
+
+def _source() -> Checkpoint:
+    """An F32 matrix of 4×6 in two files of two rows, and a scalar."""
+    matrix = TensorEntry(
+        fqn="w",
+        dtype=BY_NAME["F32"],
+        shape=(4, 6),
+        chunks=(_chunk((0, 0), (2, 6), "a", 100, 48), _chunk((2, 0), (2, 6), "b", 0, 48)),
+    )
+    scalar = TensorEntry(fqn="s", dtype=BY_NAME["I64"], shape=(), chunks=(_chunk((), (), "a", 148, 8),))
+    blob = BlobEntry(fqn="rng", span=ByteSpan(file="b", offset=48, nbytes=30))
+    return Checkpoint(root="", format="dcp", tensors=(matrix, scalar), blobs=(blob,), files={"a": 156, "b": 78})
+
+
+def _columns(source: Checkpoint) -> Checkpoint:
+    mesh = Mesh((("tp", 2),))
+    grids = {e.fqn: cut_tensor(e.shape, mesh, {"tp": Shard(1)} if e.shape else {}) for e in source.tensors}
+    return dcp.place(source.tensors, grids, source.blobs)
+
+
+def test_plan_from_rows_to_columns_names_every_copy() -> None:
+    source = _source()
+    one, other = Plan(source, _columns(source), {}).files
+    assert [file.file for file in (one, other)] == ["__0_0.distcp", "__1_0.distcp"]
+    blob, left, scalar = (
+        *(c for c in one.copies if "blob" in c.source.fqn),
+        *(c for c in one.copies if "blob" not in c.source.fqn),
+    )
+    (right,) = other.copies
+    assert (blob.offset, blob.nbytes, blob.encoding) == (0, 30, "raw")
+    assert (left.box, right.box) == (Box((0, 0), (4, 3)), Box((0, 3), (4, 3)))
+    assert (left.nbytes, right.nbytes, scalar.nbytes) == (48, 48, 8)
+    frame = item_frame(BY_NAME["F32"], (4, 3))
+    assert left.offset == 64 + frame.payload_offset
+    assert right.offset == frame.payload_offset
+    assert other.nbytes == frame.nbytes
+    assert (one.sources, other.sources) == (("a", "b"), ("a", "b"))
+    assert all(copy.offset % 64 == 0 for copy in (left, right, scalar))
+
+
+def test_plan_for_one_rank_of_rows_needs_one_source_file() -> None:
+    source = _source()
+    mesh = Mesh((("dp_shard", 2),))
+    grids = {e.fqn: cut_tensor(e.shape, mesh, {"dp_shard": Shard(0)} if e.shape else {}) for e in source.tensors}
+    first, second = plan_copies(source, dcp.place(source.tensors, grids))
+    assert first.sources == ("a",)
+    assert second.sources == ("b",)
+
+
+def test_plan_for_safetensors_begins_behind_the_header() -> None:
+    source = _source()
+    placed, heads = hf.place({"m.safetensors": list(source.tensors)})
+    plan = Plan(source, placed, heads)
+    (file,) = plan.files
+    assert file.head == heads["m.safetensors"]
+    assert [copy.offset for copy in file.copies] == [len(file.head), len(file.head) + 96]
+    assert file.nbytes == plan.total_bytes == len(file.head) + 104
+    assert plan.read_bytes == 104
+
+
+def test_plan_is_equal_by_value_and_printable() -> None:
+    source = _source()
+    assert plan_copies(source, _columns(source)) == plan_copies(_source(), _columns(_source()))
+    assert "__1_0.distcp" in repr(plan_copies(source, _columns(source)))
+
+
+def test_plan_groups_copies_by_tensor() -> None:
+    source = _source()
+    groups = group_by_tensor(Plan(source, _columns(source), {}).files)
+    assert {entry.fqn: len(copies) for entry, copies in groups} == {"\0blob\0rng": 1, "w": 2, "s": 1}
+    assert len(next(entry for entry, _ in groups if entry.fqn == "w").chunks) == 2
+
+
+def test_plan_of_assets_copies_them_whole() -> None:
+    asset = Asset(file="sub/config.json", nbytes=7)
+    (file,) = plan_assets([asset])
+    assert (file.file, file.nbytes, file.sources) == ("sub/config.json", 7, ("sub/config.json",))
+    assert file.copies[0].source.fqn == asset_name(asset)
+
+
+def test_names_of_assets_and_blobs_never_meet_those_of_tensors() -> None:
+    names = {
+        asset_name(Asset(file="x", nbytes=0)),
+        blob_name(BlobEntry(fqn="x", span=ByteSpan(file="", offset=0, nbytes=0))),
+    }
+    assert len(names) == 2
+    assert all("\0" in name for name in names)
+
+
+def test_plan_of_an_incomplete_tensor_is_refused() -> None:
+    source = _source()
+    broken = TensorEntry(fqn="w", dtype=BY_NAME["F32"], shape=(4, 6), chunks=source.tensors[0].chunks[:1])
+    with pytest.raises(UnreadableError, match=r"rows 2\.\.4 of 4 have no chunk") as caught:
+        check_complete(broken)
+    assert caught.value.where == "a"
+    with pytest.raises(UnreadableError):
+        Plan(Checkpoint(root="", format="dcp", tensors=(broken,)), _columns(source), {})
+
+
+def test_plan_into_another_shape_is_refused() -> None:
+    source = _source()
+    other = TensorEntry(fqn="w", dtype=BY_NAME["F32"], shape=(6, 4), chunks=())
+    with pytest.raises(CkptError, match="cannot become"):
+        plan_copies(source, Checkpoint(root="", format="hf", tensors=(other,)))
+
+
+def test_plan_peak_is_bounded_by_blocks() -> None:
+    chunk = _chunk((0,), (1 << 30,), "a", 0, 1 << 32)
+    big = TensorEntry(fqn="w", dtype=BY_NAME["F32"], shape=(1 << 30,), chunks=(chunk,))
+    source = Checkpoint(root="", format="hf", tensors=(big,), files={"a": 1 << 32})
+    placed, heads = hf.place({"m": [big]})
+    assert Plan(source, placed, heads).peak_bytes(4) == 4 * 2 * (4 << 20)
+    assert Plan(_source(), _columns(_source()), {}).peak_bytes(1) == 2 * 96
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F4", (1 << 12, 1 << 12 | 1)), ("F6_E2M3", (1 << 12, 1 << 12 | 2))])
+def test_blocks_that_would_end_inside_a_byte_are_refused(dtype: str, shape) -> None:
+    with pytest.raises(UsageError, match="inside a byte"):
+        blocks_of(TensorEntry(fqn="w", dtype=BY_NAME[dtype], shape=shape, chunks=()), BY_NAME[dtype])
