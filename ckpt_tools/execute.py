@@ -17,7 +17,7 @@ from ckpt_tools.block_io import Buffers, Read, read_block
 from ckpt_tools.checkpoint import Chunk, TensorEntry
 from ckpt_tools.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.layout import Blocks, Box, BoxIndex
 from ckpt_tools.plan import Copy, FilePlan, blocks_of, chunk_index, group_by_tensor
@@ -109,10 +109,13 @@ class _Run:
 
     def run(self, num_workers: int) -> None:
         """Work until nothing is left; raise the first error of any worker."""
-        threads = [threading.Thread(target=self._work, name=f"ckpt-{i}") for i in range(num_workers)]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
         try:
+            for i in range(num_workers):
+                thread = threading.Thread(target=self._work, name=f"ckpt-{i}")
+                if not _start(thread, needed=not threads):
+                    break
+                threads.append(thread)
             for thread in threads:
                 thread.join()
         except BaseException as error:  # Ctrl-C: let the workers finish their block and go
@@ -321,6 +324,24 @@ class _Run:
             nbytes = min(_CRC_PASS_BYTES, span.nbytes - start)
             crc32 = isal_zlib.crc32(self.source.read(span.file, span.offset + start, nbytes), crc32)
         return [(0, span.nbytes, crc32)]
+
+
+def _start(thread: threading.Thread, *, needed: bool) -> bool:
+    """Start a worker; return False when the system gives no more threads and it can be done without.
+
+    Raises:
+        StorageError: It gives none at all.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if needed:
+            raise StorageError(
+                "cannot start a thread: the system's limit of threads or of memory is reached",
+                hint="raise it: ulimit -u, ulimit -v",
+            ) from error
+        return False
+    return True
 
 
 def _combine(parts: _Parts) -> tuple[int, int]:

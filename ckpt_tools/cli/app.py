@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import typer
 
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import commands
 from ckpt_tools.cli.output import note, print_error
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CkptError, StorageError, UsageError
+from ckpt_tools.storage.signals import STOP_SIGNALS
+from ckpt_tools.text import escape_name
 
 EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff),
 4 not a complete, readable checkpoint, 5 destination exists, 130 interrupted."""
@@ -46,7 +51,7 @@ def _root(
 
 
 class _InterruptedError(CkptError):
-    """Somebody pressed Ctrl-C."""
+    """Somebody pressed Ctrl-C, or ended the process by a signal that can be answered."""
 
     exit_code = 130
     code = "interrupted"
@@ -60,8 +65,8 @@ def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
         try:
             return command(*args, **options)
         except KeyboardInterrupt as error:
-            hint = "; ".join(getattr(error, "__notes__", ())) or None
-            raise _InterruptedError("interrupted; nothing was published", hint=hint) from error
+            notes: list[str] = getattr(error, "__notes__", [])
+            raise _InterruptedError("; ".join(["interrupted", *notes[:1]]), hint="; ".join(notes[1:]) or None) from error
 
     return run
 
@@ -75,8 +80,28 @@ def _is_set(argv: list[str], *names: str, variable: str) -> bool:
     return any(name in argv for name in names) or os.environ.get(variable, "").strip().lower() in _TRUE
 
 
+@contextmanager
+def _stop_signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM (schedulers) and SIGHUP (closing terminals) do what Ctrl-C does: stop, and leave things in order."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup, nor where the caller has its own way
+                before[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_command(argv: list[str]) -> int:
     """Run one command; every error becomes an exit code here."""
+    with _stop_signals_interrupt():
+        return _run_command(argv)
+
+
+def _run_command(argv: list[str]) -> int:
     as_json = _is_set(argv, "--json", variable="CKPT_JSON")
     verbose = _is_set(argv, "-v", "--verbose", variable="CKPT_VERBOSE")
     try:
@@ -107,6 +132,10 @@ def run_command(argv: list[str]) -> int:
     except BrokenPipeError:  # the reader of stdout has gone (`ckpt inspect … | head`)
         sys.stderr.close()
         return 1
+    except OSError as error:
+        where = escape_name(error.filename) if isinstance(error.filename, str) else None
+        print_error(StorageError(error.strerror or str(error), where=where), as_json=as_json)
+        return StorageError.exit_code
     except Exception:
         note(f"This is a bug in ckpt {__version__} (Python {platform.python_version()}, {platform.platform()}).")
         note("Please report it with the traceback below.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import os
 import shutil
 import stat
+import time
 import uuid
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
@@ -15,6 +17,8 @@ from ckpt_tools.text import escape_name
 
 STAGING_PREFIX = ".ckpt-tmp-"
 """Staging directories begin with this."""
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+_PATIENCE_S = 2.0
 
 
 def staging_path(destination: str) -> str:
@@ -32,39 +36,87 @@ def claim_directory(destination: str) -> tuple[str, int]:
 
     Raises:
         DestinationExistsError: Another run is working in it.
-        CkptError: Something else has its name, or it cannot be made.
+        StorageError: It cannot be made or opened.
+        CkptError: Something else has its name.
     """
     path = staging_path(destination)
+    try:
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+            descriptor = _open(path)
+            if descriptor is None:
+                continue  # published or removed since
+            try:
+                if not _lock(descriptor, destination):
+                    os.close(descriptor)
+                    return _claim_unshared(path)
+                if _is_same(path, descriptor):
+                    return path, descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make a staging directory beside the destination: {error.strerror}",
+            where=escape_name(os.path.dirname(path)),
+        ) from error
+
+
+def lock_directory(path: str) -> int | None:
+    """Lock a checkpoint that is about to change places with its staging directory, so that none claims it there.
+
+    Returns:
+        The descriptor that holds the lock; None where there are no locks.
+
+    Raises:
+        DestinationExistsError: It stays locked by somebody else.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            os.mkdir(path)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise StorageError(
-                f"cannot create a directory beside the destination: {error.strerror}",
-                where=escape_name(os.path.dirname(path)),
-            ) from error
-        descriptor = _open(path)
-        if descriptor is None:
-            continue  # published or removed since
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            if _lock(descriptor, path):
+                return descriptor
+            break
+        except DestinationExistsError:
+            # A run that came too late to claim this very directory holds it for a moment.
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise
+            time.sleep(0.01)
+        except BaseException:
             os.close(descriptor)
-            raise DestinationExistsError(
-                "another ckpt is writing to this destination",
-                where=escape_name(destination),
-                hint="wait for it, or choose another destination",
-            ) from error
-        except OSError:  # no locks here (some network file systems)
-            os.close(descriptor)
-            path = f"{staging_path(destination)}-{uuid.uuid4().hex[:8]}"
-            os.mkdir(path)
-            return path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        if _is_same(path, descriptor):
-            return path, descriptor
-        os.close(descriptor)
+            raise
+    os.close(descriptor)
+    return None
+
+
+def _lock(descriptor: int, destination: str) -> bool:
+    """Lock a directory; return False when its file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DestinationExistsError(
+            "another ckpt is writing to this destination",
+            where=escape_name(destination),
+            hint="wait for it, or choose another destination",
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _claim_unshared(path: str) -> tuple[str, int]:
+    # Nobody works in a directory of the common name here; what an earlier attempt left of it is empty.
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+    path = f"{path}-{uuid.uuid4().hex[:8]}"
+    os.mkdir(path)
+    return path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _open(path: str) -> int | None:
@@ -73,13 +125,13 @@ def _open(path: str) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise CkptError(
-                "the name of the staging directory is taken by something else",
-                where=escape_name(path),
-                hint="remove it if you know what it is",
-            ) from error
-        raise StorageError(f"cannot open: {error.strerror}", where=escape_name(path)) from error
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise CkptError(
+            "the name of the staging directory is taken by something else",
+            where=escape_name(path),
+            hint="remove it if you know what it is",
+        ) from error
     owner = os.fstat(descriptor).st_uid
     if owner != os.geteuid():
         os.close(descriptor)

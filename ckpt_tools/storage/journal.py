@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+import zlib
 from dataclasses import dataclass
 
 JOURNAL_NAME = ".ckpt-journal"
 """Its name in the staging directory."""
-MAX_JOURNAL_BYTES = 1 << 30
-"""A larger one is not read."""
+MAX_JOURNAL_BYTES = 1 << 28
+"""A larger one is not read (2²⁸ bytes are some three million blocks, 12 TB)."""
+MAX_LINE_BYTES = 1 << 20
+"""A longer line counts for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +38,36 @@ Records = dict[tuple[int, int], BlockRecord]
 def read_journal(directory: str, fingerprint: str) -> Records | None:
     """Return the records of a journal, or None when there is none of this `fingerprint`."""
     try:
-        descriptor = os.open(os.path.join(directory, JOURNAL_NAME), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Whatever has its name: a pipe must not block, a link is not followed.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(os.path.join(directory, JOURNAL_NAME), flags)
     except OSError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        lines = file.read(MAX_JOURNAL_BYTES).split(b"\n")
-    if lines[0] != fingerprint.encode():
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_size > MAX_JOURNAL_BYTES:
+            return None
+        with open(descriptor, "rb", closefd=False) as file:
+            if file.readline(MAX_LINE_BYTES) != fingerprint.encode() + b"\n":
+                return None
+            return dict(filter(None, map(_parse_line, iter(lambda: file.readline(MAX_LINE_BYTES), b""))))
+    except OSError:
         return None
-    records: Records = {}
-    for line in lines[1:]:
-        try:
-            tensor, block, digest, reads = json.loads(line)
-            records[int(tensor), int(block)] = BlockRecord(
-                str(digest), tuple((int(a), int(b), int(c), int(d)) for a, b, c, d in reads)
-            )
-        except (ValueError, TypeError):
-            continue  # torn, or not ours: the block is done again
-    return records
+    finally:
+        os.close(descriptor)
+
+
+def _parse_line(line: bytes) -> tuple[tuple[int, int], BlockRecord] | None:
+    """Return a record, or None when the line is torn, damaged or not ours: the block is then done again."""
+    checksum, _, text = line.removesuffix(b"\n").partition(b" ")
+    try:
+        if int(checksum, 16) != zlib.crc32(text):
+            return None
+        tensor, block, digest, reads = json.loads(text)
+        runs = tuple((int(a), int(b), int(c), int(d)) for a, b, c, d in reads)
+        return (int(tensor), int(block)), BlockRecord(str(digest), runs)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 class JournalWriter:
@@ -73,8 +90,8 @@ class JournalWriter:
 
     def append(self, tensor: int, block: int, record: BlockRecord) -> None:
         """Add a record. Safe from any thread."""
-        line = json.dumps([tensor, block, record.digest, record.reads], separators=(",", ":"))
-        os.write(self._descriptor, line.encode() + b"\n")
+        text = json.dumps([tensor, block, record.digest, record.reads], separators=(",", ":")).encode()
+        os.write(self._descriptor, b"%08x %s\n" % (zlib.crc32(text), text))
         self.num_records += 1
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 import threading
 from collections import OrderedDict
@@ -29,15 +30,18 @@ MAX_LISTED_DEPTH = 3
 OPEN_FILES_HINT = "raise the limit of open files: ulimit -n 4096"
 """What to do about EMFILE and ENFILE."""
 
+_OTHER_DESCRIPTORS = 12
+"""Descriptors that are needed beside those caches: streams, the journal, directories."""
+
 _Identity = tuple[int, int, int, int]
 
 
 class Descriptors:
     """A bounded cache of open file descriptors that many threads share."""
 
-    def __init__(self, opener: Opener, limit: int = MAX_OPEN_FILES) -> None:
+    def __init__(self, opener: Opener, limit: int | None = None) -> None:
         self._opener = opener
-        self._limit = limit
+        self._limit = _affordable_files() if limit is None else limit
         self._lock = threading.Lock()
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # file → [descriptor, users]
 
@@ -137,20 +141,22 @@ class Source:
         pending = [("", 0)]
         while pending:
             prefix, depth = pending.pop()
-            with os.scandir(os.path.join(self._real_root, prefix)) as entries:
-                for entry in sorted(entries, key=lambda e: e.name):
+            try:
+                with os.scandir(os.path.join(self._real_root, prefix)) as scan:
+                    entries = sorted(scan, key=lambda entry: entry.name)
+                for entry in entries:
                     name = prefix + entry.name
                     if entry.is_dir(follow_symlinks=False):
                         if depth < max_depth and not entry.name.startswith("."):
                             pending.append((name + "/", depth + 1))
                         continue
-                    try:
-                        if entry.is_file():
-                            found[name] = entry.stat().st_size
-                    except OSError:
-                        continue  # a dangling link holds nothing; whoever needs it says that it is missing
+                    size = _regular_size(entry)
+                    if size is not None:
+                        found[name] = size
                     if len(found) > max_files:
                         raise LimitError(f"more than {max_files} files", where=escape_name(self.root))
+            except OSError as error:
+                raise _failed("list", self._label(prefix), error) from error
         return dict(sorted(found.items()))
 
     def path(self, file: str) -> str:
@@ -257,8 +263,10 @@ class Source:
         for file, identity in self._identities.items():
             try:
                 now = _identity(os.stat(self.path(file)))
-            except OSError as error:
+            except (FileNotFoundError, NotADirectoryError) as error:
                 raise self._changed(file) from error
+            except OSError as error:
+                raise _failed("look at", self._label(file), error) from error
             if now != identity:
                 raise self._changed(file)
 
@@ -287,6 +295,14 @@ class Source:
         )
 
 
+def _affordable_files() -> int:
+    """Return how many files one cache may keep open: reading and writing share what the system allows a process."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return MAX_OPEN_FILES
+    return max(2, min(MAX_OPEN_FILES, (allowed - _OTHER_DESCRIPTORS) // 3))
+
+
 def _hub_cache_blobs(real_root: str) -> str | None:
     """Return the blobs directory of the hub cache's repository when `real_root` is one of its snapshots.
 
@@ -297,6 +313,16 @@ def _hub_cache_blobs(real_root: str) -> str | None:
         if os.path.basename(snapshots) == "snapshots":
             return os.path.join(os.path.dirname(snapshots), "blobs")
     return None
+
+
+def _regular_size(entry: os.DirEntry[str]) -> int | None:
+    """Return the size of a regular file. A dangling link holds nothing: whoever needs it says that it is missing."""
+    try:
+        return entry.stat().st_size if entry.is_file() else None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+            return None
+        raise
 
 
 def _identity(status: os.stat_result) -> _Identity:

@@ -3,7 +3,7 @@
 The protocol: a staging directory beside the destination, claimed by one run at a time, every file created
 exclusively, filled and fsynced, then the directory fsynced, then one rename that cannot replace anything (or that
 exchanges, for overwrite), then the parent fsynced. What an interrupted run leaves in the staging directory is
-continued by the same command, and removed by any other.
+continued by the same command, and removed by any other. See docs/concepts/reliability.md.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import stat
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.claim import claim_directory, empty_directory
 from ckpt_tools.storage.journal import BlockRecord, JournalWriter, Records, read_journal
-from ckpt_tools.storage.source import Descriptors, Opener
+from ckpt_tools.storage.publish import NotDurableError, move_into_place, put_back, sync_directory, sync_entries
+from ckpt_tools.storage.signals import hold_signals
+from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors, Opener
 from ckpt_tools.text import escape_name
 
-_RENAME_NOREPLACE = 1
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
 _SYNC_FILE_RANGE_WRITE = 2
-_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -58,6 +56,10 @@ class Staging:
         self._journal: JournalWriter | None = None
         self.records: Records = {}
         self.found_other = False
+        self.is_published = False
+        """The destination is complete."""
+        self.left_behind: str | None = None
+        """The old checkpoint, when it is replaced and could not be removed."""
 
     def begin(self, fingerprint: str | None = None) -> None:
         """Look at what is there: continue it when it is of this `fingerprint`, else remove it.
@@ -66,6 +68,7 @@ class Staging:
         says whether the work of another one was removed. Without a fingerprint nothing is kept or recorded.
         """
         try:
+            put_back(self.directory, self.destination)
             # Somebody may have published between the caller's first look and our claim.
             check_destination(self.destination, overwrite=self._overwrite)
             found = None if fingerprint is None else read_journal(self.directory, fingerprint)
@@ -138,9 +141,12 @@ class Staging:
     def allocated_bytes(self) -> int:
         """Return the disk space that staged files already have."""
         total = 0
-        for directory, _, names in os.walk(self.directory):
-            for name in names:
-                total += os.stat(os.path.join(directory, name), follow_symlinks=False).st_blocks * 512
+        try:
+            for directory, _, names in os.walk(self.directory):
+                for name in names:
+                    total += os.stat(os.path.join(directory, name), follow_symlinks=False).st_blocks * 512
+        except OSError as error:
+            raise self._failed("look at", self.directory, error) from error
         return total
 
     def write(self, file: str, offset: int, buffers: list[memoryview | bytes]) -> int:
@@ -148,11 +154,7 @@ class Staging:
         total = sum(map(len, buffers))
         with self._descriptors.use(file) as descriptor:
             try:
-                count = os.pwritev(descriptor, buffers, offset)
-                if count != total:
-                    rest = memoryview(b"".join(buffers))
-                    while count != total:
-                        count += os.pwrite(descriptor, rest[count:], offset + count)
+                _write_all(descriptor, offset, buffers, total)
                 if total >= 1 << 20:
                     # Start the write-back now, so that the fsync at the end finds little to do.
                     _libc.sync_file_range(
@@ -179,7 +181,7 @@ class Staging:
         with os.scandir(self.directory) as entries:
             for entry in sorted(entries, key=lambda e: e.name):
                 if entry.is_file(follow_symlinks=False) and not entry.name.startswith("."):
-                    sizes[entry.name] = entry.stat().st_size
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
         self._files += sizes
         for name in sizes:
             self.sync(name)
@@ -203,29 +205,42 @@ class Staging:
         self.sync(file)
 
     def publish(self) -> None:
-        """Make the destination appear, whole and durable.
+        """Make the destination appear, whole and durable. Stop signals wait until that is done, or has failed.
+
+        An old checkpoint that cannot be removed is no failure: see `left_behind`.
 
         Raises:
             DestinationExistsError: Somebody else created it meanwhile.
+            StorageError: The system refuses; the destination is as it was, unless the message says otherwise.
         """
         self._descriptors.close()
+        with hold_signals():
+            try:
+                self._publish()
+            except NotDurableError:
+                self.is_published = True
+                self._release()  # the old one, when there is one, stays where it is
+                raise
+            except OSError as error:
+                raise self._failed("publish", "", error) from error
+            self.is_published = True
+            self._release()
+
+    def _publish(self) -> None:
+        parent = os.open(os.path.dirname(self.destination), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            if self._journal is not None:
-                self._journal.remove()
             for directory in sorted({part for file in self._files for part in _parents(file)}):
                 sync_directory(os.path.join(self.directory, directory))
-            sync_directory(self.directory)
-            exists = os.path.lexists(self.destination)
-            if exists and not self._overwrite:
-                raise DestinationExistsError("the destination appeared meanwhile", where=self._label())
-            if not exists:
-                self._move_into_place()
-            else:
-                self._exchange()
-            sync_directory(os.path.dirname(self.destination))
-        except OSError as error:
-            raise self._failed("publish", self.destination, error) from error
-        self._release()
+            sync_entries(self._claim)
+            if self._journal is not None:
+                # Last, so that a kill before loses nothing. From here on there is nothing to continue.
+                self._journal.remove()
+                self._journal, self.records = None, {}
+            self.left_behind = move_into_place(
+                self.directory, self._claim, self.destination, parent, overwrite=self._overwrite
+            )
+        finally:
+            os.close(parent)
 
     def keep(self) -> None:
         """Leave what is staged for the next run of the same command."""
@@ -249,49 +264,6 @@ class Staging:
             os.close(self._claim)
             self._claim = -1
 
-    def _exchange(self) -> None:
-        try:
-            _rename(self.directory, self.destination, _RENAME_EXCHANGE)
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
-                raise
-            # Two renames: for a moment there is no destination, but never half of one.
-            old = self.directory + ".old"
-            os.rename(self.destination, old)
-            try:
-                os.rename(self.directory, self.destination)
-            except OSError:
-                os.rename(old, self.destination)
-                raise
-            os.rename(old, self.directory)
-        sync_directory(os.path.dirname(self.destination))
-        shutil.rmtree(self.directory)  # by now the old checkpoint
-
-    def _move_into_place(self) -> None:
-        try:
-            _rename(self.directory, self.destination, _RENAME_NOREPLACE)
-        except FileExistsError as error:
-            raise DestinationExistsError("the destination appeared meanwhile", where=self._label()) from error
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
-                raise
-            # No RENAME_NOREPLACE here (some network file systems): mkdir is exclusive everywhere, and the
-            # last file in, the commit marker, is the last one written.
-            try:
-                os.mkdir(self.destination)
-            except FileExistsError as exists:
-                raise DestinationExistsError("the destination appeared meanwhile", where=self._label()) from exists
-            try:
-                for file in self._files:
-                    target = os.path.join(self.destination, file)
-                    os.makedirs(os.path.dirname(target), exist_ok=True)
-                    os.rename(os.path.join(self.directory, file), target)
-                sync_directory(self.destination)
-            except BaseException:
-                shutil.rmtree(self.destination, ignore_errors=True)
-                raise
-            shutil.rmtree(self.directory)
-
     def _label(self) -> str:
         return escape_name(self.destination)
 
@@ -299,9 +271,11 @@ class Staging:
         hint = None
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space there, or choose another destination; --dry-run says how much is needed"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            hint = OPEN_FILES_HINT
         return StorageError(
             f"cannot {verb}: {error.strerror or error}",
-            where=escape_name(os.path.join(self.destination, file)),
+            where=escape_name(os.path.join(self.destination, file) if file else self.destination),
             hint=hint,
         )
 
@@ -328,23 +302,30 @@ def check_destination(destination: str, *, overwrite: bool) -> None:
 
 def free_bytes(destination: str) -> int:
     """Return the bytes that may still be written on the destination's file system."""
-    status = os.statvfs(os.path.dirname(os.path.abspath(destination)))
-    return status.f_bavail * status.f_frsize
-
-
-def sync_directory(path: str) -> None:
-    """Make the entries of a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    parent = os.path.dirname(os.path.abspath(destination))
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        status = os.statvfs(parent)
+    except OSError as error:
+        raise StorageError(f"cannot ask for the free space: {error.strerror}", where=escape_name(parent)) from error
+    return status.f_bavail * status.f_frsize
 
 
 def _parents(file: str) -> list[str]:
     """Return the directories that lead to `file`, relative to the root."""
     parts = file.split("/")[:-1]
     return ["/".join(parts[:i]) for i in range(1, len(parts) + 1)]
+
+
+def _write_all(descriptor: int, offset: int, buffers: list[memoryview | bytes], nbytes: int) -> None:
+    count = os.pwritev(descriptor, buffers, offset)
+    if count == nbytes:
+        return
+    rest = memoryview(b"".join(buffers))
+    while count != nbytes:
+        more = os.pwrite(descriptor, rest[count:], offset + count)
+        if not more:
+            raise OSError(errno.EIO, "nothing more is written")
+        count += more
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:
@@ -354,10 +335,3 @@ def _allocate(descriptor: int, nbytes: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.ftruncate(descriptor, nbytes)
-
-
-def _rename(old: str, new: str, flags: int) -> None:
-    result = _libc.renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags)
-    if result:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), new)
