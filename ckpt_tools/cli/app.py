@@ -66,7 +66,8 @@ def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
             return command(*args, **options)
         except KeyboardInterrupt as error:
             notes: list[str] = getattr(error, "__notes__", [])
-            raise _InterruptedError("; ".join(["interrupted", *notes[:1]]), hint="; ".join(notes[1:]) or None) from error
+            what = "; ".join(["interrupted", *notes[:1]])
+            raise _InterruptedError(what, hint="; ".join(notes[1:]) or None) from error
 
     return run
 
