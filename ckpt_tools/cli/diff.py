@@ -35,6 +35,7 @@ def diff(
     progress: options.ProgressMode = "auto",
     json: options.Json = False,
     quiet: options.Quiet = False,
+    verbose: options.Verbose = False,  # noqa: ARG001 - the application acts on it
 ) -> int:
     """Compare two checkpoints: names, shapes, dtypes and values. Exit code 3 when they differ."""
     with progress_of(progress, quiet=quiet or json) as factory:

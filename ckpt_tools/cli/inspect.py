@@ -40,6 +40,8 @@ def inspect(
     exclude: options.Exclude = None,
     from_format: options.From = None,
     json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,  # noqa: ARG001 - the application acts on it
 ) -> int:
     """Show what a checkpoint holds and how it is sharded, from its headers alone; --mesh shows another layout."""
     table = _by(by)
@@ -62,6 +64,8 @@ def inspect(
     if json:
         listed = chosen or (summary.tensors if tensors else None)
         print_json(to_json(summary, tensors=listed))
+        return 0
+    if quiet:
         return 0
     render(
         summary,
