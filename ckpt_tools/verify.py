@@ -99,7 +99,7 @@ def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, lis
         resolved.append(raw or entry)
         if raw is not None:
             sound.append(raw)
-    _check_overlaps(checkpoint, findings)
+    _check_overlaps(opened, findings)
     for blob in checkpoint.blobs:
         _check_span(opened, blob.span, f"item {escape_name(blob.fqn)!r}", findings)
     _check_foreign(opened, findings)
@@ -171,8 +171,10 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: Find
     return Chunk(box=chunk.box, span=span, strides=head.strides, crc32=head.crc32)
 
 
-def _check_overlaps(checkpoint: Checkpoint, findings: Findings) -> None:
-    """Different items must not share bytes; equal spans are tied tensors."""
+def _check_overlaps(opened: Opened, findings: Findings) -> None:
+    """Different items must not share bytes (equal spans are tied tensors), and the last one must end its file."""
+    checkpoint = opened.checkpoint
+    sizes = {} if opened.manifest is None else opened.manifest.files
     spans: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
     for entry in checkpoint.tensors:
         for chunk in entry.chunks:
@@ -190,6 +192,14 @@ def _check_overlaps(checkpoint: Checkpoint, findings: Findings) -> None:
                 )
             if end > reach:
                 reach, holder = end, fqn
+        extra = checkpoint.files.get(file, 0) - reach
+        if extra > 0 and file not in sizes:  # with a known size, the manifest's check says it
+            findings.warn(
+                "long-file",
+                escape_name(file),
+                f"{extra} bytes after its last item, which nothing refers to",
+                "a leftover of an earlier save, or a file of another one",
+            )
 
 
 def _check_foreign(opened: Opened, findings: Findings) -> None:

@@ -48,6 +48,9 @@ _INDEX = f"{_DCP}MetadataIndex"
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _LAYOUT = "torch.serialization._get_layout"
 _PROPERTIES = frozenset({f"{_DCP}TensorProperties", f"{_OLD}TensorProperties"})
+_MEMORY_FORMATS = frozenset({f"{_DCP}_MEM_FORMAT_ENCODING", f"{_OLD}MEM_FORMAT_ENCODING"})
+_HASHABLE = frozenset({_INDEX, "torch.Size"})
+"""Classes of `ALLOWED_GLOBALS` whose objects can be keys of a dict."""
 _FOREIGN_DTYPES = (
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
@@ -235,6 +238,8 @@ def _parse_paths(planner_data: object) -> Mapping[str, KeyPath]:
     """Return FQN → keys; a planner may keep anything here, so what is not understood is no path."""
     if type(planner_data) is not dict:
         return {}
+    if any(type(key) is Record and key.name not in _HASHABLE for key in planner_data):
+        raise UnreadableError("planner_data has a key that torch cannot make one of")
     return {
         fqn: path
         for fqn, path in planner_data.items()
@@ -243,6 +248,11 @@ def _parse_paths(planner_data: object) -> Mapping[str, KeyPath]:
         and len(path) <= _MAX_KEYS
         and all(type(key) in (str, int) for key in path)
     }
+
+
+def _is_memory_format(value: object) -> bool:
+    """Is this one of the three codes? What it means for a tensor nobody reads, but torch loads nothing with another."""
+    return type(value) is Record and value.name in _MEMORY_FORMATS and value.args in ((0,), (1,), (2,))
 
 
 class _TensorReader:
@@ -303,10 +313,10 @@ class _TensorReader:
         state = properties.state
         if type(state) is dict:
             dtype, layout = state.get("dtype"), state.get("layout")
-        elif type(state) is tuple and len(state) >= 2:
+        elif type(state) is tuple and len(state) == 5 and _is_memory_format(state[3]):
             dtype, layout = state[:2]
         else:
-            raise UnreadableError(f"{self._where}: its TensorProperties have no fields")
+            raise UnreadableError(f"{self._where}: its TensorProperties do not have the fields that torch reads")
         if type(layout) is not Record or layout.name != _LAYOUT or layout.args != ("torch.strided",):
             name = layout.args[0] if type(layout) is Record and len(layout.args) == 1 else None
             shown = escape_name(name) if type(name) is str else "(unnamed)"

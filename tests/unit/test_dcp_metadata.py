@@ -231,6 +231,16 @@ def test_parse_metadata_with_dict_properties_is_read() -> None:
                 parse_metadata(stream.getvalue())
 
 
+@pytest.mark.parametrize("code", [b"K\x03\x85", b"K\x80\x85", b"NN\x86"])
+def test_parse_metadata_of_an_unknown_memory_format_is_refused(code: bytes) -> None:
+    """torch raises on it while it loads."""
+    name = b"_MEM_FORMAT_ENCODING\x94\x93\x94"
+    data = pickle.dumps(metadata_of(), 4)
+    assert data.count(name + b"K\x00\x85") == 1
+    with pytest.raises(UnreadableError, match="its TensorProperties do not have the fields that torch reads"):
+        parse_metadata(data.replace(name + b"K\x00\x85", name + code))
+
+
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.preserve_format])
 def test_parse_metadata_of_any_memory_format_is_read(memory_format: torch.memory_format) -> None:
     assert parse(metadata_of(memory_format=memory_format)).tensors[0].dtype is BY_NAME["F32"]
