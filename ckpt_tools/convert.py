@@ -190,10 +190,11 @@ def _kept_or_discarded(staging: Staging) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, StorageError, MemoryError) as error:
-        if staging.is_published:
-            error.add_note(f"{escape_name(staging.destination)} is complete")
-        elif isinstance(error, KeyboardInterrupt):
-            error.add_note("nothing was published")
+        if isinstance(error, KeyboardInterrupt):
+            done = (
+                f"{escape_name(staging.destination)} is complete" if staging.is_published else "nothing was published"
+            )
+            error.add_note(done)
         if staging.num_kept:
             staging.keep()
             error.add_note(

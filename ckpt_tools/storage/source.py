@@ -192,13 +192,13 @@ class Source:
             if not stat.S_ISREG(seen.st_mode):
                 raise UnreadableError("not a regular file", where=escape_name(self._label(file)))
             descriptor = self._open(file, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            status = os.fstat(descriptor)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UnreadableError("a file is missing", where=escape_name(self._label(file))) from error
         except OSError as error:
             if error.errno in (errno.EXDEV, errno.ELOOP, errno.ENXIO):  # it was something else a moment ago
                 raise self._changed(file) from error
             raise _failed("open", self._label(file), error) from error
-        status = os.fstat(descriptor)
         identity = _identity(status)
         is_same = (status.st_dev, status.st_ino) == (seen.st_dev, seen.st_ino)
         if not is_same or self._identities.setdefault(file, identity) != identity:

@@ -15,7 +15,7 @@ import shutil
 import stat
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
-from ckpt_tools.storage.claim import claim_directory, empty_directory
+from ckpt_tools.storage.claim import claim_directory, empty_directory, staging_path
 from ckpt_tools.storage.journal import BlockRecord, JournalWriter, Records, read_journal
 from ckpt_tools.storage.publish import NotDurableError, move_into_place, put_back, sync_directory, sync_entries
 from ckpt_tools.storage.signals import hold_signals
@@ -65,8 +65,11 @@ class Staging:
         """Look at what is there: continue it when it is of this `fingerprint`, else remove it.
 
         Afterwards `records` holds what an interrupted run of this fingerprint had written, and `found_other`
-        says whether the work of another one was removed. Without a fingerprint nothing is kept or recorded.
+        says whether the work of another one was removed. Without a fingerprint nothing is kept or recorded, nor on
+        file systems without locks, where no later run can know that this directory is free.
         """
+        if self.directory != staging_path(self.destination):
+            fingerprint = None
         try:
             put_back(self.directory, self.destination)
             # Somebody may have published between the caller's first look and our claim.
