@@ -1,0 +1,32 @@
+"""FSDP2 models: mesh, policies, wrapping, loading, saving, training steps, and checks of all of these.
+
+This package imports torch; it is imported only where a model is built.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.fsdp2.blocks import find_blocks
+from ckpt_tools.fsdp2.buffers import materialise_buffers
+from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
+from ckpt_tools.fsdp2.mesh import build_device_mesh, fsdp_mesh, mesh_of, tp_mesh
+from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
+from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model
+
+__all__ = [
+    "STRATEGIES",
+    "LoadReport",
+    "Policy",
+    "Precision",
+    "ShardedPlan",
+    "build_device_mesh",
+    "find_blocks",
+    "fsdp_mesh",
+    "load_checkpoint",
+    "materialise_buffers",
+    "mesh_of",
+    "parse_policy",
+    "parse_strategy",
+    "plan_of",
+    "shard_model",
+    "tp_mesh",
+]

@@ -1,0 +1,116 @@
+"""Which modules become FSDP units of their own."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2.ties import shared_outside
+from ckpt_tools.rules import compile_glob
+
+Blocks = str | Sequence[str | type]
+"""What to wrap: "auto", FQNs, globs on FQNs, classes, or names of classes (also several in one text, with commas)."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""They have no forward of their own, around which parameters could be gathered."""
+
+
+def find_blocks(model: nn.Module, blocks: Blocks = "auto") -> tuple[str, ...]:
+    """Return the FQNs of the modules that `blocks` means, children before parents.
+
+    "auto" takes what the model itself says may not be split (transformers' `_no_split_modules`), and without that
+    the modules of every list of at least two modules of one class. Left out are modules without parameters, and
+    those that share parameters with modules outside of them (tied embeddings): FSDP can only manage these in a
+    unit that contains both, which the root does.
+
+    Args:
+        model: Not yet sharded.
+        blocks: See `Blocks`.
+
+    Raises:
+        UsageError: A name that matches nothing, or only modules that cannot be units.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    if blocks == "auto":
+        found = [name for name in _automatic(model, modules) if _problem(model, modules[name]) is None]
+    else:
+        found = []
+        for wanted in _split(blocks):
+            matches = _matches(modules, wanted)
+            usable = [name for name in matches if _problem(model, modules[name]) is None]
+            if not usable:
+                raise _unusable(model, modules, wanted, matches)
+            found += usable
+    return tuple(sorted(dict.fromkeys(found), key=lambda name: -name.count(".")))
+
+
+def _automatic(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
+    classes: set[str] = set()
+    for module in (model, *modules.values()):
+        classes |= set(getattr(module, "_no_split_modules", None) or ())
+    named = [name for name, module in modules.items() if type(module).__name__ in classes]
+    if named:
+        return named
+    lists: list[str] = []
+    for name, module in modules.items():
+        if isinstance(module, nn.ModuleList):
+            kinds = Counter(type(child) for child in module)
+            repeated = {kind for kind, count in kinds.items() if count > 1}
+            lists += [f"{name}.{key}" for key, child in module.named_children() if type(child) in repeated]
+    # The outermost lists are the layers; lists inside of a layer (heads, experts) are parts of it.
+    return [name for name in lists if not any(name.startswith(outer + ".") for outer in lists)]
+
+
+def _split(blocks: Blocks) -> Iterable[str | type]:
+    if isinstance(blocks, str):
+        return [part.strip() for part in blocks.split(",") if part.strip()]
+    return blocks
+
+
+def _matches(modules: dict[str, nn.Module], wanted: str | type) -> list[str]:
+    if isinstance(wanted, type):
+        return [name for name, module in modules.items() if isinstance(module, wanted)]
+    if wanted in modules:
+        return [wanted]
+    classes = [name for name, module in modules.items() if any(wanted == k.__name__ for k in type(module).__mro__)]
+    if classes:
+        return classes
+    pattern = compile_glob(wanted)
+    return [name for name in modules if pattern.fullmatch(name)]
+
+
+def _problem(model: nn.Module, module: nn.Module) -> str | None:
+    """Say why `module` cannot be a unit of its own, or return None."""
+    if isinstance(module, _CONTAINERS):
+        return f"a {type(module).__name__} has no forward of its own"
+    if next(module.parameters(), None) is None:
+        return "it has no parameters"
+    shared = shared_outside(model, module)
+    if shared:
+        return f"it shares parameters with {', '.join(shared[:3])} outside of it"
+    return None
+
+
+def _unusable(
+    model: nn.Module, modules: dict[str, nn.Module], wanted: str | type, matches: Sequence[str]
+) -> UsageError:
+    label = wanted if isinstance(wanted, str) else wanted.__name__
+    if matches:
+        name = matches[0]
+        is_list = isinstance(modules[name], _CONTAINERS)
+        return UsageError(
+            f"{label!r} cannot be a unit of its own: {_problem(model, modules[name])}",
+            where=name,
+            hint=f"name its modules: {name}.*" if is_list else "leave it to the root, or wrap what contains both",
+        )
+    names = {*modules, *(type(module).__name__ for module in modules.values())}
+    near = difflib.get_close_matches(str(label), sorted(names), n=3, cutoff=0.4)
+    return UsageError(
+        f"no module is named {label!r} or is of that class",
+        where="blocks",
+        hint=f"did you mean {', '.join(near)}?" if near else 'use "auto", or print(model) for the names',
+    )

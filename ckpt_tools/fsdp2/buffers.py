@@ -1,0 +1,140 @@
+"""Buffers that no checkpoint holds: computed by the module that owns them, never left as they were allocated.
+
+A model on the meta device has no values for its non-persistent buffers (`inv_freq`, `position_ids`).
+`to_empty` would give them whatever lies in memory, silently. Here they are filled with poison first, then the
+owner's own initialisation runs, and what is still poison is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2.ties import owner_of
+
+_RECIPES = ("init_buffers", "reset_buffers", "_init_buffers", "_reset_buffers")
+"""Methods by which modules (re)compute their buffers, by the conventions of several libraries."""
+_FLAG = "_is_hf_initialized"
+"""Transformers' mark on parameters and modules that must not be initialised (again)."""
+_POISONS: dict[torch.dtype, tuple[int, int]] = {torch.bool: (0, 1), torch.uint8: (0xA5, 0x5A), torch.int8: (-91, 90)}
+_WIDE_INTEGER = (-0x5A5A, 0x5A5B)
+
+
+def materialise_buffers(model: nn.Module, device: torch.device | str) -> tuple[str, ...]:
+    """Give every buffer on the meta device its values; return their FQNs.
+
+    The owner computes them: transformers' `_init_weights` of the model that the module belongs to, or a method of
+    the module (`init_buffers`, `reset_buffers`). Parameters are not touched.
+
+    Args:
+        model: With its parameters loaded.
+        device: Where the buffers go.
+
+    Raises:
+        UsageError: Nobody computes a buffer.
+    """
+    names = tuple(name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta)
+    if not names:
+        return ()
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    # Two passes with different poison: whatever differs between them, nobody has computed.
+    passes = []
+    for which in (0, 1):
+        for name in names:
+            module, key = owner_of(model, name)
+            buffer = module._buffers[key]  # noqa: SLF001 - setattr would keep it too, this says what is meant
+            if buffer is not None:
+                module._buffers[key] = _poisoned(buffer, device, which)  # noqa: SLF001
+        with torch.no_grad(), _all_marked_but(model, names):
+            for owner in owners:
+                _compute(model, owner, device)
+        passes.append({name: model.get_buffer(name).detach().clone() for name in names})
+    left = [name for name in names if not _is_same(passes[0][name], passes[1][name])]
+    if left:
+        for name in left:  # a meta tensor fails loudly, poison does not
+            module, key = owner_of(model, name)
+            module._buffers[key] = passes[0][name].to("meta")  # noqa: SLF001
+        raise UsageError(
+            f"{len(left)} buffers have no value: the checkpoint does not hold them and their modules do not compute "
+            f"them: {', '.join(left[:4])}",
+            where=f"{type(model.get_submodule(left[0].rpartition('.')[0])).__name__}",
+            hint="give the module a method init_buffers() that fills them, or build it off the meta device",
+        )
+    return names
+
+
+def poisoned_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Return the FQNs of the floating-point buffers that hold a NaN: nobody computed them (or something broke)."""
+    return tuple(
+        name
+        for name, buffer in model.named_buffers()
+        if not buffer.is_meta and buffer.is_floating_point() and bool(torch.isnan(buffer).any())
+    )
+
+
+def _poisoned(buffer: torch.Tensor, device: torch.device | str, which: int) -> torch.Tensor:
+    if buffer.is_floating_point() or buffer.is_complex():
+        # The passes differ in this element alone: a NaN equals nothing, itself included.
+        return torch.full_like(buffer, float("nan"), device=device)
+    return torch.full_like(buffer, _POISONS.get(buffer.dtype, _WIDE_INTEGER)[which], device=device)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other).all())
+
+
+def _compute(model: nn.Module, owner: str, device: torch.device | str) -> None:
+    """Let the module `owner` compute its buffers, by its own method or by that of the model around it."""
+    module = model.get_submodule(owner)
+    recipe = next((getattr(module, name) for name in _RECIPES if callable(getattr(module, name, None))), None)
+    if recipe is not None:
+        with torch.device(device):
+            recipe()
+        return
+    for ancestor in _ancestors(model, owner):
+        # Others have a method of this name too, but only transformers' spares what is marked.
+        if any(kind.__name__ == "PreTrainedModel" for kind in type(ancestor).__mro__):
+            initialise: Callable[[nn.Module], None] = ancestor._init_weights  # type: ignore[assignment]  # noqa: SLF001
+            with torch.device(device):
+                initialise(module)
+            return
+
+
+def _ancestors(model: nn.Module, fqn: str) -> Iterator[nn.Module]:
+    """Yield the module `fqn` and what contains it, innermost first."""
+    parts: Sequence[str] = fqn.split(".") if fqn else ()
+    for end in range(len(parts), -1, -1):
+        yield model.get_submodule(".".join(parts[:end]))
+
+
+@contextmanager
+def _all_marked_but(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Keep initialisers off the parameters, and off every buffer but those of `names`."""
+    wanted = {id(model.get_buffer(name)) for name in names}
+    tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) not in wanted)]
+    marked = [tensor for tensor in tensors if not getattr(tensor, _FLAG, False)]
+    for tensor in marked:
+        setattr(tensor, _FLAG, True)
+    try:
+        with _guarded_initialisers():
+            yield
+    finally:
+        for tensor in marked:
+            if hasattr(tensor, _FLAG):
+                delattr(tensor, _FLAG)
+
+
+@contextmanager
+def _guarded_initialisers() -> Iterator[None]:
+    """Make `torch.nn.init` respect the marks, where transformers is there to do so."""
+    try:
+        from transformers.initialization import guard_torch_init_functions
+    except ImportError:
+        yield
+        return
+    with guard_torch_init_functions():
+        yield

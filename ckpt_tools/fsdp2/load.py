@@ -1,0 +1,261 @@
+"""Load a checkpoint into a sharded model: every rank reads its own boxes, and nothing else."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.fsdp2.agree import together
+from ckpt_tools.fsdp2.buffers import materialise_buffers
+from ckpt_tools.fsdp2.local import assemble, local_box
+from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.read import BoxReader, Whole
+from ckpt_tools.fsdp2.ties import Ties, plain_fqns, tie, tied_groups
+from ckpt_tools.fsdp2.wrap import plan_of
+from ckpt_tools.opening import Opened, open_path
+from ckpt_tools.text import escape_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What `load_checkpoint` did on this rank."""
+
+    missing: tuple[str, ...]
+    """Names of the model that the checkpoint does not have; they keep what they had (nothing, on meta)."""
+    unexpected: tuple[str, ...]
+    """Tensors of the checkpoint that the model has no name for."""
+    tied: tuple[str, ...]
+    """Names that share the parameter of another, and were not read on their own."""
+    buffers: tuple[str, ...]
+    """Buffers that no checkpoint holds and whose modules computed them."""
+    loaded_bytes: int
+    """Bytes of tensors that this rank has read."""
+
+
+def load_checkpoint(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    prefix: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> LoadReport:
+    """Give every parameter and buffer of `model` its values from a checkpoint of any format.
+
+    Collective: every rank calls it; when it fails on one rank, it fails on all, before any parameter is replaced.
+    Build the optimizer afterwards: parameters are replaced, not filled. Memory: this rank's parts, and one buffer.
+
+    Args:
+        model: Sharded or not, on meta or not.
+        path: A safetensors file, an HF directory, a DCP directory, or sharded safetensors. Nothing is unpickled.
+        strict: Every name of the model must be there, and every tensor must be wanted.
+        prefix: What the checkpoint's names have in front of the model's; "auto" finds out.
+        dtype: Of floating-point parameters; those of the model by default.
+        device: Where to; the mesh's device by default (the CPU for an offloaded model).
+
+    Raises:
+        UnreadableError: Not a complete checkpoint, or with `strict` not one of this model.
+        UsageError: Shapes or dtypes that do not fit.
+    """
+
+    def read() -> tuple[dict[str, torch.Tensor], LoadReport, Ties]:
+        with open_path(os.fspath(path)) as opened:
+            return _read(model, opened, strict=strict, prefix=prefix, dtype=dtype, device=device)
+
+    state, report, ties = together(read)
+    return install(model, state, report, ties, device=device)
+
+
+def install(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    report: LoadReport,
+    ties: Ties,
+    *,
+    device: torch.device | str | None = None,
+) -> LoadReport:
+    """Replace parameters by `state`, share again what was shared, and compute the buffers that are left."""
+    model.load_state_dict(dict(state), strict=False, assign=True)
+    fqns = plain_fqns(model)
+    tie(model, ties, [fqns.get(name, name) for name in state])
+
+    def fill() -> tuple[str, ...]:
+        return materialise_buffers(model, device_of(model, device))
+
+    buffers = together(fill)
+    return LoadReport(
+        missing=report.missing,
+        unexpected=report.unexpected,
+        tied=report.tied,
+        buffers=buffers,
+        loaded_bytes=report.loaded_bytes,
+    )
+
+
+def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Return where the model's tensors belong: `device`, or what its mesh or its other tensors say."""
+    if device is not None:
+        return torch.device(device)
+    plan = plan_of(model)
+    if plan is not None and plan.policy.cpu_offload:
+        return torch.device("cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+        if kind == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        if kind != "meta":
+            return torch.device(kind)
+    return torch.device("cpu")
+
+
+def targets_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors to load by their names in a state dict, and name → name of those that share another's."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    fqns = plain_fqns(model)
+    first: dict[str, str] = {}
+    shared: dict[str, str] = {}
+    groups = {fqn: group for group in tied_groups(model) for fqn in group}
+    for name in state:
+        group = groups.get(fqns.get(name, name))
+        if group is not None:
+            if group[0] in first:
+                shared[name] = first[group[0]]
+            else:
+                first[group[0]] = name
+    return state, shared
+
+
+def _read(
+    model: nn.Module,
+    opened: Opened,
+    *,
+    strict: bool,
+    prefix: str,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> tuple[dict[str, torch.Tensor], LoadReport, Ties]:
+    targets, shared = targets_of(model)
+    found, left = match_names(opened.checkpoint, model, tuple(targets), prefix)
+    sources = _sources(targets, shared, found)
+    missing = tuple(name for name in targets if shared.get(name, name) not in sources and not _may_miss(model, name))
+    unexpected = tuple(fqn for fqn in left if not _may_be_extra(model, fqn))
+    if strict and (missing or unexpected):
+        raise _strict_error(opened, targets, missing, unexpected)
+    _check_shapes(opened, targets, sources)
+    reader = BoxReader(opened)
+    place = device_of(model, device)
+    state: dict[str, torch.Tensor] = {}
+    for name, whole in sources.items():
+        like = targets[name]
+        wanted = dtype if dtype is not None and like.is_floating_point() else like.dtype
+        local = reader.read(whole, local_box(like), wanted)
+        state[name] = assemble(local.to(place), like)
+    _check_ties(opened, reader, targets, shared, found, state)
+    report = LoadReport(
+        missing=missing,
+        unexpected=unexpected,
+        tied=tuple(name for name in shared if shared[name] in sources),
+        buffers=(),
+        loaded_bytes=reader.bytes_read,
+    )
+    return state, report, tied_groups(model)
+
+
+def _sources(
+    targets: Mapping[str, torch.Tensor], shared: Mapping[str, str], found: Mapping[str, Whole]
+) -> dict[str, Whole]:
+    """Return name → what to read; of names that share a parameter the first, from whichever the checkpoint has."""
+    sources = {name: found[name] for name in targets if name not in shared and name in found}
+    for name, first in shared.items():
+        if first not in sources and name in found:
+            sources[first] = found[name]
+    return sources
+
+
+def _check_shapes(opened: Opened, targets: Mapping[str, torch.Tensor], sources: Mapping[str, Whole]) -> None:
+    wrong = [
+        f"{escape_name(name)}: {list(whole.shape)} in the checkpoint, {list(targets[name].shape)} in the model"
+        for name, whole in sources.items()
+        if whole.shape != tuple(targets[name].shape)
+    ]
+    if wrong:
+        raise UsageError(
+            f"{len(wrong)} tensors have other shapes: {'; '.join(wrong[:4])}",
+            where=escape_name(opened.source.root),
+            hint="build the model from the config.json that belongs to the checkpoint",
+        )
+
+
+def _check_ties(
+    opened: Opened,
+    reader: BoxReader,
+    targets: Mapping[str, torch.Tensor],
+    shared: Mapping[str, str],
+    found: Mapping[str, Whole],
+    state: Mapping[str, torch.Tensor],
+) -> None:
+    """Refuse a checkpoint that stores two values for what the model shares."""
+    for name, first in shared.items():
+        if name not in found or first not in found:
+            continue
+        if found[name].shape != tuple(targets[name].shape):
+            _check_shapes(opened, targets, {name: found[name]})
+        tensor = state[first]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        other = reader.read(found[name], local_box(targets[name]), local.dtype)
+        if not torch.equal(other.to(local.device), local):
+            raise UsageError(
+                f"the model shares one parameter for {first!r} and {name!r}, and the checkpoint has two that differ",
+                where=escape_name(opened.source.root),
+                hint="set tie_word_embeddings to false in the model's config, or leave one of the two out",
+            )
+
+
+def _may_miss(model: nn.Module, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in _patterns(model, "_keys_to_ignore_on_load_missing"))
+
+
+def _may_be_extra(model: nn.Module, fqn: str) -> bool:
+    if any(re.search(pattern, fqn) for pattern in _patterns(model, "_keys_to_ignore_on_load_unexpected")):
+        return True
+    # Old checkpoints hold buffers that the model computes by now; some of their modules no longer have them at all.
+    if fqn.endswith((".rotary_emb.inv_freq", ".position_ids", ".masked_bias")):
+        return True
+    return any(fqn == name or fqn.endswith("." + name) for name, _ in model.named_buffers())
+
+
+def _patterns(model: nn.Module, attribute: str) -> Iterable[str]:
+    for module in model.modules():
+        yield from getattr(module, attribute, None) or ()
+
+
+def _strict_error(
+    opened: Opened, targets: Mapping[str, torch.Tensor], missing: Sequence[str], unexpected: Sequence[str]
+) -> UnreadableError:
+    parts = []
+    for label, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            shown = ", ".join(escape_name(name) for name in names[:4])
+            parts.append(f"{len(names)} {label}: {shown}" + (", …" if len(names) > 4 else ""))
+    hint = "pass strict=False if that is meant"
+    if missing and unexpected:
+        near = difflib.get_close_matches(missing[0], unexpected, n=1, cutoff=0.4)
+        if near:
+            hint = (
+                f"{escape_name(missing[0])} may be what the checkpoint calls {escape_name(near[0])}: pass prefix, or "
+                "rename with `ckpt reshard`/`ckpt gather`"
+            )
+    if missing and len(missing) == len(targets):
+        hint = "no name agrees: is this a checkpoint of that model? `ckpt inspect --tensors` lists its names"
+    return UnreadableError(
+        f"the checkpoint does not fit the model: {'; '.join(parts)}", where=escape_name(opened.source.root), hint=hint
+    )

@@ -1,0 +1,74 @@
+"""Which box of a tensor this rank holds, and how to make the DTensor out of it."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.layout import Box
+
+
+def local_box(tensor: torch.Tensor) -> Box:
+    """Return which elements of the global tensor this rank holds; all of a plain tensor.
+
+    Where a dim is cut, PyTorch itself is asked: its own cut of that dim's indices.
+
+    Raises:
+        CkptError: They are not a rectangle (FSDP over an uneven tensor-parallel cut of the same dim).
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * len(shape), shape)
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    ranges = [
+        _range(length, mesh, tuple(_on_first_dim(placement, dim) for placement in placements))
+        for dim, length in enumerate(shape)
+    ]
+    sizes = tuple(size for _, size in ranges)
+    if sizes != tuple(tensor.to_local().shape) and math.prod(sizes) != tensor.to_local().numel():
+        raise CkptError(f"a rank holds {tuple(tensor.to_local().shape)} where its placements say {sizes}")
+    return Box(tuple(offset for offset, _ in ranges), sizes)
+
+
+def assemble(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor placed as `like` whose part on this rank is `local`; no data is exchanged."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+@lru_cache(maxsize=4096)
+def _range(length: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> tuple[int, int]:
+    if all(isinstance(placement, TorchReplicate) for placement in placements):
+        return 0, length
+    indices = distribute_tensor(
+        torch.arange(length, device=mesh.device_type), mesh, placements, src_data_rank=None
+    ).to_local()
+    size = indices.numel()
+    if not size:
+        return length, 0
+    start, last = int(indices[0]), int(indices[-1])
+    if last - start + 1 != size:
+        raise CkptError(
+            f"this rank's part of a dim of {length} elements is not one run",
+            hint="the tensor-parallel cut of that dim is uneven; choose a tp that divides it",
+        )
+    return start, size
+
+
+def _on_first_dim(placement: TorchPlacement, dim: int) -> TorchPlacement:
+    """Return what `placement` does to the indices of `dim` alone."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(0, split_factor=placement.split_factor) if placement.dim == dim else TorchReplicate()
+    return TorchShard(0) if isinstance(placement, TorchShard) and placement.dim == dim else TorchReplicate()

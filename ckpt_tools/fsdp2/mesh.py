@@ -1,0 +1,76 @@
+"""From our `Mesh` to PyTorch's `DeviceMesh`, and the parts of it that FSDP and tensor parallelism use."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.layout import AXES, FSDP_AXIS, Mesh
+
+FSDP_AXES = ("dp_replicate", FSDP_AXIS)
+"""The axes that `fully_shard` gets."""
+TP_AXIS = "tp"
+"""The axis that tensor-parallel styles cut along."""
+
+
+def build_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
+    """Return the device mesh with the axes of `mesh`, over all ranks of the process group.
+
+    Collective: every rank calls it.
+
+    Args:
+        mesh: Axes in rank order, the last varies fastest.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        UsageError: No process group, or one of another size than the mesh.
+    """
+    if not dist.is_initialized():
+        raise UsageError(
+            f"the mesh {mesh} needs a process group, and there is none",
+            hint="call torch.distributed.init_process_group first, or start with torchrun",
+        )
+    if dist.get_world_size() != mesh.world_size:
+        raise UsageError(
+            f"the mesh {mesh} has {mesh.world_size} ranks, the process group has {dist.get_world_size()}",
+            hint=f"start {mesh.world_size} processes, or write -1 for one axis",
+        )
+    names = tuple(name for name, _ in mesh.axes)
+    return init_device_mesh(device_type, tuple(size for _, size in mesh.axes), mesh_dim_names=names)
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
+    """Return the `Mesh` with the axes of `device_mesh`; None when its axes have no names, or names of their own."""
+    names = device_mesh.mesh_dim_names
+    if names is None or any(name not in AXES for name in names):
+        return None
+    return Mesh(tuple(zip(names, device_mesh.mesh.shape, strict=True)))
+
+
+def fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of `device_mesh` that FSDP uses: dp_replicate × dp_shard.
+
+    A 1-d mesh without names is that part itself.
+
+    Raises:
+        UsageError: It has neither axis.
+    """
+    names = device_mesh.mesh_dim_names
+    if names is None and device_mesh.ndim == 1:
+        return device_mesh
+    used = tuple(name for name in names or () if name in FSDP_AXES)
+    if not used:
+        raise UsageError(
+            f"the mesh has no axis for FSDP: its axes are {', '.join(names or ('without names',))}",
+            hint=f"add one: {FSDP_AXIS}=1 is enough",
+        )
+    return device_mesh if used == names else device_mesh[used]
+
+
+def tp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the `tp` axis of `device_mesh`, None when it has none."""
+    names = device_mesh.mesh_dim_names or ()
+    if TP_AXIS not in names:
+        return None
+    return device_mesh if names == (TP_AXIS,) else device_mesh[TP_AXIS]

@@ -1,0 +1,183 @@
+"""How a model is sharded: strategy, precision, offload, and when parameters are resharded.
+
+Source: `fully_shard` and `MixedPrecisionPolicy` of torch 2.13 (`torch/distributed/fsdp/_fully_shard`); the names
+and numbers of FSDP1's `ShardingStrategy`, which accelerate's `fsdp_sharding_strategy` still takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from ckpt_tools.errors import UsageError
+
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+"""full_shard: parameters, gradients and optimizer state are cut over all ranks, and parameters again after forward.
+shard_grad_op: the same, but parameters stay whole between forward and backward. hybrid_shard: cut along dp_shard,
+copied along dp_replicate. no_shard: everything on every rank, gradients averaged."""
+
+_SPELLINGS = {
+    "full_shard": ("full_shard", None),
+    "shard_grad_op": ("shard_grad_op", None),
+    "no_shard": ("no_shard", None),
+    "hybrid_shard": ("hybrid_shard", None),
+    "hybrid_shard_zero2": ("hybrid_shard", False),
+    "_hybrid_shard_zero2": ("hybrid_shard", False),
+    "1": ("full_shard", None),
+    "2": ("shard_grad_op", None),
+    "3": ("no_shard", None),
+    "4": ("hybrid_shard", None),
+    "5": ("hybrid_shard", False),
+    "zero3": ("full_shard", None),
+    "zero2": ("shard_grad_op", None),
+    "ddp": ("no_shard", None),
+    "hsdp": ("hybrid_shard", None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Dtypes of mixed precision; None keeps the parameters' own."""
+
+    param_dtype: torch.dtype | None = None
+    """Of the gathered parameters, hence of the computation."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients are averaged; None means `param_dtype`."""
+    output_dtype: torch.dtype | None = None
+    """Of what the root's forward returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Everything that `shard_model` passes on to `fully_shard`.
+
+    Raises:
+        UsageError: An unknown strategy, or a reshard that contradicts it.
+    """
+
+    strategy: str = "full_shard"
+    """One of `STRATEGIES`."""
+    precision: Precision = field(default_factory=Precision)
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    reshard_after_forward: bool | int | None = None
+    """What becomes of a block's parameters after its forward: cut again (True), kept (False), or cut over so many
+    ranks only (an int that divides the ranks of dp_shard). None leaves it to the strategy."""
+    reshard_root: bool = False
+    """Cut the root's parameters again after forward; backward needs them first, so they are kept by default."""
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise UsageError(f"{self.strategy!r} is not a strategy", hint=f"the strategies are {', '.join(STRATEGIES)}")
+        raf = self.reshard_after_forward
+        if self.strategy == "shard_grad_op" and raf not in (None, False):
+            raise UsageError(
+                f"shard_grad_op keeps parameters after forward, and reshard_after_forward={raf} says otherwise",
+                hint="use full_shard",
+            )
+        if self.strategy == "no_shard" and raf is not None:
+            raise UsageError("no_shard has nothing to reshard", hint="leave out reshard_after_forward")
+
+    @property
+    def reshard(self) -> bool | int:
+        """What `reshard_after_forward` comes to for a block."""
+        if self.strategy in ("shard_grad_op", "no_shard"):
+            return False
+        return True if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def check_mesh(self, mesh: DeviceMesh) -> None:
+        """Raise UsageError unless `mesh` (the part for FSDP) suits the strategy."""
+        names = mesh.mesh_dim_names or ()
+        shape = "×".join(map(str, mesh.mesh.shape))
+        if self.strategy == "hybrid_shard" and mesh.ndim != 2:
+            raise UsageError(
+                f"hybrid_shard needs two axes, dp_replicate and dp_shard; the mesh has {', '.join(names) or shape}",
+                hint="write for example dp_replicate=2,dp_shard=4",
+            )
+        if self.strategy == "no_shard" and mesh.ndim != 1:
+            raise UsageError(
+                f"no_shard needs one axis, the mesh has {', '.join(names) or shape}",
+                hint=f"write for example dp_replicate={mesh.size()}",
+            )
+        if self.strategy in ("full_shard", "shard_grad_op"):
+            if mesh.ndim != 1:
+                raise UsageError(
+                    f"{self.strategy} cuts over one axis, the mesh has {', '.join(names) or shape}",
+                    hint="use hybrid_shard, or dp_shard alone",
+                )
+            if names == ("dp_replicate",):
+                raise UsageError(
+                    f"{self.strategy} cuts along dp_shard, and the mesh has only dp_replicate",
+                    hint="use no_shard, or name the axis dp_shard",
+                )
+        size = mesh.size(mesh.ndim - 1)
+        raf = self.reshard
+        if type(raf) is int and (raf < 2 or size % raf):
+            raise UsageError(
+                f"reshard_after_forward={raf} must be at least 2 and divide the {size} ranks of dp_shard",
+                hint="use True or False, or such a number",
+            )
+
+    def kwargs(self, mesh: DeviceMesh, *, root: bool = False) -> dict[str, object]:
+        """Return the keyword arguments for `fully_shard` (for `replicate` with no_shard).
+
+        Args:
+            mesh: The part of the mesh for FSDP (`fsdp_mesh`).
+            root: For the root, whose parameters are kept after forward unless `reshard_root`.
+
+        Raises:
+            UsageError: The mesh does not suit the strategy.
+        """
+        self.check_mesh(mesh)
+        on_gpu = torch.cuda.is_available() and mesh.device_type != "cpu"
+        arguments: dict[str, object] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self.precision.param_dtype,
+                reduce_dtype=self.precision.reduce_dtype,
+                output_dtype=self.precision.output_dtype if root else None,
+            ),
+            # Pinning needs an accelerator.
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.cpu_offload else OffloadPolicy(),
+        }
+        if self.strategy != "no_shard":
+            raf = self.reshard
+            arguments["reshard_after_forward"] = (raf if self.reshard_root else False) if root else raf
+        return arguments
+
+
+def parse_strategy(text: str) -> str:
+    """Return the strategy that `text` names: ours, FSDP1's in any case, or accelerate's number 1 to 5.
+
+    The fifth, HYBRID_SHARD_ZERO2, is hybrid_shard whose parameters stay after forward; `parse_policy` keeps that.
+
+    Raises:
+        UsageError: No strategy.
+    """
+    return _parse(text)[0]
+
+
+def parse_policy(text: str, *, precision: Precision | None = None, cpu_offload: bool = False) -> Policy:
+    """Return the policy that a strategy's name stands for; see `parse_strategy`.
+
+    Raises:
+        UsageError: No strategy.
+    """
+    strategy, raf = _parse(text)
+    return Policy(
+        strategy=strategy, precision=precision or Precision(), cpu_offload=cpu_offload, reshard_after_forward=raf
+    )
+
+
+def _parse(text: str) -> tuple[str, bool | None]:
+    key = str(text).strip().lower().replace("-", "_").removeprefix("shardingstrategy.")
+    found = _SPELLINGS.get(key)
+    if found is None:
+        raise UsageError(
+            f"{text!r} is not a strategy",
+            hint=f"the strategies are {', '.join(STRATEGIES)}; FSDP1's names and accelerate's numbers work too",
+        )
+    return found

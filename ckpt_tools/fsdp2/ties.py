@@ -1,0 +1,64 @@
+"""Parameters that several names share, and how to share them again once a load has replaced one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ckpt_tools.transform import strip_wrappers
+
+Ties = tuple[tuple[str, ...], ...]
+"""Groups of FQNs, each of one parameter, in the order of the module tree."""
+
+
+def tied_groups(model: nn.Module) -> Ties:
+    """Return the groups of FQNs that name one and the same parameter."""
+    names: dict[int, list[str]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def shared_outside(model: nn.Module, module: nn.Module) -> list[str]:
+    """Return the FQNs outside of `module` whose parameters `module` has too."""
+    inside = {id(child) for child in module.modules()}
+    own = {id(parameter) for parameter in module.parameters()}
+    found = []
+    for name, child in model.named_modules(remove_duplicate=False):
+        if id(child) in inside:
+            continue
+        for key, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in own:
+                found.append(f"{name}.{key}" if name else key)
+    return found
+
+
+def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """Return the module that holds the parameter or buffer `fqn`, and its name there.
+
+    Raises:
+        AttributeError: There is none.
+    """
+    path, _, name = fqn.rpartition(".")
+    return model.get_submodule(path), name
+
+
+def plain_fqns(model: nn.Module) -> dict[str, str]:
+    """Return the name in a state dict → the FQN in the module tree, which wrappers make longer."""
+    fqns = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    fqns += [fqn for fqn, _ in model.named_buffers(remove_duplicate=False)]
+    return {strip_wrappers(fqn): fqn for fqn in fqns}
+
+
+def tie(model: nn.Module, ties: Ties, loaded: Iterable[str]) -> None:
+    """Make every name of a group the parameter of the one that was loaded (the first of them)."""
+    fresh = set(loaded)
+    for group in ties:
+        source = next((fqn for fqn in group if fqn in fresh), group[0])
+        module, name = owner_of(model, source)
+        parameter = module._parameters[name]  # noqa: SLF001 - the public way, setattr, registers anew and reorders
+        for fqn in group:
+            if fqn != source:
+                module, name = owner_of(model, fqn)
+                module._parameters[name] = parameter  # noqa: SLF001

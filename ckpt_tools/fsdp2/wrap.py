@@ -1,0 +1,209 @@
+"""Shard a model: tensor parallelism first, then the blocks, then the root."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
+from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS, fsdp_mesh, tp_mesh
+from ckpt_tools.fsdp2.methods import Methods, find_methods, register_methods
+from ckpt_tools.fsdp2.policy import Policy
+from ckpt_tools.fsdp2.tensor_parallel import TpPlan, apply_styles, cuts_of, find_styles
+from ckpt_tools.fsdp2.ties import Ties, tied_groups
+from ckpt_tools.layout import FSDP_AXIS, Placement, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedPlan:
+    """What `shard_model` did, for those who check it."""
+
+    policy: Policy
+    mesh: DeviceMesh
+    """All axes, `tp` included."""
+    blocks: tuple[str, ...]
+    """FQNs of the units, children before parents; without the root."""
+    root: bool
+    """The model itself is a unit too."""
+    placements: Mapping[str, Mapping[str, Placement]]
+    """FQN of every managed parameter → mesh axis → placement; axes that are not named replicate."""
+    ignored: tuple[str, ...]
+    """FQNs of the parameters that FSDP leaves alone: scalars."""
+    ties: Ties
+    """Names that share one parameter."""
+    methods: Mapping[str, tuple[str, ...]]
+    """FQN of a unit ("" is the root) → methods that are entries like `forward`."""
+    tp_styles: Mapping[str, str]
+    """FQN of a module → tensor-parallel style."""
+    activation_checkpointing: bool
+
+    @property
+    def strategy(self) -> str:
+        """The policy's strategy."""
+        return self.policy.strategy
+
+
+_PLANS: WeakKeyDictionary[nn.Module, ShardedPlan] = WeakKeyDictionary()
+
+
+def plan_of(model: nn.Module) -> ShardedPlan | None:
+    """Return what `shard_model` did with `model`, None when it was not sharded here."""
+    return _PLANS.get(model)
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    policy: Policy | None = None,
+    *,
+    blocks: Blocks = "auto",
+    forward_methods: Methods = (),
+    tp_plan: TpPlan | str | None = None,
+    activation_checkpointing: bool = False,
+    root: bool = True,
+) -> ShardedPlan:
+    """Turn the parameters of `model` into DTensors on `mesh`, in place.
+
+    Usually on the meta device, before a checkpoint is loaded. Every rank does the same; no data is exchanged.
+    Freeze parameters and add adapters before, create the optimizer after (and after the load).
+
+    Args:
+        model: On any device; FSDP does not make ranks equal, `load_checkpoint` does.
+        mesh: With the axes dp_replicate, dp_shard and tp, as far as they are needed.
+        policy: Strategy, precision, offload; full_shard in the parameters' own dtypes by default.
+        blocks: Modules that are gathered on their own (`find_blocks`).
+        forward_methods: Methods through which callers enter other than `forward`: of the root, or by module.
+        tp_plan: Styles by module for the axis `tp`; "auto" is the model's own plan.
+        activation_checkpointing: Compute every block's forward again in backward instead of keeping activations.
+        root: Make the model itself a unit, for the parameters that are in no block. Without it the caller has to
+            wrap what contains the model.
+
+    Raises:
+        UsageError: What cannot work: the mesh, the policy, names, styles, and methods that would be entered twice.
+    """
+    policy = policy or Policy()
+    _check_unsharded(model)
+    _check_axes(mesh, tp_plan)
+    dp = fsdp_mesh(mesh)
+    policy.check_mesh(dp)
+    names = find_blocks(model, blocks)
+    methods = find_methods(model, forward_methods, (*names, "") if root else names)
+    styles = {} if tp_plan is None else find_styles(model, tp_plan)
+    ties = tied_groups(model)
+    ignored = _scalars(model)
+    tp = tp_mesh(mesh)
+    if tp is not None and styles:
+        apply_styles(model, styles, tp)
+    cuts = cuts_of(model)
+    units = [model.get_submodule(name) for name in names]
+    apply = _strategy_function(policy)
+    extra: dict[str, Any] = {}
+    if ignored:
+        extra["ignored_params"] = {p for p in model.parameters() if not p.dim()}
+    for unit in units:
+        if activation_checkpointing:
+            _checkpoint(unit)
+        apply(unit, **policy.kwargs(dp), **extra)
+    if root:
+        apply(model, **policy.kwargs(dp, root=True), **extra)
+    register_methods(model, methods)
+    managed = {id(p) for module in ([model] if root else units) for p in module.parameters()}
+    plan = ShardedPlan(
+        policy=policy,
+        mesh=mesh,
+        blocks=names,
+        root=root,
+        placements={
+            fqn: _expected(fqn, policy, dp, cuts)
+            for fqn, parameter in model.named_parameters(remove_duplicate=False)
+            if fqn not in ignored and id(parameter) in managed
+        },
+        ignored=ignored,
+        ties=ties,
+        methods=methods,
+        tp_styles={name: style if isinstance(style, str) else type(style).__name__ for name, style in styles.items()},
+        activation_checkpointing=activation_checkpointing,
+    )
+    _PLANS[model] = plan
+    return plan
+
+
+def _expected(fqn: str, policy: Policy, dp: DeviceMesh, cuts: Mapping[str, Placement]) -> dict[str, Placement]:
+    placements: dict[str, Placement] = {}
+    if policy.strategy != "no_shard":
+        names = dp.mesh_dim_names or (FSDP_AXIS,)
+        placements[names[-1]] = Shard(0)
+    if fqn in cuts:
+        placements[TP_AXIS] = cuts[fqn]
+    return placements
+
+
+def _strategy_function(policy: Policy) -> Any:  # noqa: ANN401 - two functions with overloads upstream
+    if policy.strategy != "no_shard":
+        return fully_shard
+    try:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+    except ImportError as error:
+        raise UsageError(
+            f"no_shard needs a newer torch than {torch.__version__}",
+            hint="use full_shard, or torch 2.10 or newer",
+        ) from error
+    return replicate
+
+
+def _checkpoint(unit: nn.Module) -> None:
+    """Recompute `unit` in backward. The composable form changes no names and no module, and FSDP knows it."""
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    checkpoint(unit)
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise UsageError(
+                "the model is sharded already",
+                where=name or type(model).__name__,
+                hint="build it anew, or shard only what is not",
+            )
+
+
+def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
+    names = mesh.mesh_dim_names or ()
+    for name in names:
+        if name not in (*FSDP_AXES, TP_AXIS):
+            raise UsageError(
+                f"the axis {name} is not supported on live models",
+                hint=f"use {', '.join((*FSDP_AXES, TP_AXIS))}",
+            )
+    if tp_plan is not None and TP_AXIS not in names:
+        raise UsageError("a tensor-parallel plan needs a mesh with the axis tp", hint="add tp=N to the mesh")
+    if tp_plan is None and TP_AXIS in names and mesh[TP_AXIS].size() > 1:
+        raise UsageError("the mesh has the axis tp, and no plan says what it cuts", hint='pass tp_plan="auto"')
+
+
+def _scalars(model: nn.Module) -> tuple[str, ...]:
+    """Return the 0-d parameters, which `fully_shard` refuses.
+
+    Raises:
+        UsageError: One is trainable: nobody would average its gradient.
+    """
+    found = []
+    for fqn, parameter in model.named_parameters():
+        if not parameter.dim():
+            if parameter.requires_grad:
+                raise UsageError(
+                    "a trainable scalar cannot be sharded, and nobody would average its gradient",
+                    where=fqn,
+                    hint="make it a parameter of shape (1,), or freeze it",
+                )
+            found.append(fqn)
+    return tuple(found)
