@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,7 @@ def load_checkpoint(
     prefix: str = "auto",
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    names: Callable[[str], str | None] | None = None,
 ) -> LoadReport:
     """Give every parameter and buffer of `model` its values from a checkpoint of any format.
 
@@ -61,6 +62,8 @@ def load_checkpoint(
         prefix: What the checkpoint's names have in front of the model's; "auto" finds out.
         dtype: Of floating-point parameters; those of the model by default.
         device: Where to; the mesh's device by default (the CPU for an offloaded model).
+        names: From a name of the model to the one it has in the checkpoint (before `prefix`), or to None for what
+            is not to be loaded; several names may have one source.
 
     Raises:
         UnreadableError: Not a complete checkpoint, or with `strict` not one of this model.
@@ -69,7 +72,7 @@ def load_checkpoint(
 
     def read() -> tuple[dict[str, torch.Tensor], LoadReport, Ties]:
         with open_path(os.fspath(path)) as opened:
-            return _read(model, opened, strict=strict, prefix=prefix, dtype=dtype, device=device)
+            return _read(model, opened, strict=strict, prefix=prefix, dtype=dtype, device=device, names=names)
 
     state, report, ties = together(read)
     return install(model, state, report, ties, device=device)
@@ -142,9 +145,18 @@ def _read(
     prefix: str,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
+    names: Callable[[str], str | None] | None,
 ) -> tuple[dict[str, torch.Tensor], LoadReport, Ties]:
     targets, shared = targets_of(model)
-    found, left = match_names(opened.checkpoint, model, tuple(targets), prefix)
+    if names is None:
+        found, left = match_names(opened.checkpoint, model, tuple(targets), prefix)
+    else:
+        wanted_names = {name: names(name) for name in targets}
+        targets = {name: tensor for name, tensor in targets.items() if wanted_names[name] is not None}
+        shared = {name: first for name, first in shared.items() if name in targets and first in targets}
+        known = {name: source for name, source in wanted_names.items() if source is not None}
+        by_source, left = match_names(opened.checkpoint, model, tuple(dict.fromkeys(known.values())), prefix)
+        found = {name: by_source[source] for name, source in known.items() if source in by_source}
     sources = _sources(targets, shared, found)
     missing = tuple(name for name in targets if shared.get(name, name) not in sources and not _may_miss(model, name))
     unexpected = tuple(fqn for fqn in left if not _may_be_extra(model, fqn))
