@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: cli.md and api.md. With --check, says whether they differ."""
+"""Writes docs/reference/ from the code: cli.md, api.md and diagnoses.md. With --check, says whether they differ."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import api_pages
 import cli_pages
 
+from ckpt_tools.fsdp2.catalogue import render_catalogue
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"cli.md": cli_pages.render, "api.md": api_pages.render}
+PAGES = {"cli.md": cli_pages.render, "api.md": api_pages.render, "diagnoses.md": render_catalogue}
 
 
 def main(arguments: list[str]) -> int:

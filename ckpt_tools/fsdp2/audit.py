@@ -1,0 +1,307 @@
+"""What is wrong with a sharded model at one moment, found without running it and without talking to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2.buffer_audit import check_buffers
+from ckpt_tools.fsdp2.catalogue import CATALOGUE
+from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, is_replicate, read_states, registered_methods
+from ckpt_tools.fsdp2.methods import dispatch_path
+from ckpt_tools.fsdp2.states import shown
+
+if TYPE_CHECKING:
+    from ckpt_tools.fsdp2.wrap import ShardedPlan
+
+Phase = Literal["built", "sharded", "loaded", "forward", "backward", "stepped"]
+"""What was done last. "forward" is after a forward pass and before backward."""
+
+PHASES: tuple[str, ...] = get_args(Phase)
+
+
+def audit(
+    model: nn.Module,
+    *,
+    phase: Phase,
+    plan: ShardedPlan | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Finding]:
+    """Look for everything that can be seen on this rank alone.
+
+    Works on any model with `fully_shard` or `replicate` in it, whoever called it. Not collective, changes nothing.
+
+    Args:
+        model: The root, or what contains the roots.
+        phase: What was done last; later phases expect more (no meta tensors once loaded, …).
+        plan: What `shard_model` returned, to compare placements with.
+        optimizer: Once there is one.
+
+    Returns:
+        One finding per thing that is wrong, in the order of the model; codes are diagnosis ids.
+
+    Raises:
+        UsageError: There is no such phase.
+    """
+    if phase not in PHASES:
+        raise UsageError(f"unknown phase {phase!r}", where="audit", hint=f"one of {', '.join(PHASES)}")
+    reached = PHASES.index(phase)
+    states = read_states(model)
+    checks: list[Iterator[Finding]] = []
+    if reached >= PHASES.index("sharded") and states:
+        checks += [
+            _check_methods(model, states),
+            _check_shared(states),
+            _check_unmanaged(model, states),
+            _check_placements(states, plan),
+        ]
+    if reached >= PHASES.index("loaded"):
+        checks += [
+            _check_meta(model),
+            check_buffers(model, is_fresh=phase == "loaded"),
+            _check_ties(model, states),
+            _check_dtypes(states),
+        ]
+    if phase in ("forward", "backward", "stepped") and states:
+        checks += [_check_roots(states), _check_states(states, phase)]
+    if optimizer is not None:
+        checks.append(_check_optimizer(model, states, optimizer))
+    return list(chain.from_iterable(checks))
+
+
+def build_finding(code: str, where: str, what: str) -> Finding:
+    """Return an error with the hint that the catalogue has for it."""
+    return Finding(code=code, severity="error", where=where, what=what, hint=CATALOGUE[code].fix)
+
+
+def find_double_wraps(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return how a module's entries lead to its registered methods, each as a path of method names.
+
+    An entry is `forward` or another registered method. `forward` itself may not be registered either.
+    """
+    registered = registered_methods(module)
+    paths: list[tuple[str, ...]] = [("__call__", "forward")] if "forward" in registered else []
+    for target in registered:
+        for entry in ("forward", *registered):
+            path = dispatch_path(type(module), entry, target) if entry != target else None
+            if path is not None:
+                paths.append(path)
+                break
+    return tuple(paths)
+
+
+def _check_methods(model: nn.Module, states: tuple[State, ...]) -> Iterator[Finding]:
+    names = {module: fqn for fqn, module in model.named_modules()}
+    for module in chain.from_iterable(state.modules for state in states):
+        for path in find_double_wraps(module):
+            way = " → ".join(path)
+            what = f"{way}: {path[-1]} is registered as an entry and runs inside {path[0]}, an entry of the same module"
+            yield build_finding("double-wrap", shown(names.get(module, "?")), what)
+
+
+def _check_shared(states: tuple[State, ...]) -> Iterator[Finding]:
+    owners: dict[int, tuple[Group, ManagedParam]] = {}
+    for group in chain.from_iterable(state.groups for state in states):
+        for param in group.params:
+            if param.uid is None:
+                continue
+            first, other = owners.setdefault(param.uid, (group, param))
+            if first is not group:
+                yield build_finding(
+                    "shared-group",
+                    param.fqn,
+                    f"one parameter is managed twice: as {other.fqn} by {shown(first.fqn)} "
+                    f"and as {param.fqn} by {shown(group.fqn)}",
+                )
+
+
+def _check_unmanaged(model: nn.Module, states: tuple[State, ...]) -> Iterator[Finding]:
+    managed = set()
+    for param in _params(states):
+        managed |= {id(param.sharded), id(param.registered)} | {id(tensor) for _, tensor in param.shared}
+    for fqn, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in managed:
+            kind = "DTensor outside of every group" if isinstance(parameter, DTensor) else "plain tensor"
+            yield build_finding("unmanaged", fqn, f"trainable, and a {kind}: its gradient is not averaged over ranks")
+
+
+def _params(states: tuple[State, ...]) -> Iterator[ManagedParam]:
+    for group in chain.from_iterable(state.groups for state in states):
+        yield from group.params
+
+
+def _check_placements(states: tuple[State, ...], plan: ShardedPlan | None) -> Iterator[Finding]:
+    for group in chain.from_iterable(state.groups for state in states):
+        for param in group.params:
+            tensor = param.registered if group.sharding == "SHARDED" else param.sharded
+            if tensor is None:
+                continue
+            if not isinstance(tensor, DTensor):
+                yield build_finding("load-plain", param.fqn, f"a plain {tuple(tensor.shape)} tensor, not a DTensor")
+                continue
+            what = _displaced(tensor, param) or (plan and _differs_from_plan(tensor, param.fqn, plan))
+            if what:
+                yield build_finding("load-placement", param.fqn, what)
+
+
+def _displaced(tensor: DTensor, param: ManagedParam) -> str | None:
+    if param.placements is not None and tensor.placements != param.placements:
+        return f"placed as {_show(tensor.placements)}, sharded as {_show(param.placements)}"
+    if param.mesh is not None and tensor.device_mesh != param.mesh:
+        return f"lies on {tensor.device_mesh}, was sharded on {param.mesh}"
+    return None
+
+
+def _show(placements: object) -> str:
+    return str(placements).replace(" ", "")
+
+
+def _differs_from_plan(tensor: DTensor, fqn: str, plan: ShardedPlan) -> str | None:
+    """Say how the placements differ from the plan's, by axis; an axis that either does not name replicates."""
+    expected = plan.placements.get(fqn)
+    axes = tensor.device_mesh.mesh_dim_names
+    if expected is None or axes is None:
+        return None
+    dims = {axis: getattr(placement, "dim", None) for axis, placement in expected.items()}
+    found = {
+        axis: None if is_replicate(placement) else getattr(placement, "dim", None)
+        for axis, placement in zip(axes, tensor.placements, strict=True)
+    }
+    wrong = [axis for axis in {**dims, **found} if dims.get(axis) != found.get(axis)]
+    if not wrong:
+        return None
+    return "; ".join(f"{axis}: planned {_cut(dims.get(axis))}, is {_cut(found.get(axis))}" for axis in sorted(wrong))
+
+
+def _cut(dim: int | None) -> str:
+    return "Replicate()" if dim is None else f"Shard({dim})"
+
+
+def _check_meta(model: nn.Module) -> Iterator[Finding]:
+    for fqn, parameter in model.named_parameters():
+        if parameter.is_meta:
+            yield build_finding("meta-param", fqn, f"{tuple(parameter.shape)} on the meta device: it has no data")
+    for fqn, buffer in model.named_buffers():
+        if buffer.is_meta:
+            yield build_finding("meta-buffer", fqn, f"{tuple(buffer.shape)} on the meta device: it has no data")
+
+
+def _check_ties(model: nn.Module, states: tuple[State, ...]) -> Iterator[Finding]:
+    told = set()
+    for param in _params(states):
+        for fqn, tensor in param.shared:
+            if tensor is not None and tensor is not param.registered:
+                told.add(fqn)
+                yield build_finding("untied", fqn, f"was one parameter with {param.fqn}, and is one of its own now")
+    for fqn, module in model.named_modules():
+        for target, source in _wanted_ties(module).items():
+            name = f"{fqn}.{target}" if fqn else target
+            one, other = _get(module, target), _get(module, source)
+            if one is not None and other is not None and one is not other and name not in told:
+                told.add(name)
+                yield build_finding("untied", name, f"the model ties it to {source}, and it is a parameter of its own")
+
+
+def _wanted_ties(module: nn.Module) -> dict[str, str]:
+    """Return target → source as a transformers model says it (`all_tied_weights_keys`, since transformers 5)."""
+    ties = vars(module).get("all_tied_weights_keys")
+    return ties if isinstance(ties, dict) else {}
+
+
+def _get(module: nn.Module, fqn: str) -> nn.Parameter | None:
+    try:
+        return module.get_parameter(fqn)
+    except AttributeError:
+        return None
+
+
+def _check_dtypes(states: tuple[State, ...]) -> Iterator[Finding]:
+    for group in chain.from_iterable(state.groups for state in states):
+        trainable = [param for param in group.params if param.sharded.requires_grad]
+        dtypes: dict[torch.dtype, str] = {}
+        for param in trainable:
+            dtypes.setdefault(param.sharded.dtype, param.fqn)
+        if len(dtypes) > 1:
+            parts = ", ".join(f"{dtype} ({fqn}, …)" for dtype, fqn in dtypes.items())
+            yield build_finding("dtype-mix", shown(group.fqn), f"trainable parameters of one group are {parts}")
+            continue
+        for param in group.params:
+            if param.first_dtype is not None and param.first_dtype != param.sharded.dtype:
+                what = f"{param.sharded.dtype} now, {param.first_dtype} at the first forward pass"
+                yield build_finding("load-dtype", param.fqn, what)
+
+
+def _check_roots(states: tuple[State, ...]) -> Iterator[Finding]:
+    if all(state.is_root is None for state in states):
+        where = shown(states[0].fqns[0])
+        yield build_finding("partial-root", where, "no wrapped module has run forward: the calls went past them")
+        return
+    for state in states:
+        if not state.is_root:
+            continue
+        for above in states:
+            if above is not state and _contains(above, state):
+                what = f"took itself for the root, and {shown(above.fqns[0])} contains it"
+                yield build_finding("root-not-first", shown(state.fqns[0]), what)
+                break
+
+
+def _contains(above: State, below: State) -> bool:
+    return any(module is below.modules[0] for outer in above.modules for module in outer.modules())
+
+
+def _check_states(states: tuple[State, ...], phase: Phase) -> Iterator[Finding]:
+    for group in chain.from_iterable(state.groups for state in states):
+        if group.training != "IDLE":
+            what = f"{group.training} after the {phase} phase, expected IDLE: its pass did not end"
+            yield build_finding("sharding-state", shown(group.fqn), what)
+        allowed = {"SHARDED"}  # what did not run, or was saved since
+        if phase == "forward":
+            allowed.add(group.expected_after_forward)
+        elif not group.reshards_after_backward:
+            allowed.add("UNSHARDED")
+        if group.sharding not in allowed:
+            what = f"{group.sharding} after the {phase} phase, expected {' or '.join(sorted(allowed))}"
+            yield build_finding("sharding-state", shown(group.fqn), what)
+
+
+def _check_optimizer(
+    model: nn.Module, states: tuple[State, ...], optimizer: torch.optim.Optimizer
+) -> Iterator[Finding]:
+    names = {id(parameter): fqn for fqn, parameter in model.named_parameters(remove_duplicate=False)}
+    names |= {id(param.sharded): param.fqn for param in _params(states)}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stale = [parameter for parameter in held if id(parameter) not in names]
+    orphans = _untied_once(states, stale)
+    if orphans:
+        for fqn, name in orphans:
+            what = f"the optimizer has a parameter of its own for it: it was not tied to {name} when that was created"
+            yield build_finding("untied", fqn, what)
+    elif stale:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in stale[:3])
+        what = f"{len(stale)} of {len(held)} parameters are not the model's (shapes {shapes}{', …' * (len(stale) > 3)})"
+        yield build_finding("stale-optimizer", type(optimizer).__name__, what)
+
+
+def _untied_once(states: tuple[State, ...], stale: list[torch.Tensor]) -> list[tuple[str, str]]:
+    """Return tied names (and what they are tied to) that explain all stale parameters, or none.
+
+    The first gather puts one parameter under every tied name, so that one that was untied by a load is in nobody's
+    hands but the optimizer's.
+    """
+    explained = []
+    left = [(fqn, param) for param in _params(states) for fqn, _ in param.shared]
+    for tensor in stale:
+        match = next(((fqn, param) for fqn, param in left if param.sharded.shape == tensor.shape), None)
+        if match is None or not isinstance(tensor, DTensor):
+            return []
+        left.remove(match)
+        explained.append((match[0], match[1].fqn))
+    return explained

@@ -1,0 +1,371 @@
+# ruff: noqa: SLF001 - the one file that touches what PyTorch keeps to itself
+"""PyTorch's private FSDP2 attributes, read in one place and handed on under public names.
+
+Everything that is not documented by PyTorch is named here and nowhere else, so that a new release breaks one file,
+with an error that says so.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _fsdp_param_group.py and _fsdp_param.py of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import ParamSpec, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import RemovableHandle
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.fsdp2.states import GroupState, Sharding, Training
+
+LOGGER = "torch.distributed.fsdp.fully_shard"
+"""Name of the logger that tells, at DEBUG, when a group enters and leaves its passes."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagedParam:
+    """One parameter of a group, with the live tensors."""
+
+    fqn: str
+    """Its first name in the model."""
+    module: nn.Module
+    """The module that it is registered on."""
+    sharded: torch.Tensor
+    """What the rank keeps: a DTensor in a sound model."""
+    registered: torch.Tensor | None
+    """What the module has under that name now."""
+    shared: tuple[tuple[str, torch.Tensor | None], ...]
+    """Further names that it had when it was sharded, with what they hold now."""
+    uid: int | None
+    """The same number for the same original parameter."""
+    placements: tuple[Placement, ...] | None
+    """As sharded; None where PyTorch keeps them in another form."""
+    mesh: DeviceMesh | None
+    """As sharded."""
+    first_dtype: torch.dtype | None
+    """Its dtype at the first forward pass; None before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One parameter group, with the live modules."""
+
+    modules: tuple[nn.Module, ...]
+    """What `fully_shard` was called on."""
+    fqns: tuple[str, ...]
+    """Their FQNs."""
+    params: tuple[ManagedParam, ...]
+    """Its parameters in their order."""
+    sharding: Sharding
+    """Which form is registered."""
+    training: Training
+    """Where in a pass it is."""
+    expected_after_forward: Sharding
+    """By its strategy."""
+    reshards_after_backward: bool
+    """False while a user keeps parameters gathered between backward passes."""
+    mesh: DeviceMesh
+    """What it communicates over."""
+    replicated: bool
+    """`replicate()` rather than `fully_shard`."""
+
+    @property
+    def fqn(self) -> str:
+        """FQN of its first module."""
+        return self.fqns[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """One `fully_shard` call: its modules and the groups it made, none where no parameter was left."""
+
+    modules: tuple[nn.Module, ...]
+    """What it was called on."""
+    fqns: tuple[str, ...]
+    """Their FQNs."""
+    is_root: bool | None
+    """None before the first forward pass."""
+    training: Training
+    """Where in a pass it is."""
+    groups: tuple[Group, ...]
+    """Usually one."""
+
+
+def _guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Tell a changed PyTorch from a mistake of the user."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except (AttributeError, ImportError) as error:
+            raise CkptError(
+                f"FSDP2 of this PyTorch looks different inside: {error}",
+                where=f"torch {torch.__version__}",
+                hint="use a release of PyTorch that ckpt was tested with (`ckpt env` names it)",
+            ) from error
+
+    return call
+
+
+@_guarded
+def read_states(model: nn.Module) -> tuple[State, ...]:
+    """Return every `fully_shard` and `replicate` call below `model`, in the order of `named_modules`."""
+    names = {module: fqn for fqn, module in model.named_modules()}
+    seen: set[int] = set()
+    states = []
+    for module in names:
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if id(state) in seen:
+            continue
+        seen.add(id(state))
+        fqns = tuple(names[each] for each in state._modules if each in names)
+        states.append(
+            State(
+                modules=tuple(state._modules),
+                fqns=fqns,
+                is_root=state._is_root,
+                training=cast("Training", state._training_state.name),
+                groups=tuple(_read_group(group, fqns, names) for group in _raw_groups(state)),
+            )
+        )
+    return tuple(states)
+
+
+def _raw_groups(state: object) -> Sequence[object]:
+    groups: Sequence[object] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    group = state._fsdp_param_group  # type: ignore[attr-defined] # before 2.12 there was one at most
+    return () if group is None else (group,)
+
+
+def _read_group(group: object, fqns: tuple[str, ...], names: dict[nn.Module, str]) -> Group:
+    raw = group
+    info, after = raw.mesh_info, raw.post_forward_mesh_info  # type: ignore[attr-defined]
+    expected: Sharding = "UNSHARDED" if after is None else "SHARDED" if after == info else "SHARDED_POST_FORWARD"
+    return Group(
+        modules=tuple(raw.modules),  # type: ignore[attr-defined]
+        fqns=fqns,
+        params=tuple(_read_param(param, names) for param in raw.fsdp_params),  # type: ignore[attr-defined]
+        sharding=cast("Sharding", raw._sharded_state.name),  # type: ignore[attr-defined]
+        training=cast("Training", raw._training_state.name),  # type: ignore[attr-defined]
+        expected_after_forward=expected,
+        reshards_after_backward=bool(raw.reshard_after_backward),  # type: ignore[attr-defined]
+        mesh=info.mesh,
+        replicated=getattr(info, "shard_mesh_dim", None) is None,
+    )
+
+
+def _read_param(param: object, names: dict[nn.Module, str]) -> ManagedParam:
+    info = param._module_info  # type: ignore[attr-defined]
+    dims = getattr(param.mesh_info, "dp_mesh_dims", None)  # type: ignore[attr-defined]
+    flattened = dims is not None and len(dims.shard_names) > 1
+    return ManagedParam(
+        fqn=_join(names.get(info.module, "?"), info.param_name),
+        module=info.module,
+        sharded=param.sharded_param,  # type: ignore[attr-defined]
+        registered=info.module._parameters.get(info.param_name),
+        shared=tuple(
+            (_join(names.get(module, "?"), name), module._parameters.get(name))
+            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True)
+        ),
+        uid=getattr(param, "_orig_param_uid", None),
+        placements=None if flattened else getattr(param, "_spmd_placements", None),
+        mesh=None if flattened else getattr(param, "_spmd_mesh", None),
+        first_dtype=getattr(param, "orig_dtype", None),
+    )
+
+
+def _join(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def read_groups(model: nn.Module) -> tuple[Group, ...]:
+    """Return all parameter groups below `model`."""
+    return tuple(group for state in read_states(model) for group in state.groups)
+
+
+def snapshot(model: nn.Module) -> tuple[GroupState, ...]:
+    """Return the sharding state of every FSDP2 group below `model`, as values that outlive it."""
+    return tuple(
+        GroupState(
+            modules=group.fqns,
+            parameters=tuple(param.fqn for param in group.params),
+            sharding=group.sharding,
+            training=group.training,
+            expected_after_forward=group.expected_after_forward,
+            is_root=state.is_root,
+            mesh=mesh_axes(group.mesh),
+            replicated=group.replicated,
+        )
+        for state in read_states(model)
+        for group in state.groups
+    )
+
+
+def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
+    """Return the axes of a mesh with their sizes; unnamed ones are numbered."""
+    names = mesh.mesh_dim_names or tuple(str(index) for index in range(mesh.ndim))
+    return tuple((name, mesh.size(index)) for index, name in enumerate(names))
+
+
+@_guarded
+def registered_methods(module: nn.Module) -> tuple[str, ...]:
+    """Return the methods of one module that `register_fsdp_forward_method` has wrapped."""
+    return tuple(
+        name
+        for name, value in vars(module).items()
+        if (code := getattr(getattr(value, "__func__", None), "__code__", None)) is not None
+        and is_wrapped_method(code.co_name, code.co_filename)
+    )
+
+
+def is_wrapped_method(name: str, file: str) -> bool:
+    """Is this code the wrapper that `register_fsdp_forward_method` puts around a method?"""
+    return name == "wrapped_method" and file.endswith("_fully_shard.py")
+
+
+def grad_tensors(output: object) -> tuple[torch.Tensor, ...]:
+    """Return the tensors in `output` that FSDP2 can see and that require gradients."""
+    try:
+        from torch.distributed.fsdp._common_utils import collect_grad_tensors
+    except ImportError:  # before 2.12: whatever a pytree is
+        leaves = torch.utils._pytree.tree_leaves(output)
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+    return tuple(collect_grad_tensors(output))
+
+
+def is_in_backward() -> bool:
+    """Is autograd running on this thread?"""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what `tensor` is a view of."""
+    return tensor._base
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often its storage was written in place."""
+    return tensor._version
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part without a node in autograd; a plain tensor is itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def non_persistent_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of a module's own buffers that are in no state dict."""
+    return frozenset(module._non_persistent_buffers_set)
+
+
+def add_state_dict_hook(module: nn.Module, hook: Callable[[nn.Module], None]) -> RemovableHandle:
+    """Call `hook(module)` before `module.state_dict()` (PyTorch's own function has no types)."""
+    handle = module.register_state_dict_pre_hook(lambda owner, *_: hook(owner))  # type: ignore[no-untyped-call]
+    return cast("RemovableHandle", handle)
+
+
+def is_replicate(placement: object) -> bool:
+    """Does every coordinate of the axis hold the same?"""
+    return isinstance(placement, Replicate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What a group logged, with what was to be seen at that moment."""
+
+    key: int
+    """The same for the same group."""
+    modules: tuple[nn.Module, ...]
+    """Of the group."""
+    resharded: bool
+    """Are its parameters sharded now?"""
+    reshards: bool
+    """Will its forward pass end with sharded parameters?"""
+    without_grad: tuple[str, ...]
+    """Trainable parameters that this backward pass has not reached (meaningful in "post_backward")."""
+    output: object
+    """What the module returned (in "post_forward")."""
+
+
+@_guarded
+def read_event(frame: FrameType | None) -> Event | None:
+    """Find the group that is logging: the nearest frame whose `self` is one.
+
+    Args:
+        frame: Of the log filter, or further in.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    for _ in range(16):
+        if frame is None:
+            return None
+        group = frame.f_locals.get("self")
+        if isinstance(group, FSDPParamGroup):
+            return Event(
+                key=id(group),
+                modules=tuple(group.modules),
+                resharded=not group.is_unsharded,
+                reshards=group.post_forward_mesh_info is not None,
+                without_grad=tuple(_without_grad(group)) if frame.f_code.co_name == "post_backward" else (),
+                output=frame.f_locals.get("output"),
+            )
+        frame = frame.f_back
+    return None
+
+
+def _without_grad(group: object) -> Iterator[str]:
+    for param in group.fsdp_params:  # type: ignore[attr-defined]
+        unsharded = getattr(param, "_unsharded_param", None)
+        if not param.sharded_param.requires_grad or unsharded is None:
+            continue
+        if unsharded.grad is None and param.unsharded_accumulated_grad is None:
+            yield param._param_fqn or param._module_info.param_name
+
+
+def owner_of_frame(frame: FrameType, model: nn.Module | None) -> tuple[tuple[nn.Module, ...], str] | None:
+    """Return the modules and the parameter's name if FSDP2's own code for one group or parameter runs in `frame`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    subject = frame.f_locals.get("self")
+    if isinstance(subject, FSDPParam):
+        info = subject._module_info
+        names = {} if model is None else {module: fqn for fqn, module in model.named_modules()}
+        return (info.module,), _join(names.get(info.module, type(info.module).__name__), info.param_name)
+    if isinstance(subject, FSDPParamGroup):
+        return tuple(subject.modules), ""
+    return None
+
+
+@contextmanager
+def reset_after_failure(model: nn.Module) -> Iterator[None]:
+    """Bring every FSDP2 root below `model` back to rest when the body raises; the failed iteration is lost.
+
+    Source: `FSDPModule.reset_iter_state` (PyTorch 2.12); before, a model that failed cannot be used again.
+    """
+    try:
+        yield
+    except BaseException:
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
+                reset = getattr(module, "reset_iter_state", None)
+                if reset is not None:
+                    reset()
+        raise

@@ -1,0 +1,302 @@
+"""Look over FSDP2's shoulder while a model runs: what it logs, what it cannot see, what mixes sharded with whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.fsdp2 import internals
+from ckpt_tools.fsdp2.audit import build_finding
+from ckpt_tools.fsdp2.compare import Trace, read_structure
+from ckpt_tools.fsdp2.states import shown
+
+_MAX_DEPTH = 3
+"""Levels of attributes that are searched for hidden tensors."""
+_MAX_EVENTS = 200_000
+"""Events that are kept in memory; a watch is for some steps, not for a training run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """A call in which a parameter was sharded and another tensor was not."""
+
+    fqn: str
+    """The sharded parameter."""
+    function: str
+    """The torch function."""
+    parameter: torch.Tensor
+    """The DTensor."""
+
+
+class Watch:
+    """What was seen. Filled while the context is open, readable afterwards."""
+
+    def __init__(self, model: nn.Module, trace: TextIO | None = None, directory: Path | None = None) -> None:
+        self._names = {module: fqn for fqn, module in model.named_modules()}
+        self._model = model
+        self._trace = trace
+        self._directory = directory
+        self._depth: dict[int, int] = {}
+        self._views: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        self.events: list[str] = []
+        """Passes of groups, in order: "pre_forward layers.0"."""
+        self.findings: list[Finding] = []
+        """What was wrong, once each."""
+        self.mix: Mix | None = None
+        """The last call that mixed sharded and plain tensors."""
+
+    def changed_views(self) -> tuple[str, ...]:
+        """Return the modules whose output was a view and has been written in place since."""
+        return tuple(
+            fqn for fqn, views in self._views.items() if any(internals.version_of(t) != old for t, old in views)
+        )
+
+    def settled_traces(self) -> tuple[Trace, ...]:
+        """Return the traces of all ranks that share the directory, once they have stopped growing; () without one."""
+        return () if self._directory is None else _settled(self._directory)
+
+    def report(self, code: str, where: str, what: str) -> None:
+        """Add a finding unless it is there already."""
+        if not any((found.code, found.where) == (code, where) for found in self.findings):
+            self.findings.append(build_finding(code, where, what))
+
+    def see(self, message: str) -> None:
+        """Take one message of FSDP2's logger."""
+        kind = message.removeprefix("FSDP::").partition(" ")[0]
+        is_pass = kind in ("pre_forward", "post_forward", "pre_backward", "post_backward")
+        event = internals.read_event(sys._getframe(1)) if is_pass else None  # noqa: SLF001 - who logs is a caller
+        if event is None:
+            if kind == "root_pre_forward":
+                self._depth.clear()  # of an iteration that failed
+            self._write(kind)
+            return
+        fqn = "+".join(shown(self._names.get(module, "?")) for module in event.modules)
+        missing = f" without {','.join(event.without_grad)}" if event.without_grad else ""
+        self._write(f"{kind} {fqn}{missing}")
+        if internals.is_in_backward():
+            return
+        if kind == "pre_forward":
+            self._depth[event.key] = self._depth.get(event.key, 0) + 1
+        elif kind == "post_forward":
+            self._leave(event, fqn)
+
+    def _leave(self, event: internals.Event, fqn: str) -> None:
+        depth = self._depth[event.key] = max(0, self._depth.get(event.key, 0) - 1)
+        # A group of several modules is entered through each of them.
+        if depth and event.reshards and len(event.modules) == 1:
+            self.report("double-wrap", fqn, "was entered again inside its own forward pass, which reshards at the end")
+        if len(event.modules) > 1 and event.output is None:
+            self._depth[event.key] = 0
+        if not torch.is_grad_enabled():
+            return
+        visible = internals.grad_tensors(event.output)
+        hidden = () if visible else tuple(_hidden_tensors(event.output, _MAX_DEPTH))
+        if hidden:
+            kind = type(event.output).__name__
+            self.report("opaque-output", fqn, f"returns a {kind}, in which FSDP2 cannot see the tensors ({hidden[0]})")
+        # A detached alias shares the version counter and outlives the module's own reference.
+        views = [t for t in visible if internals.base_of(t) is not None]
+        self._views[fqn] = [(t.detach(), internals.version_of(t)) for t in views]
+
+    def _write(self, line: str) -> None:
+        if len(self.events) < _MAX_EVENTS:
+            self.events.append(line)
+            if self._trace is not None:
+                self._trace.write(line + "\n")
+
+    def see_mix(self, function: str, args: tuple[object, ...]) -> None:
+        """Take a call that failed because it mixed sharded and plain tensors."""
+        for tensor in args:
+            if isinstance(tensor, DTensor):
+                fqn = find_parameter(self._model, tensor)
+                if fqn is not None:
+                    self.mix = Mix(fqn=fqn, function=function, parameter=tensor)
+                    return
+
+    def see_state_dict(self, module: nn.Module) -> None:
+        """Take a `state_dict()` that is about to reshard `module`'s group."""
+        for group in internals.read_groups(self._model):
+            if group.training == "FORWARD" and any(param.module is module for param in group.params):
+                site = _outer_site()
+                what = f"state_dict() reshards it while its forward pass runs ({site})"
+                self.report("mid-forward-reshard", shown(group.fqn), what)
+
+
+def find_parameter(model: nn.Module, tensor: torch.Tensor) -> str | None:
+    """Return the FQN of the parameter that `tensor` is, or is a view of; None when it is neither."""
+    address = _address(tensor)
+    for group in internals.read_groups(model):
+        for param in group.params:
+            if param.sharded is tensor or (address and address == _address(param.sharded)):
+                return param.fqn
+    for fqn, parameter in model.named_parameters():
+        if parameter is tensor or (address and address == _address(parameter)):
+            return fqn
+    return None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = internals.local_of(tensor)
+    return 0 if local.is_meta else local.untyped_storage().data_ptr()
+
+
+def _hidden_tensors(output: object, depth: int) -> Iterator[str]:
+    """Yield where objects that no pytree opens hold tensors that require gradients."""
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            yield "tensor"
+        return
+    if depth == 0 or output is None or isinstance(output, str | bytes | int | float | nn.Module | type):
+        return
+    if isinstance(output, Mapping):
+        parts = [(str(key), value) for key, value in output.items()]
+    elif isinstance(output, list | tuple | set | frozenset):
+        parts = [(str(index), value) for index, value in enumerate(output)]
+    else:
+        parts = [(f".{key}", value) for key, value in getattr(output, "__dict__", {}).items()]
+    for name, value in parts:
+        for below in _hidden_tensors(value, depth - 1):
+            yield name if below == "tensor" else f"{name}{below}"
+
+
+def _outer_site() -> str:
+    """Return the nearest line outside of torch and of this package."""
+    own = os.path.dirname(__file__)
+    library = os.path.dirname(torch.__file__)
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((own, library)):
+            return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    return "?"
+
+
+class _MixMode(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                self._watch.see_mix(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values()))
+            raise
+
+
+_LAST: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
+
+
+def last_watch(model: nn.Module | None) -> Watch | None:
+    """Return the latest watch of `model`; with None, of any model that still lives."""
+    if model is not None:
+        return _LAST.get(model)
+    watches = list(_LAST.values())
+    return watches[-1] if watches else None
+
+
+@contextmanager
+def watch(model: nn.Module, *, traces: str | os.PathLike[str] | None = None) -> Iterator[Watch]:
+    """Watch `model` run: for `diagnose`, which then knows more, and for what fails silently.
+
+    Costs some microseconds per torch call: for smoke tests and for hunting, not for training.
+
+    Args:
+        model: The root. It may be sharded before or inside the context.
+        traces: Directory for this rank's `rank-N.trace`, written as things happen, so that it outlives an abort.
+            Ranks that share it can be compared (`read_traces`, `compare_traces`, `diagnose`).
+
+    Yields:
+        What is seen; `findings` and `events` stay readable afterwards.
+    """
+    with ExitStack() as stack:
+        file = None
+        if traces is not None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            path = Path(traces)
+            path.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path / f"rank-{rank}.trace", "w", buffering=1, encoding="utf-8"))
+            file.write(json.dumps({"rank": rank, "structure": read_structure(model)}) + "\n")
+        seen = Watch(model, file, None if traces is None else Path(traces))
+        _LAST.pop(model, None)
+        _LAST[model] = seen
+        for module in model.modules():
+            handle = internals.add_state_dict_hook(module, seen.see_state_dict)
+            stack.callback(handle.remove)
+        stack.enter_context(_listen(seen))
+        stack.enter_context(_MixMode(seen))
+        yield seen
+
+
+@contextmanager
+def _listen(seen: Watch) -> Iterator[None]:
+    """Take FSDP2's DEBUG messages, and keep them from everybody who did not ask for them."""
+    logger = logging.getLogger(internals.LOGGER)
+    level, wanted = logger.level, logger.getEffectiveLevel()
+
+    def take(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.DEBUG:
+            seen.see(record.getMessage())
+        return record.levelno >= wanted
+
+    logger.addFilter(take)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeFilter(take)
+
+
+def read_traces(directory: str | os.PathLike[str]) -> tuple[Trace, ...]:
+    """Read every rank's trace, finished or not, in rank order.
+
+    Raises:
+        UnreadableError: A file is no trace.
+    """
+    found = []
+    for path in sorted(Path(directory).glob("rank-*.trace")):
+        header, *lines = path.read_text(encoding="utf-8").split("\n")
+        try:
+            fields = json.loads(header)
+            rank, structure = int(fields["rank"]), tuple(map(str, fields["structure"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnreadableError(f"no trace of a rank: {error}", where=str(path)) from error
+        # Without its newline the last line was cut short.
+        found.append(Trace(rank=rank, structure=structure, events=tuple(lines[:-1])))
+    return tuple(sorted(found, key=lambda trace: trace.rank))
+
+
+def _settled(directory: Path, *, patience_s: float = 1.0) -> tuple[Trace, ...]:
+    """Read the traces once they have stopped growing, or patience is over."""
+    deadline = time.monotonic() + patience_s
+    sizes: list[int] | None = None
+    while True:
+        found = [path.stat().st_size for path in sorted(directory.glob("rank-*.trace"))]
+        if found == sizes or time.monotonic() > deadline:
+            return read_traces(directory)
+        sizes = found
+        time.sleep(0.2)
