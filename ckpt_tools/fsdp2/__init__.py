@@ -8,8 +8,13 @@ from __future__ import annotations
 from ckpt_tools.fsdp2.blocks import find_blocks
 from ckpt_tools.fsdp2.buffers import materialise_buffers
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
+from ckpt_tools.fsdp2.local import local_box
 from ckpt_tools.fsdp2.mesh import build_device_mesh, fsdp_mesh, mesh_of, tp_mesh
+from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
+from ckpt_tools.fsdp2.save import save_checkpoint
+from ckpt_tools.fsdp2.scatter import rank0_load
+from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, parameter_groups
 from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model
 
 __all__ = [
@@ -18,15 +23,23 @@ __all__ = [
     "Policy",
     "Precision",
     "ShardedPlan",
+    "accumulate",
     "build_device_mesh",
+    "clip_grad_norm",
     "find_blocks",
+    "frozen",
     "fsdp_mesh",
     "load_checkpoint",
+    "load_optimizer",
+    "local_box",
     "materialise_buffers",
     "mesh_of",
+    "parameter_groups",
     "parse_policy",
     "parse_strategy",
     "plan_of",
+    "rank0_load",
+    "save_checkpoint",
     "shard_model",
     "tp_mesh",
 ]

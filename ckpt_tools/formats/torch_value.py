@@ -1,0 +1,47 @@
+"""Plain values that `torch.save` wrote: numbers, texts and lists of them, read without unpickling.
+
+DCP stores what is no tensor this way (`optimizer.param_groups.0.lr`).
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+from ckpt_tools.errors import LimitError, UnreadableError
+from ckpt_tools.formats.inert_pickle import GlobalName, Record, parse_pickle
+
+MAX_VALUE_BYTES = 64 << 20
+"""Largest item that is read: lists of parameter names have kilobytes."""
+
+
+def parse_value(content: bytes, *, where: str) -> object:
+    """Return the value of a `torch.save` zip that holds plain values alone.
+
+    Args:
+        content: The whole item.
+        where: What to call it in messages.
+
+    Returns:
+        int, str, bool, None, float, bytes, or tuples, lists and dicts of them.
+
+    Raises:
+        UnreadableError: Not such an item, or it holds anything else (objects, tensors).
+    """
+    if len(content) > MAX_VALUE_BYTES:
+        raise LimitError(f"{len(content)} bytes, the limit is {MAX_VALUE_BYTES}", where=where)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            records = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
+            if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
+                raise UnreadableError("the item is not what torch.save writes", where=where)
+            data = archive.read(records[0])
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
+        raise UnreadableError(f"the item is damaged: {error}", where=where) from error
+    try:
+        value = parse_pickle(data, allowed_globals=frozenset())
+    except UnreadableError as error:
+        raise UnreadableError(f"the item does not hold plain values: {error.what}", where=where) from error
+    if isinstance(value, (GlobalName, Record)):
+        raise UnreadableError("the item does not hold plain values", where=where)
+    return value

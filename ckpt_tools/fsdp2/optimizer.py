@@ -1,0 +1,196 @@
+"""Load an optimizer's state from a DCP checkpoint: every rank its own boxes, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt_tools.checkpoint import BlobEntry, KeyPath, TensorEntry
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.torch_value import MAX_VALUE_BYTES, parse_value
+from ckpt_tools.fsdp2.agree import together
+from ckpt_tools.fsdp2.local import assemble, local_box
+from ckpt_tools.fsdp2.read import BoxReader, as_whole
+from ckpt_tools.layout import Box
+from ckpt_tools.opening import Opened, open_path
+from ckpt_tools.text import escape_name
+from ckpt_tools.transform import is_optimizer, strip_wrappers
+
+_Item = TensorEntry | BlobEntry
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
+    """Give `optimizer` the state and the options of its groups from a checkpoint.
+
+    Collective. Understands what `save_checkpoint`, PyTorch's `get_optimizer_state_dict` (flat or not) and accelerate
+    write. Groups may be cut differently than when they were saved, as long as the parameters of a group agree in
+    their options. Parameters that had no state when saved have none afterwards.
+
+    Args:
+        model: Sharded, with its checkpoint loaded; not necessarily on the mesh of the save.
+        optimizer: Made of this model's parameters, after the load.
+        path: A DCP directory.
+
+    Raises:
+        UnreadableError: No optimizer state in there, or not that of these parameters.
+        UsageError: Parameters that are not the model's, or groups that cannot be told apart.
+    """
+
+    def read() -> dict[str, Any]:
+        with open_path(os.fspath(path)) as opened:
+            return _state_dict(model, optimizer, opened)
+
+    optimizer.load_state_dict(together(read))
+
+
+def _state_dict(model: nn.Module, optimizer: Optimizer, opened: Opened) -> dict[str, Any]:
+    stored = _Stored(opened)
+    fqns = {id(p): strip_wrappers(name) for name, p in model.named_parameters()}
+    reader = BoxReader(opened)
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    number = 0
+    for group in optimizer.param_groups:
+        names = []
+        for parameter in group["params"]:
+            name = fqns.get(id(parameter))
+            if name is None:
+                raise UsageError(
+                    "the optimizer holds a parameter that is not the model's",
+                    where="load_optimizer",
+                    hint="make the optimizer after shard_model and load_checkpoint, which replace parameters",
+                )
+            names.append(name)
+        options = {key: value for key, value in group.items() if key != "params"}
+        options |= stored.options(names)
+        options["params"] = list(range(number, number + len(names)))
+        groups.append(options)
+        for name, parameter in zip(names, group["params"], strict=True):
+            found = stored.state.get(name)
+            if found:
+                state[number] = {key: _value(item, parameter, reader, opened) for key, item in found.items()}
+            elif parameter.requires_grad and not stored.knows(name):
+                raise UnreadableError(
+                    f"the checkpoint has no optimizer state of {escape_name(name)!r}",
+                    where=escape_name(opened.source.root),
+                    hint="its optimizer had other parameters; freeze this one or start with a new optimizer",
+                )
+            number += 1
+    return {"state": state, "param_groups": groups}
+
+
+def _value(item: _Item, parameter: torch.Tensor, reader: BoxReader, opened: Opened) -> object:
+    """Return one entry of a parameter's state: cut like the parameter when it has its shape, else whole."""
+    if isinstance(item, BlobEntry):
+        return _plain(item, opened)
+    dtype = _torch_dtype(item.dtype)
+    if item.shape == tuple(parameter.shape) and item.shape:
+        local = reader.read(as_whole(item), local_box(parameter), dtype)
+        return assemble(local.to(parameter.device), parameter)
+    return reader.read(as_whole(item), Box((0,) * len(item.shape), item.shape), dtype)
+
+
+def _torch_dtype(dtype: DType) -> torch.dtype:
+    found = getattr(torch, dtype.torch_name or "", None)
+    if not isinstance(found, torch.dtype):
+        raise UnreadableError(f"torch has no type for {dtype.name} elements")
+    return found
+
+
+def _plain(blob: BlobEntry, opened: Opened) -> object:
+    where = f"{escape_name(blob.span.file)}, item {escape_name(blob.fqn)!r}"
+    if blob.span.nbytes > MAX_VALUE_BYTES:
+        raise UnreadableError(f"{blob.span.nbytes} bytes for an option", where=where)
+    return parse_value(opened.source.read(blob.span.file, blob.span.offset, blob.span.nbytes), where=where)
+
+
+class _Stored:
+    """The optimizer's part of a checkpoint, by parameter."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self.state: dict[str, dict[str, _Item]] = defaultdict(dict)
+        """Parameter → name → item."""
+        self._groups: dict[str, dict[str, _Item]] = defaultdict(dict)
+        """Number of a group, or a parameter in the flat form → option → item."""
+        checkpoint = opened.checkpoint
+        items: list[_Item] = [*checkpoint.tensors, *checkpoint.blobs]
+        for item in items:
+            if is_optimizer(item) or item.fqn.startswith("param_groups."):
+                self._add(item)
+        if not self.state and not self._groups:
+            raise UnreadableError(
+                "there is no optimizer state in this checkpoint",
+                where=escape_name(opened.source.root),
+                hint="save it with save_checkpoint(model, optimizer, path)",
+            )
+        self._members = {number: self._members_of(number) for number in self._groups}
+
+    def _add(self, item: _Item) -> None:
+        path: KeyPath = item.path if len(item.path) > 2 else tuple(item.fqn.split("."))
+        keys = list(map(str, path))
+        start = next((i for i, key in enumerate(keys[:3]) if key in ("state", "param_groups")), None)
+        if start is None or len(keys) < start + 3:
+            # Flat form under one root: ("optimizer", "state.<fqn>.exp_avg")
+            keys = ".".join(keys).split(".")
+            start = next((i for i, key in enumerate(keys[:3]) if key in ("state", "param_groups")), None)
+            if start is None or len(keys) < start + 3:
+                return
+        owner, name = strip_wrappers(".".join(keys[start + 1 : -1])), keys[-1]
+        (self.state if keys[start] == "state" else self._groups)[owner][name] = item
+
+    def _members_of(self, number: str) -> frozenset[str]:
+        item = self._groups[number].get("params")
+        if item is None:
+            return frozenset({number})
+        value = _plain(item, self._opened) if isinstance(item, BlobEntry) else None
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise UnreadableError("the parameters of a group are not a list of names", where=escape_name(item.fqn))
+        return frozenset(strip_wrappers(name) for name in value)
+
+    def knows(self, name: str) -> bool:
+        """Was this parameter in a group when the optimizer was saved?"""
+        return any(name in members for members in self._members.values())
+
+    def options(self, names: Sequence[str]) -> dict[str, object]:
+        """Return the options that the groups of these parameters had.
+
+        Raises:
+            UsageError: They differ.
+        """
+        found: dict[str, object] = {}
+        is_first = True
+        for number, members in self._members.items():
+            if members.isdisjoint(names):
+                continue
+            options = {key: self._option(item) for key, item in self._groups[number].items() if key != "params"}
+            if not is_first and not _is_equal(options, found):
+                raise UsageError(
+                    "the parameters of one group had different options when they were saved",
+                    where="load_optimizer",
+                    hint="make the groups as they were: parameter_groups with the same arguments",
+                )
+            found, is_first = options, False
+        return found
+
+    def _option(self, item: _Item) -> object:
+        if isinstance(item, BlobEntry):
+            return _plain(item, self._opened)
+        reader = BoxReader(self._opened)
+        return reader.read(as_whole(item), Box((0,) * len(item.shape), item.shape), _torch_dtype(item.dtype))
+
+
+def _is_equal(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    return all(
+        torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]  # type: ignore[arg-type]
+        for key, value in one.items()
+    )

@@ -1,0 +1,188 @@
+"""The parts of a training step that sharded parameters change: groups, freezing, accumulation, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.rules import compile_glob
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, no_decay: Sequence[str] = ("bias", "norm")
+) -> list[dict[str, Any]]:
+    """Return the groups for an optimizer: the trainable parameters with and without weight decay.
+
+    Args:
+        model: After `shard_model` and the load, which both replace parameters.
+        weight_decay: Of the first group; the second has 0.
+        no_decay: A parameter is in the second group when its FQN, or the class of the module that holds it,
+            contains one of these (case does not matter), or when its FQN matches one that is a glob.
+
+    Returns:
+        At most two groups, empty ones left out, every parameter once.
+    """
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        kind = type(module).__name__
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            fqn = f"{prefix}.{name}" if prefix else name
+            (plain if _is_named(fqn, kind, no_decay) else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _is_named(fqn: str, kind: str, patterns: Sequence[str]) -> bool:
+    for pattern in patterns:
+        if set("*?{") & set(pattern):
+            if compile_glob(pattern).fullmatch(fqn):
+                return True
+        elif pattern.lower() in fqn.lower() or pattern.lower() in kind.lower():
+            return True
+    return False
+
+
+def frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Freeze the parameters whose FQN matches a glob, or lies in a module that does; return their FQNs.
+
+    Call it before `shard_model`: the parameters of one unit are reduced together.
+
+    Raises:
+        UsageError: A glob that matches nothing, or a model that is sharded already.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UsageError("the model is sharded already", hint="freeze before shard_model")
+    names: list[str] = []
+    for pattern in patterns:
+        glob = compile_glob(pattern)
+        found = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False) if any(map(glob.fullmatch, _up(fqn)))]
+        if not found:
+            raise UsageError(f"{pattern!r} matches no parameter and no module", where="frozen")
+        names += found
+    for fqn in names:
+        model.get_parameter(fqn).requires_grad_(False)
+    return tuple(dict.fromkeys(names))
+
+
+def _up(fqn: str) -> Iterator[str]:
+    """Yield the FQN and those of the modules around it."""
+    while fqn:
+        yield fqn
+        fqn = fqn.rpartition(".")[0]
+
+
+@contextmanager
+def accumulate(model: nn.Module, is_last: bool, *, keep_unsharded: bool = False) -> Iterator[None]:
+    """Run one micro-batch of several: gradients stay local until the last one, which averages them over ranks.
+
+        for number, batch in enumerate(batches):
+            with accumulate(model, number == len(batches) - 1):
+                (model(**batch).loss / len(batches)).backward()
+
+    Until then every rank holds whole gradients: memory for less communication. Divide the loss by the number of
+    micro-batches.
+
+    Args:
+        model: Sharded.
+        is_last: This is the last micro-batch of the step.
+        keep_unsharded: Do not cut parameters again between micro-batches: more memory, less communication.
+
+    Raises:
+        UsageError: The model is not sharded.
+    """
+    units = outermost_units(model)
+    if not units:
+        raise UsageError("the model has no FSDP units", hint="call shard_model first")
+    for unit in units:
+        unit.set_requires_gradient_sync(is_last)
+        unit.set_is_last_backward(is_last)
+        if keep_unsharded:
+            unit.set_reshard_after_backward(is_last)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True)
+            unit.set_is_last_backward(True)
+            if keep_unsharded:
+                unit.set_reshard_after_backward(True)
+
+
+def outermost_units(model: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP units of `model` that lie in no other one."""
+    found: list[FSDPModule] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and id(module) not in inside:
+            found.append(module)
+            inside |= {id(child) for child in module.modules()}
+    return found
+
+
+def clip_grad_norm(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their common norm is at most `max_norm`; return the norm before.
+
+    As `torch.nn.utils.clip_grad_norm_`, which refuses gradients on different meshes (FSDP×TP). Collective: every
+    rank passes the same parameters. Gradients that are no DTensors count once: they are equal on all ranks, or
+    nobody has averaged them (see the finding `unmanaged`).
+
+    Args:
+        parameters: A model, or its parameters.
+        max_norm: Upper bound of the norm.
+        norm_type: p of the p-norm; inf is the largest absolute value.
+        error_if_nonfinite: Raise when the norm is NaN or infinite.
+
+    Returns:
+        The norm of all gradients as one vector, a plain 0-d tensor, equal on all ranks.
+
+    Raises:
+        RuntimeError: With `error_if_nonfinite`, the norm is not finite.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    groups: dict[tuple[DeviceMesh | None, torch.device], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            groups.setdefault((mesh, parameter.grad.device), []).append(parameter)
+    if not groups:
+        return torch.tensor(0.0)
+    norms = []
+    for group in groups.values():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    device = norms[0].device
+    stacked = torch.stack([norm.to(device) for norm in norms])
+    total = stacked[0]
+    if len(norms) > 1:
+        total = stacked.max() if math.isinf(norm_type) else torch.linalg.vector_norm(stacked, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the norm of the gradients is {total.item()}, so they cannot be clipped")
+    for group in groups.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
