@@ -47,7 +47,12 @@ def parse_json(
             f"{what} has up to {containers} objects and arrays, the limit is {max_containers}", where=where
         )
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique_object, parse_constant=_refuse_constant)
+        return json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_unique_object,
+            parse_constant=_refuse_constant,
+            parse_int=_parse_whole if b"-0" in text else None,  # the hook takes time
+        )
     except UnicodeDecodeError as error:
         raise UnreadableError(f"{what} is not UTF-8 text", where=where) from error
     except (ValueError, RecursionError) as error:
@@ -60,6 +65,13 @@ def _unique_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(table) != len(pairs):
         raise ValueError("a key occurs twice")
     return table
+
+
+def _parse_whole(text: str) -> int:
+    """Refuse "-0", which other readers take for a fraction."""
+    if text == "-0":
+        raise ValueError("-0 is not a whole number")
+    return int(text)
 
 
 def _refuse_constant(text: str) -> object:

@@ -75,6 +75,10 @@ def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
     metadata = document.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise UnreadableError("the header's __metadata__ is not a table of strings", where=where)
+    try:  # half a surrogate pair, which no text can hold
+        "".join((*metadata, *metadata.values())).encode()
+    except UnicodeEncodeError as error:
+        raise UnreadableError("the header's __metadata__ is not Unicode text", where=where) from error
     data_start = LENGTH_BYTES + len(text)
     entries = [_parse_entry(fqn, fields, file, data_start) for fqn, fields in document.items()]
     entries.sort(key=lambda entry: (entry.chunks[0].span.offset, entry.chunks[0].span.nbytes))

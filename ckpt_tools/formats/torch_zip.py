@@ -49,6 +49,8 @@ _U64 = struct.Struct("<Q")
 _FLAG_DESCRIPTOR = 0x08
 _FLAGS = 0x800 | _FLAG_DESCRIPTOR
 """All that a stored entry may have: a UTF-8 name, and sizes that follow the data."""
+_IS_DIRECTORY = 0x10
+"""External attribute of MS-DOS. torch's zip reader believes it, and hands out memory that it has not written to."""
 _FULL32 = 0xFFFFFFFF
 _FULL16 = 0xFFFF
 
@@ -247,7 +249,7 @@ def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _Entry
     try:
         for _ in range(count):
             (magic, _, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length, comment_length,
-             disk, _, _, offset) = _CENTRAL.unpack_from(directory, position)  # fmt: skip
+             disk, _, attributes, offset) = _CENTRAL.unpack_from(directory, position)  # fmt: skip
             name_end = position + _CENTRAL.size + name_length
             name = str(directory[position + _CENTRAL.size : name_end], "ascii")
             extra = directory[name_end : name_end + extra_length]
@@ -256,6 +258,8 @@ def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _Entry
                 raise UnreadableError("the item's directory is malformed")
             if _FULL32 in (packed, nbytes, offset):
                 nbytes, packed, offset = _widen(extra, nbytes, packed, offset)
+            if attributes & _IS_DIRECTORY:
+                raise UnreadableError(f"entry '{escape_name(name)}' of the item is marked as a directory")
             if method or packed != nbytes:
                 raise UnreadableError(f"entry '{escape_name(name)}' of the item is compressed")
             if name in entries:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import reprlib
+from collections.abc import Mapping
 from typing import cast
-
-import yaml
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.layout import AXES, AXIS_ALIASES, Mesh, Placement, parse_mesh, parse_placement
+from ckpt_tools.rules.plain_yaml import load_yaml
 from ckpt_tools.rules.rule import Rule, RuleSet, suggest
 
 _FILE_KEYS = ("version", "mesh", "rules")
@@ -28,15 +28,14 @@ def parse_rules(text: str, *, where: str, world_size: int | None = None) -> Rule
         UsageError: Not YAML, not version 1, an unknown or missing key, a value that cannot be meant.
     """
     try:
-        # The loader is a SafeLoader: it builds plain values only.
-        document = yaml.load(text, Loader=_Loader)  # noqa: S506
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        document = load_yaml(text)
+    except ValueError as error:
         raise UsageError(f"the rules are not valid YAML: {_one_line(error)}", where=where) from error
     content = _mapping(document, "the rules file", where)
     _check_keys(content, _FILE_KEYS, "the rules file", where)
     version = content.get("version")
     if version != 1 or isinstance(version, bool):
-        found = "no version" if version is None else f"version {version!r}"
+        found = "no version" if version is None else f"version {_one_line(version)}"
         raise UsageError(f"the rules file has {found}, expected 1", where=where, hint="start it with version: 1")
     items = content.get("rules", [])
     if not isinstance(items, list):
@@ -77,7 +76,9 @@ def _rule(item: object, where: str) -> Rule:
         raise UsageError("a rule needs match: a pattern on tensor names", where=where, hint="quote the pattern")
     style = content.get("style")
     if "style" in content and not isinstance(style, str):
-        raise UsageError(f"style must be a name, found {style!r}", where=where, hint="write for example style: colwise")
+        raise UsageError(
+            f"style must be a name, found {_one_line(style)}", where=where, hint="write for example style: colwise"
+        )
     place = None
     if "place" in content:
         pairs = _mapping(content["place"], "place", where)
@@ -91,13 +92,13 @@ def _place(pairs: list[tuple[str, str]] | list[tuple[str, object]], where: str) 
         axis = AXIS_ALIASES.get(spelling, spelling)
         if axis not in AXES:
             raise UsageError(
-                f"unknown mesh axis {spelling!r}", where=where, hint=suggest(spelling, AXES, "the axes are")
+                f"unknown mesh axis {_one_line(spelling)}", where=where, hint=suggest(spelling, AXES, "the axes are")
             )
         if axis in result:
             raise UsageError(f"the axis {axis} is placed twice", where=where)
         if not isinstance(text, str):
             raise UsageError(
-                f"{text!r} is not a placement for {axis}",
+                f"{_one_line(text)} is not a placement for {axis}",
                 where=where,
                 hint="write S(0) to cut dim 0, R to replicate",
             )
@@ -111,9 +112,13 @@ def _place(pairs: list[tuple[str, str]] | list[tuple[str, object]], where: str) 
 def _mesh(value: object, where: str, world_size: int | None) -> Mesh:
     axes = _mapping(value, "mesh", where)
     for axis, size in axes.items():
+        if axis not in AXES and axis not in AXIS_ALIASES:  # before it is put into a text: "tp=2,ep" is no axis
+            raise UsageError(
+                f"unknown mesh axis {_one_line(axis)}", where=where, hint=suggest(axis, AXES, "the axes are")
+            )
         if not isinstance(size, int) or isinstance(size, bool):
             raise UsageError(
-                f"mesh axis {axis} has {size!r} ranks",
+                f"mesh axis {axis} has {_one_line(size)} ranks",
                 where=where,
                 hint="write for example mesh: {dp_shard: 8}",
             )
@@ -132,24 +137,11 @@ def _mapping(value: object, name: str, where: str) -> Mapping[str, object]:
 def _check_keys(content: Mapping[str, object], known: tuple[str, ...], name: str, where: str) -> None:
     for key in content:
         if key not in known:
-            raise UsageError(f"unknown key {key!r} in {name}", where=where, hint=suggest(key, known, "the keys are"))
+            raise UsageError(
+                f"unknown key {_one_line(key)} in {name}", where=where, hint=suggest(key, known, "the keys are")
+            )
 
 
 def _one_line(value: object) -> str:
-    text = " ".join(str(value).split()) if isinstance(value, Exception) else repr(value)
+    text = " ".join(str(value).split()) if isinstance(value, Exception) else reprlib.repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key written twice, where PyYAML keeps the last one silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = getattr(key_node, "value", None)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is written twice", key_node.start_mark
-                )
-            seen.add(key if isinstance(key, str) else id(key_node))
-        return super().construct_mapping(node, deep=deep)

@@ -85,9 +85,7 @@ def naive(pattern):
     """The meaning of a pattern without braces, written down without care for speed."""
     parts = re.split(r"(\*{2,}|\*|\?)", pattern)
     meaning = {"*": "[^.]*", "?": "[^.]"}
-    return re.compile(
-        "".join(meaning.get(p, ".*" if p.startswith("**") else re.escape(p)) for p in parts), re.DOTALL
-    )
+    return re.compile("".join(meaning.get(p, ".*" if p.startswith("**") else re.escape(p)) for p in parts), re.DOTALL)
 
 
 @given(st.text("ab.*?", max_size=9), st.lists(st.text("ab.", max_size=9), min_size=20, max_size=20))
@@ -97,9 +95,7 @@ def test_compile_glob_any_pattern_equals_the_plain_regular_expression(pattern, n
         assert bool(compile_glob(pattern).fullmatch(name)) == bool(naive(pattern).fullmatch(name)), name
 
 
-@pytest.mark.parametrize(
-    "pattern", ["**a" * 30 + "b", "*a" * 30 + "b", "{*a,a*}**" * 6 + "b", "a*" * 30 + ".b"]
-)
+@pytest.mark.parametrize("pattern", ["**a" * 30 + "b", "*a" * 30 + "b", "{*a,a*}**" * 6 + "b", "a*" * 30 + ".b"])
 def test_compile_glob_hostile_name_is_matched_at_once(pattern):
     start = time.perf_counter()
     assert not compile_glob(pattern).fullmatch("a" * 2000)
@@ -108,6 +104,7 @@ def test_compile_glob_hostile_name_is_matched_at_once(pattern):
 
 # Files
 
+LAUGHS = "version: 1\na: &a0 [x, x]\n" + "".join(f"b{i}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
 RULES = """
 version: 1
 mesh: {ddp: 2, dp_shard: 4, tp: 2}
@@ -174,8 +171,18 @@ def test_parse_rules_minus_one_takes_the_world_size():
         ("version: 1\nmesh: {shard: 2}", "unknown mesh axis 'shard'", None),
         ("version: 1\nmesh: {tp: 1.5}", "1.5 ranks", None),
         ("[" * 5000, "not valid YAML", None),
-        ("version: 1\nmesh: 2026-99-99", "not valid YAML", None),
+        ("version: 1\nmesh: 2026-99-99", "mesh must be a mapping", None),
         ("!!python/object/apply:os.getpid []", "not valid YAML", None),
+        ("version: !!timestamp x\n", "version 'x'", None),
+        ("version: !!bool x\n", "of type 'bool'", None),
+        ("version: !!int x\n", "of type 'int'", None),
+        ("version: 0x1\n", "of type 'int'", None),
+        ("version: !!binary AAAA\n", "of type 'binary'", None),
+        ("version: 1\nmesh: &m {<<: *m}\n", "not valid YAML", None),
+        ("version: 1\nrules: &r [*r]\n", "inside one another", None),
+        ("? [a]\n: 1", "a key that is not text", None),
+        ("version: 1\nmesh: {'dp_shard=2,tp': 3}", "unknown mesh axis 'dp_shard=2,tp'", None),
+        (LAUGHS, "aliases counted as often", None),
     ],
 )
 def test_parse_rules_bad_text_is_refused_with_the_reason(text, what, hint):
@@ -260,9 +267,7 @@ def test_rule_style_cuts_the_dim_that_transformers_cuts(style, name, num_dims, e
 
 def test_rule_style_matches_module_and_parameter_but_no_deeper():
     rule = Rule(match="m.proj", style="colwise")
-    assert [
-        rule.matches(n) for n in ("m.proj", "m.proj.weight", "m.proj.x.weight", "x.m.proj.weight", "m")
-    ] == [
+    assert [rule.matches(n) for n in ("m.proj", "m.proj.weight", "m.proj.x.weight", "x.m.proj.weight", "m")] == [
         True,
         True,
         False,
@@ -331,9 +336,7 @@ def test_place_tensors_optional_rule_may_match_nothing():
     assert place_tensors([tensor("a", 4)], FSDP_TP, (rule,)) == {"a": {"dp_shard": S0}}
 
 
-@pytest.mark.parametrize(
-    "rule", [parse_set("a=tp:S(0)"), parse_set("a=tp:R"), Rule(match="a", style="rowwise")]
-)
+@pytest.mark.parametrize("rule", [parse_set("a=tp:S(0)"), parse_set("a=tp:R"), Rule(match="a", style="rowwise")])
 def test_place_tensors_axis_that_the_mesh_lacks_is_refused(rule):
     with pytest.raises(UsageError, match="needs the axis tp, and the mesh dp_shard=4 has none"):
         place_tensors([tensor("a", 4, 4)], FSDP, (rule,))
@@ -348,9 +351,7 @@ def test_place_tensors_dim_that_the_tensor_lacks_is_refused(shape):
 @pytest.mark.parametrize("axis", ["tp", "ep"])
 def test_place_tensors_uneven_same_dim_is_refused_because_torch_cannot_load_it(axis):
     mesh = Mesh((("dp_shard", 2), (axis, 2)))
-    with pytest.raises(
-        UsageError, match=f"'a.w': {axis} and dp_shard both cut dim 0.*it cannot load"
-    ) as caught:
+    with pytest.raises(UsageError, match=f"'a.w': {axis} and dp_shard both cut dim 0.*it cannot load") as caught:
         place_tensors([tensor("a.w", 7, 4)], mesh, (parse_set(f"a.w={axis}:S(0)"),))
     assert "--set 'a.w='" in caught.value.hint
 
@@ -445,9 +446,7 @@ def llama_config(**changes):
         "vocab_size": 32,
     }
     return (
-        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
-        | sizes
-        | changes
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False} | sizes | changes
     )
 
 
@@ -467,9 +466,7 @@ def expected_llama(root):
 
 
 def test_tp_plan_rules_llama_cuts_every_matrix():
-    assert placed_by_plan(llama_config(), LLAMA_NAMES) == expected_llama("model.") | {
-        "lm_head.weight": "S(0)"
-    }
+    assert placed_by_plan(llama_config(), LLAMA_NAMES) == expected_llama("model.") | {"lm_head.weight": "S(0)"}
 
 
 def test_tp_plan_rules_bare_model_names_are_recognised():
@@ -568,9 +565,7 @@ except UsageError as error:
 
 
 def test_tp_plan_rules_without_transformers_uses_the_built_in_table():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert "lm_head colwise_gather_output True" in lines
     assert "model.layers.*.self_attn.o_proj rowwise False" in lines
@@ -579,8 +574,6 @@ def test_tp_plan_rules_without_transformers_uses_the_built_in_table():
 
 
 def test_rules_import_no_torch():
-    code = (
-        "import sys, ckpt_tools.rules; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    )
+    code = "import sys, ckpt_tools.rules; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -476,3 +476,16 @@ def test_parse_item_with_any_byte_flipped_is_read_or_refused() -> None:
 
 def test_module_names_its_public_parts() -> None:
     assert set(torch_zip.__all__) == {"ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item"}
+
+
+def test_entry_marked_as_a_directory_is_refused() -> None:
+    """torch believes the mark, reads nothing, and returns a tensor of memory that nobody has written to."""
+    payload = bytes(range(24))
+    before, after = item_frame(BY_NAME["F32"], (2, 3)).seal(zlib.crc32(payload))
+    item = bytearray(before + payload + after)
+    parse_item(len(item), lambda offset, nbytes: bytes(item[offset : offset + nbytes]))
+    at = item.rindex(b"archive/data/0") - 46
+    assert item[at : at + 4] == b"PK\1\2"
+    item[at + 38] = 0x10
+    with pytest.raises(UnreadableError, match="entry 'archive/data/0' of the item is marked as a directory"):
+        parse_item(len(item), lambda offset, nbytes: bytes(item[offset : offset + nbytes]))

@@ -1,0 +1,93 @@
+"""YAML as people write rules in it: mappings, lists, text, whole numbers, true and false. Nothing else is built.
+
+The composer of PyYAML gives a graph of nodes; its constructors are not used: they take tags for wishes, raise what
+they like on values that do not fit, merge mappings without bound, and take a duplicate key for an update.
+
+Source: YAML 1.1 (https://yaml.org/spec/1.1/), core types of https://yaml.org/type/.
+"""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+MAX_NODES = 100_000
+"""Values in one file, aliases counted as often as they are used: ten lines of aliases can stand for a billion."""
+MAX_DEPTH = 32
+"""Mappings and lists inside one another; an alias of what it lies in has no end."""
+
+_TAG = "tag:yaml.org,2002:"
+_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]{0,14})")
+_FRACTION = re.compile(r"[-+]?[0-9]{1,15}\.[0-9]{0,15}")
+
+
+def load_yaml(text: str) -> object:
+    """Return what a YAML document says, in dicts with text for keys, lists, str, int, float, bool and None.
+
+    Dates and numbers in other notations stay the text that they are.
+
+    Raises:
+        ValueError: Not YAML, or more than a file of rules needs; the message says what, in one line or several.
+    """
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    return None if node is None else _Builder().build(node, 0)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self._num_nodes = 0
+
+    def build(self, node: yaml.Node, depth: int) -> object:
+        """Return the value of a node."""
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise ValueError(f"more than {MAX_NODES} values, aliases counted as often as they are used")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} mappings and lists inside one another{node.start_mark}")
+        kind = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(kind, node)
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            return [self.build(item, depth + 1) for item in node.value]
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            return self._mapping(node, depth)
+        raise _unknown(node)
+
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, object]:
+        result: dict[str, object] = {}
+        for key_node, value_node in node.value:
+            key = self.build(key_node, depth + 1)
+            if not isinstance(key, str):
+                raise ValueError(f"a key that is not text{key_node.start_mark}")  # noqa: TRY004 - the content's fault
+            if key in result:
+                raise ValueError(f"the key {key[:100]!r} is written twice{key_node.start_mark}")
+            result[key] = self.build(value_node, depth + 1)
+        return result
+
+
+def _scalar(kind: str, node: yaml.ScalarNode) -> object:
+    text: str = node.value
+    if kind == "float" and _FRACTION.fullmatch(text):
+        return float(text)
+    if kind in ("str", "float", "timestamp"):
+        return text
+    if kind == "null":
+        return None
+    if kind == "bool" and text.lower() in yaml.SafeLoader.bool_values:
+        return yaml.SafeLoader.bool_values[text.lower()]
+    if kind == "int" and _NUMBER.fullmatch(text):
+        return int(text)
+    raise _unknown(node)
+
+
+def _unknown(node: yaml.Node) -> ValueError:
+    kind = node.tag.removeprefix(_TAG)[:100]
+    return ValueError(
+        f"a value of type {kind!r}, where text, whole numbers, lists and mappings can be{node.start_mark}"
+    )
