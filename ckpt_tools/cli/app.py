@@ -76,6 +76,12 @@ for _name, _command in commands.COMMANDS.items():
     app.command(_name, epilog=EXIT_CODES)(_interruptible(_command))
 
 
+@functools.cache
+def _click_command() -> Callable[..., object]:
+    """Return the application as typer builds it, once: it reads every signature anew."""
+    return typer.main.get_command(app)
+
+
 def _is_set(argv: list[str], *names: str, variable: str) -> bool:
     """Is a flag given, or set in the environment? For errors that come before or without a command's own parsing."""
     return any(name in argv for name in names) or os.environ.get(variable, "").strip().lower() in _TRUE
@@ -106,7 +112,7 @@ def _run_command(argv: list[str]) -> int:
     as_json = _is_set(argv, "--json", variable="CKPT_JSON")
     verbose = _is_set(argv, "-v", "--verbose", variable="CKPT_VERBOSE")
     try:
-        result = app(args=argv, prog_name="ckpt", standalone_mode=False)
+        result = _click_command()(args=argv, prog_name="ckpt", standalone_mode=False)
     except typer.TyperException as error:
         code = int(error.exit_code)
         failure: CkptError = (
