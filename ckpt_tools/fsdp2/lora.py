@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
+from ckpt_tools.transform import strip_wrappers
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -347,3 +348,22 @@ def adapter_state(model: nn.Module, *, adapter_name: str = "default") -> dict[st
     # "auto" would look for the base model's config on the hub; whether embeddings are adapted is known here.
     state = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
     return {key: _whole(tensor).cpu().contiguous() for key, tensor in state.items()}
+
+
+def load_adapters(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "auto") -> LoadReport:
+    """Load what is trained (adapters, modules trained whole) from what `save_checkpoint(trainable_only=True)` wrote.
+
+    Collective; call it after `load_base`, and before the optimizer is made. The mesh may be another one.
+
+    Args:
+        model: With its adapters, sharded or not.
+        path: A checkpoint with the model's own names (`base_model.model.<module>.lora_A.default.weight`).
+        prefix: As for `load_checkpoint`.
+
+    Raises:
+        UnreadableError: A trainable parameter is missing, or there is more than this model trains.
+    """
+    trained = {strip_wrappers(fqn) for fqn, p in model.named_parameters() if p.requires_grad}
+    return load_checkpoint(
+        model, path, prefix=prefix, device=device_of(model), names=lambda name: name if name in trained else None
+    )

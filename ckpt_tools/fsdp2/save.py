@@ -35,6 +35,7 @@ from ckpt_tools.layout import Mesh, Placement, Shard
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.plan import blob_name, copy_span
 from ckpt_tools.storage.staging import Staging
+from ckpt_tools.transform import strip_wrappers
 from ckpt_tools.verify import verify
 
 MODEL_KEY = "model"
@@ -110,6 +111,9 @@ def _state_of(
         )
     options = StateDictOptions(ignore_frozen_params=trainable_only)
     state: State = {MODEL_KEY: get_model_state_dict(model, options=options)}
+    if trainable_only:  # what 4-bit layers add to a state dict belongs to their frozen weights
+        beside = tuple(f"{strip_wrappers(name)}." for name, p in model.named_parameters() if not p.requires_grad)
+        state[MODEL_KEY] = {name: t for name, t in state[MODEL_KEY].items() if not name.startswith(beside)}
     clash = sorted(set(extra or ()) & set(state[MODEL_KEY]))
     if clash:
         raise UsageError(f"the model has tensors of its own named {', '.join(clash[:4])}", where="extra")

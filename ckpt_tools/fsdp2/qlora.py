@@ -1,0 +1,364 @@
+"""QLoRA: 4-bit base weights through bitsandbytes (extra `qlora`), sharded, and adapters on top.
+
+The order that works: build (on meta, or real on rank 0), `quantise_linears`, `add_lora`, `shard_model`,
+`load_quantised`, then the optimizer. A floating-point storage must be FSDP's `param_dtype`; uint8 goes with any.
+
+Source: bitsandbytes 0.50; its guide to FSDP-QLoRA for `quant_storage`.
+Shape legend: a layer has (out, in) weights, packed they are (n, 1).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.fsdp2.agree import share, this_rank, together
+from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
+from ckpt_tools.fsdp2.lora import base_name, finish_adapters
+from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.quant_state import MAX_TEXT_BYTES, Quantised, attach, parse_text, quantised_of
+from ckpt_tools.fsdp2.read import BoxReader, Whole
+from ckpt_tools.fsdp2.scatter import rank0_load
+from ckpt_tools.fsdp2.ties import tied_groups
+from ckpt_tools.layout import Box
+from ckpt_tools.opening import Opened, open_path
+from ckpt_tools.rules import compile_glob
+from ckpt_tools.text import escape_name
+
+_STATE = "quant_state"
+_STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """How linear layers are quantised.
+
+    Raises:
+        UsageError: A quant type or storage that bitsandbytes does not have.
+    """
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """The 16 values that 4 bits stand for."""
+    storage: torch.dtype = torch.uint8
+    """Dtype of the packed tensor (`bnb_4bit_quant_storage`): uint8, or FSDP's `param_dtype`."""
+    double_quant: bool = True
+    """Quantise the scales too: 0.4 bits less per weight."""
+    compute_dtype: torch.dtype | None = None
+    """In which products are computed; None takes the input's."""
+
+    def __post_init__(self) -> None:
+        if self.quant_type not in ("nf4", "fp4"):
+            raise UsageError(f"{self.quant_type!r} is not a 4-bit type", hint="use nf4 or fp4")
+        if self.storage not in _STORAGES:
+            raise UsageError(
+                f"{self.storage} cannot hold packed weights", hint=f"use one of {', '.join(map(str, _STORAGES))}"
+            )
+
+
+def quantise_linears(
+    model: nn.Module, config: Quantisation | None = None, *, skip: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    """Replace the linear layers of `model` by 4-bit ones, in place; real weights are quantised now.
+
+    Before `add_lora` and `shard_model`. Weights become frozen; biases are kept as they are. Memory: one layer in
+    full precision beside the model. What is on meta stays there, packed, until `load_quantised`.
+
+    Args:
+        model: Not sharded.
+        config: nf4 with double quantisation, in uint8, by default.
+        skip: Globs on FQNs of layers to leave alone; by default the output layer (`get_output_embeddings`,
+            `lm_head`). Layers whose weight is shared with another module are always left alone.
+
+    Returns:
+        FQNs of the layers that were replaced.
+
+    Raises:
+        UsageError: bitsandbytes is missing, the model is sharded or has adapters, nothing is left to quantise, or a
+            layer whose packed bytes do not fill the storage's elements.
+    """
+    _bitsandbytes()
+    config = config or Quantisation()
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UsageError("the model is sharded already", hint="quantise_linears first, shard_model then")
+    if getattr(model, "peft_config", None):
+        raise UsageError("the model has adapters already", hint="quantise_linears first, add_lora then")
+    found = _find(model, skip)
+    for fqn in found:
+        parent, _, name = fqn.rpartition(".")
+        linear = model.get_submodule(fqn)
+        setattr(model.get_submodule(parent), name, _quantised(fqn, linear, config))
+    # peft chooses its layer by this mark of transformers.
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    return found
+
+
+def _bitsandbytes() -> Any:  # noqa: ANN401 - a module
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise UsageError(
+            "4-bit weights need bitsandbytes, and it is not installed", hint="pip install 'ckpt-tools[qlora]'"
+        ) from error
+    return bitsandbytes
+
+
+def _find(model: nn.Module, skip: Sequence[str] | None) -> tuple[str, ...]:
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    shared = {fqn.rpartition(".")[0] for group in tied_groups(model) for fqn in group}
+    left_out: set[str] = {name for name in linears if name in shared}
+    if skip is None:
+        get_output = getattr(model, "get_output_embeddings", None)
+        output = get_output() if callable(get_output) else None
+        left_out |= {name for name, m in linears.items() if m is output or name.rpartition(".")[2] == "lm_head"}
+    for pattern in skip or ():
+        glob = compile_glob(pattern)
+        matches = {name for name in linears if glob.fullmatch(name)}
+        if not matches:
+            raise UsageError(f"{pattern!r} matches no linear layer", where="skip", hint="print(model) shows them")
+        left_out |= matches
+    found = tuple(name for name in linears if name and name not in left_out)
+    if not found:
+        raise UsageError("there is no linear layer to quantise", where=type(model).__name__)
+    return found
+
+
+def _quantised(fqn: str, linear: nn.Module, config: Quantisation) -> nn.Module:
+    bnb = _bitsandbytes()
+    weight = linear.weight
+    if not isinstance(weight, torch.Tensor):
+        raise UsageError("the layer has no weight", where=fqn)
+    out, into = weight.shape
+    facts = Quantised(
+        fqn=fqn,
+        shape=(out, into),
+        quant_type=config.quant_type,
+        storage=config.storage,
+        double_quant=config.double_quant,
+    )
+    if facts.num_packed * config.storage.itemsize * 2 != out * into + (out * into) % 2:
+        raise UsageError(
+            f"{out} × {into} weights of 4 bits do not fill elements of {config.storage}",
+            where=fqn,
+            hint="use storage=torch.uint8, or skip the layer",
+        )
+    options = {
+        "compress_statistics": config.double_quant,
+        "quant_type": config.quant_type,
+        "quant_storage": config.storage,
+    }
+    layer = bnb.nn.Linear4bit(into, out, bias=False, compute_dtype=config.compute_dtype, device="meta", **options)
+    packed: dict[str, Any] = {**options, "module": layer, "requires_grad": False}
+    if weight.is_meta:
+        data = torch.empty((facts.num_packed, 1), dtype=config.storage, device="meta")
+        layer.weight = bnb.nn.Params4bit(data, bnb_quantized=True, **packed)
+    else:
+        layer.weight = bnb.nn.Params4bit(weight.detach().contiguous(), **packed).to(weight.device)
+    layer.bias = linear.bias
+    # In eval mode on some CPUs bitsandbytes repacks weights in place, which sharded ones cannot survive.
+    layer.support_avx512bf16_for_cpu = False
+    layer.train(linear.training)
+    attach(layer, facts)
+    result: nn.Module = layer
+    return result
+
+
+def load_quantised(
+    model: nn.Module, source: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None, *, prefix: str = "auto"
+) -> LoadReport:
+    """Load base weights into a model with 4-bit layers (and adapters, which are finished).
+
+    Collective. Three kinds of source:
+
+    - a checkpoint that holds packed weights and their quant state (bitsandbytes' own file, or what `save_checkpoint`
+      wrote): every rank reads its own boxes, byte for byte;
+    - a checkpoint in full precision: rank 0 reads and quantises one layer at a time and sends every rank its part;
+    - a state dict in bitsandbytes' form, on rank 0 (None on the others): rank 0 had the real model, the others meta.
+
+    Args:
+        model: What `quantise_linears` (and `add_lora`) and `shard_model` left.
+        source: See above.
+        prefix: As for `load_checkpoint`.
+
+    Raises:
+        UnreadableError: Not a complete checkpoint of this model.
+        UsageError: No 4-bit layers, shapes that differ, or another way of quantising.
+    """
+    base = _base_of(model)
+    layers = _layers_of(base, base_name)
+    if not layers:
+        raise UsageError("the model has no 4-bit layers", where=type(model).__name__, hint="quantise_linears first")
+    path = share(os.fspath(source) if isinstance(source, str | os.PathLike) else None)
+    state = source if isinstance(source, Mapping) else None
+    if path is not None:
+        # What was saved with its adapters has the whole model's names, and brings the adapters' values too.
+        views: tuple[tuple[nn.Module, Names], ...] = ((model, _own_name), (base, base_name))
+        for root, names in views if base is not model else views[1:]:
+            seen = _layers_of(root, names)
+            texts = together(lambda root=root, names=names, seen=seen: _read_texts(root, names, seen, path, prefix))  # type: ignore[misc]
+            if texts is not None:
+                _expect(seen, texts)
+                report = load_checkpoint(root, path, prefix=prefix, device=device_of(model), names=names)
+                finish_adapters(model)
+                return report
+        state = together(lambda: _quantise_file(base, layers, path, prefix) if this_rank() == 0 else None)
+    report = _scatter(base, layers, state)
+    finish_adapters(model)
+    return report
+
+
+Names = Callable[[str], str | None]
+"""From a name of the model to the one in the checkpoint."""
+
+
+def _own_name(fqn: str) -> str | None:
+    return fqn
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    get_base = getattr(model, "get_base_model", None)
+    base: nn.Module = get_base() if callable(get_base) else model
+    return base
+
+
+def _layers_of(root: nn.Module, names: Names) -> dict[str, nn.Module]:
+    """Return name in the checkpoint → 4-bit layer."""
+    found = {}
+    for fqn, module in root.named_modules():
+        if quantised_of(module) is not None:
+            found[(names(f"{fqn}.weight") or "").removesuffix(".weight")] = module
+    return found
+
+
+def _facts(layer: nn.Module) -> Quantised:
+    facts = quantised_of(layer)
+    if facts is None:
+        raise UsageError("not a 4-bit layer", where=type(layer).__name__)
+    return facts
+
+
+def _expect(layers: Mapping[str, nn.Module], texts: Mapping[str, int]) -> None:
+    for name, layer in layers.items():
+        _facts(layer).text_nbytes = texts[name]
+        setattr(layer, _STATE, None)  # what is there goes, whatever it was
+
+
+def _match(
+    root: nn.Module, naming: Names, layers: Mapping[str, nn.Module], opened: Opened, prefix: str
+) -> dict[str, Whole]:
+    names = dict.fromkeys(name for key in root.state_dict() if (name := naming(key)) is not None)
+    names |= dict.fromkeys(f"{name}.weight.{_facts(layer).text_key}" for name, layer in layers.items())
+    return match_names(opened.checkpoint, root, tuple(names), prefix)[0]
+
+
+def _read_texts(
+    root: nn.Module, names: Names, layers: Mapping[str, nn.Module], path: str, prefix: str
+) -> dict[str, int] | None:
+    """Return the length of every layer's text; None when the checkpoint is not quantised.
+
+    Raises:
+        UnreadableError: It is, but not every layer, or not in this way.
+    """
+    with open_path(path) as opened:
+        found = _match(root, names, layers, opened, prefix)
+        reader = BoxReader(opened)
+        lengths: dict[str, int] = {}
+        for name, layer in layers.items():
+            facts = _facts(layer)
+            whole = found.get(f"{name}.weight.{facts.text_key}")
+            if whole is None:
+                continue
+            where = escape_name(f"{name}.weight.{facts.text_key}")
+            if len(whole.shape) != 1 or whole.shape[0] > MAX_TEXT_BYTES:
+                raise UnreadableError(f"the quant state has shape {list(whole.shape)}", where=where)
+            text = reader.read(whole, Box((0,), whole.shape), torch.uint8)
+            parse_text(bytes(text.numpy()), facts, where)
+            lengths[name] = whole.shape[0]
+        if lengths and len(lengths) < len(layers):
+            without = next(name for name in layers if name not in lengths)
+            raise UnreadableError(
+                f"{len(lengths)} of {len(layers)} layers are quantised in the checkpoint",
+                where=escape_name(without),
+                hint="pass skip to quantise_linears, so that the model is what was saved",
+            )
+        return lengths or None
+
+
+def _quantise_file(base: nn.Module, layers: Mapping[str, nn.Module], path: str, prefix: str) -> dict[str, torch.Tensor]:
+    """Return the whole state dict in bitsandbytes' form, under the base's own names; one layer is whole at a time."""
+    from bitsandbytes.functional import quantize_4bit
+
+    state: dict[str, torch.Tensor] = {}
+    with open_path(path) as opened:
+        found = _match(base, base_name, layers, opened, prefix)
+        reader = BoxReader(opened)
+        for key, like in base.state_dict().items():
+            name = base_name(key)
+            whole = None if name is None else found.get(name)
+            if name is None or whole is None:
+                continue
+            layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+            box = Box((0,) * len(whole.shape), whole.shape)
+            if layer is None:
+                state[key] = reader.read(whole, box, like.dtype)
+                continue
+            facts = _facts(layer)
+            if whole.shape != facts.shape:
+                raise UsageError(
+                    f"{list(whole.shape)} in the checkpoint, {list(facts.shape)} in the model", where=escape_name(name)
+                )
+            full = reader.read(whole, box, getattr(torch, str(whole.dtype.torch_name)))
+            packed, quant_state = quantize_4bit(
+                full,
+                compress_statistics=facts.double_quant,
+                quant_type=facts.quant_type,
+                quant_storage=facts.storage,
+            )
+            state[key] = packed
+            state |= {f"{key}.{part}": tensor for part, tensor in quant_state.as_dict(packed=True).items()}
+    return state
+
+
+def _scatter(base: nn.Module, layers: Mapping[str, nn.Module], source: Mapping[str, torch.Tensor] | None) -> LoadReport:
+    """Send every rank its part of rank 0's state dict, whose names may be the base's plain ones or with adapters."""
+    plain: dict[str, torch.Tensor] = {}
+
+    def measure() -> dict[str, int]:
+        if this_rank():
+            return {}
+        if source is None:
+            raise UsageError("rank 0 has nothing to load", where="load_quantised", hint="pass the state dict")
+        plain.update({name: tensor for key, tensor in source.items() if (name := base_name(key)) is not None})
+        lengths = {}
+        for name, layer in layers.items():
+            text = plain.get(f"{name}.weight.{_facts(layer).text_key}")
+            if text is None:
+                raise UnreadableError(
+                    "the state dict has no quant state for a 4-bit layer",
+                    where=name,
+                    hint="take it from the quantised model before it is sharded",
+                )
+            lengths[name] = text.numel()
+        return lengths
+
+    lengths = share(together(measure))
+    _expect(layers, lengths)
+    names = {key: base_name(key) for key in base.state_dict()}
+    state = {key: plain[name] for key, name in names.items() if name in plain} if this_rank() == 0 else None
+    unused = share(tuple(sorted(set(plain) - set(names.values()))))
+    report = rank0_load(base, state, strict=False)
+    missing = tuple(key for key in report.missing if names.get(key) is not None)
+    if missing or unused:
+        raise UnreadableError(
+            f"{len(missing)} names are missing and {len(unused)} unexpected: "
+            + ", ".join(map(escape_name, (*missing, *unused)[:4])),
+            where="load_quantised",
+            hint="build and quantise the model as on rank 0",
+        )
+    return replace(report, missing=())
