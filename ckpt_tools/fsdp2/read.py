@@ -18,6 +18,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.layout import Box, BoxIndex, split_blocks
 from ckpt_tools.opening import Opened
 from ckpt_tools.plan import check_complete, chunk_index
+from ckpt_tools.strides import is_contiguous, row_major
 from ckpt_tools.text import escape_name
 
 _BLOCK_BYTES = 4 << 20
@@ -128,13 +129,19 @@ class BoxReader:
             return result
         memory: memoryview = result.reshape(-1).view(torch.uint8).numpy().data
         entry = self._restrict(entry, box)
-        chunks = chunk_index(entry)
+        plain = chunk_index(entry)
+        rows: BoxIndex[Chunk] | None = None
         reads: list[Read] = []
         position = 0
         for block in split_blocks(box.sizes, dtype.bits, block_bytes=_BLOCK_BYTES):
             part = Box(tuple(o + b for o, b in zip(box.offsets, block.offsets, strict=True)), block.sizes)
             nbytes = dtype.num_bytes(block.num_elems)
             target = memory[position : position + nbytes]
+            chunks = plain
+            if not all(is_contiguous(own, chunk.box) for chunk, own in plain.overlaps(part)):
+                # `read_block` takes a block's part of a row-major chunk for one run; columns are many.
+                rows = rows or chunk_index(replace(entry, chunks=tuple(map(_with_strides, entry.chunks))))
+                chunks = rows
             if entry.dtype is dtype:
                 _, done, count = read_block(entry, chunks, dtype, part, self._opened.source, _Target(target))
             else:
@@ -156,6 +163,11 @@ class BoxReader:
             index = self._indexes[entry.fqn] = chunk_index(entry)
         needed = tuple(chunk for chunk, _ in index.overlaps(box))
         return self._opened.resolve(replace(entry, chunks=needed))
+
+
+def _with_strides(chunk: Chunk) -> Chunk:
+    """Say of a row-major chunk what its strides are, so that any part of it can be read run by run."""
+    return chunk if chunk.strides is not None else replace(chunk, strides=row_major(chunk.box.sizes))
 
 
 def _check_crcs(entry: TensorEntry, reads: Sequence[Read]) -> None:

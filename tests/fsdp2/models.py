@@ -46,7 +46,8 @@ def config_of(kind):
     if kind == "bert":
         return t.BertConfig(**text)
     if kind == "t5":
-        return t.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=61, dropout_rate=0.0, decoder_start_token_id=0)
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
+        return t.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
     raise ValueError(kind)
 
 
