@@ -7,6 +7,7 @@ combined into those of whole items; digests of blocks into those of whole tensor
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ OnDamage = Callable[[TensorEntry, CkptError], None]
 """Called with what is wrong with a tensor's bytes; returning means: go on with the next block."""
 
 _CRC_PASS_BYTES = 4 << 20
+_STACK_BYTES = 8 << 20
+"""Address space of a thread's stack where nobody has set another."""
+_THREAD_BYTES = 4 << 20
+"""Address space that Python takes for a thread beside its stack."""
 
 
 @dataclass(slots=True)
@@ -102,6 +107,7 @@ class _Run:
         self._units = self._queue(tasks)
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
+        self._all_started = threading.Event()
         self._open_copies: dict[str, int] = {}
         for task in tasks:
             for file, _ in task.copies:
@@ -111,11 +117,14 @@ class _Run:
         """Work until nothing is left; raise the first error of any worker."""
         threads: list[threading.Thread] = []
         try:
-            for i in range(num_workers):
-                thread = threading.Thread(target=self._work, name=f"ckpt-{i}")
-                if not _start(thread, needed=not threads):
-                    break
-                threads.append(thread)
+            try:
+                for i in range(num_workers):
+                    thread = threading.Thread(target=self._work, name=f"ckpt-{i}")
+                    if not _start(thread, needed=not threads):
+                        break
+                    threads.append(thread)
+            finally:
+                self._all_started.set()
             for thread in threads:
                 thread.join()
         except BaseException as error:  # Ctrl-C: let the workers finish their block and go
@@ -133,6 +142,7 @@ class _Run:
                 yield task, index
 
     def _work(self) -> None:
+        self._all_started.wait()  # until then nobody takes the memory that the others start with
         buffers = Buffers()
         try:
             while True:
@@ -333,12 +343,14 @@ def _start(thread: threading.Thread, *, needed: bool) -> bool:
         StorageError: It gives none at all.
     """
     try:
+        # A thread that finds no memory to begin with leaves `start` waiting for ever (CPython 3.11): ask before.
+        mmap.mmap(-1, (threading.stack_size() or _STACK_BYTES) + _THREAD_BYTES).close()
         thread.start()
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if needed:
             raise StorageError(
                 "cannot start a thread: the system's limit of threads or of memory is reached",
-                hint="raise it: ulimit -u, ulimit -v",
+                hint="raise it (ulimit -u, ulimit -v), or see docs/concepts/limits.md",
             ) from error
         return False
     return True

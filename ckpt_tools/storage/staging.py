@@ -50,7 +50,12 @@ class Staging:
         self.destination = os.path.abspath(destination)
         self._overwrite = overwrite
         check_destination(destination, overwrite=overwrite)
-        self.directory, self._claim = claim_directory(self.destination)
+        self._parent = self._open_parent()
+        try:
+            self.directory, self._claim = claim_directory(self.destination)
+        except BaseException:
+            os.close(self._parent)
+            raise
         self._files: list[str] = []
         self._descriptors = Descriptors(_WriteOpener(self.directory))
         self._journal: JournalWriter | None = None
@@ -60,6 +65,14 @@ class Staging:
         """The destination is complete."""
         self.left_behind: str | None = None
         """The old checkpoint, when it is replaced and could not be removed."""
+
+    def _open_parent(self) -> int:
+        # Now, so that nothing is written that could not be made durable in the end.
+        parent = os.path.dirname(self.destination)
+        try:
+            return os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(f"cannot open: {error.strerror}", where=escape_name(parent)) from error
 
     def begin(self, fingerprint: str | None = None) -> None:
         """Look at what is there: continue it when it is of this `fingerprint`, else remove it.
@@ -230,20 +243,16 @@ class Staging:
             self._release()
 
     def _publish(self) -> None:
-        parent = os.open(os.path.dirname(self.destination), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            for directory in sorted({part for file in self._files for part in _parents(file)}):
-                sync_directory(os.path.join(self.directory, directory))
-            sync_entries(self._claim)
-            if self._journal is not None:
-                # Last, so that a kill before loses nothing. From here on there is nothing to continue.
-                self._journal.remove()
-                self._journal, self.records = None, {}
-            self.left_behind = move_into_place(
-                self.directory, self._claim, self.destination, parent, overwrite=self._overwrite
-            )
-        finally:
-            os.close(parent)
+        for directory in sorted({part for file in self._files for part in _parents(file)}):
+            sync_directory(os.path.join(self.directory, directory))
+        sync_entries(self._claim)
+        if self._journal is not None:
+            # Last, so that a kill before loses nothing. From here on there is nothing to continue.
+            self._journal.remove()
+            self._journal, self.records = None, {}
+        self.left_behind = move_into_place(
+            self.directory, self._claim, self.destination, self._parent, overwrite=self._overwrite
+        )
 
     def keep(self) -> None:
         """Leave what is staged for the next run of the same command."""
@@ -265,6 +274,7 @@ class Staging:
     def _release(self) -> None:
         if self._claim >= 0:
             os.close(self._claim)
+            os.close(self._parent)
             self._claim = -1
 
     def _label(self) -> str:

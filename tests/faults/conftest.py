@@ -83,6 +83,15 @@ def references(sources: dict[str, Path], memory: Path) -> dict[str, Path]:
     return made
 
 
+@pytest.fixture
+def case(memory: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory in memory for the cases of one test, below what the shim watches."""
+    path = memory / f"cases-{abs(hash(request.node.name))}"
+    path.mkdir()
+    yield path
+    shutil.rmtree(path)
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     """Say how many points the sweeps went through."""
     passed = terminalreporter.stats.get("passed", ())

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,54 @@ class Result:
     """Kind and path of the call that was hit; empty when none was."""
     count: int
     """Calls that counted; -1 when the process was killed."""
+    calls: list[str]
+    """Kind and path of every call that counted, when asked for."""
 
     @property
     def said(self) -> str:
         """Everything that it printed."""
         return self.out + self.err
+
+
+def request(
+    *argv: object,
+    below: Path | str = "",
+    only: str = "",
+    nth: int = 0,
+    error: int = 0,
+    signal_number: int = 0,
+    on: bool = False,
+    short: int = 0,
+    free: int = -1,
+    deny: str = "",
+    trace: bool = False,
+    limits: dict[str, int] | None = None,
+    uid: int = 0,
+    block_bytes: int = 0,
+) -> dict:
+    """A command for the server.
+
+    The `nth` file call below `below` fails with `error`, or the process gets a signal there; `only` names the kinds of
+    calls that count, `on` hits all later ones as well. Calls in `deny` ("flock=37") always fail. Reads and writes move
+    at most `short` bytes, `free` bytes are said to be free. `limits` are resource limits by name (RLIMIT_AS beyond
+    what is in use), `uid` whom to be, `block_bytes` the size of blocks.
+    """
+    return {
+        "argv": [str(argument) for argument in argv],
+        "below": str(below),
+        "only": only,
+        "nth": nth,
+        "errno": error,
+        "signal": int(signal_number),
+        "on": on,
+        "short": short,
+        "free": free,
+        "deny": deny,
+        "trace": trace,
+        "limits": limits or {},
+        "uid": uid,
+        "block_bytes": block_bytes,
+    }
 
 
 class Server:
@@ -59,49 +103,23 @@ class Server:
         assert answer, "the server has died"
         return json.loads(answer)
 
-    def run(
-        self,
-        *argv: object,
-        below: Path | str = "",
-        only: str = "",
-        nth: int = 0,
-        error: int = 0,
-        signal_number: int = 0,
-        on: bool = False,
-        short: int = 0,
-        free: int = -1,
-        deny: str = "",
-        limits: dict[str, int] | None = None,
-        block_bytes: int = 0,
-        while_stopped=None,
-    ) -> Result:
-        """Run a command; the `nth` file call below `below` fails with `error`, or the process gets a signal there.
+    def run(self, *argv: object, while_stopped: Callable[[], Iterable[int] | None] | None = None, **fault) -> Result:
+        """Run a command under a fault (see `request`).
 
-        `only` names the kinds of calls that count ("open read write fallocate ftruncate fsync rename renameat2 mkdir
-        unlink flock stat list statvfs"), `on` hits all later ones as well. With `while_stopped`, the process is
-        stopped at that call, `while_stopped` called (it may return signals to send), and continued.
+        With `while_stopped`, the process is stopped at the call that is hit, `while_stopped` called (it may return
+        signals to send), and continued.
         """
         if while_stopped is not None:
-            signal_number = signal.SIGSTOP
-        answer = self._ask(
-            {
-                "argv": [str(argument) for argument in argv],
-                "below": str(below),
-                "only": only,
-                "nth": nth,
-                "errno": error,
-                "signal": int(signal_number),
-                "on": on,
-                "short": short,
-                "free": free,
-                "deny": deny,
-                "limits": limits or {},
-                "block_bytes": block_bytes,
-            }
-        )
+            fault["signal_number"] = signal.SIGSTOP
+        answer = self._ask(request(*argv, **fault))
         while "stopped" in answer:
+            assert while_stopped is not None
             answer = self._ask([int(number) for number in while_stopped() or ()])
         return Result(**answer)
+
+    def run_crowd(self, requests: list[dict]) -> list[Result]:
+        """Run several commands at the same time."""
+        return [Result(**answer) for answer in self._ask(requests)["results"]]
 
     def close(self) -> None:
         """End the process."""

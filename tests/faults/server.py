@@ -20,17 +20,24 @@ def _arm(request: dict, log: int) -> None:
     below, only, deny = (request[key].encode() for key in ("below", "only", "deny"))
     nth, error, signal_number, on = numbers
     short, free = ctypes.c_long(request["short"]), ctypes.c_long(request["free"])
-    shim.shim_arm(below, only, ctypes.c_long(nth), error, signal_number, on, short, free, deny, log)
+    trace = int(request["trace"])
+    shim.shim_arm(below, only, ctypes.c_long(nth), error, signal_number, on, short, free, deny, log, trace)
 
 
 def _run(request: dict, out: int, err: int, log: int) -> None:
     """In the child: run the command and leave."""
     code = 70
     try:
+        signal.alarm(60)  # a command that hangs is a failure, not a wait
         os.dup2(out, 1)
         os.dup2(err, 2)
         for name, limit in request["limits"].items():
-            resource.setrlimit(getattr(resource, name), (limit, limit))
+            value = limit + (_virtual_bytes() if name == "RLIMIT_AS" else 0)  # beyond what the imports take
+            resource.setrlimit(getattr(resource, name), (value, value))
+        if request["uid"]:
+            os.setgroups([])
+            os.setresgid(*[request["uid"]] * 3)
+            os.setresuid(*[request["uid"]] * 3)
         block_bytes = request["block_bytes"]
         if block_bytes:
             for module in ("plan", "digest", "formats.manifest"):
@@ -57,33 +64,59 @@ def _read(descriptor: int) -> str:
         return stream.read().decode(errors="replace")
 
 
+def _virtual_bytes() -> int:
+    with open("/proc/self/statm") as stream:
+        return int(stream.read().split()[0]) * resource.getpagesize()
+
+
+class _Child:
+    def __init__(self, request: dict, start: int = -1) -> None:
+        self._streams = [os.memfd_create(name, 0) for name in ("out", "err", "log")]
+        self.pid = os.fork()
+        if self.pid == 0:
+            if start >= 0:
+                os.read(start, 1)  # ends when the server closes its end
+            _run(request, *self._streams)
+
+    def result(self, status: int) -> dict:
+        """What it left, as `harness.Result` has it."""
+        out, err, log = map(_read, self._streams)
+        lines = [line.split(" ", 1) for line in log.splitlines()]
+        counts = [int(rest) for word, rest in lines if word == "count"]
+        return {
+            "code": -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status),
+            "out": out,
+            "err": err,
+            "hit": "".join(rest for word, rest in lines if word == "hit"),
+            "count": counts[0] if counts else -1,
+            "calls": [rest for word, rest in lines if word in ("hit", "call")],
+        }
+
+
 def _serve(request: dict) -> None:
-    out, err, log = (os.memfd_create(name, 0) for name in ("out", "err", "log"))
-    os.set_inheritable(log, True)
-    pid = os.fork()
-    if pid == 0:
-        _run(request, out, err, log)
+    child = _Child(request)
     while True:
-        _, status = os.waitpid(pid, os.WUNTRACED)
+        _, status = os.waitpid(child.pid, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
             break
         _answer({"stopped": True})
         for number in json.loads(sys.stdin.readline()):
-            os.kill(pid, number)
-        os.kill(pid, signal.SIGCONT)
-    lines = _read(log).splitlines()
-    counts = [int(line.split()[1]) for line in lines if line.startswith("count ")]
-    hits = [line for line in lines if not line.startswith("count ")]
-    code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-    _answer(
-        {
-            "code": code,
-            "out": _read(out),
-            "err": _read(err),
-            "hit": hits[0] if hits else "",
-            "count": counts[0] if counts else -1,
-        }
-    )
+            os.kill(child.pid, number)
+        os.kill(child.pid, signal.SIGCONT)
+    _answer(child.result(status))
+
+
+def _serve_crowd(requests: list[dict]) -> None:
+    """Run them all at the same time."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    children = []
+    for request in requests:
+        children.append(_Child(request, reading))
+    os.close(reading)
+    os.write(writing, b"x" * len(requests))
+    os.close(writing)
+    _answer({"results": [child.result(os.waitpid(child.pid, 0)[1]) for child in children]})
 
 
 def _answer(document: dict) -> None:
@@ -112,4 +145,8 @@ if __name__ == "__main__":
     _warm_up(json.loads(sys.stdin.readline()))
     _answer({"ready": True})
     for line in sys.stdin:
-        _serve(json.loads(line))
+        document = json.loads(line)
+        if isinstance(document, list):
+            _serve_crowd(document)
+        else:
+            _serve(document)

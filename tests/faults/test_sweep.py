@@ -112,15 +112,6 @@ class Sweep:
         assert staging_left(case) == []
 
 
-@pytest.fixture
-def case(memory: Path, request: pytest.FixtureRequest):
-    """A directory in memory for the cases of one test, below what the shim watches."""
-    path = memory / f"cases-{abs(hash(request.node.name))}"
-    path.mkdir()
-    yield path
-    shutil.rmtree(path)
-
-
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("verb", OPTIONS)

@@ -34,6 +34,7 @@ static int hit_on;       /* all later calls are hit as well */
 static long short_bytes; /* reads and writes move at most this many bytes; 0: all */
 static long free_bytes;  /* what statvfs says is free; -1: the truth */
 static int log_descriptor = -1;
+static int log_all;      /* all calls that count are logged, not only the one that is hit */
 static struct { char kind[24]; int number; } denied[MAX_DENIED];
 static int num_denied;
 static atomic_long count;
@@ -41,13 +42,13 @@ static atomic_int armed;
 
 /* Arm. `deny`: "renameat2=22 flock=37". */
 void shim_arm(const char *below, const char *only, long nth, int error, int signal_number, int on, long short_io,
-              long free_space, const char *deny, int log)
+              long free_space, const char *deny, int log, int trace)
 {
     snprintf(prefix, sizeof prefix, "%s", below);
     kinds[0] = 0;
     if (*only) snprintf(kinds, sizeof kinds, " %s ", only);
     hit_at = nth, hit_errno = error, hit_signal = signal_number, hit_on = on;
-    short_bytes = short_io, free_bytes = free_space, log_descriptor = log;
+    short_bytes = short_io, free_bytes = free_space, log_descriptor = log, log_all = trace;
     num_denied = 0;
     int used = 0;
     while (num_denied < MAX_DENIED
@@ -92,12 +93,13 @@ static int judge(const char *kind, const char *path)
     snprintf(wanted, sizeof wanted, " %s ", kind);
     if (kinds[0] && !strstr(kinds, wanted)) return 0;
     long now = atomic_fetch_add(&count, 1) + 1;
-    if (!hit_at || now < hit_at || (now > hit_at && !hit_on)) return 0;
-    if (now == hit_at && log_descriptor >= 0) {
+    int is_hit = hit_at && (now == hit_at || (now > hit_at && hit_on));
+    if (log_descriptor >= 0 && (log_all || (is_hit && now == hit_at))) {
         char line[PATH_MAX + 64];
-        int length = snprintf(line, sizeof line, "%s %s\n", kind, path);
+        int length = snprintf(line, sizeof line, "%s %s %s\n", now == hit_at ? "hit" : "call", kind, path);
         if (write(log_descriptor, line, (size_t)length) < 0) abort();
     }
+    if (!is_hit) return 0;
     if (hit_signal) {
         raise(hit_signal);
         return 0;
