@@ -78,9 +78,7 @@ def mesh_of(**axes):
         pytest.param((7, 9), mesh_of(dp_shard=3, tp=2), {"dp_shard": S0, "tp": S1}, id="different-dims"),
         pytest.param((3, 12), mesh_of(dp_shard=3, tp=2), {"dp_shard": S1, "tp": S1}, id="same-dim-1"),
         pytest.param((7, 4), mesh_of(dp_shard=3, tp=2), {"dp_shard": S0}, id="off-the-tp-axis"),
-        pytest.param(
-            (8, 6), mesh_of(dp_replicate=2, dp_shard=2, tp=2), {"dp_shard": S0, "tp": S0}, id="hsdp-tp"
-        ),
+        pytest.param((8, 6), mesh_of(dp_replicate=2, dp_shard=2, tp=2), {"dp_shard": S0, "tp": S0}, id="hsdp-tp"),
         pytest.param((8, 3, 5), mesh_of(dp_shard=2, ep=4), {"dp_shard": S0, "ep": S0}, id="ep-same-dim"),
         pytest.param((8, 3, 5), mesh_of(dp_shard=2, ep=4), {"dp_shard": S1, "ep": S0}, id="ep-fsdp-dim-1"),
         pytest.param(
@@ -89,9 +87,7 @@ def mesh_of(**axes):
             {"dp_shard": S0, "ep": S0, "tp": S1},
             id="ep-tp",
         ),
-        pytest.param(
-            (12,), mesh_of(dp_shard=2, ep=2, tp=3), dict.fromkeys(("dp_shard", "ep", "tp"), S0), id="three"
-        ),
+        pytest.param((12,), mesh_of(dp_shard=2, ep=2, tp=3), dict.fromkeys(("dp_shard", "ep", "tp"), S0), id="three"),
         pytest.param((8,), mesh_of(tp=2, dp_shard=3), {"dp_shard": S0, "tp": S0}, id="tp-outside"),
         pytest.param((), mesh_of(dp_shard=3), {}, id="0-d"),
         pytest.param((0, 4), mesh_of(dp_shard=3), {"dp_shard": S0}, id="zero-size"),
@@ -108,9 +104,7 @@ def test_cut_tensor_named_layout_equals_distribute_tensor(shape, mesh, placement
 @st.composite
 def layouts(draw):
     """(shape, mesh, placements) that PyTorch can save and load."""
-    names = draw(
-        st.lists(st.sampled_from(["dp_shard", "tp", "ep", "cp"]), min_size=1, max_size=3, unique=True)
-    )
+    names = draw(st.lists(st.sampled_from(["dp_shard", "tp", "ep", "cp"]), min_size=1, max_size=3, unique=True))
     if draw(st.booleans()):
         names.insert(0, "dp_replicate")
     mesh = Mesh(tuple((name, draw(st.integers(1, 4))) for name in names))
@@ -140,9 +134,7 @@ def any_layouts(draw):
     names = draw(st.lists(st.sampled_from(["dp_replicate", "dp_shard", "tp", "ep"]), max_size=4, unique=True))
     mesh = Mesh(tuple((name, draw(st.integers(1, 4))) for name in names))
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
-    placements = {
-        name: Shard(draw(st.integers(0, len(shape) - 1))) for name in names if shape and draw(st.booleans())
-    }
+    placements = {name: Shard(draw(st.integers(0, len(shape) - 1))) for name in names if shape and draw(st.booleans())}
     return shape, mesh, placements
 
 
@@ -164,9 +156,7 @@ def test_cells_distinct_boxes_tile_the_shape_and_the_lowest_rank_owns(layout, pa
             assert box.offsets[-1] % pack == box.sizes[-1] % pack == 0
     assert bool((seen == 1).all())
     assert [rank for rank, _ in grid.cells] == sorted(rank for rank, _ in grid.cells)
-    assert {grid.local_box(rank).offsets for rank in range(mesh.world_size)} == {
-        box.offsets for _, box in grid.cells
-    }
+    assert {grid.local_box(rank).offsets for rank in range(mesh.world_size)} == {box.offsets for _, box in grid.cells}
 
 
 def runs_of(box, shape):
