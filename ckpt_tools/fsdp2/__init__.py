@@ -5,8 +5,13 @@ This package imports torch; it is imported only where a model is built.
 
 from __future__ import annotations
 
+from ckpt_tools.fsdp2.audit import PHASES, audit
 from ckpt_tools.fsdp2.blocks import find_blocks
 from ckpt_tools.fsdp2.buffers import materialise_buffers
+from ckpt_tools.fsdp2.catalogue import CATALOGUE
+from ckpt_tools.fsdp2.compare import Trace, compare_ranks, compare_traces
+from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
+from ckpt_tools.fsdp2.internals import snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.local import local_box
 from ckpt_tools.fsdp2.mesh import build_device_mesh, fsdp_mesh, mesh_of, tp_mesh
@@ -14,18 +19,30 @@ from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
 from ckpt_tools.fsdp2.save import save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
+from ckpt_tools.fsdp2.states import GroupState
 from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, parameter_groups
+from ckpt_tools.fsdp2.watch import Watch, read_traces, watch
 from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model
 
 __all__ = [
+    "CATALOGUE",
+    "PHASES",
     "STRATEGIES",
+    "Diagnosis",
+    "GroupState",
     "LoadReport",
     "Policy",
     "Precision",
     "ShardedPlan",
+    "Trace",
+    "Watch",
     "accumulate",
+    "audit",
     "build_device_mesh",
     "clip_grad_norm",
+    "compare_ranks",
+    "compare_traces",
+    "diagnose",
     "find_blocks",
     "frozen",
     "fsdp_mesh",
@@ -39,7 +56,10 @@ __all__ = [
     "parse_strategy",
     "plan_of",
     "rank0_load",
+    "read_traces",
     "save_checkpoint",
     "shard_model",
+    "snapshot",
     "tp_mesh",
+    "watch",
 ]

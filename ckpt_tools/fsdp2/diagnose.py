@@ -15,7 +15,7 @@ from ckpt_tools.checkpoint import Finding
 from ckpt_tools.fsdp2.audit import audit, find_double_wraps
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare import compare_traces
-from ckpt_tools.fsdp2.internals import Group, owner_of_frame, read_groups
+from ckpt_tools.fsdp2.internals import Group, owner_of_frame, read_groups, registered_methods
 from ckpt_tools.fsdp2.stacks import Call, Stack, named_tensors, read_stack
 from ckpt_tools.fsdp2.states import shown
 from ckpt_tools.fsdp2.watch import Watch, find_parameter, last_watch
@@ -232,7 +232,7 @@ def _freed(case: _Case) -> Diagnosis | None:
     wrapped = _double_wrapped(case)
     if wrapped is not None and is_state:
         return wrapped
-    if is_state and case.stack.passes("post_forward", "_post_forward"):
+    if is_state and (case.phase == "forward" or case.stack.passes("post_forward", "_post_forward")):
         return _resharded(case, _group_of(case, case.stack.entered[-1]) if case.stack.entered else None)
     seen = [] if case.seen is None else [found for found in case.seen.findings if found.code == "opaque-output"]
     if seen:
@@ -269,7 +269,7 @@ def _mixes(case: _Case) -> Diagnosis | None:
     owners = group.modules
     inside = [call for call in calls if any(call.module is owner for owner in owners)]
     if any(module is owner for module in case.stack.entered for owner in owners):
-        return _double_wrapped(case, group) or _resharded(case, group)
+        return _double_wrapped(case, group) or _entered_twice(case, group) or _resharded(case, group)
     if inside:
         first = inside[0]
         where = case.name(first.module)
@@ -321,6 +321,21 @@ def _from_outside(case: _Case, fqn: str, group: Group) -> Diagnosis:
     last = user or case.stack.calls[-1]
     cause = f"{case.name(last.module)} uses {fqn}, which only {shown(group.fqn)} gathers"
     return case.build("foreign-param", fqn, cause, str(last.line))
+
+
+def _entered_twice(case: _Case, group: Group) -> Diagnosis | None:
+    """Blame a dispatch that no static analysis sees, `getattr(self, name)(x)`: seen, or else the likeliest."""
+    findings = () if case.seen is None else case.seen.findings
+    for finding in findings:
+        if finding.code == "double-wrap" and finding.where == shown(group.fqn):
+            return case.build("double-wrap", finding.where, finding.what)
+    if any(finding.code == "mid-forward-reshard" for finding in findings):
+        return None
+    methods = [name for module in group.modules for name in registered_methods(module)]
+    if not methods:
+        return None
+    cause = f"{shown(group.fqn)} was sharded again inside its own forward, probably by a registered method that was "
+    return case.build("double-wrap", shown(group.fqn), f"{cause}called there ({', '.join(methods)})")
 
 
 def _resharded(case: _Case, group: Group | None) -> Diagnosis:

@@ -254,6 +254,18 @@ def double_wrap(mesh):
     return sharded_bagel(mesh), step
 
 
+@breaks("double-wrap", "layers.0", "")
+def double_wrap_by_name(mesh):
+    class Naming(Dispatching):
+        def forward(self, x):
+            return self.down(getattr(self, "forward_" + "train")(x))
+
+    net = shard(with_block(Naming)(), mesh)
+    for layer in net.layers:
+        register_fsdp_forward_method(layer, "forward_train")
+    return net, step
+
+
 class Box:
     def __init__(self, x):
         self.x = x
@@ -788,9 +800,14 @@ def run_disagreement(rank, world_size, name, traces, port_file):
     return None
 
 
-def run_breakages(rank, world_size):
-    """Every breakage with and without a watch: name → what was said."""
+def run_all(rank, world_size):
+    """What was said of those that raise and of those that do not."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+    return run_breakages(mesh), run_silent(mesh)
+
+
+def run_breakages(mesh):
+    """Every breakage with and without a watch: name → what was said."""
     said = {}
     for name, breakage in BREAKAGES.items():
         for watched in (False, True):
@@ -819,9 +836,8 @@ def _run_one(breakage, mesh, watched):
     return "no error", "", "", before + codes, ""
 
 
-def run_silent(rank, world_size):
+def run_silent(mesh):
     """Every silent breakage: name → findings."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
     said = {}
     for name, (_, _, function) in SILENT.items():
         dist.barrier()

@@ -20,21 +20,16 @@ NOT_ON_THIS_TORCH: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def said():
-    return run_ranks(2, breakages.run_breakages, timeout=100)
-
-
-@pytest.fixture(scope="module")
-def said_silently():
-    return run_ranks(2, breakages.run_silent, timeout=100)
+def said_by_rank():
+    return run_ranks(2, breakages.run_all, timeout=100)
 
 
 @pytest.mark.parametrize("is_watched", [False, True], ids=["bare", "watched"])
 @pytest.mark.parametrize("name", BREAKAGES)
-def test_diagnose_broken_model_names_id_module_and_call(said, name, is_watched):
+def test_diagnose_broken_model_names_id_module_and_call(said_by_rank, name, is_watched):
     expected = BREAKAGES[name]
     for rank in (0, 1):
-        code, module, call, others, text = said[rank][name, is_watched]
+        code, module, call, others, text = said_by_rank[rank][0][name, is_watched]
         assert code == expected.id, text
         assert module.startswith(expected.module), text
         assert expected.call in call, text
@@ -42,10 +37,10 @@ def test_diagnose_broken_model_names_id_module_and_call(said, name, is_watched):
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_audit_silently_broken_model_finds_that_and_nothing_else(said_silently, name):
+def test_audit_silently_broken_model_finds_that_and_nothing_else(said_by_rank, name):
     code, where, _ = SILENT[name]
     for rank in (0, 1):
-        found = said_silently[rank][name]
+        found = said_by_rank[rank][1][name]
         assert {finding.code for finding in found} == {code}
         assert found[0].where == where
         assert all(finding.severity == "error" and finding.hint == CATALOGUE[code].fix for finding in found)
