@@ -16,7 +16,7 @@ import stat
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.claim import claim_directory, empty_directory, staging_path
-from ckpt_tools.storage.journal import BlockRecord, JournalWriter, Records, read_journal
+from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, Records, read_journal
 from ckpt_tools.storage.publish import NotDurableError, move_into_place, put_back, sync_directory, sync_entries
 from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors, Opener
@@ -60,6 +60,7 @@ class Staging:
         self._descriptors = Descriptors(_WriteOpener(self.directory))
         self._journal: JournalWriter | None = None
         self.records: Records = {}
+        self._continues = False
         self.found_other = False
         self.is_published = False
         """The destination is complete."""
@@ -93,6 +94,7 @@ class Staging:
                 empty_directory(self.directory)
             if fingerprint is not None:
                 self.records = found or {}
+                self._continues = found is not None
                 self._journal = JournalWriter(self.directory, fingerprint, continues=found is not None)
         except OSError as error:
             raise self._failed("prepare", self.directory, error) from error
@@ -232,6 +234,8 @@ class Staging:
         self._descriptors.close()
         with hold_signals():
             try:
+                if self._continues:
+                    self._remove_others()
                 self._publish()
             except NotDurableError:
                 self.is_published = True
@@ -241,6 +245,21 @@ class Staging:
                 raise self._failed("publish", "", error) from error
             self.is_published = True
             self._release()
+
+    def _remove_others(self) -> None:
+        """Remove what is in the directory and was never asked for: what is continued may have met anything."""
+        mine = {os.path.normpath(file) for file in (*self._files, JOURNAL_NAME)}
+        mine |= {part for file in self._files for part in _parents(file)}
+        for directory, subdirectories, names in os.walk(self.directory):
+            for name in [*subdirectories, *names]:
+                path = os.path.join(directory, name)
+                if os.path.relpath(path, self.directory) in mine:
+                    continue
+                if os.path.isdir(path) and not os.path.islink(path):
+                    shutil.rmtree(path)
+                    subdirectories.remove(name)
+                else:
+                    os.remove(path)
 
     def _publish(self) -> None:
         for directory in sorted({part for file in self._files for part in _parents(file)}):

@@ -175,7 +175,7 @@ def _remove(file: Path) -> None:
 
 @pytest.mark.parametrize("change", [_truncate, _replace, _write_over, _remove])
 @pytest.mark.parametrize("verb", OPTIONS)
-def test_source_that_changes_at_any_read_is_refused(server, sources, case, verb, change):
+def test_source_that_changes_at_any_read_is_refused(server, sources, case, verb, change, record_property):
     reads = 0
     for nth in range(1, 200):
         source = case / f"source-{nth}"
@@ -193,6 +193,7 @@ def test_source_that_changes_at_any_read_is_refused(server, sources, case, verb,
         assert not (case / "out").exists()
         assert staging_left(case) == []
     assert reads >= 4
+    record_property("points", reads)
 
 
 def _as_nobody(directory: Path) -> int:
@@ -275,7 +276,9 @@ def test_concurrent_overwriters_leave_a_whole_one(server: Server, large, large_r
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
-def test_rival_that_runs_while_another_is_stopped_at_any_call(server, sources, references, case, overwrite):
+def test_rival_that_runs_while_another_is_stopped_at_any_call(
+    server, sources, references, case, overwrite, record_property
+):
     expected = files_of(references["shard"], manifest=True)
     codes: list[int] = []
 
@@ -305,3 +308,4 @@ def test_rival_that_runs_while_another_is_stopped_at_any_call(server, sources, r
         assert_complete(out, expected)
         assert_clean(directory)
     assert (0, 5) in seen
+    record_property("points", nth - 1)
