@@ -7,7 +7,7 @@ owner's own initialisation runs, and what is still poison is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,7 +24,7 @@ _POISONS: dict[torch.dtype, tuple[int, int]] = {torch.bool: (0, 1), torch.uint8:
 _WIDE_INTEGER = (-0x5A5A, 0x5A5B)
 
 
-def materialise_buffers(model: nn.Module, device: torch.device | str) -> tuple[str, ...]:
+def materialise_buffers(model: nn.Module, device: torch.device | str, *, skip: Collection[str] = ()) -> tuple[str, ...]:
     """Give every buffer on the meta device its values; return their FQNs.
 
     The owner computes them: transformers' `_init_weights` of the model that the module belongs to, or a method of
@@ -33,11 +33,13 @@ def materialise_buffers(model: nn.Module, device: torch.device | str) -> tuple[s
     Args:
         model: With its parameters loaded.
         device: Where the buffers go.
+        skip: FQNs to leave on meta.
 
     Raises:
         UsageError: Nobody computes a buffer.
     """
-    names = tuple(name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta)
+    on_meta = [name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta]
+    names = tuple(name for name in on_meta if name not in skip)
     if not names:
         return ()
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)

@@ -92,7 +92,8 @@ def install(
     tie(model, ties, [fqns.get(name, name) for name in state])
 
     def fill() -> tuple[str, ...]:
-        return materialise_buffers(model, device_of(model, device))
+        left = [fqns.get(name, name) for name in report.missing]  # as everything that is missing
+        return materialise_buffers(model, device_of(model, device), skip=left)
 
     buffers = together(fill)
     return LoadReport(

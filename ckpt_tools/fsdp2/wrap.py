@@ -83,6 +83,7 @@ def shard_model(
         forward_methods: Methods through which callers enter other than `forward`: of the root, or by module.
         tp_plan: Styles by module for the axis `tp`; "auto" is the model's own plan.
         activation_checkpointing: Compute every block's forward again in backward instead of keeping activations.
+            Turns off `config.use_cache`: a block that runs twice would put its keys in a cache twice.
         root: Make the model itself a unit, for the parameters that are in no block. Without it the caller has to
             wrap what contains the model.
 
@@ -104,6 +105,8 @@ def shard_model(
         apply_styles(model, styles, tp)
     cuts = cuts_of(model)
     units = [model.get_submodule(name) for name in names]
+    if activation_checkpointing:
+        _turn_off_caches(model)
     apply = _strategy_function(policy)
     extra: dict[str, Any] = {}
     if ignored:
@@ -164,6 +167,13 @@ def _checkpoint(unit: nn.Module) -> None:
     from torch.distributed._composable.checkpoint_activation import checkpoint
 
     checkpoint(unit)
+
+
+def _turn_off_caches(model: nn.Module) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
 
 
 def _check_unsharded(model: nn.Module) -> None:

@@ -1,0 +1,229 @@
+"""Loading into plain models of one process: names, ties, dtypes, buffers, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fsdp2 import models
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckpt_tools import api
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.fsdp2 import load_checkpoint, materialise_buffers
+
+
+class Net(nn.Module):
+    """Two layers, a persistent and a computed buffer, and optionally a tie."""
+
+    def __init__(self, tied=False, computes=True):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.arange(4.0) + 1, persistent=False)
+        self.register_buffer("mask", torch.tensor([True, False]), persistent=False)
+        self.register_buffer("ids", torch.arange(3), persistent=False)
+        if computes:
+            self.init_buffers = self._compute
+
+    def _compute(self):
+        self.scale.copy_(torch.arange(4.0) + 1)
+        self.mask.copy_(torch.tensor([True, False]))
+        self.ids.copy_(torch.arange(3))
+
+
+def on_meta(**options):
+    with torch.device("meta"):
+        return Net(**options)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model, and its state as a file in a directory of its own."""
+    torch.manual_seed(3)
+    model = Net()
+    model.norm.running_mean.fill_(0.25)
+    path = tmp_path / "saved"
+    path.mkdir()
+    save_file(model.state_dict(), path / "model.safetensors")
+    return model, path
+
+
+def assert_equal(model, expected):
+    state = expected.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_state_and_buffers_are_those_of_the_file(saved):
+    expected, path = saved
+    model = on_meta()
+    report = load_checkpoint(model, path)
+    assert_equal(model, expected)
+    assert report.buffers == ("scale", "mask", "ids")
+    for name in report.buffers:
+        assert torch.equal(model.get_buffer(name), expected.get_buffer(name))
+    assert report.loaded_bytes == sum(t.nbytes for t in expected.state_dict().values())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_frozen_parameters_stay_frozen(saved):
+    model = on_meta()
+    model.head.requires_grad_(False)
+    load_checkpoint(model, saved[1])
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["head.weight"]
+
+
+@pytest.mark.parametrize("root", ["module.", "model.", "a.b.", "_orig_mod."])
+def test_root_of_the_names_is_found(saved, tmp_path, root):
+    expected, path = saved
+    api.shard(path, tmp_path / "dcp", mesh="dp_shard=2", prefix=root)
+    model = on_meta()
+    load_checkpoint(model, tmp_path / "dcp")
+    assert_equal(model, expected)
+    if root != "_orig_mod.":
+        again = on_meta()
+        load_checkpoint(again, tmp_path / "dcp", prefix=root)
+        assert_equal(again, expected)
+
+
+def test_root_that_the_model_has_is_added(saved):
+    expected, path = saved
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = on_meta()
+
+    outer = Outer()
+    report = load_checkpoint(outer, path)
+    assert not report.missing
+    assert_equal(outer.inner, expected)
+
+
+def test_prefix_that_nothing_has_is_refused(saved):
+    with pytest.raises(UsageError, match=r"no tensor of the checkpoint begins with 'x\."):
+        load_checkpoint(on_meta(), saved[1], prefix="x.")
+
+
+def test_missing_and_unexpected_names_are_told_together(saved):
+    state = load_file(saved[1] / "model.safetensors")
+    state["heads.weight"] = state.pop("head.weight")
+    save_file(state, saved[1] / "model.safetensors")
+    with pytest.raises(UnreadableError, match=r"1 missing: head.weight; 1 unexpected: heads.weight") as caught:
+        load_checkpoint(on_meta(), saved[1])
+    assert "heads.weight" in caught.value.hint
+    model = on_meta()
+    report = load_checkpoint(model, saved[1], strict=False)
+    assert (report.missing, report.unexpected) == (("head.weight",), ("heads.weight",))
+    assert model.head.weight.is_meta
+    assert not model.embed.weight.is_meta
+
+
+def test_checkpoint_of_another_model_is_refused_with_a_hint(saved, tmp_path):
+    (tmp_path / "other").mkdir()
+    save_file({"x": torch.ones(2)}, tmp_path / "other" / "model.safetensors")
+    with pytest.raises(UnreadableError, match="does not fit the model") as caught:
+        load_checkpoint(on_meta(), tmp_path / "other")
+    assert "is this a checkpoint of that model?" in caught.value.hint
+
+
+def test_other_shapes_are_refused_before_anything_is_replaced(saved):
+    with torch.device("meta"):
+        model = Net()
+        model.head = nn.Linear(4, 7, bias=False)
+    with pytest.raises(UsageError, match=r"head.weight: \[6, 4\] in the checkpoint, \[7, 4\] in the model"):
+        load_checkpoint(model, saved[1])
+    assert model.embed.weight.is_meta
+
+
+def test_pickles_are_refused_unread(tmp_path):
+    torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnreadableError):
+        load_checkpoint(on_meta(), tmp_path)
+
+
+@pytest.mark.parametrize("stored", ["embed.weight", "head.weight", "both"])
+def test_tie_is_restored_from_whichever_name_is_stored(saved, stored):
+    state = load_file(saved[1] / "model.safetensors")
+    state["head.weight"] = state["embed.weight"].clone()
+    if stored != "both":
+        del state["head.weight" if stored == "embed.weight" else "embed.weight"]
+    save_file(state, saved[1] / "model.safetensors")
+    model = on_meta(tied=True)
+    report = load_checkpoint(model, saved[1])
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, saved[0].embed.weight)
+    assert report.tied == ("head.weight",)
+
+
+def test_persistent_buffer_that_is_missing_is_reported_and_left(saved):
+    state = load_file(saved[1] / "model.safetensors")
+    del state["norm.running_mean"]
+    save_file(state, saved[1] / "model.safetensors")
+    model = on_meta()
+    report = load_checkpoint(model, saved[1], strict=False)
+    assert report.missing == ("norm.running_mean",)
+    assert model.norm.running_mean.is_meta
+
+
+def test_tie_with_two_values_is_refused(saved):
+    with pytest.raises(UsageError, match=r"shares one parameter for 'embed\.weight' and"):
+        load_checkpoint(on_meta(tied=True), saved[1])
+
+
+def test_dtype_is_the_models_unless_told(saved):
+    model = on_meta().bfloat16()
+    load_checkpoint(model, saved[1])
+    assert model.embed.weight.dtype == torch.bfloat16
+    assert torch.equal(model.embed.weight, saved[0].embed.weight.bfloat16())
+    other = on_meta()
+    load_checkpoint(other, saved[1], dtype=torch.float64)
+    assert other.embed.weight.dtype == torch.float64
+    assert other.norm.num_batches_tracked.dtype == torch.int64
+
+
+def test_buffer_that_nobody_computes_is_an_error_and_stays_on_meta(saved):
+    model = on_meta(computes=False)
+    with pytest.raises(UsageError, match="3 buffers have no value") as caught:
+        load_checkpoint(model, saved[1])
+    assert "scale, mask, ids" in caught.value.what
+    assert model.scale.is_meta
+
+
+def test_buffer_that_is_computed_in_part_is_an_error():
+    model = on_meta()
+    model.norm = nn.Identity()
+    model.init_buffers = lambda: (model.scale[:2].fill_(1.0), model.mask.fill_(True), model.ids.fill_(7))
+    with pytest.raises(UsageError, match=r"1 buffers have no value.*: scale"):
+        materialise_buffers(model, "cpu")
+
+
+def test_buffers_of_a_transformers_model_leave_its_parameters_alone():
+    expected = models.build("llama", "cpu")
+    model = models.build("llama", "cpu")
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to("meta")
+    assert materialise_buffers(model, "cpu") == (
+        "model.rotary_emb.inv_freq",
+        "model.rotary_emb.original_inv_freq",
+    )
+    for (name, tensor), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(tensor, other), name
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    assert materialise_buffers(model, "cpu") == ()
+
+
+def test_base_model_files_load_into_a_model_with_a_head_and_say_what_is_missing(tmp_path):
+    full = models.build("llama", "cpu")
+    full.model.save_pretrained(tmp_path)
+    model = models.build("llama")
+    with pytest.raises(UnreadableError, match=r"1 missing: lm_head.weight"):
+        load_checkpoint(model, tmp_path)
+    report = load_checkpoint(model, tmp_path, strict=False)
+    assert report.missing == ("lm_head.weight",)
+    assert torch.equal(model.model.norm.weight, full.model.norm.weight)
