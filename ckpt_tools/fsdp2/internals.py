@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import ParamSpec, TypeVar, cast
@@ -352,20 +351,3 @@ def owner_of_frame(frame: FrameType, model: nn.Module | None) -> tuple[tuple[nn.
     if isinstance(subject, FSDPParamGroup):
         return tuple(subject.modules), ""
     return None
-
-
-@contextmanager
-def reset_after_failure(model: nn.Module) -> Iterator[None]:
-    """Bring every FSDP2 root below `model` back to rest when the body raises; the failed iteration is lost.
-
-    Source: `FSDPModule.reset_iter_state` (PyTorch 2.12); before, a model that failed cannot be used again.
-    """
-    try:
-        yield
-    except BaseException:
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
-                reset = getattr(module, "reset_iter_state", None)
-                if reset is not None:
-                    reset()
-        raise

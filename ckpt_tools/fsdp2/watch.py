@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -42,16 +42,15 @@ class Mix:
     """The sharded parameter."""
     function: str
     """The torch function."""
-    parameter: torch.Tensor
-    """The DTensor."""
 
 
 class Watch:
     """What was seen. Filled while the context is open, readable afterwards."""
 
     def __init__(self, model: nn.Module, trace: TextIO | None = None, directory: Path | None = None) -> None:
-        self._names = {module: fqn for fqn, module in model.named_modules()}
-        self._model = model
+        # Weak, since the model leads to its last watch.
+        self._names = WeakKeyDictionary({module: fqn for fqn, module in model.named_modules()})
+        self._model = ref(model)
         self._trace = trace
         self._directory = directory
         self._depth: dict[int, int] = {}
@@ -124,16 +123,19 @@ class Watch:
 
     def see_mix(self, function: str, args: tuple[object, ...]) -> None:
         """Take a call that failed because it mixed sharded and plain tensors."""
+        model = self._model()
+        if model is None:
+            return
         for tensor in args:
-            if isinstance(tensor, DTensor):
-                fqn = find_parameter(self._model, tensor)
-                if fqn is not None:
-                    self.mix = Mix(fqn=fqn, function=function, parameter=tensor)
-                    return
+            fqn = find_parameter(model, tensor) if isinstance(tensor, DTensor) else None
+            if fqn is not None:
+                self.mix = Mix(fqn=fqn, function=function)
+                return
 
     def see_state_dict(self, module: nn.Module) -> None:
         """Take a `state_dict()` that is about to reshard `module`'s group."""
-        for group in internals.read_groups(self._model):
+        model = self._model()
+        for group in internals.read_groups(model) if model is not None else ():
             if group.training == "FORWARD" and any(param.module is module for param in group.params):
                 site = _outer_site()
                 what = f"state_dict() reshards it while its forward pass runs ({site})"

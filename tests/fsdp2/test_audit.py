@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -11,12 +13,12 @@ from fsdp2.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.fsdp2.audit import audit, find_double_wraps
 from ckpt_tools.fsdp2.compare import RankRecord, Trace, compare_ranks, compare_records, compare_traces
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.internals import LOGGER, snapshot
-from ckpt_tools.fsdp2.watch import read_traces, watch
+from ckpt_tools.fsdp2.watch import last_watch, read_traces, watch
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +201,34 @@ def test_watch_leaves_no_trace_of_itself_behind():
     assert (logger.level, list(logger.filters)) == before
     assert not model._state_dict_pre_hooks
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_watch_keeps_no_model_alive():
+    model = nn.Linear(2, 2)
+    with watch(model) as seen:
+        model(torch.ones(2))
+    assert last_watch(model) is seen
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert last_watch(None) is None
+
+
+def _without_private_state(rank, world_size):
+    model = breakages.shard(breakages.Net(), init_device_mesh("cpu", (world_size,)))
+    del model.layers[1]._get_fsdp_state()._fsdp_param_groups
+    try:
+        snapshot(model)
+    except CkptError as error:
+        return str(error)
+    return ""
+
+
+def test_snapshot_torch_that_looks_different_inside_is_named():
+    text = run_ranks(1, _without_private_state)[0]
+    assert "FSDP2 of this PyTorch looks different inside" in text
+    assert f"torch {torch.__version__}" in text
 
 
 def _fail_otherwise(rank, world_size):
