@@ -74,15 +74,18 @@ def _like_parameters(
 ) -> dict[str, Mapping[str, Placement]]:
     """Return the placements of optimizer state, taken from the parameter that its FQN contains."""
     entries = tuple(tensors)
+    states = {entry.fqn for entry in entries if is_optimizer(entry)}
+    if not states:
+        return {}
     parameters: dict[str, TensorEntry] = {}
     for entry in entries:
-        if not is_optimizer(entry):
+        if entry.fqn not in states:
             parts = strip_wrappers(entry.fqn).split(".")
             for start in range(min(3, len(parts))):  # with and without a root such as `model.`
                 parameters.setdefault(".".join(parts[start:]), entry)
     found: dict[str, Mapping[str, Placement]] = {}
     for entry in entries:
-        if not is_optimizer(entry) or any(rule.matches(entry.fqn) for rule in rules):
+        if entry.fqn not in states or any(rule.matches(entry.fqn) for rule in rules):
             continue
         parts = strip_wrappers(entry.fqn).split(".")[:-1]  # without exp_avg
         for start in range(len(parts)):

@@ -111,6 +111,8 @@ def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, lis
 
 def _check_tensor(opened: Opened, entry: TensorEntry, findings: Findings) -> TensorEntry | None:
     """Return the tensor with raw spans, or None when it cannot be read whole."""
+    if len(entry.chunks) == 1 and entry.chunks[0].encoding == "raw" and _is_whole(opened, entry, entry.chunks[0]):
+        return entry
     name = f"tensor {escape_name(entry.fqn)!r}"
     before = len(findings)
     problem = check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
@@ -129,6 +131,13 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: Findings) -> Ten
     if len(findings) > before:
         return None
     return replace(entry, chunks=tuple(chunks))
+
+
+def _is_whole(opened: Opened, entry: TensorEntry, chunk: Chunk) -> bool:
+    """Is this chunk all of the tensor, and inside its file? What else may be wrong is said elsewhere."""
+    span, box = chunk.span, chunk.box
+    inside = span.offset + span.nbytes <= opened.checkpoint.files.get(span.file, -1)
+    return inside and box.sizes == entry.shape and not any(box.offsets)
 
 
 def _check_span(opened: Opened, span: ByteSpan, name: str, findings: Findings) -> bool:

@@ -127,55 +127,102 @@ def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Grid], blobs: Sequ
     Raises:
         UsageError: A dtype that DCP cannot hold.
     """
-    ends: dict[int, int] = {}
     names = _FileNames()
-
-    def allot(rank: int, nbytes: int) -> int:
-        start = -(-ends.get(rank, 0) // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
-        ends[rank] = start + nbytes
-        return start
-
-    placed_blobs = tuple(
-        replace(blob, span=ByteSpan(file=names[0], offset=allot(0, blob.span.nbytes), nbytes=blob.span.nbytes))
-        for blob in blobs
-    )
-    placed = []
+    position = 0
+    placed_blobs = []
+    for blob in blobs:
+        start = _aligned(position)
+        position = start + blob.span.nbytes
+        placed_blobs.append(replace(blob, span=ByteSpan(file=names[0], offset=start, nbytes=blob.span.nbytes)))
+    items = _Items(position)
     lengths: dict[tuple[int, str], tuple[int, ...]] = {}  # grids and their cells are shared by equal tensors
-    for entry in tensors:
+    placed = []
+    for number, entry in enumerate(tensors):
         cells = grids[entry.fqn].cells
         key = (id(cells), entry.dtype.name)
         if key not in lengths:
             lengths[key] = tuple(item_frame(entry.dtype, box.sizes).nbytes for _, box in cells)
-        starts = array("Q", map(allot, (rank for rank, _ in cells), lengths[key]))
-        placed.append(replace(entry, chunks=PlacedItems(cells, starts, lengths[key], names)))
+        items.add(cells, lengths[key])
+        placed.append(replace(entry, chunks=PlacedItems(cells, lengths[key], names, items, number)))
     return Checkpoint(
         root="",
         format="dcp",
         tensors=tuple(placed),
-        blobs=placed_blobs,
-        files={names[rank]: end for rank, end in sorted(ends.items())},
+        blobs=tuple(placed_blobs),
+        files={names[rank]: end for rank, end in sorted(items.ends().items())},
     )
 
 
-class PlacedItems(Sequence[Chunk]):
-    """The items of one tensor in a destination; each `Chunk` is made when it is asked for.
+def _aligned(position: int) -> int:
+    return -(-position // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
 
-    A plan for thousands of ranks has millions of items, of which most commands need only the sizes.
+
+_Cells = tuple[tuple[int, Box], ...]
+
+
+class _Items:
+    """Where the items of all tensors lie in their ranks' files, one after the other in the order of the tensors.
+
+    A plan for thousands of ranks has millions of items, of which most commands need only the sizes of the files. So
+    those come from counting equal tensors, and the items' offsets are found when the first one is asked for.
+
+    Args:
+        start: End of what comes first in the file of rank 0.
     """
 
-    __slots__ = ("_cells", "_lengths", "_names", "_starts")
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._parts: list[tuple[_Cells, tuple[int, ...]]] = []
+        self._starts: list[array[int]] = []
+
+    def add(self, cells: _Cells, lengths: tuple[int, ...]) -> None:
+        """Add a tensor: (rank, box) and length of each of its items."""
+        self._parts.append((cells, lengths))
+
+    def ends(self) -> dict[int, int]:
+        """Return the size of every rank's file."""
+        groups: dict[int, list[int]] = {}  # lengths are shared by equal tensors: [first with them, last, how many]
+        for number, (_, lengths) in enumerate(self._parts):
+            group = groups.setdefault(id(lengths), [number, number, 0])
+            group[1] = number
+            group[2] += 1
+        ends: dict[int, int] = {0: self._start} if self._start else {}
+        padding: dict[int, int] = {}  # after the last item so far; the last one of all has none
+        for _, last, count in sorted(groups.values(), key=lambda group: group[1]):
+            for (rank, _), nbytes in zip(*self._parts[last], strict=True):
+                ends[rank] = _aligned(ends.get(rank, 0)) + count * _aligned(nbytes)
+                padding[rank] = _aligned(nbytes) - nbytes
+        return {rank: end - padding.get(rank, 0) for rank, end in ends.items()}
+
+    def starts(self, number: int) -> array[int]:
+        """Return the offset of each item of a tensor."""
+        if not self._starts:
+            ends: dict[int, int] = {0: self._start}
+            found = []
+            for cells, lengths in self._parts:
+                starts = array("Q")
+                for (rank, _), nbytes in zip(cells, lengths, strict=True):
+                    start = _aligned(ends.get(rank, 0))
+                    starts.append(start)
+                    ends[rank] = start + nbytes
+                found.append(starts)
+            self._starts = found
+        return self._starts[number]
+
+
+class PlacedItems(Sequence[Chunk]):
+    """The items of one tensor in a destination; each `Chunk` is made when it is asked for."""
+
+    __slots__ = ("_cells", "_items", "_lengths", "_names", "_number")
 
     def __init__(
-        self,
-        cells: tuple[tuple[int, Box], ...],
-        starts: array[int],
-        lengths: tuple[int, ...],
-        names: Mapping[int, str],
+        self, cells: _Cells, lengths: tuple[int, ...], names: Mapping[int, str], items: _Items, number: int
     ) -> None:
         self._cells = cells
-        self._starts = starts
         self._lengths = lengths
         self._names = names
+        self._items = items
+        self._number = number
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -190,7 +237,8 @@ class PlacedItems(Sequence[Chunk]):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         rank, box = self._cells[index]
-        span = ByteSpan(file=self._names[rank], offset=self._starts[index], nbytes=self._lengths[index])
+        start = self._items.starts(self._number)[index]
+        span = ByteSpan(file=self._names[rank], offset=start, nbytes=self._lengths[index])
         return Chunk(box=box, span=span, encoding="torch_zip")
 
     def __eq__(self, other: object) -> bool:

@@ -7,7 +7,6 @@ header length N, N bytes of JSON, then the data without holes. Offsets count fro
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,8 @@ LENGTH_BYTES = 8
 """Size of the length field in front of the header."""
 METADATA_KEY = "__metadata__"
 """The one key of a header that is not a tensor."""
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_INT = frozenset({int})  # not bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,8 @@ def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
     except UnicodeEncodeError as error:
         raise UnreadableError("the header's __metadata__ is not Unicode text", where=where) from error
     data_start = LENGTH_BYTES + len(text)
-    entries = [_parse_entry(fqn, fields, file, data_start) for fqn, fields in document.items()]
+    boxes: dict[tuple[int, ...], Box] = {}
+    entries = [_parse_entry(fqn, fields, file, data_start, boxes) for fqn, fields in document.items()]
     entries.sort(key=lambda entry: (entry.chunks[0].span.offset, entry.chunks[0].span.nbytes))
     position = data_start
     for entry in entries:
@@ -99,36 +101,43 @@ def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
     return Header(tensors=tuple(entries), metadata=metadata, nbytes=position)
 
 
-def _parse_entry(fqn: str, fields: object, file: str, data_start: int) -> TensorEntry:
-    label = f"tensor {escape_name(fqn)!r}"
-    where = escape_name(file)
+def _parse_entry(
+    fqn: str, fields: object, file: str, data_start: int, boxes: dict[tuple[int, ...], Box]
+) -> TensorEntry:
+    """Return one tensor; `boxes` has those of the shapes seen so far."""
+
+    def refusal(problem: str) -> UnreadableError:
+        return UnreadableError(f"tensor {escape_name(fqn)!r} {problem}", where=escape_name(file))
+
     if (problem := fqn_problem(fqn)) is not None:
-        raise UnreadableError(f"{label} {problem}", where=where)
-    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise UnreadableError(f"{label} does not have exactly dtype, shape and data_offsets", where=where)
+        raise refusal(problem)
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise refusal("does not have exactly dtype, shape and data_offsets")
     named = fields["dtype"]
     dtype = BY_NAME.get(named) if isinstance(named, str) else None
     if dtype is None or not dtype.in_safetensors:
         shown = repr(escape_name(named)) if isinstance(named, str) else f"of type {type(named).__name__}"
-        raise UnreadableError(f"{label} has the unknown dtype {shown}", where=where)
-    shape, offsets = fields["shape"], fields["data_offsets"]
-    if not _is_sizes(shape) or not is_possible_shape(shape):
-        raise UnreadableError(f"{label} has an impossible shape", where=where)
+        raise refusal(f"has the unknown dtype {shown}")
+    sizes, offsets = fields["shape"], fields["data_offsets"]
+    if not _is_sizes(sizes) or not is_possible_shape(sizes):
+        raise refusal("has an impossible shape")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UnreadableError(f"{label} has impossible data_offsets", where=where)
+        raise refusal("has impossible data_offsets")
+    shape = tuple(sizes)
+    box = boxes.get(shape)
+    if box is None:
+        box = boxes[shape] = Box((0,) * len(shape), shape)
     nbytes = offsets[1] - offsets[0]
-    if math.prod(shape) * dtype.bits != nbytes * 8:
-        raise UnreadableError(
-            f"{label} has {nbytes} bytes, its dtype and shape need {math.prod(shape) * dtype.bits / 8:g}",
-            where=where,
-        )
+    if box.num_elems * dtype.bits != nbytes * 8:
+        raise refusal(f"has {nbytes} bytes, its dtype and shape need {box.num_elems * dtype.bits / 8:g}")
     span = ByteSpan(file=file, offset=data_start + offsets[0], nbytes=nbytes)
-    chunk = Chunk(box=Box((0,) * len(shape), tuple(shape)), span=span)
-    return TensorEntry(fqn=fqn, dtype=dtype, shape=tuple(shape), chunks=(chunk,))
+    return TensorEntry(fqn=fqn, dtype=dtype, shape=box.sizes, chunks=(Chunk(box=box, span=span),))
 
 
 def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+    if not isinstance(value, list):
+        return False
+    return not value or (_INT.issuperset(map(type, value)) and min(value) >= 0 and max(value) < 1 << 63)
 
 
 def build_header(
