@@ -32,9 +32,11 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine cannot run."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine cannot run, and what nobody asked for."""
+    is_asked_for = "root" in (config.getoption("markexpr") or "")
     needs = (
+        ("root", lambda: is_asked_for, "mounts file systems: bin/test -m root"),
         ("root", lambda: os.geteuid() == 0, "needs root (loop devices, mounts, cgroups)"),
         ("gpu", _has_cuda, "needs a CUDA device"),
     )
