@@ -69,7 +69,7 @@ def save_checkpoint(
 
     Raises:
         DestinationExistsError: `path` exists.
-        CkptError: Anything else that went wrong on any rank.
+        CkptError: Anything else that went wrong on another rank; what goes wrong on this one is raised as it is.
     """
     destination = os.fspath(path)
     staging: Staging | None = None
