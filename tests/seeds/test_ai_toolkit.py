@@ -1,0 +1,223 @@
+"""ai-toolkit's way: FLUX-shaped blocks by class, a frozen base, and every kind of adapter, trained and resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fsdp2.ranks import run_ranks
+from safetensors.torch import save_file
+from seeds import guide
+from torch import nn
+
+WIDTH = 16
+_TARGETS = ["qkv", "proj", "linear1", "linear2"]
+# Start values that do something: with the default ones the first output is the base model's.
+CONFIGS = {
+    "lora": {"peft_type": "LORA", "r": 4, "target_modules": _TARGETS, "init_lora_weights": False},
+    "dora": {"peft_type": "LORA", "use_dora": True, "r": 4, "target_modules": _TARGETS, "init_lora_weights": False},
+    "loha": {"peft_type": "LOHA", "r": 4, "target_modules": _TARGETS, "init_weights": False},
+    "lokr": {"peft_type": "LOKR", "r": 4, "target_modules": _TARGETS, "init_weights": False},
+    "boft": {"peft_type": "BOFT", "boft_block_size": 4, "target_modules": _TARGETS, "init_weights": False},
+    "oft": {"peft_type": "OFT", "r": 0, "oft_block_size": 4, "target_modules": _TARGETS, "init_weights": False},
+}
+PARTS = {
+    "lora": ["lora_A.default.weight", "lora_B.default.weight"],
+    "dora": ["lora_A.default.weight", "lora_B.default.weight", "lora_magnitude_vector.default.weight"],
+    "loha": ["hada_w1_a.default", "hada_w1_b.default", "hada_w2_a.default", "hada_w2_b.default"],
+    "lokr": ["lokr_w1.default", "lokr_w2.default"],
+    "boft": ["boft_R.default", "boft_s.default"],
+    "oft": ["oft_R.default.weight"],
+}
+MODULES = [f"double_blocks.{i}.{name}" for i in range(2) for name in ("img_attn.qkv", "img_attn.proj")]
+MODULES += [f"double_blocks.{i}.{name}" for i in range(2) for name in ("txt_attn.qkv", "txt_attn.proj")]
+MODULES += [f"single_blocks.{i}.{name}" for i in range(2) for name in ("linear1", "linear2")]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+
+class DoubleStreamBlock(nn.Module):
+    """Image and text keep weights of their own, and attend to each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.img_attn, self.txt_attn = Attention(), Attention()
+        self.img_mod, self.txt_mod = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, img, txt, vec):
+        count = txt.shape[1]
+        parts = [a.qkv(x * (1 + m(vec))) for a, x, m in self.streams(img, txt)]
+        q, k, v = torch.cat(parts, 1).chunk(3, -1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return img + self.img_attn.proj(mixed[:, count:]), txt + self.txt_attn.proj(mixed[:, :count])
+
+    def streams(self, img, txt):
+        return (self.txt_attn, txt, self.txt_mod), (self.img_attn, img, self.img_mod)
+
+
+class SingleStreamBlock(nn.Module):
+    """One sequence; attention and MLP side by side in two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear1 = nn.Linear(WIDTH, 4 * WIDTH)
+        self.linear2 = nn.Linear(2 * WIDTH, WIDTH)
+        self.modulation = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, vec):
+        q, k, v, mlp = self.linear1(x * (1 + self.modulation(vec))).chunk(4, -1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.linear2(torch.cat([mixed, nn.functional.gelu(mlp)], -1))
+
+
+class Flux(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.img_in, self.txt_in, self.time_in = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.double_blocks = nn.ModuleList(DoubleStreamBlock() for _ in range(2))
+        self.single_blocks = nn.ModuleList(SingleStreamBlock() for _ in range(2))
+        self.final_layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, img, txt, time):
+        target = img
+        img, txt, vec = self.img_in(img), self.txt_in(txt), self.time_in(time)[:, None]
+        for block in self.double_blocks:
+            img, txt = block(img, txt, vec)
+        x = torch.cat([txt, img], 1)
+        for block in self.single_blocks:
+            x = block(x, vec)
+        return (self.final_layer(x[:, txt.shape[1] :]) - target).square().mean()
+
+
+def batch(step, rank=0):
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(*shape, generator=draw) for shape in ((2, 6, WIDTH), (2, 3, WIDTH), (2, WIDTH))]
+
+
+def whole(path):
+    """The model on the CPU, with the weights of the base."""
+    from safetensors.torch import load_file
+
+    model = Flux()
+    model.load_state_dict(load_file(path))
+    return model
+
+
+def train(rank, world_size, directory):
+    """Every kind: gradients of the first step beside the unsharded model's; two steps; saved after the first."""
+    from ckpt_tools.fsdp2.audit import audit
+    from ckpt_tools.fsdp2.compare import compare_ranks
+    from ckpt_tools.fsdp2.lora import adapter_state, add_lora
+
+    results = {}
+    classes = {"Flux": Flux, "DoubleStreamBlock": DoubleStreamBlock, "SingleStreamBlock": SingleStreamBlock}
+    path = directory / "flux.safetensors"
+    for kind, config in CONFIGS.items():
+        names = classes | {"config": config, "path": path, "world_size": world_size, "checkpoint": directory / kind}
+        guide.run("ai-toolkit", "build", names)
+        model, optimizer = names["model"], names["optimizer"]
+        findings = audit(model, phase="loaded", plan=names["plan"], optimizer=optimizer) + compare_ranks(model)
+        reference = add_lora(whole(path), config, seed=42)
+        expected = [reference(*batch(0, each)) for each in range(world_size)]
+        (sum(expected) / world_size).backward()
+        losses = []
+        for step in range(2):
+            if step:
+                guide.run("ai-toolkit", "save", names)
+            loss = model(*batch(step, rank))
+            loss.backward()
+            if not step:
+                errors = [
+                    ((p.grad.full_tensor() - other.grad).norm() / other.grad.norm()).item()
+                    for p, other in zip(model.parameters(), reference.parameters(), strict=True)
+                    if p.requires_grad
+                ]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        guide.run("ai-toolkit", "export", names)
+        own = adapter_state(reference)
+        results[kind] = {
+            "losses": losses,
+            "expected": expected[rank].item(),
+            "error": max(errors),
+            "num_trained": len(errors),
+            "shapes": {name: tuple(tensor.shape) for name, tensor in names["state"].items()},
+            "own": {name: tuple(tensor.shape) for name, tensor in own.items()},
+            "frozen": all(p.grad is None for p in model.parameters() if not p.requires_grad),
+            "findings": [(finding.code, finding.where) for finding in findings],
+        }
+    return results
+
+
+def resume(rank, world_size, directory, data_rank=None):
+    """Build anew, load base and adapters, and take the second step."""
+    losses = {}
+    classes = {"Flux": Flux, "DoubleStreamBlock": DoubleStreamBlock, "SingleStreamBlock": SingleStreamBlock}
+    for kind, config in CONFIGS.items():
+        names = classes | {"config": config, "path": directory / "flux.safetensors", "world_size": world_size}
+        names["checkpoint"] = directory / kind
+        guide.run("ai-toolkit", "build", names)
+        guide.run("ai-toolkit", "resume", names)
+        steps = names["optimizer"].state_dict()["state"].values()
+        loss = names["model"](*batch(1, rank if data_rank is None else data_rank))
+        losses[kind] = (loss.item(), {int(state["step"]) for state in steps})
+    return losses
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("flux")
+    torch.manual_seed(0)
+    save_file(Flux().state_dict(), path / "flux.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(directory):
+    return run_ranks(2, train, directory, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def resumed(directory, trained):
+    return run_ranks(2, resume, directory, timeout=120), run_ranks(1, resume, directory, 1, timeout=120)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapter_trains_sharded_as_it_does_unsharded(trained, kind):
+    for result in trained:
+        found = result[kind]
+        assert found["losses"][0] == pytest.approx(found["expected"], rel=1e-6)
+        assert found["error"] < 1e-5
+        assert found["num_trained"] == len(PARTS[kind]) * len(MODULES)
+        assert found["frozen"]
+        assert found["findings"] == []
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapter_resumes_in_shards_with_the_same_loss(trained, resumed, kind):
+    same, single = resumed
+    for rank in range(2):
+        assert same[rank][kind] == (trained[rank][kind]["losses"][1], {1})
+    # On one rank, with the data of the second: bitwise too, for forward sums nothing over ranks.
+    assert single[0][kind] == (trained[1][kind]["losses"][1], {1})
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapter_checkpoint_holds_what_an_export_needs_and_nothing_else(trained, directory, kind):
+    from ckpt_tools.opening import open_path
+
+    with open_path(str(directory / kind)) as opened:
+        tensors = {entry.fqn: entry.shape for entry in opened.checkpoint.tensors if entry.fqn.startswith("model.")}
+    expected = {f"model.base_model.model.{module}.{part}" for module in MODULES for part in PARTS[kind]}
+    assert set(tensors) == expected
+    exported = trained[0][kind]["shapes"]
+    assert exported == trained[0][kind]["own"]
+    # peft's own names lack the adapter's; DoRA's magnitude loses its `.weight` too.
+    short = {fqn.removeprefix("model.").replace(".default", ""): shape for fqn, shape in tensors.items()}
+    short = {fqn.replace("magnitude_vector.weight", "magnitude_vector"): shape for fqn, shape in short.items()}
+    assert short == exported
