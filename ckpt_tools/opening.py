@@ -192,7 +192,8 @@ def _open_hf(source: Source, files: Mapping[str, int], manifest: Manifest | None
             )
     opened = [read_file(source, name) for name in names]
     checkpoint = hf.describe(source.root, opened, index)
-    beside = [name for name in files if name not in names and name not in (index_name, MANIFEST_NAME)]
+    own = {*names, index_name, MANIFEST_NAME}
+    beside = [name for name in files if name not in own]
     return Opened(
         checkpoint=replace(
             checkpoint,
