@@ -11,7 +11,7 @@ Importing the package loads neither torch nor numpy.
 from __future__ import annotations
 
 from ckpt_tools._version import __version__
-from ckpt_tools.api import diff, gather, inspect, open_checkpoint, reshard, shard, verify
+from ckpt_tools.api import diff, gather, inspect, open_checkpoint, reshard, shard, smoke, verify
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.convert import Conversion
 from ckpt_tools.diff import Difference
@@ -24,6 +24,7 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.layout import Box, Mesh, Placement, Replicate, Shard, parse_mesh
+from ckpt_tools.smoke import SmokeReport
 from ckpt_tools.summary import Summary
 from ckpt_tools.verify import Verification
 
@@ -44,6 +45,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "SmokeReport",
     "Summary",
     "TensorEntry",
     "UnreadableError",
@@ -57,5 +59,6 @@ __all__ = [
     "parse_mesh",
     "reshard",
     "shard",
+    "smoke",
     "verify",
 ]

@@ -9,6 +9,7 @@ from ckpt_tools.cli.env import env
 from ckpt_tools.cli.gather import gather
 from ckpt_tools.cli.inspect import inspect
 from ckpt_tools.cli.shard import reshard, shard
+from ckpt_tools.cli.smoke import smoke
 from ckpt_tools.cli.verify import verify
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -18,6 +19,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "reshard": reshard,
     "verify": verify,
     "diff": diff,
+    "smoke": smoke,
     "env": env,
 }
 """Name → function."""

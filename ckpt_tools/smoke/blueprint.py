@@ -1,0 +1,203 @@
+"""The model of one run: as deep as the machine allows, in the checkpoint's dtypes, with adapters when asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ckpt_tools.dtypes import BY_TORCH_NAME
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2 import LoadReport, load_checkpoint
+from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.ties import tied_groups
+from ckpt_tools.opening import open_path
+from ckpt_tools.smoke.recipe import Recipe
+from ckpt_tools.smoke.setting import Setting
+from ckpt_tools.transform import strip_wrappers
+from ckpt_tools.units import format_size
+
+_LORA_RANK = 8
+_BUDGET = 0.7
+"""Part of the free memory, and of the free disk, that a run may take."""
+_STATES = 4
+"""Parameters, gradients, and two moments of AdamW."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """How every rank, and the reference, builds the same model."""
+
+    setting: Setting
+    recipe: Recipe
+    """The setting's, perhaps with fewer layers."""
+    source: str
+    """Checkpoint of the base model."""
+
+    def build(self) -> nn.Module:
+        """Return the model on meta, its parameters in the dtypes of the checkpoint; adapters are on the CPU."""
+        with torch.device("meta"):
+            model = self.recipe.build()
+        adopt_dtypes(model, self.source)
+        return self._adapted(model)
+
+    def _adapted(self, model: nn.Module) -> nn.Module:
+        if not self.setting.options.lora:
+            return model
+        from ckpt_tools.fsdp2.lora import add_lora
+
+        # Both factors random: with B = 0, as training begins, the gradient of A would be 0 and prove nothing.
+        config = {
+            "peft_type": "LORA",
+            "r": _LORA_RANK,
+            "lora_alpha": _LORA_RANK,
+            "target_modules": linear_layers(model),
+            "init_lora_weights": False,
+        }
+        adapted: nn.Module = add_lora(model, config)
+        return adapted.train()
+
+    def load(self, model: nn.Module) -> LoadReport:
+        """Load the base model's checkpoint. Collective."""
+        if not self.setting.options.lora:
+            return load_checkpoint(model, self.source, strict=False)
+        from ckpt_tools.fsdp2.lora import load_base
+
+        return load_base(model, self.source, strict=False)
+
+    def base_name(self, fqn: str) -> str | None:
+        """Return a parameter's name in the checkpoint of the base model, None for an adapter's own."""
+        if not self.setting.options.lora:
+            return strip_wrappers(fqn)
+        from ckpt_tools.fsdp2.lora import base_name
+
+        return base_name(fqn)
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Return the FQNs of the linear layers that get adapters: all but the output layer and layers that share weights.
+
+    Raises:
+        UsageError: There is none.
+    """
+    get_output = getattr(model, "get_output_embeddings", None)
+    output = get_output() if callable(get_output) else None
+    shared = {fqn.rpartition(".")[0] for group in tied_groups(model) for fqn in group}
+    found = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not output and name not in shared and name
+    ]
+    if not found:
+        raise UsageError("--lora finds no linear layer to adapt", where=type(model).__name__)
+    return found
+
+
+def adopt_dtypes(model: nn.Module, source: str) -> None:
+    """Give the parameters of a model on meta the dtypes that the checkpoint stores them in; what is shared stays so."""
+    names = {strip_wrappers(fqn): fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    with open_path(source) as opened:
+        found, _ = match_names(opened.checkpoint, model, tuple(names), "auto")
+    wanted: dict[int, torch.dtype] = {}
+    for name, whole in found.items():
+        dtype = getattr(torch, whole.dtype.torch_name or "", None)
+        parameter = model.get_parameter(names[name])
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
+            wanted.setdefault(id(parameter), dtype)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, present in list(module._parameters.items()):  # noqa: SLF001 - setattr would register it anew
+            if present is None or wanted.get(id(present), present.dtype) == present.dtype:
+                continue
+            if id(present) not in made:
+                made[id(present)] = _cast(present, wanted[id(present)])
+            module._parameters[key] = made[id(present)]  # noqa: SLF001
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    result = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+    result.__dict__.update(parameter.__dict__)
+    return result
+
+
+def write_random(recipe: Recipe, directory: str) -> None:
+    """Initialise the model of `recipe` on the CPU, from a fixed seed, and write it to `directory`/model.safetensors."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    model = recipe.build()
+    shared = {name for group in tied_groups(model) for name in group[1:]}
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in shared}
+    os.makedirs(directory, exist_ok=True)
+    save_file(state, os.path.join(directory, "model.safetensors"), metadata={"format": "pt"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What of a model the machine can hold twice: sharded, and as a reference."""
+
+    num_layers: int | None
+    """Depth to cut to; None leaves it as it is."""
+    has_reference: bool
+    notes: tuple[str, ...]
+
+
+def find_fit(setting: Setting, *, num_copies: int, is_local: bool, free_bytes: int, workdir: str) -> Fit:
+    """Decide how deep the model can be.
+
+    Args:
+        setting: Its recipe is measured on meta.
+        num_copies: How many ranks share the memory, for what they do not share among themselves.
+        is_local: All ranks use this machine's memory.
+        free_bytes: Memory that rank 0's device has.
+        workdir: Where the checkpoint is saved.
+    """
+    policy = setting.policy.strategy
+    copies = setting.mesh.world_size if policy == "no_shard" else setting.mesh.size("dp_replicate")
+    sharded = copies if is_local else copies / max(1, num_copies)
+    dp = 1 if policy == "no_shard" else max(1, setting.mesh.size("dp_shard"))
+    if not is_local:
+        sharded = 1 / dp
+    states = 1.1 if setting.options.lora else _STATES
+    # Twice for the second model of the reload; gathered layers and activations are in the margin.
+    per_byte = sharded * (states + 1) + states + 0.5
+    budget = _BUDGET * free_bytes / per_byte
+    disk = shutil.disk_usage(workdir).free
+    budget = min(budget, _BUDGET * disk / (states - 1 if states > 2 else states))
+    full = _nbytes(setting.recipe)
+    if full <= budget:
+        return Fit(num_layers=None, has_reference=True, notes=())
+    depth = setting.recipe.num_layers
+    free = f"{format_size(free_bytes)} of memory and {format_size(disk)} of disk are free"
+    one = setting.recipe.shallower(1)
+    two = setting.recipe.shallower(2)
+    if depth is not None and one is not None and two is not None:
+        least, per_layer = _nbytes(one), _nbytes(two) - _nbytes(one)
+        if least <= budget and per_layer > 0:
+            num_layers = min(depth - 1, 1 + math.floor((budget - least) / per_layer))
+            note = f"{free}: the model ({format_size(full)}) is tried with {num_layers} of its {depth} layers"
+            return Fit(num_layers=num_layers, has_reference=True, notes=(note,))
+    note = f"{free}: not enough for a reference beside the model ({format_size(full)}); losses are not compared"
+    return Fit(num_layers=None, has_reference=False, notes=(note,))
+
+
+def _nbytes(recipe: Recipe) -> int:
+    with torch.device("meta"):
+        model = recipe.build()
+    return sum(BY_TORCH_NAME[str(p.dtype).removeprefix("torch.")].num_bytes(p.numel()) for p in model.parameters())
+
+
+def cut(setting: Setting, fit: Fit) -> Recipe:
+    """Return the recipe for what fits."""
+    if fit.num_layers is None:
+        return setting.recipe
+    return setting.recipe.shallower(fit.num_layers) or setting.recipe
+
+
+def with_options(setting: Setting, **changes: object) -> Setting:
+    """Return `setting` with other values."""
+    return replace(setting, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,225 @@
+"""Comparisons: this rank's shards with the source, gradients with the reference, one model with another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.fsdp2.load import targets_of
+from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.read import BoxReader
+from ckpt_tools.layout import Box, Mesh, Placement, Shard, cut_tensor
+from ckpt_tools.opening import open_path
+from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.text import escape_name
+
+MAX_FINDINGS = 5
+"""Findings of one kind that a rank reports; the last one says how many there are."""
+GRADIENT_FLOOR = 1e-3
+"""A gradient is compared relative to its largest element, or to this part of the largest of all parameters.
+
+Some gradients are 0 but for rounding (the bias of attention keys): relative to themselves, noise is all there is.
+"""
+
+
+def expected_box(tensor: torch.Tensor) -> Box:
+    """Return what this rank must hold, in closed form, from mesh and placements alone; all of a plain tensor."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * len(shape), shape)
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("dp_shard",)
+    axes = Mesh(tuple(zip(names, mesh.mesh.shape, strict=True)))
+    placements: dict[str, Placement] = {
+        name: Shard(placement.dim)
+        for name, placement in zip(names, tensor.placements, strict=True)
+        if hasattr(placement, "dim")
+    }
+    coordinate = tuple(mesh.get_coordinate() or ())
+    return cut_tensor(shape, axes, placements).local_box(axes.rank(coordinate))
+
+
+def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Finding], int, int]:
+    """Compare every shard of this rank with the bytes of the checkpoint at the place where it belongs.
+
+    Returns:
+        Findings, tensors compared, bytes compared.
+    """
+    targets, shared = targets_of(model)
+    names = {name: blueprint.base_name(name) for name in targets}
+    inner = model.get_base_model() if blueprint.setting.options.lora else model  # type: ignore[operator]
+    findings: list[Finding] = []
+    wrong = compared = nbytes = 0
+    with open_path(blueprint.source) as opened:
+        wanted = tuple(dict.fromkeys(base for base in names.values() if base is not None))
+        found, _ = match_names(opened.checkpoint, inner, wanted, "auto")
+        reader = BoxReader(opened)
+        for name, tensor in targets.items():
+            whole = found.get(names[name] or "")
+            if whole is None or name in shared or whole.shape != tuple(tensor.shape):
+                continue
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().to("cpu")
+            box = expected_box(tensor)
+            wanted_values = reader.read(whole, box, local.dtype)
+            compared += 1
+            nbytes += local.numel() * local.element_size()
+            if local.numel() == wanted_values.numel() and torch.equal(_bytes(local), _bytes(wanted_values)):
+                continue
+            wrong += 1
+            if wrong <= MAX_FINDINGS:
+                findings.append(_different(name, local, wanted_values, box))
+    if wrong > MAX_FINDINGS:
+        findings.append(_more("wrong-shard", wrong - MAX_FINDINGS))
+    return findings, compared, nbytes
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _different(name: str, local: torch.Tensor, wanted: torch.Tensor, box: Box) -> Finding:
+    if local.numel() != wanted.numel():
+        what = f"{local.numel()} elements, the source has {wanted.numel()} there"
+    else:
+        count = int((local.reshape(-1) != wanted.reshape(-1)).sum())
+        what = f"{count} of {local.numel()} elements are not those of the source"
+    return Finding(
+        code="wrong-shard",
+        severity="error",
+        where=escape_name(name),
+        what=f"{what} (offsets {list(box.offsets)}, sizes {list(box.sizes)})",
+        hint="load after sharding, onto the same mesh, and do not initialise weights afterwards",
+    )
+
+
+def _more(code: str, count: int) -> Finding:
+    return Finding(code=code, severity="error", where="…", what=f"{count} more like these")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientErrors:
+    """How gradients differ from the reference."""
+
+    worst: float
+    """Largest relative error."""
+    worst_name: str
+    compared: int
+    """Parameters compared."""
+    findings: tuple[Finding, ...]
+
+
+def whole_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield the whole gradient of every trainable parameter on the CPU. Collective: one tensor at a time."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        yield name, None if gradient is None else gradient.detach().float().to("cpu")
+
+
+def compare_gradients(
+    model: nn.Module, reference: Mapping[str, torch.Tensor] | None, tolerance: float
+) -> GradientErrors:
+    """Compare gradients with the reference's. Collective; only the rank that has a reference finds anything.
+
+    Args:
+        model: After backward.
+        reference: Name → gradient; None on ranks that have none.
+        tolerance: Largest relative error (see `GRADIENT_FLOOR`).
+    """
+    largest = 0.0
+    if reference:
+        largest = max(float(gradient.abs().max()) for gradient in reference.values() if gradient.numel())
+    worst, worst_name, compared = 0.0, "", 0
+    findings: list[Finding] = []
+    wrong = 0
+    for name, gradient in whole_gradients(model):
+        if reference is None:
+            continue
+        expected = reference.get(name)
+        what = None
+        if gradient is None or expected is None:
+            if gradient is not None and bool(gradient.abs().max() > 0):
+                what = "a gradient, and the reference has none"
+            elif expected is not None and bool(expected.abs().max() > 0):
+                what = "no gradient, and the reference has one"
+        else:
+            compared += 1
+            error = relative_error(gradient, expected.float().to("cpu"), GRADIENT_FLOOR * largest)
+            if not error <= worst:  # NaN counts as worst
+                worst, worst_name = error, name
+            if not error <= tolerance:
+                what = f"the gradient is {error:.1e} off the reference's (relative; allowed {tolerance:.0e})"
+        if what is not None:
+            wrong += 1
+            if wrong <= MAX_FINDINGS:
+                findings.append(_wrong_gradient(name, what))
+    if wrong > MAX_FINDINGS:
+        findings.append(_more("wrong-gradient", wrong - MAX_FINDINGS))
+    return GradientErrors(worst=worst, worst_name=worst_name, compared=compared, findings=tuple(findings))
+
+
+def relative_error(value: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+    """Return the largest difference, relative to the largest expected element or `floor`."""
+    if not value.numel():
+        return 0.0
+    scale = max(float(expected.abs().max()), floor)
+    difference = float((value - expected).abs().max())
+    return difference / scale if scale > 0 else difference
+
+
+def _wrong_gradient(name: str, what: str) -> Finding:
+    return Finding(
+        code="wrong-gradient",
+        severity="error",
+        where=escape_name(name),
+        what=what,
+        hint="is the parameter used outside of its unit's forward, only on some ranks, or not managed by FSDP?",
+    )
+
+
+def differing_tensors(model: nn.Module, other: nn.Module) -> list[str]:
+    """Return the names whose local parts are not bitwise equal in two models that are sharded alike."""
+    mine, theirs = model.state_dict(), other.state_dict()
+    return [name for name, tensor in mine.items() if not _is_equal(tensor, theirs.get(name))]
+
+
+def differing_states(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> int:
+    """Return how many tensors of optimizer state are not bitwise equal, by position."""
+    mine, theirs = _states(one), _states(other)
+    if len(mine) != len(theirs):
+        return max(len(mine), len(theirs))
+    return sum(not _is_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[object]:
+    found: list[object] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            found += [state[key] for key in sorted(state)]
+    return found
+
+
+def _is_equal(one: object, other: object) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return bool(one == other)
+    a, b = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a.to("cpu")), _bytes(b.to("cpu")))
+
+
+def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
+    """Return the bytes of this rank's own parts, each storage once."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel():
+            seen[local.data_ptr()] = local.numel() * local.element_size()
+    return sum(seen.values())

@@ -1,0 +1,215 @@
+"""Models that a config.json describes, built through transformers (extra `hf`). No code from a checkpoint is run."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.smoke.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
+from ckpt_tools.text import escape_name
+
+_USE_FACTORY = "use --factory pkg.mod:callable"
+_DEPTH = re.compile(
+    r"(num_hidden_layers|num_layers|n_layers?|num_(decoder|encoder)_layers|(encoder|decoder)_layers|depth)"
+)
+_DROPOUT = re.compile(r".*(dropout|drop_rate|drop_path|pdrop|layerdrop|drop_path_rate)(_rate|_prob)?")
+_SPECIAL = re.compile(r".*token(_id|_index|_ids)?(_.*)?|.*_(id|index)")
+_LABELS_LIKE_INPUT = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration", "WithLMHead")
+
+
+class HfRecipe(Recipe):
+    """A transformers model with the config of a checkpoint.
+
+    Args:
+        config: The content of config.json.
+        where: Where it came from, for messages.
+
+    Raises:
+        UsageError: Transformers is not there, or has no such model.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._values = copy.deepcopy(dict(config))
+        self._where = where
+        self._check()
+        self._class, self._config_class = _find_classes(self._values, where)
+        self.title = self._class.__name__
+        for values in _nested(self._values):
+            for key, value in values.items():
+                if _DROPOUT.fullmatch(key) and isinstance(value, (int, float)):
+                    values[key] = 0.0
+
+    def _check(self) -> None:
+        if self._values.get("quantization_config") is not None:
+            raise UsageError(
+                "the checkpoint is quantised, and its weights cannot be trained as they are",
+                where=self._where,
+                hint="start from the checkpoint that it was made of",
+            )
+
+    def build(self) -> nn.Module:
+        """Return the model as the config says, without cache and without dropout."""
+        try:
+            config = self._config_class.from_dict(copy.deepcopy(self._values))
+            _set_everywhere(config, "use_cache", False)
+            _zero_dropouts(config)
+            model: nn.Module = self._class(config)
+        except UsageError:
+            raise
+        except Exception as error:  # every model checks its config in its own way
+            raise UsageError(
+                f"the config does not describe a {self.title}: {type(error).__name__}: {error}", where=self._where
+            ) from error
+        without_dropout(model)
+        return model.train()
+
+    def make_batch(self, model: nn.Module) -> Batch:
+        """Draw what the class takes: tokens or pixels, and labels."""
+        config: Any = model.config
+        names = inspect.signature(type(model).forward).parameters
+        batch: Batch = {}
+        if "input_ids" in names:
+            tokens = _draw_tokens(config)
+            batch["input_ids"] = tokens
+        elif "pixel_values" in names:
+            batch["pixel_values"] = _draw_pixels(config, self._where)
+        else:
+            takes = ", ".join(list(names)[1:4])
+            raise UsageError(
+                f"no batch is known for a {self.title}, whose forward takes {takes}, …",
+                where=self._where,
+                hint=f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)",
+            )
+        if "labels" in names and (labels := _draw_labels(self.title, config, batch)) is not None:
+            batch["labels"] = labels
+        elif {"start_positions", "end_positions"} <= set(names):
+            batch["start_positions"] = torch.randint(0, SEQ_LEN, (BATCH_SIZE,))
+            batch["end_positions"] = torch.randint(0, SEQ_LEN, (BATCH_SIZE,))
+        elif "decoder_input_ids" in names:
+            batch["decoder_input_ids"] = batch["input_ids"].clone()
+        return batch
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers of the deepest stack."""
+        depths = [value for values in _nested(self._values) for value in _depths(values).values()]
+        return max(depths, default=None)
+
+    def shallower(self, num_layers: int) -> Recipe | None:
+        """Cut every stack to `num_layers`, and what the config says layer by layer with it."""
+        full = self.num_layers
+        if full is None or full <= num_layers:
+            return None
+        values = copy.deepcopy(self._values)
+        for part in _nested(values):
+            depths = _depths(part)
+            for key, depth in depths.items():
+                part[key] = min(depth, num_layers)
+            for key, value in part.items():
+                if isinstance(value, list) and len(value) in depths.values():
+                    part[key] = value[:num_layers]
+        cut = HfRecipe(values, self._where)
+        cut.is_cut = True
+        cut.title = f"{self.title} cut to {num_layers} of {full} layers"
+        return cut
+
+
+def _find_classes(config: Mapping[str, Any], where: str) -> tuple[Any, Any]:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise UsageError("the config names no architecture", where=where, hint=_USE_FACTORY)
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"building a {escape_name(names[0])} needs transformers",
+            where=where,
+            hint=f"pip install 'ckpt-tools[hf]', or {_USE_FACTORY}",
+        ) from error
+    found = getattr(transformers, names[0], None)
+    # The name comes from a file: only a model class may be called.
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)) or found.config_class is None:
+        custom = " (it brings code of its own, which is not run)" if "auto_map" in config else ""
+        raise UsageError(
+            f"transformers {transformers.__version__} has no model class {escape_name(names[0])}{custom}",
+            where=where,
+            hint=_USE_FACTORY,
+        )
+    return found, found.config_class
+
+
+def _nested(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a config and the configs in it (text, vision, …)."""
+    yield values
+    for value in values.values():
+        if isinstance(value, dict):
+            yield from _nested(value)
+
+
+def _depths(values: Mapping[str, Any]) -> dict[str, int]:
+    return {key: value for key, value in values.items() if _DEPTH.fullmatch(key) and type(value) is int and value > 0}
+
+
+def _configs(config: Any) -> Iterator[Any]:  # noqa: ANN401 - transformers' own
+    yield config
+    for name in getattr(config, "sub_configs", None) or ():
+        part = getattr(config, name, None)
+        if part is not None and not isinstance(part, dict):
+            yield from _configs(part)
+
+
+def _set_everywhere(config: Any, name: str, value: object) -> None:  # noqa: ANN401 - transformers' own
+    for part in _configs(config):
+        if hasattr(part, name):
+            setattr(part, name, value)
+
+
+def _zero_dropouts(config: Any) -> None:  # noqa: ANN401 - transformers' own
+    for part in _configs(config):
+        for key, value in list(vars(part).items()):
+            if _DROPOUT.fullmatch(key) and isinstance(value, (int, float)) and not isinstance(value, bool):
+                setattr(part, key, 0.0)
+
+
+def _draw_tokens(config: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' own
+    """Return [B, S] tokens, none of which has a special meaning."""
+    text = config.get_text_config()
+    size = int(text.vocab_size)
+    special: set[int] = set()
+    for part in _configs(config):
+        for key, value in vars(part).items():
+            if _SPECIAL.fullmatch(key):
+                special |= {item for item in (value if isinstance(value, list) else [value]) if type(item) is int}
+    allowed = torch.tensor([token for token in range(size) if token not in special] or list(range(size)))
+    length = min(SEQ_LEN, getattr(text, "max_position_embeddings", None) or SEQ_LEN)
+    return allowed[torch.randint(0, len(allowed), (BATCH_SIZE, length))]
+
+
+def _draw_pixels(config: Any, where: str) -> torch.Tensor:  # noqa: ANN401 - transformers' own
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        size = (size, size)
+    if not isinstance(size, (list, tuple)) or len(size) != 2:
+        raise UsageError("the config does not say how large an image is", where=where, hint=_USE_FACTORY)
+    return torch.randn(BATCH_SIZE, getattr(config, "num_channels", 3), *size)
+
+
+def _draw_labels(title: str, config: Any, batch: Batch) -> torch.Tensor | None:  # noqa: ANN401 - transformers' own
+    name = title.partition(" ")[0]
+    num_labels = int(getattr(config, "num_labels", 2))
+    if name.endswith(_LABELS_LIKE_INPUT) and "input_ids" in batch:
+        return batch["input_ids"].clone()
+    if name.endswith(("ForSequenceClassification", "ForImageClassification")):
+        if num_labels == 1:
+            return torch.randn(BATCH_SIZE)
+        return torch.randint(0, num_labels, (BATCH_SIZE,))
+    if name.endswith("ForTokenClassification"):
+        return torch.randint(0, num_labels, tuple(batch["input_ids"].shape))
+    return None

@@ -1,0 +1,57 @@
+"""What this machine has: memory that is free, devices to compute on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ckpt_tools.errors import UsageError
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that can still be allocated: of a GPU, or of this machine within its container's limit."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    candidates = [_available()]
+    limit = _read("/sys/fs/cgroup/memory.max")
+    used = _read("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        candidates.append(max(0, limit - used))
+    return min(candidates)
+
+
+def _available() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):  # no such limit, or "max"
+        return None
+
+
+def choose_device(wanted: str, *, num_local: int, local_rank: int) -> torch.device:
+    """Return where a rank computes; "auto" takes GPUs when there is one for every rank of this machine.
+
+    Raises:
+        UsageError: GPUs are wanted and there are too few.
+    """
+    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if count >= num_local:
+        return torch.device("cuda", local_rank)
+    if wanted == "cuda":
+        raise UsageError(
+            f"{num_local} ranks need as many GPUs, and there are {count}", hint="use --device cpu, or fewer ranks"
+        )
+    return torch.device("cpu")

@@ -1,0 +1,356 @@
+"""The phases from the built model to the saved checkpoint, in the order of `report.PHASES`. Every one is collective."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2 import clip_grad_norm, save_checkpoint, shard_model
+from ckpt_tools.fsdp2.agree import share, together
+from ckpt_tools.fsdp2.audit import audit
+from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.watch import watch
+from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.smoke import blueprint as blueprints
+from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, local_bytes
+from ckpt_tools.smoke.machine import free_memory
+from ckpt_tools.smoke.recipe import Batch, call, has_loss, loss_of
+from ckpt_tools.smoke.reference import Reference, make_optimizer, on_device
+from ckpt_tools.smoke.run import Run, Skipped
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_size
+
+SEED = 20
+"""Of the batches; each data-parallel rank adds its index."""
+MAX_NORM = 0.1
+"""Gradients are clipped to this norm, which untrained models exceed."""
+_MAX_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerances:
+    """How far results may be from the reference."""
+
+    loss: float
+    """Absolute for losses up to 1, relative beyond."""
+    gradient: float
+    """Relative, see `checks.GRADIENT_FLOOR`."""
+
+
+def tolerances_of(run: Run) -> Tolerances:
+    """Return what results are held to.
+
+    float32: ranks add up partial sums in another order than one process, which costs some units in the last place
+    (2^-24 = 6e-8 each). bfloat16 and float16: products are rounded to 2^-9 and 2^-12 wherever tensor parallelism cuts
+    them, and gradients once more when ranks average them; a gradient passes several such roundings.
+    """
+    precision = run.setting.policy.precision
+    dtypes = {parameter.dtype for parameter in run.model.parameters() if parameter.is_floating_point()}
+    dtypes |= {dtype for dtype in (precision.param_dtype, precision.reduce_dtype) if dtype is not None}
+    if torch.bfloat16 in dtypes:
+        return Tolerances(loss=1e-2, gradient=5e-2)
+    if torch.float16 in dtypes:
+        return Tolerances(loss=5e-3, gradient=3e-2)
+    return Tolerances(loss=1e-6, gradient=1e-5)
+
+
+def build(run: Run) -> str:
+    """Decide how much of the model is tried, and build it on meta."""
+    fit = share(together(lambda: _fit(run) if run.rank == 0 else None))
+    if fit is None:
+        raise RuntimeError("rank 0 decided nothing")
+    run.has_reference = fit.has_reference
+    recipe = blueprints.cut(run.setting, fit)
+    if run.rank == 0:
+        for text in (*fit.notes, *recipe.notes):
+            run.journal.note(text)
+    source = run.source
+    if source is None:
+        source = os.path.join(run.directory, "random")
+        together(lambda: blueprints.write_random(recipe, source or "") if run.rank == 0 else None)
+        if run.rank == 0:
+            run.journal.note("there is no checkpoint: the weights are random")
+    run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=source)
+    run.model = run.blueprint.build()
+    run.report(*audit(run.model, phase="built"))
+    run.report(*compare_ranks(run.model))
+    count = sum(parameter.numel() for parameter in run.model.parameters())
+    if run.rank == 0:
+        run.journal.fact("model", recipe.title)
+        run.journal.fact("num_layers", fit.num_layers)
+        run.journal.fact("source", source)
+    return f"{recipe.title}, {_millions(count)} parameters"
+
+
+def _fit(run: Run) -> blueprints.Fit:
+    return blueprints.find_fit(
+        run.setting,
+        num_copies=run.world_size,
+        is_local=run.device.type == "cpu" and run.is_local,
+        free_bytes=free_memory(run.device),
+        workdir=run.directory,
+    )
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.1f} B"
+
+
+def apply_sharding(run: Run, model: nn.Module) -> None:
+    """Shard `model` as the setting says."""
+    recipe = run.blueprint.recipe
+    base = model.get_base_model() if run.setting.options.lora else model  # type: ignore[operator]
+    run.plan = shard_model(
+        model,
+        run.device_mesh,
+        run.setting.policy,
+        blocks=recipe.blocks(base),
+        forward_methods=recipe.forward_methods(base),
+        tp_plan=recipe.tp_plan(base) if run.setting.has_tp else None,
+    )
+    if run.setting.has_tp and not run.plan.tp_styles:
+        raise UsageError(
+            "the tensor-parallel plan cuts nothing in this model",
+            where=f"--mesh {run.setting.mesh}",
+            hint="leave tp out; adapters are not cut" if run.setting.options.lora else "leave tp out of the mesh",
+        )
+
+
+def shard(run: Run) -> str:
+    """Turn parameters into DTensors."""
+    apply_sharding(run, run.model)
+    run.report(*audit(run.model, phase="sharded", plan=run.plan))
+    run.report(*compare_ranks(run.model))
+    units = len(run.plan.blocks) if run.plan else 0
+    return f"{run.setting.policy.strategy}, {units} blocks and the root"
+
+
+def load(run: Run) -> str:
+    """Load the checkpoint; names that do not fit are findings."""
+    report = run.blueprint.load(run.model)
+    if run.rank == 0:
+        _report_names(run, "missing-tensor", report.missing, "the checkpoint does not have it")
+        if not run.blueprint.recipe.is_cut:
+            _report_names(run, "unexpected-tensor", report.unexpected, "the model has no name for it")
+    total = sum(run.gather(report.loaded_bytes))
+    return f"{format_size(total)} read by {run.world_size} ranks"
+
+
+def _report_names(run: Run, code: str, names: tuple[str, ...], what: str) -> None:
+    for name in names[:_MAX_NAMES]:
+        run.error(code, escape_name(name), what, "does the config belong to this checkpoint? `ckpt inspect --tensors`")
+    if len(names) > _MAX_NAMES:
+        run.error(code, "…", f"{len(names) - _MAX_NAMES} more: {what}")
+
+
+def compare(run: Run) -> str:
+    """Hold every shard against the bytes of the source."""
+    findings, count, nbytes = compare_with_source(run.model, run.blueprint)
+    run.report(*findings)
+    if run.rank == 0:
+        found = tolerances_of(run)
+        run.journal.fact("tolerances", {"loss": found.loss, "gradient": found.gradient})
+    total = sum(run.gather(nbytes))
+    return f"{count} tensors, {format_size(total)} on all ranks, against the source"
+
+
+def states(run: Run) -> str:
+    """Make the optimizer; audit the model, and compare it over ranks, before the first forward."""
+    # PyTorch's fused loops take no parameters of different meshes at once.
+    run.optimizer = make_optimizer(run.model, foreach=False if run.setting.has_tp else None)
+    run.report(*audit(run.model, phase="loaded", plan=run.plan, optimizer=run.optimizer))
+    run.report(*compare_ranks(run.model))
+    return "placements, ties, buffers, optimizer, equal on all ranks"
+
+
+def batch_of(run: Run, index: int) -> Batch:
+    """Return the batch of a data-parallel rank: the same in every process and for every mesh."""
+    base = run.model.get_base_model() if run.setting.options.lora else run.model  # type: ignore[operator]
+    return run.blueprint.recipe.batch(base, SEED + index)
+
+
+def forward(run: Run) -> str:
+    """Run the first forward under the watch."""
+    traces = os.path.join(run.directory, "traces") if run.is_local else None
+    run.watch = run.resources.enter_context(watch(run.model, traces=traces))
+    run.batch = on_device(batch_of(run, run.setting.dp_index(run.rank)), run.device, None)
+    output = call(run.model, run.batch)
+    if run.rank == 0 and not has_loss(output):
+        run.journal.note("the model returns no loss: the mean square of its outputs stands for one")
+    run.loss = loss_of(output)
+    run.report(*audit(run.model, phase="forward", plan=run.plan, optimizer=run.optimizer))
+    shape = ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in run.batch.items())
+    return f"{shape} per rank"
+
+
+def loss(run: Run) -> str:
+    """Compare the loss with the reference's."""
+    mean = mean_loss(run, run.loss)
+    run.losses.append(mean)
+    run.journal.fact("losses", run.losses)
+    if not math.isfinite(mean):
+        run.error("not-finite", "the loss", f"the loss of the first step is {mean}", "are the weights sound?")
+    if not run.has_reference:
+        return f"{mean:.6f}, not compared"
+    expected = 0.0
+    if run.rank == 0:
+        run.reference = Reference(run.blueprint, run.device)
+        expected = _reference_loss(run)
+    expected = share(expected)
+    check_loss(run, "the first step", mean, expected)
+    return f"{mean:.6f}, the reference {expected:.6f}"
+
+
+def _reference_loss(run: Run) -> float:
+    """Run the reference on every rank's batch; rank 0 only. Leaves its gradients there."""
+    if run.reference is None:
+        return math.nan
+    batches = [batch_of(run, index) for index in range(run.setting.dp_size)]
+    found = run.reference.losses(batches)
+    return sum(found) / len(found)
+
+
+def mean_loss(run: Run, own: torch.Tensor | None) -> float:
+    """Return the mean over data-parallel ranks. Collective."""
+    values = run.gather(math.nan if own is None else float(own.detach()))
+    return sum(values) / len(values)
+
+
+def check_loss(run: Run, where: str, value: float, expected: float) -> None:
+    """Report a loss that is not the reference's; on rank 0 only, which has both."""
+    if run.rank:
+        return
+    tolerance = tolerances_of(run).loss
+    run.journal.fact("reference_losses", [*_reference_losses(run), expected])
+    difference = abs(value - expected) / max(1.0, abs(expected))
+    if not difference <= tolerance:
+        what = (
+            f"{value:.9g}, the unsharded reference has {expected:.9g} ({difference:.1e} off, allowed {tolerance:.0e})"
+        )
+        run.error("wrong-loss", where, what, "do all ranks see their own batch, and is forward free of randomness?")
+
+
+def _reference_losses(run: Run) -> list[float]:
+    values = [e["value"] for e in run.journal.events if e["kind"] == "fact" and e["name"] == "reference_losses"]
+    return list(values[-1]) if values else []
+
+
+def backward(run: Run) -> str:
+    """Run backward under the watch."""
+    if run.loss is None:
+        raise RuntimeError("there was no forward")
+    run.loss.backward()  # type: ignore[no-untyped-call]
+    run.loss = None
+    run.report(*audit(run.model, phase="backward", plan=run.plan, optimizer=run.optimizer))
+    run.report(*compare_ranks(run.model))
+    if run.watch is not None:
+        run.report(*run.watch.findings)
+    trainable = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+    without = sum(parameter.grad is None for parameter in trainable)
+    if run.rank == 0 and without:
+        run.journal.note(f"{without} of {len(trainable)} trainable parameters got no gradient from this batch")
+    return f"{len(trainable) - without} gradients"
+
+
+def gradients(run: Run) -> str:
+    """Compare every gradient with the reference's."""
+    run.resources.close()  # the watch has seen one whole step
+    if not run.has_reference:
+        raise Skipped("there is no reference")
+    tolerance = tolerances_of(run).gradient
+    expected = None if run.reference is None else run.reference.gradients()
+    errors = compare_gradients(run.model, expected, tolerance)
+    run.report(*errors.findings)
+    if run.rank == 0:
+        run.journal.fact("max_grad_error", errors.worst)
+    worst = f"{errors.worst:.1e} off ({escape_name(errors.worst_name)})" if errors.worst else "equal to the last bit"
+    return f"{errors.compared} compared, the worst {worst}" if errors.worst else f"{errors.compared} compared, {worst}"
+
+
+def clip(run: Run) -> str:
+    """Clip, and compare the norm before and after."""
+    norm = float(clip_grad_norm(run.model, MAX_NORM))
+    after = float(clip_grad_norm(run.model, math.inf))
+    tolerance = tolerances_of(run).gradient
+    if run.reference is not None:
+        expected = run.reference.clip(MAX_NORM)
+        if not abs(norm - expected) <= tolerance * max(expected, 1e-12):
+            run.error("wrong-norm", "the gradients", f"their norm is {norm:.6g}, the reference's {expected:.6g}")
+    if run.rank == 0 and not after <= max(MAX_NORM, 1e-12) * (1 + max(tolerance, 1e-4)):
+        run.error("wrong-clip", "the gradients", f"their norm is {after:.6g} after clipping to {MAX_NORM}")
+    return f"norm {norm:.6g} → {after:.6g}"
+
+
+def step(run: Run) -> str:
+    """Take the optimizer's step, and the steps after it; measure memory after the first."""
+    run.optimizer.step()
+    run.report(*audit(run.model, phase="stepped", plan=run.plan, optimizer=run.optimizer))
+    _measure(run)
+    run.optimizer.zero_grad(set_to_none=True)
+    if run.reference is not None:
+        run.reference.step()
+    for number in range(2, run.setting.options.steps + 1):
+        own = loss_of(call(run.model, run.batch))
+        own.backward()  # type: ignore[no-untyped-call]
+        mean = mean_loss(run, own)
+        run.losses.append(mean)
+        run.journal.fact("losses", run.losses)
+        clip_grad_norm(run.model, MAX_NORM)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        if run.has_reference:
+            expected = _reference_loss(run)
+            check_loss(run, f"step {number}", mean, expected)
+        if run.reference is not None:
+            run.reference.clip(MAX_NORM)
+            run.reference.step()
+    return f"{len(run.losses)} steps, loss {' → '.join(f'{value:.4f}' for value in run.losses)}"
+
+
+def _measure(run: Run) -> None:
+    parameters = list(run.model.parameters())
+    state = [
+        value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
+    ]
+    run.journal.fact(
+        "memory",
+        {
+            "rank": run.rank,
+            "params": local_bytes(iter(parameters)),
+            "grads": local_bytes(p.grad for p in parameters if p.grad is not None),
+            "optimizer": local_bytes(iter(state)),
+            "peak": torch.cuda.max_memory_allocated() if run.device.type == "cuda" else peak_rss_bytes(),
+        },
+    )
+
+
+def evaluate(run: Run, model: nn.Module) -> float:
+    """Return the loss of one batch that every rank sees: the same number whatever the mesh. Collective."""
+    batch = on_device(batch_of(run, 0), run.device, None)
+    with torch.no_grad():
+        value = float(loss_of(call(model, batch)))
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)
+        if callable(reshard):
+            reshard()
+    return value
+
+
+def save(run: Run) -> str:
+    """Save model and optimizer as a training run would."""
+    run.saved_loss = evaluate(run, run.model)
+    run.saved_path = os.path.join(run.directory, "saved")
+    save_checkpoint(run.model, run.optimizer, run.saved_path)
+    dist.barrier()
+    if run.rank == 0:
+        run.journal.fact("saved", {"path": run.saved_path, "loss": run.saved_loss})
+    files = [os.path.join(run.saved_path, name) for name in os.listdir(run.saved_path)]
+    total = sum(os.path.getsize(path) for path in files)
+    return f"{format_size(total)} in {len(files)} files"

@@ -1,0 +1,147 @@
+"""One rank from the process group to the last phase."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.fsdp2 import build_device_mesh
+from ckpt_tools.smoke import phases, reload
+from ckpt_tools.smoke.journal import Journal
+from ckpt_tools.smoke.machine import choose_device
+from ckpt_tools.smoke.run import Run, Stopped, explain, run_phases
+from ckpt_tools.smoke.setting import Setting
+
+COLLECTIVE_GRACE_S = 60.0
+"""Seconds by which collectives wait longer than the watchdog: it shall speak first."""
+
+FIRST = (
+    ("build", phases.build),
+    ("shard", phases.shard),
+    ("load", phases.load),
+    ("compare", phases.compare),
+    ("states", phases.states),
+    ("forward", phases.forward),
+    ("loss", phases.loss),
+    ("backward", phases.backward),
+    ("gradients", phases.gradients),
+    ("clip", phases.clip),
+    ("step", phases.step),
+    ("save", phases.save),
+    ("reload-same-world", reload.same_world),
+)
+"""What the ranks of the mesh do."""
+
+
+def run_rank(
+    setting: Setting,
+    *,
+    rank: int,
+    num_local: int,
+    local_rank: int,
+    directory: str,
+    journal: Journal,
+    rendezvous: str | None = None,
+    store: Store | None = None,
+    saved: dict[str, object] | None = None,
+) -> bool:
+    """Run one rank in this process; what happens is in its journal.
+
+    Args:
+        setting: What to run.
+        rank: This rank.
+        num_local: Ranks on this machine.
+        local_rank: Which of them this is.
+        directory: Private, seen by all ranks.
+        journal: Takes the events.
+        rendezvous: File for the process group.
+        store: Instead of it, where there is one (torchrun).
+        saved: What another world has saved: reload it, and do nothing else.
+
+    Returns:
+        True when every phase succeeded.
+    """
+    journal.phase("start")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ExitStack() as resources, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resources.callback(torch.set_num_threads, num_threads)
+        run: Run | None = None
+        try:
+            device = choose_device(setting.options.device, num_local=num_local, local_rank=local_rank)
+            _join(setting, rank, device, rendezvous, store)
+            is_local = num_local == setting.mesh.world_size
+            run = _begin(setting, rank, device, directory, journal, is_local, resources)
+            journal.fact("device", run.device.type)
+            journal.fact("num_devices", torch.cuda.device_count() if run.device.type == "cuda" else None)
+            journal.done("start", ok=True, seconds=0.0, what=f"{run.world_size} ranks, {run.device.type}")
+            if saved is None:
+                run_phases(run, FIRST)
+            else:
+                run.phase("reload-other-world", partial(_reload, saved=saved))
+            dist.barrier()  # so that nobody takes an early farewell for a failure
+            dist.destroy_process_group()
+        except Stopped:
+            return False
+        except CkptError as error:
+            journal.error(error)
+            return False
+        except Exception as error:  # noqa: BLE001 - the journal is the only way out of here
+            traceback.print_exc()
+            journal.finding(explain(error, None, "start" if run is None else "end"))
+            return False
+    return True
+
+
+def _join(setting: Setting, rank: int, device: torch.device, rendezvous: str | None, store: Store | None) -> None:
+    """Make the process group."""
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    options: dict[str, Any] = {"init_method": f"file://{rendezvous}"} if store is None else {"store": store}
+    timeout = timedelta(seconds=setting.options.timeout_s + COLLECTIVE_GRACE_S)
+    dist.init_process_group(backend, rank=rank, world_size=setting.mesh.world_size, timeout=timeout, **options)
+
+
+def _begin(
+    setting: Setting,
+    rank: int,
+    device: torch.device,
+    directory: str,
+    journal: Journal,
+    is_local: bool,
+    resources: ExitStack,
+) -> Run:
+    source = setting.options.source
+    return Run(
+        setting=setting,
+        rank=rank,
+        device=device,
+        directory=directory,
+        journal=journal,
+        resources=resources.enter_context(ExitStack()),
+        device_mesh=build_device_mesh(setting.mesh, device.type),
+        is_local=is_local,
+        source=None if source is None else os.path.abspath(source),
+    )
+
+
+def _reload(run: Run, *, saved: dict[str, object]) -> str:
+    num_layers = saved.get("num_layers")
+    reload.rebuild(run, str(saved["source"]), num_layers if isinstance(num_layers, int) else None)
+    loss = saved["loss"]
+    if not isinstance(loss, float):
+        raise TypeError("the loss of the save is no number")
+    return reload.other_world(run, str(saved["path"]), loss, is_exact=bool(saved["is_exact"]))

@@ -1,0 +1,221 @@
+"""How to build the model of a smoke run, what to feed it, and where its loss is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.smoke.builtin import SmallTransformer
+from ckpt_tools.text import escape_name
+
+BATCH_SIZE = 2
+"""Samples per data-parallel rank."""
+SEQ_LEN = 16
+"""Tokens per sample."""
+
+Batch = dict[str, torch.Tensor]
+"""What forward takes, by name."""
+
+
+class Recipe(ABC):
+    """A way to build a model. Made once; every rank, and the reference, build from it."""
+
+    title: str = ""
+    """Class of the model and where it comes from."""
+    notes: tuple[str, ...] = ()
+    """What is not as in training."""
+    is_cut: bool = False
+    """The model has fewer layers than it should."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Return the model on the current default device, in training mode, without dropout."""
+
+    @abstractmethod
+    def make_batch(self, model: nn.Module) -> Batch:
+        """Return a batch on the CPU, from torch's random state."""
+
+    def batch(self, model: nn.Module, seed: int) -> Batch:
+        """Return the batch of a seed: the same one in every process."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            return self.make_batch(model)
+
+    def blocks(self, model: nn.Module) -> Any:  # noqa: ANN401, ARG002 - what `shard_model` takes
+        """Return the units to wrap."""
+        return "auto"
+
+    def forward_methods(self, model: nn.Module) -> Any:  # noqa: ANN401, ARG002 - what `shard_model` takes
+        """Return the methods to register."""
+        return ()
+
+    def tp_plan(self, model: nn.Module) -> Any:  # noqa: ANN401, ARG002 - what `shard_model` takes
+        """Return the tensor-parallel plan, for a mesh that has the axis."""
+        return "auto"
+
+    def shallower(self, num_layers: int) -> Recipe | None:  # noqa: ARG002 - most cannot
+        """Return the same model with fewer layers, None where that is not known to be possible."""
+        return None
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers of the deepest stack, None when unknown."""
+        return None
+
+
+class ModuleRecipe(Recipe):
+    """The built-in model, or one from a factory.
+
+    Args:
+        factory: "pkg.mod:callable"; None for the built-in model.
+    """
+
+    def __init__(self, factory: str | None = None) -> None:
+        self._factory = factory
+        self.title = "SmallTransformer (built in)" if factory is None else factory
+
+    def build(self) -> nn.Module:
+        """Call the factory."""
+        if self._factory is None:
+            return SmallTransformer().train()
+        model = find_callable(self._factory)()
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"the factory returned a {type(model).__name__}, not a torch.nn.Module",
+                where=escape_name(self._factory),
+            )
+        without_dropout(model)
+        return model.train()
+
+    def make_batch(self, model: nn.Module) -> Batch:
+        """Ask the model, or draw tokens."""
+        example = getattr(model, "example_batch", None)
+        if callable(example):
+            batch = example(BATCH_SIZE, SEQ_LEN)
+            if not isinstance(batch, Mapping):
+                raise UsageError(
+                    f"example_batch returned a {type(batch).__name__}, not a dict of tensors", where=self.title
+                )
+            return dict(batch)
+        vocabulary = _vocabulary(model)
+        if vocabulary is None:
+            raise UsageError(
+                "nothing says what the model's forward takes",
+                where=self.title,
+                hint="give the model a method example_batch(batch_size, seq_len) that returns a dict of tensors",
+            )
+        tokens = torch.randint(0, vocabulary, (BATCH_SIZE, SEQ_LEN))
+        takes_labels = "labels" in inspect.signature(model.forward).parameters
+        return {"input_ids": tokens} | ({"labels": tokens.clone()} if takes_labels else {})
+
+    def blocks(self, model: nn.Module) -> Any:  # noqa: ANN401
+        """Return what the model itself says."""
+        return getattr(model, "fsdp_blocks", "auto")
+
+    def forward_methods(self, model: nn.Module) -> Any:  # noqa: ANN401
+        """Return what the model itself says."""
+        return getattr(model, "fsdp_forward_methods", ())
+
+    def tp_plan(self, model: nn.Module) -> Any:  # noqa: ANN401
+        """Return what the model itself says."""
+        return getattr(model, "fsdp_tp_plan", "auto")
+
+
+def find_callable(spec: str) -> Any:  # noqa: ANN401 - anything callable
+    """Import "pkg.mod:callable"; the current directory is looked at last.
+
+    Raises:
+        UsageError: There is no such module or callable.
+    """
+    name, _, path = spec.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise UsageError(
+                f"no module named {error.name!r}",
+                where=f"--factory {escape_name(spec)}",
+                hint="run from the directory that holds it, or set PYTHONPATH",
+            ) from error
+        raise
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise UsageError(f"{name!r} has no callable {path!r}", where=f"--factory {escape_name(spec)}")
+    return found
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: two runs of one model must give one loss."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - the base of all dropouts
+            module.p = 0.0
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            module.dropout = 0.0
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    for owner in (model, getattr(model, "config", None)):
+        size = getattr(owner, "vocab_size", None)
+        if isinstance(size, int):
+            return size
+    first = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    return None if first is None else first.num_embeddings
+
+
+def call(model: nn.Module, batch: Batch) -> object:
+    """Run forward: with the batch as keyword arguments where it takes them, else with the dict."""
+    try:
+        inspect.signature(model.forward).bind(**batch)
+    except TypeError:
+        return model(batch)
+    return model(**batch)
+
+
+def loss_of(output: object) -> torch.Tensor:
+    """Return the loss in what forward returned; without one, the mean square of its floating-point tensors.
+
+    Raises:
+        UsageError: There is no tensor in it that has a gradient.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, torch.Tensor) and output.numel() == 1:
+        loss = output
+    if isinstance(loss, torch.Tensor):
+        return loss.float().mean()
+    parts = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
+    if torch.is_grad_enabled():
+        parts = [tensor for tensor in parts if tensor.requires_grad]
+    if not parts:
+        raise UsageError(
+            f"forward returned no loss, and no tensor that has a gradient, but a {type(output).__name__}",
+            hint="return a loss, or an object with .loss",
+        )
+    return torch.stack([part.float().square().mean() for part in parts]).sum()
+
+
+def has_loss(output: object) -> bool:
+    """Did forward compute a loss of its own?"""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return isinstance(loss, torch.Tensor) or (isinstance(output, torch.Tensor) and output.numel() == 1)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []

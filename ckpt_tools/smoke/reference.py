@@ -1,0 +1,123 @@
+"""The same model, unsharded, in one process: what losses and gradients must be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ckpt_tools.fsdp2 import materialise_buffers, parameter_groups
+from ckpt_tools.fsdp2.load import targets_of
+from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.read import BoxReader
+from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
+from ckpt_tools.layout import Box
+from ckpt_tools.opening import open_path
+from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.smoke.recipe import Batch, call, loss_of
+
+LEARNING_RATE = 1e-3
+"""Of every smoke run."""
+WEIGHT_DECAY = 0.01
+"""Of every smoke run."""
+
+
+def make_optimizer(model: nn.Module, *, foreach: bool | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer that the sharded model and the reference both use."""
+    return torch.optim.AdamW(parameter_groups(model, WEIGHT_DECAY), lr=LEARNING_RATE, foreach=foreach)
+
+
+class Reference:
+    """The unsharded model on one rank. Not collective.
+
+    Mixed precision is imitated: a copy of the model computes with cast parameters, and its gradients are averaged
+    over the ranks' batches in float32 and cast to the parameters' own dtype.
+
+    Args:
+        blueprint: Of the model.
+        device: Where it computes.
+    """
+
+    def __init__(self, blueprint: Blueprint, device: torch.device) -> None:
+        self.model = blueprint.build()
+        _load(self.model, blueprint, device)
+        self.optimizer = make_optimizer(self.model)
+        self._device = device
+        self._dtype = blueprint.setting.policy.precision.param_dtype
+        self._computing = self.model
+        if self._dtype is not None:
+            self._computing = copy.deepcopy(self.model)
+
+    def losses(self, batches: Sequence[Batch]) -> list[float]:
+        """Return the loss for every rank's batch, and give every parameter its mean gradient over them."""
+        self._refresh()
+        found = []
+        sums: dict[str, torch.Tensor] = {}
+        for batch in batches:
+            self._computing.zero_grad(set_to_none=True)
+            loss = loss_of(call(self._computing, on_device(batch, self._device, self._dtype)))
+            loss.backward()  # type: ignore[no-untyped-call]
+            found.append(float(loss.detach()))
+            for name, parameter in self._computing.named_parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad.float()
+                    sums[name] = sums[name] + gradient if name in sums else gradient
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = (sums[name] / len(batches)).to(parameter.dtype) if name in sums else None
+        return found
+
+    def _refresh(self) -> None:
+        """Give the copy that computes the present parameters."""
+        if self._computing is not self.model:
+            for own, parameter in zip(self._computing.parameters(), self.model.parameters(), strict=True):
+                own.data = parameter.detach().to(self._dtype if parameter.is_floating_point() else None)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradient of every parameter that has one."""
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def clip(self, max_norm: float) -> float:
+        """Clip as the sharded model does; return the norm before."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        return float(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    def step(self) -> None:
+        """Take one step of the optimizer."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
+    """Return `batch` on `device`; floating-point tensors as FSDP casts the root's inputs."""
+    return {
+        name: value.to(device=device, dtype=dtype) if dtype and value.is_floating_point() else value.to(device)
+        for name, value in batch.items()
+    }
+
+
+def _load(model: nn.Module, blueprint: Blueprint, device: torch.device) -> None:
+    """Read the whole checkpoint into an unsharded model, without talking to other ranks."""
+    targets, shared = targets_of(model)
+    names = {name: blueprint.base_name(name) for name in targets}
+    ties = tied_groups(model)
+    state: dict[str, torch.Tensor] = {}
+    with open_path(blueprint.source) as opened:
+        inner = model if not blueprint.setting.options.lora else model.get_base_model()  # type: ignore[operator]
+        wanted = tuple(dict.fromkeys(base for base in names.values() if base is not None))
+        found, _ = match_names(opened.checkpoint, inner, wanted, "auto")
+        reader = BoxReader(opened)
+        for name, like in targets.items():
+            base = names[name]
+            first = shared.get(name, name)
+            if base is None:
+                state[name] = like.detach().to(device)
+            elif base in found and first not in state:
+                box = Box((0,) * like.dim(), tuple(like.shape))
+                state[first] = reader.read(found[base], box, like.dtype).to(device)
+    model.load_state_dict(state, strict=False, assign=True)
+    fqns = plain_fqns(model)
+    tie(model, ties, [fqns.get(name, name) for name in state])
+    materialise_buffers(model, device)
+    model.to(device)

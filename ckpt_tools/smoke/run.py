@@ -1,0 +1,190 @@
+"""The state of one rank, and how phases begin, end and fail together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.fsdp2 import ShardedPlan
+from ckpt_tools.fsdp2.diagnose import diagnose
+from ckpt_tools.fsdp2.methods import DOUBLE_WRAP
+from ckpt_tools.fsdp2.watch import Watch
+from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.smoke.journal import Journal
+from ckpt_tools.smoke.recipe import Batch
+from ckpt_tools.smoke.reference import Reference
+from ckpt_tools.smoke.setting import Setting
+from ckpt_tools.text import escape_name
+
+_ARGUMENT_PHASES = ("start", "build", "shard")
+"""Phases in which a UsageError means the options, not the model's behaviour."""
+
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: what is wrong has been reported
+    """A phase failed on some rank; every rank ends."""
+
+
+class Skipped(Exception):  # noqa: N818 - not an error
+    """A phase cannot run; all ranks decide this alike."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One rank. What a phase makes is there for those after it."""
+
+    setting: Setting
+    rank: int
+    device: torch.device
+    directory: str
+    """Private to the run, seen by all ranks."""
+    journal: Journal
+    resources: ExitStack
+    """Closed when the rank ends."""
+    device_mesh: DeviceMesh
+    is_local: bool
+    """All ranks are on this machine."""
+    source: str | None = None
+    _blueprint: Blueprint | None = None
+    _model: nn.Module | None = None
+    plan: ShardedPlan | None = None
+    _optimizer: torch.optim.Optimizer | None = None
+    reference: Reference | None = None
+    """On rank 0, when there is one."""
+    has_reference: bool = True
+    """Is there one on rank 0?"""
+    watch: Watch | None = None
+    batch: Batch = field(default_factory=dict)
+    loss: torch.Tensor | None = None
+    losses: list[float] = field(default_factory=list)
+    """Of this run, mean over ranks, by step."""
+    saved_loss: float = math.nan
+    saved_path: str = ""
+    num_errors: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.setting.mesh.world_size
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """What phase build decided."""
+        return _made(self._blueprint, "build")
+
+    @blueprint.setter
+    def blueprint(self, value: Blueprint) -> None:
+        self._blueprint = value
+
+    @property
+    def model(self) -> nn.Module:
+        """What phase build made."""
+        return _made(self._model, "build")
+
+    @model.setter
+    def model(self, value: nn.Module) -> None:
+        self._model = value
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What phase states made."""
+        return _made(self._optimizer, "states")
+
+    @optimizer.setter
+    def optimizer(self, value: torch.optim.Optimizer) -> None:
+        self._optimizer = value
+
+    def report(self, *findings: Finding) -> None:
+        """Report findings; errors fail the phase on every rank."""
+        for finding in findings:
+            self.journal.finding(finding)
+            self.num_errors += finding.severity == "error"
+
+    def error(self, code: str, where: str, what: str, hint: str | None = None) -> None:
+        """Report an error of one's own."""
+        self.report(Finding(code=code, severity="error", where=where, what=what, hint=hint))
+
+    def gather(self, value: float) -> list[float]:
+        """Return every rank's value. Collective."""
+        values: list[float] = [0.0] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def phase(self, name: str, function: Callable[[Run], str]) -> None:
+        """Run one phase on every rank; it is over when all ranks have ended it.
+
+        Raises:
+            Stopped: Something is wrong on some rank, and has been reported.
+            CkptError: The options or the source cannot be meant.
+        """
+        self.journal.phase(name)
+        start = time.perf_counter()
+        try:
+            what = function(self)
+        except Skipped as skipped:
+            self.journal.skip(name, str(skipped))
+            return
+        except (Exception, CheckpointException) as error:  # whatever the model does wrong
+            if isinstance(error, CkptError) and _is_argument(error, name):
+                raise
+            self.report(explain(error, self._model, name))
+            self.journal.done(name, ok=False, seconds=time.perf_counter() - start)
+            raise Stopped from error
+        # Whoever found something tells the others, who would otherwise wait for it in the next phase.
+        num_errors = sum(self.gather(self.num_errors))
+        self.journal.done(name, ok=not num_errors, seconds=time.perf_counter() - start, what=what)
+        if num_errors:
+            raise Stopped
+
+
+def _made(value: T | None, phase: str) -> T:
+    if value is None:
+        raise RuntimeError(f"phase {phase} has not run")
+    return value
+
+
+def _is_argument(error: CkptError, phase: str) -> bool:
+    if phase not in _ARGUMENT_PHASES or error.what.startswith(DOUBLE_WRAP):
+        return False
+    return isinstance(error, UsageError) or error.exit_code != UsageError.exit_code
+
+
+def explain(error: BaseException, model: nn.Module | None, phase: str) -> Finding:
+    """Return the finding that an exception of a phase comes to."""
+    if isinstance(error, CkptError):
+        code = DOUBLE_WRAP if error.what.startswith(DOUBLE_WRAP) else f"{phase}-failed"
+        return Finding(
+            code=code,
+            severity="error",
+            where=error.where or f"phase {phase}",
+            what=error.what.removeprefix(f"{DOUBLE_WRAP}: "),
+            hint=error.hint,
+        )
+    found = diagnose(error, model=model, phase=phase)
+    if found.id != "unknown":
+        return found.to_finding()
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {escape_name(first)}"
+    return Finding(
+        code=f"{phase}-failed", severity="error", where=found.module or found.call or f"phase {phase}", what=text
+    )
+
+
+def run_phases(run: Run, phases: Sequence[tuple[str, Callable[[Run], str]]]) -> None:
+    """Run phases in order; those after a failure do not run."""
+    for name, function in phases:
+        run.phase(name, function)

@@ -1,0 +1,183 @@
+"""From options to what will be run: ranks, mesh, strategy, dtypes, and the recipe of the model. Imports torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.fsdp2 import Policy, Precision, parse_policy
+from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS
+from ckpt_tools.layout import Mesh, parse_mesh
+from ckpt_tools.opening import Opened, open_path, read_document
+from ckpt_tools.smoke.hf_recipe import HfRecipe
+from ckpt_tools.smoke.options import DEFAULT_RANKS, SmokeOptions
+from ckpt_tools.smoke.recipe import ModuleRecipe, Recipe
+from ckpt_tools.text import escape_name
+from ckpt_tools.transform import strip_wrappers
+
+CONFIG_NAME = "config.json"
+_MAX_CONFIG_BYTES = 16 << 20
+_DTYPES: Mapping[str, torch.dtype | None] = {
+    "keep": None,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is run."""
+
+    options: SmokeOptions
+    mesh: Mesh
+    policy: Policy
+    recipe: Recipe
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks with batches of their own."""
+        return self.mesh.size(FSDP_AXES[0]) * self.mesh.size(FSDP_AXES[1])
+
+    def dp_index(self, rank: int) -> int:
+        """Which batch a rank gets; the ranks of one tensor-parallel group share one."""
+        index = 0
+        for (name, size), position in zip(self.mesh.axes, self.mesh.coordinate(rank), strict=True):
+            if name != TP_AXIS:
+                index = index * size + position
+        return index
+
+    @property
+    def has_tp(self) -> bool:
+        """Are layers cut as well?"""
+        return self.mesh.size(TP_AXIS) > 1
+
+
+def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
+    """Decide everything that does not depend on the machine.
+
+    Args:
+        options: What the user said.
+        world_size: Number of processes that are there already (torchrun).
+
+    Raises:
+        UsageError: A mesh, strategy or model that cannot be.
+        UnreadableError: The source is not a checkpoint.
+    """
+    refuse_absent(options)
+    precision = Precision(param_dtype=_DTYPES[options.param_dtype], reduce_dtype=_DTYPES[options.reduce_dtype])
+    policy = None if options.strategy is None else parse_policy(options.strategy, precision=precision)
+    mesh = _find_mesh(options, policy, world_size)
+    if policy is None:
+        policy = parse_policy(_strategy_for(mesh), precision=precision)
+    return Setting(options=options, mesh=mesh, policy=policy, recipe=find_recipe(options))
+
+
+def _find_mesh(options: SmokeOptions, policy: Policy | None, world_size: int | None) -> Mesh:
+    nproc = world_size or options.nproc
+    if options.mesh is not None:
+        needs = "-1" in options.mesh.replace(" ", "").replace("=", ",").split(",")
+        mesh = parse_mesh(options.mesh, world_size=(nproc or DEFAULT_RANKS) if needs else None)
+        if nproc is not None and mesh.world_size != nproc:
+            said = "torchrun started" if world_size else "--nproc says"
+            raise UsageError(
+                f"the mesh {mesh} has {mesh.world_size} ranks, {said} {nproc}",
+                hint="drop --nproc, or write -1 for one axis",
+            )
+    elif policy is not None and policy.strategy == "hybrid_shard":
+        nproc = nproc or 2 * DEFAULT_RANKS
+        if nproc % 2:
+            raise UsageError(f"hybrid_shard needs an even number of ranks, not {nproc}", hint="or say --mesh")
+        mesh = Mesh((("dp_replicate", 2), ("dp_shard", nproc // 2)))
+    else:
+        axis = "dp_replicate" if policy is not None and policy.strategy == "no_shard" else "dp_shard"
+        mesh = Mesh(((axis, nproc or DEFAULT_RANKS),))
+    for name, _ in mesh.axes:
+        if name not in (*FSDP_AXES, TP_AXIS):
+            raise UsageError(
+                f"the axis {name} cannot be tried",
+                where=f"--mesh {mesh}",
+                hint=f"smoke runs {', '.join((*FSDP_AXES, TP_AXIS))}",
+            )
+    if not any(name in FSDP_AXES for name, _ in mesh.axes):
+        # Without an axis for FSDP there is nothing to test; one of size 1 changes no rank.
+        mesh = Mesh((("dp_shard", 1), *mesh.axes))
+    return mesh
+
+
+def _strategy_for(mesh: Mesh) -> str:
+    names = {name for name, _ in mesh.axes}
+    if "dp_replicate" not in names:
+        return "full_shard"
+    return "hybrid_shard" if "dp_shard" in names else "no_shard"
+
+
+def find_recipe(options: SmokeOptions) -> Recipe:
+    """Return how to build the model.
+
+    Raises:
+        UsageError: Nothing says it, or says it so that it cannot be built.
+    """
+    if options.factory is not None:
+        return ModuleRecipe(options.factory)
+    if options.model is not None:
+        path = os.path.join(options.model, CONFIG_NAME) if os.path.isdir(options.model) else options.model
+        return _from_config(_read_file(path), escape_name(path))
+    if options.source is None:
+        return ModuleRecipe()
+    with open_path(options.source) as opened:
+        try:
+            content = read_document(opened.source, CONFIG_NAME, _MAX_CONFIG_BYTES)
+        except CkptError as error:
+            if _is_builtin(opened):
+                return ModuleRecipe()
+            raise UsageError(
+                "nothing says what model this is: there is no config.json beside the weights",
+                where=escape_name(options.source),
+                hint="add --model DIR (with a config.json), or --factory pkg.mod:callable",
+            ) from error
+        return _from_config(content, escape_name(os.path.join(options.source, CONFIG_NAME)))
+
+
+def _is_builtin(opened: Opened) -> bool:
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in ModuleRecipe().build().state_dict().items()}
+    return {strip_wrappers(entry.fqn): entry.shape for entry in opened.checkpoint.tensors} == wanted
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the model's config: {error.strerror}",
+            where=escape_name(path),
+            hint="--model takes a config.json, or the directory that holds one",
+        ) from error
+
+
+def _from_config(content: bytes, where: str) -> Recipe:
+    try:
+        document = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"config.json is not valid JSON: {error}", where=where) from error
+    if not isinstance(document, dict):
+        raise UnreadableError("config.json is not a JSON object", where=where)
+    return HfRecipe(document, where)
+
+
+def refuse_absent(options: SmokeOptions) -> None:
+    """Raise UsageError for an option that this version cannot serve."""
+    if options.quantize is not None:
+        raise UsageError(
+            f"--quantize {options.quantize} is not there yet", hint="try --lora on the weights as they are"
+        )
+    if options.lora and importlib.util.find_spec("peft") is None:
+        raise UsageError("--lora needs peft, and it is not installed", hint="pip install 'ckpt-tools[hf]'")

@@ -1,0 +1,269 @@
+"""Take part in torchrun's ranks: the same phases, in processes that are there already. Imports torch.
+
+Nobody watches these ranks, so a thread in each one does: when no phase ends for too long, or another rank has failed,
+it leaves what it knows in torchrun's store, rank 0 reports, and the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.smoke import other
+from ckpt_tools.smoke.assemble import assemble, first_error
+from ckpt_tools.smoke.hang import Place, describe_hang
+from ckpt_tools.smoke.journal import Event, Journal, RankLog
+from ckpt_tools.smoke.options import SmokeOptions
+from ckpt_tools.smoke.rank import run_rank
+from ckpt_tools.smoke.report import SmokeReport
+from ckpt_tools.smoke.setting import Setting, resolve
+
+OnPhase = Callable[[str, str], None]
+OnReport = Callable[[SmokeReport], None]
+RunLocal = Callable[[SmokeOptions, dict[str, Any]], dict[str, Any]]
+"""Runs the world that reloads, and returns its events and findings."""
+_POLL_S = 0.2
+_GRACE_S = 5.0
+"""What the other ranks get to say what they know once one has failed."""
+_EXIT_FINDINGS = 3
+
+
+def run_in_torchrun(
+    options: SmokeOptions, *, on_phase: OnPhase | None, on_abandoned: OnReport, run_local: RunLocal
+) -> SmokeReport:
+    """Be one of torchrun's ranks.
+
+    Args:
+        options: The same on every rank.
+        on_phase: Told about this rank's phases.
+        on_abandoned: Given the report on rank 0 when this process has to be ended, because its main thread hangs.
+        run_local: Runs the world of another size.
+
+    Returns:
+        The report; `is_primary` on rank 0.
+
+    Raises:
+        CkptError: Options or a source that cannot be meant.
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            "there is a process group already", hint="run smoke before it is made, or after it is destroyed"
+        )
+    setting = resolve(options, world_size=int(os.environ["WORLD_SIZE"]))
+    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=60)))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    board = _Board(PrefixStore("ckpt-smoke", store), rank, world_size)
+    journal = _ToldJournal(on_phase)
+    with tempfile.TemporaryDirectory(prefix="ckpt-smoke-", ignore_cleanup_errors=True) as private:
+        directory = board.share("directory", private)
+        guard = _Guard(board, journal, setting, on_abandoned)
+        guard.start()
+        done = run_rank(
+            setting,
+            rank=rank,
+            num_local=num_local,
+            local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+            directory=directory,
+            journal=journal,
+            store=PrefixStore("ckpt-smoke-group", store),
+        )
+        guard.stop()
+        board.leave(journal.events, failed=not done)
+        error = first_error({rank: RankLog(rank=rank, events=journal.events)})
+        if error is not None:
+            raise error
+        logs = board.collect(options.timeout_s if done else _GRACE_S)
+        report = _report(setting, logs)
+        if rank == 0 and done:
+            report = _with_reload(report, setting, logs, run_local)
+        if rank == 0:
+            board.say("reported")
+        else:
+            # Torchrun ends every process once one has failed: rank 0 speaks first.
+            board.wait_for("reported", options.timeout_s * 10 if done else options.timeout_s)
+        return replace(report, is_primary=rank == 0)
+
+
+def _report(
+    setting: Setting,
+    logs: dict[int, RankLog],
+    findings: Sequence[Finding] = (),
+    stacks: dict[int, str] | None = None,
+    **others: Any,  # noqa: ANN401 - arguments of `assemble`
+) -> SmokeReport:
+    return assemble(
+        logs,
+        source=setting.options.label,
+        model=setting.recipe.title,
+        mesh=str(setting.mesh),
+        strategy=setting.policy.strategy,
+        device=str(logs[0].fact("device") or setting.options.device),
+        findings=findings,
+        stacks=stacks,
+        **others,
+    )
+
+
+def _with_reload(report: SmokeReport, setting: Setting, logs: dict[int, RankLog], run_local: RunLocal) -> SmokeReport:
+    """Return the report with the phase that needs ranks of its own, which the launcher starts."""
+    if not report.ok:
+        return report
+    reloading, why_not = other.setting_for(setting, logs[0])
+    if reloading is None:
+        return _report(setting, logs, reload_skipped=why_not)
+    result = run_local(reloading.options, other.saved_by(setting, reloading, logs[0]))
+    reload_logs = {int(rank): RankLog(rank=int(rank), events=events) for rank, events in result["events"].items()}
+    findings = [Finding(**finding) for finding in result["findings"]]
+    return _report(setting, logs, findings, reload_logs=reload_logs)
+
+
+class _ToldJournal(Journal):
+    """A journal whose phases somebody is told about."""
+
+    def __init__(self, on_phase: OnPhase | None) -> None:
+        super().__init__()
+        self._on_phase = on_phase
+
+    def phase(self, name: str) -> None:
+        """Say that a phase begins."""
+        super().phase(name)
+        if self._on_phase is not None:
+            self._on_phase(name, "begun")
+
+    def done(self, name: str, *, ok: bool, seconds: float, what: str = "") -> None:
+        """Say that a phase has ended."""
+        super().done(name, ok=ok, seconds=seconds, what=what)
+        if self._on_phase is not None:
+            self._on_phase(name, "done" if ok else "failed")
+
+
+class _Board:
+    """Where ranks leave what others can read without their help: torchrun's store."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        # A connection of its own: a process group that waits in the store must not keep the watching thread out.
+        self._store = store.clone()
+        self._lock = threading.Lock()
+        self.rank = rank
+        self.world_size = world_size
+
+    def say(self, key: str, value: str = "1") -> None:
+        """Leave a text."""
+        with self._lock:
+            self._store.set(key, value)
+
+    def read(self, key: str) -> str | None:
+        """Return a text, None when it is not there."""
+        with self._lock:
+            if not self._store.check([key]):
+                return None
+            text: bytes = self._store.get(key)
+        return text.decode()
+
+    def wait_for(self, key: str, timeout_s: float) -> str | None:
+        """Return a text as soon as it is there, None after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while (text := self.read(key)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return text
+
+    def share(self, key: str, text: str) -> str:
+        """Return rank 0's text on every rank."""
+        if self.rank == 0:
+            self.say(key, text)
+        return self.wait_for(key, 60.0) or text
+
+    def leave(self, events: list[Event], *, failed: bool, stack: str = "") -> None:
+        """Leave everything that this rank knows."""
+        self.say(f"rank-{self.rank}", json.dumps({"events": events, "stack": stack}))
+        if failed:
+            self.say("failed")
+
+    def collect(self, timeout_s: float) -> dict[int, RankLog]:
+        """Return what every rank has left; rank 0 only."""
+        return {rank: log for rank, (log, _) in self.collect_all(timeout_s).items()}
+
+    def collect_all(self, timeout_s: float) -> dict[int, tuple[RankLog, str]]:
+        """Return rank → what it left, and its stack."""
+        deadline = time.monotonic() + timeout_s
+        found: dict[int, tuple[RankLog, str]] = {}
+        for rank in range(self.world_size):
+            text = self.wait_for(f"rank-{rank}", max(0.0, deadline - time.monotonic()))
+            parts: dict[str, Any] = json.loads(text) if text else {"events": [], "stack": ""}
+            found[rank] = (RankLog(rank=rank, events=parts["events"]), parts["stack"])
+        return found
+
+
+class _Guard:
+    """Watches the main thread of this rank from a thread of its own."""
+
+    def __init__(self, board: _Board, journal: Journal, setting: Setting, on_abandoned: OnReport) -> None:
+        self._board = board
+        self._journal = journal
+        self._setting = setting
+        self._on_abandoned = on_abandoned
+        self._is_over = threading.Event()
+        self._main = threading.get_ident()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def stop(self) -> None:
+        """The main thread has come to an end."""
+        self._is_over.set()
+
+    def _watch(self) -> None:
+        timeout_s = self._setting.options.timeout_s
+        seen, last = 0, time.monotonic()
+        while not self._is_over.wait(_POLL_S):
+            if len(self._journal.events) != seen:
+                seen, last = len(self._journal.events), time.monotonic()
+            elif time.monotonic() - last > timeout_s:
+                self._abandon(is_hanging=True)
+            if self._board.read("failed") is not None and not self._is_over.wait(_GRACE_S):
+                self._abandon(is_hanging=False)
+
+    def _abandon(self, *, is_hanging: bool) -> None:
+        """Leave what this rank knows, report on rank 0, and end the process, whatever its main thread does."""
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented, for debuggers
+        frames = [] if frame is None else traceback.extract_stack(frame)[::-1]
+        stack = [[place.filename, str(place.lineno), place.name] for place in frames]
+        self._board.leave(self._journal.events, failed=True, stack=json.dumps(stack))
+        if self._board.rank == 0:
+            found = self._board.collect_all(_GRACE_S)
+            logs = {rank: log for rank, (log, _) in found.items()}
+            places = {rank: _places(stack) for rank, (_, stack) in found.items()}
+            stacks = {rank: "\n".join(map(str, frames)) for rank, frames in places.items() if frames}
+            findings = []
+            if is_hanging and not any(log.has_said for log in logs.values()):
+                running = {rank: bool(frames) for rank, frames in places.items()}
+                findings.append(describe_hang(logs, places, running, self._setting.options.timeout_s))
+            with suppress(CkptError):
+                self._on_abandoned(_report(self._setting, logs, findings, stacks))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._board.say("reported")
+        else:
+            self._board.wait_for("reported", 2 * _GRACE_S)
+        os._exit(_EXIT_FINDINGS)
+
+
+def _places(text: str) -> tuple[Place, ...]:
+    return tuple(Place(file=file, line=line, name=name) for file, line, name in json.loads(text or "[]"))

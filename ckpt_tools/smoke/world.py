@@ -1,0 +1,191 @@
+"""Ranks as children of this process: forked, watched, and ended, whatever happens."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.smoke.hang import MAX_STACK_CHARS, describe_hang, parse_stack
+from ckpt_tools.smoke.journal import Journal, RankLog, events_path, read_events
+from ckpt_tools.text import escape_name
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""Network interface that the ranks talk over."""
+_POLL_S = 0.05
+_GRACE_S = 4.0
+"""What the other ranks get to end once one has failed: mostly they wait for it."""
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Let the kernel end this process when its parent is gone, also when that was killed (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # it was faster
+            os._exit(1)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a world."""
+
+    logs: dict[int, RankLog]
+    findings: list[Finding] = field(default_factory=list)
+    stacks: dict[int, str] = field(default_factory=dict)
+    """After a hang."""
+
+
+class World:
+    """Ranks on this machine.
+
+    Args:
+        directory: Private; the ranks' journals, stacks and output go there.
+        world_size: Number of ranks.
+        function: What a rank does, given its number and its journal; True for success.
+    """
+
+    def __init__(self, directory: str, world_size: int, function: Callable[[int, Journal], bool]) -> None:
+        self._directory = directory
+        self._world_size = world_size
+        self._function = function
+        self._pids: dict[int, int] = {}
+        self._status: dict[int, int] = {}
+        os.makedirs(directory, exist_ok=True)
+
+    def start(self) -> None:
+        """Fork the ranks. Nothing may have started a thread in this process."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        for rank in range(self._world_size):
+            pid = os.fork()
+            if pid == 0:
+                self._be_rank(rank, parent)
+            self._pids[rank] = pid
+
+    def _be_rank(self, rank: int, parent: int) -> None:
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+            die_with_parent(parent)
+            log = os.open(self._file(rank, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            stacks = open(self._file(rank, "stacks"), "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            faulthandler.enable(file=sys.stderr)
+            os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+            done = self._function(rank, Journal(events_path(self._directory, rank)))
+            sys.stderr.flush()
+            # Without a farewell: after a failure the other ranks may never answer.
+            os._exit(0 if done else 3)
+        except BaseException:  # noqa: BLE001 - this process must not go on as its parent
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+
+    def watch(self, timeout_s: float, tick: Callable[[], None]) -> Outcome:
+        """Wait until all ranks have ended, or one has failed and the others had their grace, or nobody goes on.
+
+        Args:
+            timeout_s: Seconds without any event before the ranks count as hanging.
+            tick: Called often; may raise to end everything.
+        """
+        outcome = Outcome(logs=self.read_logs())
+        last_count, last_event = -1, time.monotonic()
+        deadline: float | None = None
+        while self._collect():
+            tick()
+            outcome.logs = self.read_logs()
+            count = sum(len(log.events) for log in outcome.logs.values())
+            now = time.monotonic()
+            if count != last_count:
+                last_count, last_event = count, now
+            failed = any(self._status.values()) or any(log.failed for log in outcome.logs.values())
+            if failed and deadline is None:
+                deadline = now + _GRACE_S
+            if deadline is not None and now > deadline:
+                break
+            if deadline is None and now - last_event > timeout_s:
+                self._add_hang(outcome, timeout_s)
+                break
+            time.sleep(_POLL_S)
+        running = [rank for rank in self._pids if rank not in self._status]
+        self.kill()
+        outcome.logs = self.read_logs()
+        for rank, status in self._status.items():
+            if rank not in running and not outcome.logs[rank].has_said and status:
+                outcome.findings.append(self._death(rank, status, outcome.logs[rank]))
+        return outcome
+
+    def _collect(self) -> bool:
+        """Take note of the ranks that have ended; return whether one is left."""
+        for rank, pid in self._pids.items():
+            if rank not in self._status:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self._status[rank] = status
+        return len(self._status) < len(self._pids)
+
+    def _add_hang(self, outcome: Outcome, timeout_s: float) -> None:
+        running = {rank: rank not in self._status for rank in self._pids}
+        for rank, is_running in running.items():
+            if is_running:
+                with suppress(ProcessLookupError):
+                    os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.3)
+        for rank in running:
+            with suppress(OSError), open(self._file(rank, "stacks"), encoding="utf-8", errors="replace") as file:
+                outcome.stacks[rank] = file.read(MAX_STACK_CHARS)
+        frames = {rank: parse_stack(text) for rank, text in outcome.stacks.items()}
+        outcome.findings.append(describe_hang(outcome.logs, frames, running, timeout_s))
+
+    def _death(self, rank: int, status: int, log: RankLog) -> Finding:
+        number = os.waitstatus_to_exitcode(status)
+        how = f"was ended by {signal.Signals(-number).name}" if number < 0 else f"ended with exit status {number}"
+        phase = log.phase or log.last_phase or "start"
+        hint = "the machine may have run out of memory: try fewer ranks, or a smaller model" if number == -9 else None
+        tail = self._tail(rank)
+        return Finding(
+            code="rank-died",
+            severity="error",
+            where=f"rank {rank}, phase {phase}",
+            what=f"the process {how}" + (f": {tail}" if tail else ""),
+            hint=hint,
+        )
+
+    def _tail(self, rank: int) -> str:
+        """Return the last line that a rank has printed."""
+        with suppress(OSError), open(self._file(rank, "log"), encoding="utf-8", errors="replace") as file:
+            lines = [line.strip() for line in file.read()[-4096:].splitlines() if line.strip()]
+            return escape_name(lines[-1][:300]) if lines else ""
+        return ""
+
+    def read_logs(self) -> dict[int, RankLog]:
+        """Return what every rank has reported so far."""
+        return {
+            rank: RankLog(rank=rank, events=read_events(events_path(self._directory, rank)))
+            for rank in range(self._world_size)
+        }
+
+    def kill(self) -> None:
+        """End every rank, and wait until it is gone."""
+        for rank, pid in self._pids.items():
+            if rank not in self._status:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                self._status[rank] = os.waitpid(pid, 0)[1]
+
+    def _file(self, rank: int, name: str) -> str:
+        return os.path.join(self._directory, f"rank-{rank}.{name}")
