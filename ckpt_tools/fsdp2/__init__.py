@@ -13,7 +13,7 @@ from ckpt_tools.fsdp2.compare import Trace, compare_ranks, compare_traces
 from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
 from ckpt_tools.fsdp2.internals import snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
-from ckpt_tools.fsdp2.local import local_box
+from ckpt_tools.fsdp2.local import local_box, placements_of
 from ckpt_tools.fsdp2.mesh import build_device_mesh, fsdp_mesh, mesh_of, tp_mesh
 from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
@@ -54,6 +54,7 @@ __all__ = [
     "parameter_groups",
     "parse_policy",
     "parse_strategy",
+    "placements_of",
     "plan_of",
     "rank0_load",
     "read_traces",

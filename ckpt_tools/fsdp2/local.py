@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.layout import Box
+from ckpt_tools.layout import Box, Placement, Shard
 
 
 def local_box(tensor: torch.Tensor) -> Box:
@@ -46,6 +46,20 @@ def assemble(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def cut_dim(placement: TorchPlacement) -> int | None:
+    """Return the dim that a placement cuts, None for none. FSDP's mark for "inside of tp" is a cut like any other."""
+    return placement.dim if isinstance(placement, (TorchShard, _StridedShard)) else None
+
+
+def placements_of(tensor: object) -> dict[str, Placement]:
+    """Return mesh axis → cut of a DTensor; axes that are not named replicate."""
+    if not isinstance(tensor, DTensor):
+        return {}
+    names = tensor.device_mesh.mesh_dim_names or ()
+    dims = zip(names, map(cut_dim, tensor.placements), strict=False)
+    return {name: Shard(dim) for name, dim in dims if dim is not None}
 
 
 @lru_cache(maxsize=4096)

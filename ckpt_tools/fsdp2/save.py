@@ -29,9 +29,10 @@ from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
 from ckpt_tools.frames import digest_frames
 from ckpt_tools.fsdp2.agree import share, this_rank, together, world_size
+from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import mesh_of
 from ckpt_tools.fsdp2.wrap import plan_of
-from ckpt_tools.layout import Mesh, Placement, Shard
+from ckpt_tools.layout import Mesh
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.plan import blob_name, copy_span
 from ckpt_tools.storage.staging import Staging
@@ -206,7 +207,7 @@ def _manifest(
                 dtype=entry.dtype,
                 shape=entry.shape,
                 digest=digests[entry.fqn],
-                placements={} if mesh is None else _placements(_at(state, entry.path)),
+                placements={} if mesh is None else placements_of(_at(state, entry.path)),
             )
             for entry in resolved.tensors
         },
@@ -223,18 +224,6 @@ def _at(state: State, path: tuple[str | int, ...]) -> object:
     for key in path:
         value = value[key]
     return value
-
-
-def _placements(tensor: object) -> dict[str, Placement]:
-    """Return axis → cut of a DTensor; FSDP's mark for "cuts inside of tp" is a cut like any other."""
-    if not isinstance(tensor, DTensor):
-        return {}
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return {
-        name: Shard(placement.dim)  # type: ignore[attr-defined]
-        for name, placement in zip(names, tensor.placements, strict=False)
-        if placement.is_shard()
-    }
 
 
 def _mesh(model: nn.Module, state: State) -> Mesh | None:

@@ -86,13 +86,11 @@ def apply_styles(model: nn.Module, styles: Mapping[str, str | ParallelStyle], me
         UsageError: A module that cannot be cut evenly, or whose attention heads would be torn apart.
     """
     ties = tied_groups(model)
-    for name, style in styles.items():
-        module = model.get_submodule(name)
+    for name, style in styles.items():  # all of them first: a model that is cut in part is of no use
         if isinstance(style, str):
-            _check(model, name, module, style, mesh.size())
-            parallelize_module(module, mesh, _BUILD[style]())
-        else:
-            parallelize_module(module, mesh, style)
+            _check(model, name, model.get_submodule(name), style, mesh.size())
+    for name, style in styles.items():
+        parallelize_module(model.get_submodule(name), mesh, _BUILD[style]() if isinstance(style, str) else style)
     _tie_again(model, ties)
 
 

@@ -24,6 +24,8 @@ def config_of(kind):
             num_key_value_heads=2,
             tie_word_embeddings=kind == "llama-tied",
         )
+    if kind == "llama-one-head":
+        return t.LlamaConfig(**text | {"vocab_size": 64}, num_key_value_heads=1)
     if kind == "qwen3-moe":
         return t.Qwen3MoeConfig(
             **text, num_key_value_heads=2, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8
@@ -58,6 +60,7 @@ def class_of(kind):
     name = {
         "llama": "LlamaForCausalLM",
         "llama-tied": "LlamaForCausalLM",
+        "llama-one-head": "LlamaForCausalLM",
         "qwen3-moe": "Qwen3MoeForCausalLM",
         "llava": "LlavaForConditionalGeneration",
         "bert": "BertForMaskedLM",

@@ -1,0 +1,303 @@
+"""What becomes a unit, on which mesh, with which policy, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fsdp2 import models
+from fsdp2.ranks import run_ranks
+from torch import nn
+
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.fsdp2 import STRATEGIES, Policy, Precision, build_device_mesh, find_blocks, parse_policy, parse_strategy
+from ckpt_tools.fsdp2.methods import dispatch_path
+from ckpt_tools.layout import Shard, parse_mesh
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x, mode="train"):
+        return self.route(x) if mode == "train" else self.forward_inference(x)
+
+    def route(self, x):
+        return self.forward_train(x)
+
+    def forward_train(self, x):
+        return self.a(x) + self.experts[0](x)
+
+    def forward_inference(self, x):
+        return self.a(x)
+
+    def encode(self, x):
+        return self.a(x) * 2
+
+
+class Net(nn.Module):
+    """Blocks in a list, a shared pair, and a module without parameters."""
+
+    def __init__(self, scalar=None):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.tail = nn.Sequential(nn.Linear(4, 6, bias=False))
+        self.tail[0].weight = self.embed.weight
+        self.act = nn.GELU()
+        if scalar is not None:
+            self.scalar = nn.Parameter(torch.tensor(1.0), requires_grad=scalar)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.tail(self.act(x))
+
+    def generate(self, ids):
+        return self.tail(self.embed(ids))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ("auto", ["layers.0", "layers.1"]),
+        ("Block", ["layers.0", "layers.1"]),
+        ([Block], ["layers.0", "layers.1"]),
+        ("layers.*", ["layers.0", "layers.1"]),
+        (["layers.1", "layers.1.a"], ["layers.1.a", "layers.1"]),
+        ("Block, layers.0.experts.*", ["layers.0.experts.0", "layers.0.experts.1", "layers.0", "layers.1"]),
+        ([], []),
+    ],
+)
+def test_blocks_are_found_children_first(blocks, expected):
+    assert list(find_blocks(Net(), blocks)) == expected
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message", "hint"),
+    [
+        ("Blocks", "no module is named 'Blocks'", "did you mean Block"),
+        ("tail", "'tail' cannot be a unit of its own: it shares parameters with embed.weight", "what contains both"),
+        ("act", "it has no parameters", ""),
+        ("layers", "a ModuleList has no forward", "layers.*"),
+        ([nn.Conv1d], "no module is named 'Conv1d'", ""),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused_with_the_reason(blocks, message, hint):
+    with pytest.raises(UsageError) as caught:
+        find_blocks(Net(), blocks)
+    assert message in caught.value.what
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "bert", "t5", "llava"])
+def test_blocks_of_transformers_models_are_those_that_may_not_be_split(kind):
+    model = models.build(kind)
+    names = find_blocks(model)
+    kinds = {type(model.get_submodule(name)).__name__ for name in names}
+    assert kinds <= set(model._no_split_modules) | {"CLIPEncoderLayer", "CLIPVisionEmbeddings", "LlamaDecoderLayer"}
+    assert all(".layers." in name or ".layer." in name or ".block." in name or "vision" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        *((name, name) for name in STRATEGIES),
+        ("FULL_SHARD", "full_shard"),
+        ("ShardingStrategy.NO_SHARD", "no_shard"),
+        ("hybrid-shard", "hybrid_shard"),
+        ("HYBRID_SHARD_ZERO2", "hybrid_shard"),
+        *zip("12345", ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard"), strict=True),
+    ],
+)
+def test_strategy_is_known_by_every_spelling(text, strategy):
+    assert parse_strategy(text) == strategy
+
+
+def test_strategy_that_is_none_is_refused():
+    with pytest.raises(UsageError, match="'6' is not a strategy"):
+        parse_strategy("6")
+    with pytest.raises(UsageError, match="is not a strategy"):
+        Policy(strategy="zero")
+    with pytest.raises(UsageError, match="keeps parameters"):
+        Policy(strategy="shard_grad_op", reshard_after_forward=True)
+    with pytest.raises(UsageError, match="nothing to reshard"):
+        Policy(strategy="no_shard", reshard_after_forward=False)
+
+
+def test_zero2_of_hybrid_shard_keeps_parameters():
+    assert parse_policy("5").reshard is False
+    assert parse_policy("4").reshard is True
+
+
+def test_dispatch_is_followed_through_own_methods_only():
+    assert dispatch_path(Block, "forward", "forward_train") == ("forward", "route", "forward_train")
+    assert dispatch_path(Block, "forward", "forward_inference") == ("forward", "forward_inference")
+    assert dispatch_path(Block, "forward", "encode") is None
+
+    class Outer(nn.Module):
+        def forward(self, x):
+            return self.block.encode(x)  # another module's method
+
+        def encode(self, x):
+            def inner():
+                return self.forward(x)
+
+            return inner()
+
+    assert dispatch_path(Outer, "forward", "encode") is None
+    assert dispatch_path(Outer, "encode", "forward") == ("encode", "forward")
+
+
+def refusals(rank, world_size):
+    """Everything that shard_model refuses, by case; and what it says of what it accepts."""
+    from torch.distributed.tensor import DTensor
+
+    from ckpt_tools.fsdp2 import placements_of, plan_of, shard_model
+
+    dp = build_device_mesh(parse_mesh("dp_shard=2"))
+    replicated = build_device_mesh(parse_mesh("dp_replicate=2"))
+    hybrid = build_device_mesh(parse_mesh("dp_replicate=1,dp_shard=2"))
+    tp = build_device_mesh(parse_mesh("dp_shard=1,tp=2"))
+    only_tp = build_device_mesh(parse_mesh("tp=2"))
+    pipeline = build_device_mesh(parse_mesh("dp_shard=1,pp=2"))
+
+    def case(mesh, policy=None, model=None, **options):
+        with torch.device("meta"):
+            model = model() if model else Net()
+        try:
+            return shard_model(model, mesh, policy, **options) and None
+        except CkptError as error:
+            return type(error).__name__, str(error)
+
+    odd = lambda: nn.Sequential(nn.Linear(4, 5))  # noqa: E731
+    seen = {
+        "hybrid-1d": case(dp, Policy(strategy="hybrid_shard")),
+        "full-2d": case(hybrid),
+        "full-replicate": case(replicated),
+        "no-2d": case(hybrid, Policy(strategy="no_shard")),
+        "reshard-3": case(dp, Policy(reshard_after_forward=3)),
+        "pipeline": case(pipeline),
+        "only-tp": case(only_tp, tp_plan={"tail": "colwise"}),
+        "tp-unused": case(tp),
+        "tp-no-axis": case(dp, tp_plan={"layers.*.a": "colwise"}),
+        "tp-unmatched": case(tp, tp_plan={"layer.*.a": "colwise"}),
+        "tp-style": case(tp, tp_plan={"layers.*.a": "sequence_parallel"}),
+        "tp-kind": case(tp, tp_plan={"act": "colwise"}),
+        "tp-odd": case(tp, model=odd, tp_plan={"0": "colwise"}),
+        "tp-tied": case(tp, tp_plan={"embed": "embedding_rowwise"}),
+        "tp-no-auto": case(tp, tp_plan="auto"),
+        "tp-heads": case(
+            build_device_mesh(parse_mesh("dp_shard=1,tp=2")),
+            model=lambda: models.build("llama-one-head"),
+            tp_plan="auto",
+        ),
+        "scalar": case(dp, model=lambda: Net(scalar=True)),
+        "double-wrap": case(dp, forward_methods={"Block": ["forward_train"]}),
+        "method-unit": case(dp, forward_methods={"layers.0.a": ["extra_repr"]}),
+        "method-none": case(dp, forward_methods=["chat"]),
+        "method-module": case(dp, forward_methods={"Bloc": ["encode"]}),
+        "method-root": case(dp, forward_methods=["generate"], root=False),
+    }
+    torch.manual_seed(0)
+    model = Net(scalar=False)
+    reference = Net(scalar=False)
+    reference.load_state_dict(model.state_dict())
+    plan = shard_model(model, dp, forward_methods={"": ["generate"], Block: ["encode"]})
+    ids = torch.tensor([[1, 2, 3]])
+    fine = {
+        "plan": (plan.blocks, plan.methods, plan.ignored, plan.ties, plan.root, plan.strategy),
+        "placements": dict(plan.placements),
+        "same": plan_of(model) is plan,
+        "twice": case(dp, model=lambda: model),
+        "forward": torch.allclose(model(ids), reference(ids)),
+        "generate": torch.allclose(model.generate(ids), reference.generate(ids)),
+        "encode": torch.allclose(
+            model.layers[0].encode(torch.ones(1, 4)), reference.layers[0].encode(torch.ones(1, 4))
+        ),
+        "scalar": type(model.scalar) is nn.Parameter,
+        "tied": model.tail[0].weight is model.embed.weight,
+        "dtensor": isinstance(model.layers[0].a.weight, DTensor),
+    }
+    with torch.device("meta"):
+        split = Net()
+    plan = shard_model(
+        split,
+        tp,
+        Policy(precision=Precision(param_dtype=torch.bfloat16)),
+        tp_plan={"embed": "embedding_rowwise", "tail.0": "colwise_gather_output", "layers.*.a": "colwise"},
+    )
+    fine["tp"] = dict(plan.placements), split.tail[0].weight is split.embed.weight
+    fine["tp-found"] = {name: placements_of(t) for name, t in split.named_parameters()}
+    fine["world"] = None
+    try:
+        build_device_mesh(parse_mesh("dp_shard=4"))
+    except UsageError as error:
+        fine["world"] = error.what
+    return seen, fine
+
+
+@pytest.fixture(scope="module")
+def judged():
+    return run_ranks(2, refusals, timeout=90)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("hybrid-1d", "needs two axes"),
+        ("full-2d", "cuts over one axis"),
+        ("full-replicate", "only dp_replicate"),
+        ("no-2d", "no_shard needs one axis"),
+        ("reshard-3", "must be at least 2 and divide the 2 ranks"),
+        ("pipeline", "the axis pp is not supported"),
+        ("only-tp", "no axis for FSDP"),
+        ("tp-unused", "no plan says what it cuts"),
+        ("tp-no-axis", "needs a mesh with the axis tp"),
+        ("tp-unmatched", "'layer.*.a' matches no module"),
+        ("tp-style", "'sequence_parallel' of 'layers.*.a' is not supported"),
+        ("tp-kind", "this is a GELU"),
+        ("tp-odd", "5 elements are not divisible by tp=2"),
+        ("tp-tied", "tied parameters must be cut alike: embed.weight, tail.0.weight"),
+        ("tp-no-auto", "Net has no tensor-parallel plan"),
+        ("tp-heads", "would tear attention heads apart"),
+        ("scalar", "a trainable scalar cannot be sharded"),
+        ("double-wrap", "double-wrap: forward → route → forward_train"),
+        ("method-unit", "it is no FSDP unit of its own"),
+        ("method-none", "Net has no method 'chat'"),
+        ("method-module", "no module is named 'Bloc'"),
+        ("method-root", "methods of the root cannot be registered"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(judged, case, message):
+    for seen, _ in judged:
+        assert seen[case] is not None, case
+        assert seen[case][0] == "UsageError"
+        assert message in seen[case][1]
+
+
+def test_plan_says_what_was_done(judged):
+    for _, fine in judged:
+        blocks = ("layers.0", "layers.1")
+        methods = {"": ("generate",), "layers.0": ("encode",), "layers.1": ("encode",)}
+        ties = (("embed.weight", "tail.0.weight"),)
+        assert fine["plan"] == (blocks, methods, ("scalar",), ties, True, "full_shard")
+        assert set(fine["placements"].values().__iter__().__next__().items()) == {("dp_shard", Shard(0))}
+        assert "scalar" not in fine["placements"]
+        assert "tail.0.weight" in fine["placements"]
+        for check in ("same", "forward", "generate", "encode", "scalar", "tied", "dtensor"):
+            assert fine[check], check
+        assert "sharded already" in fine["twice"][1]
+        assert fine["world"] == "the mesh dp_shard=4 has 4 ranks, the process group has 2"
+
+
+def test_plan_with_tp_is_what_the_parameters_became(judged):
+    for _, fine in judged:
+        expected, tied = fine["tp"]
+        assert tied
+        cut = {"layers.0.a.weight", "layers.0.a.bias", "layers.1.a.weight", "layers.1.a.bias", "embed.weight"}
+        for name, placements in fine["tp-found"].items():
+            assert placements == expected[name]
+            assert ("tp" in placements) == (name in cut), name
