@@ -26,8 +26,10 @@ MAX_ELEMS = 1 << 62
 """Elements of a tensor, or bytes of a span: beyond it the 64-bit arithmetic of other readers overflows."""
 MAX_FQN_CHARS = 4096
 """Characters of an FQN. Real ones have some hundred; names are split, joined and shown many times."""
-MAX_PATH_CHARS = 4096
-"""Characters of a file name relative to the root: Linux's PATH_MAX."""
+MAX_PATH_BYTES = 4096
+"""Bytes of a file name relative to the root: Linux's PATH_MAX."""
+MAX_COMPONENT_BYTES = 255
+"""Bytes of one component of it: NAME_MAX of every common file system."""
 
 
 def is_possible_shape(shape: Sequence[int]) -> bool:
@@ -37,9 +39,13 @@ def is_possible_shape(shape: Sequence[int]) -> bool:
 
 def is_plain_path(file: str) -> bool:
     """Is `file` a relative name, with forward slashes, that stays inside whatever root it is joined to?"""
-    if "\0" in file or len(file) > MAX_PATH_CHARS or not _encodes(file, "surrogateescape"):
+    try:
+        raw = file.encode("utf-8", "surrogateescape")  # names on disk need not be text
+    except UnicodeEncodeError:
         return False
-    return all(part not in ("", ".", "..") for part in file.split("/"))
+    if b"\0" in raw or len(raw) > MAX_PATH_BYTES:
+        return False
+    return all(part not in (b"", b".", b"..") and len(part) <= MAX_COMPONENT_BYTES for part in raw.split(b"/"))
 
 
 def fqn_problem(fqn: str) -> str | None:
@@ -48,17 +54,11 @@ def fqn_problem(fqn: str) -> str | None:
         return f"is a name of {len(fqn)} characters, the limit is {MAX_FQN_CHARS}"
     if "\0" in fqn:
         return "has a NUL in its name"
-    if not _encodes(fqn, "strict"):
+    try:
+        fqn.encode()
+    except UnicodeEncodeError:
         return "has a name that is not Unicode text (a lone surrogate)"
     return None
-
-
-def _encodes(text: str, errors: str) -> bool:
-    try:
-        text.encode("utf-8", errors)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from ckpt_tools.layout import Mesh, Placement
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.plan import Plan, asset_name, blob_name, check_names, plan_assets
+from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging, check_destination, free_bytes
 from ckpt_tools.text import escape_name
@@ -163,7 +164,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
 
 def _check_claims(job: Job) -> None:
     """Hold what the source says of files and lengths against its files, before anything is made to measure."""
-    names = [*job.target.files, *job.documents, MANIFEST_NAME, *(asset.file for _, asset in job.assets)]
+    names = [*job.target.files, *job.documents, MANIFEST_NAME, JOURNAL_NAME, *(asset.file for _, asset in job.assets)]
     check_names([*names, METADATA_NAME] if job.target.format == "dcp" else names)
     for source, asset in job.assets:
         found = source.size(asset.file)

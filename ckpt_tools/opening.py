@@ -17,6 +17,7 @@ from ckpt_tools.formats.dcp_metadata import parse_metadata
 from ckpt_tools.formats.detect import detect, is_hf_asset, is_weights
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Origin, parse_manifest
+from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
@@ -192,7 +193,7 @@ def _open_hf(source: Source, files: Mapping[str, int], manifest: Manifest | None
             )
     opened = [read_file(source, name) for name in names]
     checkpoint = hf.describe(source.root, opened, index)
-    own = {*names, index_name, MANIFEST_NAME}
+    own = {*names, index_name, MANIFEST_NAME, JOURNAL_NAME}
     beside = [name for name in files if name not in own]
     return Opened(
         checkpoint=replace(

@@ -12,6 +12,7 @@ from ckpt_tools.formats import hf, safetensors
 from ckpt_tools.formats.detect import is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.opening import Opened
+from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.to_mesh import notes_on
@@ -164,6 +165,12 @@ def _restore(
         sizes[name] = header.nbytes
         placed += header.tensors
     wanted = {entry.fqn: entry for entry in placed}
+    if len(wanted) != len(placed):
+        raise UnreadableError(
+            "the headers that are to be restored have a tensor twice",
+            where=escape_name(opened.source.root),
+            hint=f"remove {MANIFEST_NAME} to write files of another arrangement",
+        )
     _same_keys(wanted, by_fqn)
     for fqn, entry in wanted.items():
         own = by_fqn[fqn]
@@ -231,5 +238,5 @@ def assets_in(source: Source) -> AssetList:
     return [
         (source, Asset(file=name, nbytes=size))
         for name, size in source.list_files().items()
-        if not is_weights(name) and name != MANIFEST_NAME
+        if not is_weights(name) and name not in (MANIFEST_NAME, JOURNAL_NAME)
     ]

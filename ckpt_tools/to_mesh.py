@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.convert import Job, cast_target
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.formats import dcp
+from ckpt_tools.formats._json import parse_json
 from ckpt_tools.layout import Mesh, Placement, parse_mesh
-from ckpt_tools.opening import Opened
+from ckpt_tools.opening import Opened, read_document
 from ckpt_tools.rules import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
 from ckpt_tools.text import escape_name
 from ckpt_tools.transform import is_optimizer, rename, select, strip_wrappers
@@ -106,15 +106,16 @@ def _read_text(path: str) -> str:
 
 def _read_config(opened: Opened) -> Mapping[str, object]:
     try:
-        document = json.loads(opened.source.read(_CONFIG_NAME, 0, opened.source.size(_CONFIG_NAME)).decode())
+        text = read_document(opened.source, _CONFIG_NAME, _MAX_RULES_BYTES)
+    except LimitError:
+        raise
     except CkptError as error:
         raise UsageError(
             "--tp-plan auto needs the model's config.json beside the weights",
             where=escape_name(opened.source.root),
             hint="copy it there, or write the rules yourself with --rules",
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"config.json is not valid JSON: {error}") from error
+    document = parse_json(text, what=_CONFIG_NAME, where=escape_name(opened.source.root))
     if not isinstance(document, dict):
         raise UnreadableError("config.json is not a JSON object")
     return document

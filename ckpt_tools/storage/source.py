@@ -186,18 +186,19 @@ class Source:
         path = self.path(file)
         try:
             # Opening a device can do something, and opening a pipe wait: look without opening first.
-            probe = self._open(file, path, os.O_PATH)
+            probe = self._open(path, os.O_PATH)
             seen = os.fstat(probe)
             os.close(probe)
             if not stat.S_ISREG(seen.st_mode):
                 raise UnreadableError("not a regular file", where=escape_name(self._label(file)))
-            descriptor = self._open(file, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            descriptor = self._open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
             status = os.fstat(descriptor)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UnreadableError("a file is missing", where=escape_name(self._label(file))) from error
         except OSError as error:
-            if error.errno in (errno.EXDEV, errno.ELOOP, errno.ENXIO):  # it was something else a moment ago
-                raise self._changed(file) from error
+            if error.errno in (errno.EXDEV, errno.ELOOP):  # or a link came to be since its path was resolved
+                what = "a symbolic link leads in a circle, or was changed meanwhile"
+                raise UnreadableError(what, where=escape_name(self._label(file))) from error
             raise _failed("open", self._label(file), error) from error
         identity = _identity(status)
         is_same = (status.st_dev, status.st_ino) == (seen.st_dev, seen.st_ino)
@@ -206,17 +207,14 @@ class Source:
             raise self._changed(file)
         return descriptor
 
-    def _open(self, file: str, path: str, flags: int) -> int:
-        """Open `file`, whose real path was found to be `path`, in a way that holds should that change meanwhile."""
+    def _open(self, path: str, flags: int) -> int:
+        """Open a real path; a link that is put into it meanwhile is not followed."""
         if not self._directories:
             return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if not self._is_blob(path):
-            root = self._real_root
-            return beneath.open_beneath(self._directories[root], root, file, flags)
-        blobs, name = os.path.split(path)
-        if blobs not in self._directories:
-            self._directories[blobs] = beneath.open_directory(blobs)
-        return beneath.open_beneath(self._directories[blobs], blobs, name, flags, beneath.NO_SYMLINKS)
+        root = os.path.dirname(path) if self._is_blob(path) else self._real_root
+        if root not in self._directories:
+            self._directories[root] = beneath.open_directory(root)
+        return beneath.open_beneath(self._directories[root], root, os.path.relpath(path, root), flags)
 
     def size(self, file: str) -> int:
         """Return the size of `file` in bytes."""
