@@ -126,13 +126,8 @@ def _answer(document: dict) -> None:
 
 def _warm_up(commands: list[list[str]]) -> None:
     """Import what the commands import when they run, and build the parser: once, not in every process."""
-    import typer.main
-
     from ckpt_tools.cli import main
-    from ckpt_tools.cli.app import app
 
-    parser = typer.main.get_command(app)
-    typer.main.get_command = lambda _: parser
     for argv in commands:
         assert main(argv) == 0, argv
 

@@ -36,6 +36,16 @@ MAX_POINTS = 2000
 MIN_POINTS = {kind: 12 if kind == "looking-fails" else 40 for kind in FAULTS}
 
 
+# Errors once and kills for everything; of what goes the same ways, the harder one.
+SWEEPS = [
+    *((kind, verb, overwrite) for kind in ("fails", "killed") for verb in OPTIONS for overwrite in (False, True)),
+    *(("interrupted", verb, verb == "shard") for verb in OPTIONS),
+    *(("fails-for-good", verb, True) for verb in OPTIONS),
+    *((kind, verb, False) for kind in ("disk-full", "looking-fails") for verb in OPTIONS),
+    ("terminated", "gather", True),
+]
+
+
 class Sweep:
     """One verb, one kind of fault, every point."""
 
@@ -112,10 +122,8 @@ class Sweep:
         assert staging_left(case) == []
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("verb", OPTIONS)
-def test_sweep_every_call_nothing_is_lost(server, sources, references, case, verb, kind, overwrite, record_property):
+@pytest.mark.parametrize(("kind", "verb", "overwrite"), SWEEPS, ids=lambda value: str(value).lower())
+def test_sweep_every_call_nothing_is_lost(server, sources, references, case, kind, verb, overwrite, record_property):
     sweep = Sweep(server, sources, references, verb)
     sweep.sweep(case, overwrite=overwrite, **FAULTS[kind])
     record_property("points", sum(sweep.points.values()))
