@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2.ties import shared_outside
+from ckpt_tools.fsdp2.ties import Owners
 from ckpt_tools.rules import compile_glob
 
 Blocks = str | Sequence[str | type]
@@ -35,15 +35,16 @@ def find_blocks(model: nn.Module, blocks: Blocks = "auto") -> tuple[str, ...]:
         UsageError: A name that matches nothing, or only modules that cannot be units.
     """
     modules = {name: module for name, module in model.named_modules() if name}
+    owners = Owners(model)
     if blocks == "auto":
-        found = [name for name in _automatic(model, modules) if _problem(model, modules[name]) is None]
+        found = [name for name in _automatic(model, modules) if _problem(owners, modules[name]) is None]
     else:
         found = []
         for wanted in _split(blocks):
             matches = _matches(modules, wanted)
-            usable = [name for name in matches if _problem(model, modules[name]) is None]
+            usable = [name for name in matches if _problem(owners, modules[name]) is None]
             if not usable:
-                raise _unusable(model, modules, wanted, matches)
+                raise _unusable(owners, modules, wanted, matches)
             found += usable
     return tuple(sorted(dict.fromkeys(found), key=lambda name: -name.count(".")))
 
@@ -83,27 +84,25 @@ def _matches(modules: dict[str, nn.Module], wanted: str | type) -> list[str]:
     return [name for name in modules if pattern.fullmatch(name)]
 
 
-def _problem(model: nn.Module, module: nn.Module) -> str | None:
+def _problem(owners: Owners, module: nn.Module) -> str | None:
     """Say why `module` cannot be a unit of its own, or return None."""
     if isinstance(module, _CONTAINERS):
         return f"a {type(module).__name__} has no forward of its own"
     if next(module.parameters(), None) is None:
         return "it has no parameters"
-    shared = shared_outside(model, module)
+    shared = owners.outside(module)
     if shared:
         return f"it shares parameters with {', '.join(shared[:3])} outside of it"
     return None
 
 
-def _unusable(
-    model: nn.Module, modules: dict[str, nn.Module], wanted: str | type, matches: Sequence[str]
-) -> UsageError:
+def _unusable(owners: Owners, modules: dict[str, nn.Module], wanted: str | type, matches: Sequence[str]) -> UsageError:
     label = wanted if isinstance(wanted, str) else wanted.__name__
     if matches:
         name = matches[0]
         is_list = isinstance(modules[name], _CONTAINERS)
         return UsageError(
-            f"{label!r} cannot be a unit of its own: {_problem(model, modules[name])}",
+            f"{label!r} cannot be a unit of its own: {_problem(owners, modules[name])}",
             where=name,
             hint=f"name its modules: {name}.*" if is_list else "leave it to the root, or wrap what contains both",
         )

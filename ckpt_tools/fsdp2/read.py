@@ -71,12 +71,17 @@ def as_whole(entry: TensorEntry) -> Whole:
 class _Target(Buffers):
     """Buffers whose first one is the memory that shall be filled, so that nothing is copied twice."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._target = memory
+        self.target = memoryview(b"")
+        self._scratch = bytearray()
 
-    def get(self, which: int, nbytes: int) -> memoryview:
-        return self._target[:nbytes] if which == 0 else super().get(which, nbytes)
+    def get(self, which: int, nbytes: int, *, shift: int = 0) -> memoryview:
+        if which == 0:
+            return self.target[shift : shift + nbytes]
+        if len(self._scratch) < shift + nbytes:
+            self._scratch = bytearray(shift + nbytes)
+        return memoryview(self._scratch)[shift : shift + nbytes]
 
 
 class BoxReader:
@@ -90,6 +95,7 @@ class BoxReader:
         self._opened = opened
         self._indexes: dict[str, BoxIndex[Chunk]] = {}
         self._buffers = Buffers()
+        self._into = _Target()
         self.bytes_read = 0
         """Payload bytes read so far."""
 
@@ -143,7 +149,8 @@ class BoxReader:
                 rows = rows or chunk_index(replace(entry, chunks=tuple(map(_with_strides, entry.chunks))))
                 chunks = rows
             if entry.dtype is dtype:
-                _, done, count = read_block(entry, chunks, dtype, part, self._opened.source, _Target(target))
+                self._into.target = target
+                _, done, count = read_block(entry, chunks, dtype, part, self._opened.source, self._into)
             else:
                 content, done, count = read_block(entry, chunks, dtype, part, self._opened.source, self._buffers)
                 target[:] = content

@@ -20,18 +20,21 @@ def tied_groups(model: nn.Module) -> Ties:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def shared_outside(model: nn.Module, module: nn.Module) -> list[str]:
-    """Return the FQNs outside of `module` whose parameters `module` has too."""
-    inside = {id(child) for child in module.modules()}
-    own = {id(parameter) for parameter in module.parameters()}
-    found = []
-    for name, child in model.named_modules(remove_duplicate=False):
-        if id(child) in inside:
-            continue
-        for key, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) in own:
-                found.append(f"{name}.{key}" if name else key)
-    return found
+class Owners:
+    """Who holds which parameter, looked up once for a whole model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[int, list[tuple[int, str]]] = {}
+        for name, module in model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                fqn = f"{name}.{key}" if name else key
+                self._owners.setdefault(id(parameter), []).append((id(module), fqn))
+
+    def outside(self, module: nn.Module) -> list[str]:
+        """Return the FQNs outside of `module` whose parameters `module` has too."""
+        inside = {id(child) for child in module.modules()}
+        own = {id(parameter) for parameter in module.parameters()}
+        return [fqn for parameter in own for owner, fqn in self._owners.get(parameter, ()) if owner not in inside]
 
 
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
