@@ -198,15 +198,15 @@ def load_quantised(
     state = source if isinstance(source, Mapping) else None
     if path is not None:
         # What was saved with its adapters has the whole model's names, and brings the adapters' values too.
-        views: tuple[tuple[nn.Module, Names], ...] = ((model, _own_name), (base, base_name))
-        for root, names in views if base is not model else views[1:]:
-            seen = _layers_of(root, names)
-            texts = together(lambda root=root, names=names, seen=seen: _read_texts(root, names, seen, path, prefix))  # type: ignore[misc]
-            if texts is not None:
-                _expect(seen, texts)
-                report = load_checkpoint(root, path, prefix=prefix, device=device_of(model), names=names)
-                finish_adapters(model)
-                return report
+        views: list[tuple[nn.Module, Names]] = [(base, base_name)]
+        if base is not model:
+            views.append((model, _own_name))
+        root, names, texts = together(lambda: _choose(views, path, prefix))
+        if texts:
+            _expect(_layers_of(root, names), texts)
+            report = load_checkpoint(root, path, prefix=prefix, device=device_of(model), names=names)
+            finish_adapters(model)
+            return report
         state = together(lambda: _quantise_file(base, layers, path, prefix) if this_rank() == 0 else None)
     report = _scatter(base, layers, state)
     finish_adapters(model)
@@ -257,14 +257,38 @@ def _match(
     return match_names(opened.checkpoint, root, tuple(names), prefix)[0]
 
 
-def _read_texts(
-    root: nn.Module, names: Names, layers: Mapping[str, nn.Module], path: str, prefix: str
-) -> dict[str, int] | None:
-    """Return the length of every layer's text; None when the checkpoint is not quantised.
+def _choose(
+    views: Sequence[tuple[nn.Module, Names]], path: str, prefix: str
+) -> tuple[nn.Module, Names, dict[str, int]]:
+    """Return the view in which the checkpoint has the quant state of every layer, and the lengths of the texts.
+
+    No lengths when it has none of any layer: it is not quantised.
 
     Raises:
         UnreadableError: It is, but not every layer, or not in this way.
     """
+    best: tuple[nn.Module, Names, dict[str, int]] | None = None
+    for root, names in views:
+        layers = _layers_of(root, names)
+        texts = _read_texts(root, names, layers, path, prefix)
+        if len(texts) == len(layers):
+            return root, names, texts
+        if best is None or len(texts) > len(best[2]):
+            best = (root, names, texts)
+    if best is None or not best[2]:
+        return *views[0], {}
+    layers = _layers_of(best[0], best[1])
+    raise UnreadableError(
+        f"{len(best[2])} of {len(layers)} layers are quantised in the checkpoint",
+        where=escape_name(next(name for name in layers if name not in best[2])),
+        hint="pass skip to quantise_linears, so that the model is what was saved",
+    )
+
+
+def _read_texts(
+    root: nn.Module, names: Names, layers: Mapping[str, nn.Module], path: str, prefix: str
+) -> dict[str, int]:
+    """Return the length of every layer's text, of those that the checkpoint has."""
     with open_path(path) as opened:
         found = _match(root, names, layers, opened, prefix)
         reader = BoxReader(opened)
@@ -280,14 +304,7 @@ def _read_texts(
             text = reader.read(whole, Box((0,), whole.shape), torch.uint8)
             parse_text(bytes(text.numpy()), facts, where)
             lengths[name] = whole.shape[0]
-        if lengths and len(lengths) < len(layers):
-            without = next(name for name in layers if name not in lengths)
-            raise UnreadableError(
-                f"{len(lengths)} of {len(layers)} layers are quantised in the checkpoint",
-                where=escape_name(without),
-                hint="pass skip to quantise_linears, so that the model is what was saved",
-            )
-        return lengths or None
+        return lengths
 
 
 def _quantise_file(base: nn.Module, layers: Mapping[str, nn.Module], path: str, prefix: str) -> dict[str, torch.Tensor]:

@@ -164,7 +164,7 @@ def _check_parts(parts: dict[str, torch.Tensor], facts: Quantised, where: str) -
         raise UnreadableError(
             f"the quant state of a 4-bit layer is not the expected one: {', '.join(map(escape_name, odd))}",
             where=where,
-            hint="quantise_linears must say what the checkpoint was made with: quant type, double quantisation",
+            hint="load with load_quantised, after quantise_linears as the checkpoint was made (double quantisation, …)",
         )
     for key, (shape, dtype) in expected.items():
         if tuple(parts[key].shape) != shape or parts[key].dtype != dtype:

@@ -107,6 +107,10 @@ def whole(path):
     return model
 
 
+def train_and_resume(rank, world_size, directory):
+    return train(rank, world_size, directory), resume(rank, world_size, directory)
+
+
 def train(rank, world_size, directory):
     """Every kind: gradients of the first step beside the unsharded model's; two steps; saved after the first."""
     from ckpt_tools.fsdp2.audit import audit
@@ -178,13 +182,18 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(directory):
-    return run_ranks(2, train, directory, timeout=120)
+def ran(directory):
+    return run_ranks(2, train_and_resume, directory, timeout=150)
 
 
 @pytest.fixture(scope="module")
-def resumed(directory, trained):
-    return run_ranks(2, resume, directory, timeout=120), run_ranks(1, resume, directory, 1, timeout=120)
+def trained(ran):
+    return [result for result, _ in ran]
+
+
+@pytest.fixture(scope="module")
+def resumed(directory, ran):
+    return [losses for _, losses in ran], run_ranks(1, resume, directory, 1, timeout=120)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
