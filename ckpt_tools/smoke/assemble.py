@@ -63,7 +63,7 @@ def assemble(
         strategy=strategy,
         device=device,
         phases=tuple(results),
-        findings=merge([*_findings(every), *findings]),
+        findings=merge(_without_echoes([*findings, *_findings(every)])),
         losses=tuple(facts.fact("losses") or ()),
         reference_losses=tuple(facts.fact("reference_losses") or ()),
         max_grad_error=facts.fact("max_grad_error"),
@@ -72,7 +72,7 @@ def assemble(
         reload_other_world=_reload(other.fact("reload_other_world")),
         memory=tuple(RankMemory(**found) for log in logs.values() if (found := log.fact("memory")) is not None),
         notes=tuple(dict.fromkeys(event["text"] for log in every for event in log.of_kind("note"))),
-        stacks=stacks or {},
+        stacks={rank: text for rank, log in logs.items() if (text := log.fact("trace"))} | dict(stacks or {}),
     )
 
 
@@ -104,9 +104,22 @@ def _findings(logs: Iterable[RankLog]) -> list[Finding]:
     return [Finding(**event["finding"]) for log in logs for event in log.of_kind("finding")]
 
 
+def _without_echoes(findings: list[Finding]) -> list[Finding]:
+    """Leave out what the ranks say that have lost one: that it does nothing any more is known."""
+    if not any(finding.code == "rank-died" and not is_abort(finding) for finding in findings):
+        return findings
+    return [finding for finding in findings if finding.code not in ("rank-skip", "hang")]
+
+
+def is_abort(finding: Finding) -> bool:
+    """Did a rank end itself? gloo does so when ranks send each other what does not fit together."""
+    return finding.code == "rank-died" and "SIGABRT" in finding.what
+
+
 def merge(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings in their order, each once: most are the same on every rank."""
-    found: dict[tuple[str, str, str], Finding] = {}
+    found: dict[tuple[str, ...], Finding] = {}
     for finding in findings:
-        found.setdefault((finding.code, finding.where, finding.what), finding)
+        key = (finding.code, finding.where)
+        found.setdefault(key if finding.code == "rank-skip" else (*key, finding.what), finding)
     return tuple(found.values())

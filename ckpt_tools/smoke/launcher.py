@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import CkptError
-from ckpt_tools.smoke.assemble import assemble, first_error
+from ckpt_tools.smoke.assemble import assemble, first_error, is_abort
 from ckpt_tools.smoke.journal import Journal
 from ckpt_tools.smoke.options import SmokeOptions, parse_options
 from ckpt_tools.smoke.world import Outcome, World, die_with_parent
@@ -173,7 +173,9 @@ def is_sound(outcome: Outcome) -> bool:
 def _of_traces(directory: str, outcome: Outcome) -> list[Finding]:
     """Return where ranks parted, when they did not all come to an end."""
     traces = os.path.join(directory, WORLD_NAME, "traces")
-    if not outcome.findings or not os.path.isdir(traces):
+    # A rank that does something else entirely, or was ended from outside, has not parted: it has only stopped.
+    parted = [f for f in outcome.findings if (f.code == "hang" and not f.where.startswith("rank")) or is_abort(f)]
+    if not parted or not os.path.isdir(traces):
         return []
     from ckpt_tools.fsdp2.compare import compare_traces
     from ckpt_tools.fsdp2.watch import read_traces

@@ -101,7 +101,7 @@ class SmokeReport:
     notes: tuple[str, ...] = ()
     """What was not tried, or tried on less than the whole model."""
     stacks: Mapping[int, str] = field(default_factory=dict)
-    """Rank → where it was when it was ended; only after a hang."""
+    """Rank → where it hung, or the traceback of what it raised."""
     is_primary: bool = True
     """Under torchrun, only rank 0 speaks."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ _ARGUMENT_PHASES = ("start", "build", "shard")
 
 
 T = TypeVar("T")
+
+
+_MAX_TRACE_CHARS = 20_000
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: what is wrong has been reported
@@ -142,6 +146,7 @@ class Run:
             if isinstance(error, CkptError) and _is_argument(error, name):
                 raise
             self.report(explain(error, self._model, name))
+            self.journal.fact("trace", "".join(traceback.format_exception(error))[-_MAX_TRACE_CHARS:])
             self.journal.done(name, ok=False, seconds=time.perf_counter() - start)
             raise Stopped from error
         # Whoever found something tells the others, who would otherwise wait for it in the next phase.

@@ -158,7 +158,8 @@ class _Board:
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         # A connection of its own: a process group that waits in the store must not keep the watching thread out.
-        self._store = store.clone()
+        clone = getattr(store, "clone", None)  # since torch 2.7, and not in its stubs
+        self._store: Store = store if clone is None else clone()
         self._lock = threading.Lock()
         self.rank = rank
         self.world_size = world_size

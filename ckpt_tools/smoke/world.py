@@ -81,7 +81,7 @@ class World:
             os.dup2(log, 2)
             stacks = open(self._file(rank, "stacks"), "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-            faulthandler.enable(file=sys.stderr)
+            faulthandler.enable(file=stacks)
             os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
             done = self._function(rank, Journal(events_path(self._directory, rank)))
             sys.stderr.flush()

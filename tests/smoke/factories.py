@@ -1,0 +1,177 @@
+"""Models for `--factory`: a healthy one, and one for every way to break that a smoke run has to find."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY = 61
+WIDTH = 32
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
+
+    def run(self, hidden):
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
+
+
+class Model(nn.Module):
+    """Predicts the next token; takes its batch as one dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def example_batch(self, batch_size, seq_len):
+        return {"tokens": torch.randint(0, VOCABULARY, (batch_size, seq_len))}
+
+    def forward(self, batch):
+        hidden = self.embed(batch["tokens"])
+        for layer in self.layers:
+            hidden = self.through(layer, hidden)
+        logits = self.head(hidden)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+    def through(self, layer, hidden):
+        return layer(hidden)
+
+
+def healthy():
+    return Model()
+
+
+class CustomMethod(Model):
+    """Calls a method of a unit that is not its forward."""
+
+    def through(self, layer, hidden):
+        return layer.run(hidden)
+
+
+class DotForward(Model):
+    """Calls `.forward`, past the hooks."""
+
+    def through(self, layer, hidden):
+        return layer.forward(hidden)
+
+
+class DoubleWrap(Model):
+    """Forward dispatches to a method that is registered as an entry too, as in the BAGEL port."""
+
+    fsdp_forward_methods = ("forward_train",)
+
+    def forward(self, batch):
+        return self.forward_train(batch)
+
+    def forward_train(self, batch):
+        return super().forward(batch)
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Hangs(Model):
+    """Rank 1 never comes back from the second layer."""
+
+    def through(self, layer, hidden):
+        if rank() == 1 and layer is self.layers[1]:
+            self.wait_for_ever()
+        return layer(hidden)
+
+    def wait_for_ever(self):
+        time.sleep(600)
+
+
+class Skips(Model):
+    """Rank 1 leaves a layer out, as a mixture that routes nothing to an expert."""
+
+    def through(self, layer, hidden):
+        if rank() == 1 and layer is self.layers[1]:
+            return hidden
+        return layer(hidden)
+
+
+class Dies(Model):
+    """Rank 1 is ended in its forward, as by a machine without memory."""
+
+    def through(self, layer, hidden):
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return layer(hidden)
+
+
+class Random(Model):
+    """Forward draws noise of its own: no reference can agree."""
+
+    def through(self, layer, hidden):
+        return layer(hidden) + 0.1 * torch.randn_like(hidden)
+
+
+class Remembers(Model):
+    """Keeps a number that is in no state dict."""
+
+    calls = 0
+
+    def forward(self, batch):
+        self.calls += 1
+        return super().forward(batch) * (1 + self.calls // 4)
+
+
+class NotFinite(Model):
+    def forward(self, batch):
+        return super().forward(batch) * float("nan")
+
+
+class Raises(Model):
+    def forward(self, batch):
+        raise ZeroDivisionError("the model says no")
+
+
+class Nothing(Model):
+    """Trains only a part of itself on some ranks."""
+
+    def forward(self, batch):
+        return {"answer": 42}
+
+
+class WritesStdout(Model):
+    """Prints, which must not come between the report and its reader."""
+
+    def forward(self, batch):
+        print("hello from the model", flush=True)
+        return super().forward(batch)
+
+
+class KeywordModel(Model):
+    """Takes its batch by keywords and returns an object with a loss."""
+
+    class Output:
+        def __init__(self, loss):
+            self.loss = loss
+
+    def forward(self, tokens):
+        return self.Output(super().forward({"tokens": tokens}))
+
+
+def not_a_module():
+    return 42
+
+
+def too_slow_to_import():
+    raise AssertionError("never called")
