@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from isal import isal_zlib
 
-from ckpt_tools.block_io import Buffers, Read, read_block
+from ckpt_tools.block_io import ALIGNMENT, Buffers, Read, read_block
 from ckpt_tools.checkpoint import Chunk, TensorEntry
 from ckpt_tools.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.dtypes import DType
@@ -209,13 +209,14 @@ class _Run:
         for i, part in targets:
             file, copy = task.copies[i]
             piece = byte_box(part, task.dtype)
+            start = start_of(piece, byte_box(copy.box, task.dtype))
+            offset = copy.offset + start
             if is_contiguous(piece, whole):
                 at = start_of(piece, whole)
-                run = content[at : at + piece.num_elems]
+                run = buffers.align(content[at : at + piece.num_elems], at, offset)
             else:
-                run = buffers.get(1, piece.num_elems)
+                run = buffers.get(1, piece.num_elems, shift=offset % ALIGNMENT)
                 move(piece, content, whole, run, piece)
-            start = start_of(piece, byte_box(copy.box, task.dtype))
             written += self._write_part(task, i, file, copy, start, run)
         return written
 
