@@ -16,6 +16,8 @@ class Sample:
     """Wall time from start to exit."""
     peak_rss_bytes: int
     """Largest resident set of any single process of its tree."""
+    cpu_seconds: float = 0.0
+    """Processor time of its tree, user and system: hardly changes when others use the machine."""
 
 
 class CommandError(Exception):
@@ -46,7 +48,8 @@ def measure(command: list[str], log: Path) -> Sample:
     if code != 0:
         tail = log.read_text(errors="replace")[-1500:].strip()
         raise CommandError(f"exit code {code}: {' '.join(command)}\n{tail}")
-    return Sample(seconds=seconds, peak_rss_bytes=usage.ru_maxrss * 1024)
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    return Sample(seconds=seconds, peak_rss_bytes=usage.ru_maxrss * 1024, cpu_seconds=cpu_seconds)
 
 
 def floor_rss_bytes() -> int:

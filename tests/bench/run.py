@@ -26,6 +26,9 @@ from pathlib import Path
 
 from measure import CommandError, Sample, floor_rss_bytes, measure
 from report import Kind, Row, to_json, to_markdown
+from scale import run_scale
+from scale import to_json as scale_to_json
+from scale import to_markdown as scale_to_markdown
 
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.units import parse_size
@@ -192,6 +195,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="rounds; medians are over them (default 5)")
     parser.add_argument("--only", default=",".join(JOBS), help=f"jobs to run, of {','.join(JOBS)}")
     parser.add_argument("--no-peers", action="store_true", help="only ckpt and cp")
+    parser.add_argument(
+        "--scale",
+        action="store_true",
+        help="instead: sparse checkpoints of 1 TB, time and memory against tensors and ranks",
+    )
     parser.add_argument("--workdir", help="where to write (default: the temporary directory)")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of the table")
     options = parser.parse_args(arguments)
@@ -210,9 +218,35 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def bench_scale(workdir: str | None, repeats: int, as_json: bool) -> int:
+    """Run `--scale`, print; the exit code."""
+    cases = []
+    with work_directory(workdir) as work:
+        try:
+            for case in run_scale(CKPT, work, repeats=repeats):
+                ranks = f", {case.num_ranks} ranks" if case.num_ranks else ""
+                say(f"{case.command}, {case.num_tensors} tensors{ranks}: {case.median_seconds:.2f} s")
+                cases.append(case)
+        except CommandError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
+        machine = describe_machine(work)
+    if as_json:
+        document = {"schema_version": 1, "machine": machine, "repeats": repeats, "scale": scale_to_json(cases)}
+        print(json.dumps(document, indent=2))
+    else:
+        print(scale_to_markdown(cases))
+        facts = ", ".join(f"{name} {value}" for name, value in machine.items())
+        print(f"\nWhole processes, medians of {repeats}, sparse files of 1 TB.")
+        print(f"{facts}; peaks below {floor_rss_bytes() / 1e6:.0f} MB are not told apart")
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     """Make the source, run the jobs, print; the exit code."""
     options = parse_arguments(arguments)
+    if options.scale:
+        return bench_scale(options.workdir, options.repeats, options.json)
     rows: list[Row] = []
     with work_directory(options.workdir) as work:
         free = shutil.disk_usage(work).free

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -239,14 +238,17 @@ def made(layout: str) -> Iterator[Path]:
 def main() -> None:
     """Write the tables into the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
+    flips = 0
     for layout in LAYOUTS:
         with made(layout) as path:
             tally = sweep(path)
-        print(layout, tally, file=sys.stderr)
+        print(layout, tally)
+        flips += sum(row[0] for row in tally.values())
         begin, end = _marks(layout)
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n{to_table(tally)}\n{end}{rest.partition(end)[2]}"
     DOCUMENT.write_text(text, encoding="utf-8")
+    print(f"{flips} bytes flipped, one by one")
 
 
 if __name__ == "__main__":
