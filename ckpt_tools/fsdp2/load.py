@@ -248,7 +248,8 @@ def _may_be_extra(model: nn.Module, fqn: str) -> bool:
 
 def _patterns(model: nn.Module, attribute: str) -> Iterable[str]:
     for module in model.modules():
-        yield from getattr(module, attribute, None) or ()
+        patterns = getattr(module, attribute, None) or ()
+        yield from (patterns,) if isinstance(patterns, str) else patterns
 
 
 def _strict_error(

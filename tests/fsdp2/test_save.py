@@ -117,6 +117,7 @@ def load_from_rank_0(rank, world_size, directory):
         report = rank0_load(model, given)
         state = {name: p.full_tensor() for name, p in model.named_parameters()}
         rows.append((report, state if rank == 0 else None, model.lm_head.weight is model.model.embed_tokens.weight))
+    empty = save_with_empty_parts(directory / "empty")
     wrong = {"model.norm.weight": torch.ones(3)} if rank == 0 else None
     mesh = build_device_mesh(parse_mesh("dp_shard=3"))
     shape = error_of(rank0_load, model, wrong, strict=False)
@@ -125,13 +126,39 @@ def load_from_rank_0(rank, world_size, directory):
     other = models.build("llama" if rank else "bert")
     shard_model(other, mesh)
     differ = error_of(rank0_load, other, {} if rank == 0 else None)
-    return rows, shape, names, nothing, differ
+    return rows, shape, names, nothing, differ, empty
+
+
+def save_with_empty_parts(path):
+    """Two rows on three ranks: the last one has nothing of them. Saved and loaded, what is different?"""
+    from ckpt_tools.fsdp2 import build_device_mesh, shard_model
+    from ckpt_tools.layout import parse_mesh
+
+    mesh = build_device_mesh(parse_mesh("dp_shard=3"))
+    pairs = []
+    for number in range(2):
+        model = Pair()
+        if number:
+            model.to("meta")
+        shard_model(model, mesh)
+        if number:
+            load_checkpoint(model, path)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if number:
+            load_optimizer(model, optimizer, path)
+        else:
+            step(model, optimizer, 0)
+            save_checkpoint(model, optimizer, path)
+        pairs.append((step(model, optimizer, 1), step(model, optimizer, 2)))
+    return pairs, model.last.weight.to_local().numel(), model.last.bias.to_local().numel()
 
 
 def test_rank_0_gives_every_rank_its_parts(tmp_path):
     expected = models.build("llama-tied", "cpu")
     expected.save_pretrained(tmp_path)
-    for rank, (rows, shape, names, nothing, differ) in enumerate(run_ranks(3, load_from_rank_0, tmp_path, timeout=90)):
+    for rank, (rows, shape, names, nothing, differ, empty) in enumerate(
+        run_ranks(3, load_from_rank_0, tmp_path, timeout=90)
+    ):
         for report, state, is_tied in rows:
             assert (report.missing, report.unexpected, report.tied) == ((), (), ("lm_head.weight",))
             assert "model.rotary_emb.inv_freq" in report.buffers
@@ -144,6 +171,9 @@ def test_rank_0_gives_every_rank_its_parts(tmp_path):
         assert names[0] == "UnreadableError"
         assert "rank 0 has nothing to load" in nothing[1]
         assert "the models of rank 0 and rank 1 differ" in differ[1]
+        assert empty[0][0] == empty[0][1]
+        assert empty[1:] == ((4, 1) if rank < 2 else (0, 0))
+    assert api.verify(tmp_path / "empty").ok
 
 
 class Pair(nn.Module):
