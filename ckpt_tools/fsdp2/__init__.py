@@ -14,9 +14,11 @@ from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
 from ckpt_tools.fsdp2.internals import snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.local import local_box, placements_of
+from ckpt_tools.fsdp2.lora import adapter_state, add_lora, finish_adapters, load_adapters, load_base
 from ckpt_tools.fsdp2.mesh import build_device_mesh, fsdp_mesh, mesh_of, tp_mesh
 from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
+from ckpt_tools.fsdp2.qlora import Quantisation, load_quantised, quantise_linears
 from ckpt_tools.fsdp2.save import save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
 from ckpt_tools.fsdp2.states import GroupState
@@ -33,10 +35,13 @@ __all__ = [
     "LoadReport",
     "Policy",
     "Precision",
+    "Quantisation",
     "ShardedPlan",
     "Trace",
     "Watch",
     "accumulate",
+    "adapter_state",
+    "add_lora",
     "audit",
     "build_device_mesh",
     "clip_grad_norm",
@@ -44,10 +49,14 @@ __all__ = [
     "compare_traces",
     "diagnose",
     "find_blocks",
+    "finish_adapters",
     "frozen",
     "fsdp_mesh",
+    "load_adapters",
+    "load_base",
     "load_checkpoint",
     "load_optimizer",
+    "load_quantised",
     "local_box",
     "materialise_buffers",
     "mesh_of",
@@ -56,6 +65,7 @@ __all__ = [
     "parse_strategy",
     "placements_of",
     "plan_of",
+    "quantise_linears",
     "rank0_load",
     "read_traces",
     "save_checkpoint",
