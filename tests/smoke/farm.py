@@ -1,0 +1,86 @@
+"""One process that has imported torch and transformers, and forks a smoke run's launcher whenever a test wants one.
+
+Everything after the imports is real: launcher, ranks, watchdog, report. `tests/cli/test_smoke.py` starts the
+program itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from ckpt_tools.smoke.journal import error_of
+from ckpt_tools.smoke.options import SmokeOptions
+from ckpt_tools.smoke.report import report_from_json
+from ckpt_tools.smoke.start import _environment, _write
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from smoke.farm import serve; serve()"
+
+
+class Farm:
+    """The process; use as a context."""
+
+    def __enter__(self):
+        path = json.dumps([entry for entry in sys.path if entry])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *exception):
+        self._process.stdin.close()
+        self._process.wait(timeout=20)
+        self._process.stdout.close()
+
+    def call(self, function, *args):
+        """Call "module:function" with JSON arguments in a fork."""
+        self._process.stdin.write(json.dumps([function, args]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        assert answer == "done", answer
+
+    def smoke(self, **options):
+        """Run the launcher; return the report, or raise what it raised."""
+        options.setdefault("timeout_s", 60.0)
+        with tempfile.TemporaryDirectory(prefix="farm-") as directory:
+            job = {"options": SmokeOptions(**options).to_text(), "parent": self._process.pid, "saved": None}
+            _write(os.path.join(directory, "job.json"), job)
+            self.call("ckpt_tools.smoke.launcher:main", directory)
+            result = json.loads(Path(directory, "result.json").read_text())
+        if "error" in result:
+            raise error_of(result["error"])
+        return report_from_json(result["report"])
+
+
+def serve():
+    """Fork for every line on stdin, until there are no more."""
+    from ckpt_tools.smoke.launcher import preload
+
+    preload(SmokeOptions())
+    lifeline, _ = os.pipe()
+    for line in sys.stdin:
+        function, args = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.dup2(lifeline, 0)
+                os.dup2(2, 1)
+                module, name = function.split(":")
+                getattr(importlib.import_module(module), name)(*args)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        print("done" if status == 0 else f"status {status}", flush=True)

@@ -1,0 +1,132 @@
+"""Models that have nothing wrong: every phase runs, every number is the reference's, nothing is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_tools import api
+from ckpt_tools.smoke.report import PHASES
+
+RUN = [name for name in PHASES if name != "source"]  # which only the program itself does
+LOSS_FP32, GRADIENT_FP32 = 1e-6, 1e-5
+
+
+def check(report, *, bitwise=True):
+    """Nothing is found, every phase ran, and every reload gave the very same loss."""
+    assert report.findings == ()
+    assert report.ok
+    assert [phase.name for phase in report.phases if phase.ok] == RUN
+    assert len(report.losses) == len(report.reference_losses)
+    assert report.reload_same_world.bitwise
+    assert report.reload_other_world.ok
+    assert report.reload_other_world.bitwise or not bitwise
+    assert report.reload_other_world.mesh != report.mesh
+    assert [memory.rank for memory in report.memory] == list(range(report.world_size))
+
+
+def check_fp32(report):
+    check(report)
+    assert report.tolerances == {"loss": LOSS_FP32, "gradient": GRADIENT_FP32}
+    for loss, expected in zip(report.losses, report.reference_losses, strict=True):
+        assert abs(loss - expected) <= LOSS_FP32 * max(1, abs(expected))
+    assert report.max_grad_error <= GRADIENT_FP32
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("llama", "dp_shard=2"),
+        ("llama", "dp_shard=2,tp=2"),
+        ("bert", "dp_replicate=2,dp_shard=2"),
+        ("t5", "dp_shard=3"),
+        ("moe", "dp_shard=2"),
+        ("classifier", "dp_shard=2"),
+        ("vit", "dp_shard=2"),
+    ],
+)
+def test_smoke_of_a_healthy_model_finds_nothing(farm, models, kind, mesh):
+    report = farm.smoke(source=str(models / kind), mesh=mesh)
+    check_fp32(report)
+    assert report.mesh == mesh
+    assert len(report.losses) == 3
+    assert report.losses[-1] < report.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "mesh"),
+    [("llama", "dp_shard=4,tp=2", "dp_shard=2"), ("bert", "dp_shard=3", "dp_shard=2"), ("t5", "dp_shard=2", "dp_shard=2"),
+     ("moe", "dp_shard=2", "dp_replicate=2")],
+)  # fmt: skip
+def test_smoke_of_a_sharded_checkpoint_finds_nothing(farm, models, tmp_path, kind, written, mesh):
+    api.shard(models / kind, tmp_path / "dcp", mesh=written, tp_plan="auto" if "tp" in written else None)
+    report = farm.smoke(source=str(tmp_path / "dcp"), mesh=mesh, steps=1)
+    check_fp32(report)
+
+
+def test_smoke_of_a_checkpoint_without_config_takes_the_model_from_elsewhere(farm, models, tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").write_bytes((models / "llama" / "model.safetensors").read_bytes())
+    report = farm.smoke(source=str(tmp_path / "weights"), model=str(models / "llama"), steps=1)
+    check_fp32(report)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named", "mesh"),
+    [
+        ("FULL_SHARD", "full_shard", "dp_shard=2"),
+        ("shard_grad_op", "shard_grad_op", "dp_shard=2"),
+        ("hybrid_shard", "hybrid_shard", "dp_replicate=2,dp_shard=2"),
+        ("no_shard", "no_shard", "dp_replicate=2"),
+    ],
+)
+def test_smoke_of_every_strategy_finds_nothing(farm, models, strategy, named, mesh):
+    nproc = 4 if named == "hybrid_shard" else None
+    report = farm.smoke(source=str(models / "llama"), strategy=strategy, nproc=nproc, steps=2)
+    check_fp32(report)
+    assert (report.strategy, report.mesh) == (named, mesh)
+    whole = sum(memory.params for memory in report.memory)
+    assert report.memory[0].params == whole // report.world_size
+
+
+def test_smoke_in_bfloat16_agrees_within_its_rounding(farm, models):
+    report = farm.smoke(source=str(models / "llama"), param_dtype="bf16", reduce_dtype="f32")
+    check(report)
+    # bfloat16 has 8 significant bits: one rounding is up to 2^-9 = 0.2 %, and a loss is the sum of many.
+    assert report.tolerances == {"loss": 1e-2, "gradient": 5e-2}
+    # The reference rounds at the same places, so in the first step there is next to no difference without tp.
+    assert abs(report.losses[0] - report.reference_losses[0]) < 1e-4
+    assert report.max_grad_error < 2e-2
+
+
+def test_smoke_of_bfloat16_weights_without_a_loss_keeps_their_dtype(farm, models):
+    report = farm.smoke(source=str(models / "bare"), steps=1)
+    check(report)
+    assert report.tolerances["gradient"] == 5e-2
+    assert any("returns no loss" in note for note in report.notes)
+    elements = (models / "bare" / "model.safetensors").stat().st_size // 2
+    assert sum(memory.params for memory in report.memory) == pytest.approx(2 * elements, rel=0.2)
+
+
+def test_smoke_of_adapters_trains_only_them(farm, models):
+    report = farm.smoke(source=str(models / "llama"), lora=True, steps=2)
+    check_fp32(report)
+    assert report.memory[0].grads < report.memory[0].params / 3
+
+
+def test_smoke_without_a_checkpoint_takes_random_weights(farm):
+    report = farm.smoke(nproc=3, steps=1)
+    check_fp32(report)
+    assert report.mesh == "dp_shard=3"
+    assert any("random" in note for note in report.notes)
+
+
+def test_smoke_on_one_rank_reloads_on_two(farm):
+    report = farm.smoke(factory="smoke.factories:healthy", nproc=1, steps=1)
+    check_fp32(report)
+    assert report.reload_other_world.mesh == "dp_shard=2"
+
+
+def test_smoke_of_a_model_that_prints_keeps_its_output_away(farm, capfd):
+    report = farm.smoke(factory="smoke.factories:WritesStdout", steps=1)
+    check_fp32(report)
+    assert "hello" not in capfd.readouterr().out
