@@ -25,7 +25,17 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel"]
+_PRELOAD = [
+    "ckpt_tools.fsdp2",
+    "torch._dynamo",  # FSDP's hooks import it
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed._composable.replicate_with_fsdp",
+    "transformers.conversion_mapping",
+    "transformers.models.llama.modeling_llama",
+]
+"""What most ranks import, at several seconds each; what is not installed is passed over."""
 _GRACE_S = 8.0
 """What the other ranks get to end once one has failed: mostly they wait for it."""
 
