@@ -21,8 +21,8 @@ from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
-MAX_METADATA_BYTES = DEFAULT_LIMITS.max_bytes
-"""Largest `.metadata` that is read."""
+METADATA_LIMITS = DEFAULT_LIMITS
+"""How much a `.metadata` may ask for; looked up whenever one is opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +131,9 @@ def read_document(source: Source, name: str, limit: int) -> bytes:
 
 
 def _open_dcp(source: Source, files: Mapping[str, int], manifest: Manifest | None) -> Opened:
-    content = read_document(source, dcp.METADATA_NAME, MAX_METADATA_BYTES)
+    content = read_document(source, dcp.METADATA_NAME, METADATA_LIMITS.max_bytes)
     try:
-        parsed = parse_metadata(content)
+        parsed = parse_metadata(content, limits=METADATA_LIMITS)
     except UnreadableError as error:
         if error.where is None:
             error.where = escape_name(os.path.join(source.root, dcp.METADATA_NAME))

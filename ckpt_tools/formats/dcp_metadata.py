@@ -77,7 +77,7 @@ ALLOWED_GLOBALS = frozenset(
 )
 """Every name that a `.metadata` may mention."""
 
-_MAX_KEYS = DEFAULT_LIMITS.max_depth
+MAX_KEYS = DEFAULT_LIMITS.max_depth
 """Keys of a path in planner_data: a state dict cannot nest deeper than the pickle that would hold it."""
 
 _Dims = tuple[int, ...]
@@ -245,7 +245,7 @@ def _parse_paths(planner_data: object) -> Mapping[str, KeyPath]:
         for fqn, path in planner_data.items()
         if type(fqn) is str
         and type(path) is tuple
-        and len(path) <= _MAX_KEYS
+        and len(path) <= MAX_KEYS
         and all(type(key) in (str, int) for key in path)
     }
 

@@ -169,7 +169,10 @@ class Source:
             raise UnreadableError(
                 "a file name leads out of the checkpoint, or is no plain relative name", where=escape_name(file)
             )
-        real = os.path.realpath(os.path.join(self._real_root, file))
+        try:
+            real = os.path.realpath(os.path.join(self._real_root, file))
+        except OSError as error:  # a link that is none any more when it is read
+            raise self._changed(file) from error
         if not real.startswith(self._real_root.rstrip(os.sep) + os.sep) and not self._is_blob(real):
             raise UnreadableError(
                 "a symbolic link leads out of the checkpoint",
