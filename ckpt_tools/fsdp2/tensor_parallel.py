@@ -38,7 +38,14 @@ def find_styles(model: nn.Module, plan: TpPlan | str) -> dict[str, str | Paralle
                 where="tp_plan",
                 hint='pass one: {"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}',
             )
-        return _expand(model, own, optional=True)
+        found = _expand(model, own, optional=True)
+        if not found:
+            raise UsageError(
+                f"the tensor-parallel plan of {type(model).__name__} names none of its modules",
+                where="tp_plan",
+                hint="adapters change the names of modules: pass a plan with the names of model.named_modules()",
+            )
+        return found
     return _expand(model, plan, optional=False)
 
 

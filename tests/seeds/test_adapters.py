@@ -130,3 +130,19 @@ def test_adapter_in_the_wrong_order_is_refused(one_rank, base):
         quantise_linears(adapted)
     with pytest.raises(UsageError, match="no adapter 'other'"):
         adapter_state(adapted, adapter_name="other")
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21 reads it
+def test_adapter_hides_the_model_s_own_tp_plan_and_that_is_said():
+    from seeds import test_openrlhf
+    from transformers import LlamaForCausalLM
+
+    from ckpt_tools.fsdp2 import add_lora
+    from ckpt_tools.fsdp2.tensor_parallel import find_styles
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(test_openrlhf.config())
+    assert find_styles(model, "auto")
+    adapted = add_lora(model, {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]})
+    with pytest.raises(UsageError, match="names none of its modules"):
+        find_styles(adapted, "auto")

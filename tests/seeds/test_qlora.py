@@ -71,6 +71,15 @@ def everything(rank, world_size, directory):
     return results, guided, refuse(rank, world_size, directory / "broken")
 
 
+def evaluated(model):
+    """The loss in eval mode, in which bitsandbytes would repack weights in place on some CPUs."""
+    with torch.no_grad():
+        losses = [small.loss_of(model.eval(), step).item() for step in (0, 0)]
+    model.train()
+    assert losses[0] == losses[1]
+    return losses[0]
+
+
 def train(rank, world_size, directory):
     from ckpt_tools.fsdp2 import build_device_mesh, save_checkpoint
     from ckpt_tools.fsdp2.audit import audit
@@ -96,6 +105,7 @@ def train(rank, world_size, directory):
             report = load_quantised(model, directory / file)
             loss = small.loss_of(model, 0, rank)
             loss.backward()
+            findings = [(finding.code, finding.where) for finding in audit(model, phase="backward")]
             state = plain(model)
             found[source] = {
                 "loss": (loss.item(), expected[rank].item()),
@@ -107,8 +117,9 @@ def train(rank, world_size, directory):
                 "more": sorted(set(state) - set(own)),
                 "local": sum(p.to_local().nbytes for p in model.parameters() if p.dtype == storage),
                 "whole": sum(p.nbytes for p in model.parameters() if p.dtype == storage),
+                "evaluated": (evaluated(model), evaluated(reference)),
                 "missing": report.missing,
-                "findings": [(finding.code, finding.where) for finding in audit(model, phase="backward")],
+                "findings": findings,
             }
             if source == "packed":
                 save_checkpoint(model, None, directory / kind)
@@ -160,6 +171,7 @@ def test_qlora_sharded_holds_and_computes_what_bitsandbytes_does(trained, kind, 
         else:
             assert loss == pytest.approx(expected, rel=1e-6)
             assert found["error"] < 1e-5
+            assert found["evaluated"][0] == pytest.approx(found["evaluated"][1], rel=1e-6)
 
 
 def test_qlora_packed_bytes_are_shared_out(trained):
@@ -167,6 +179,17 @@ def test_qlora_packed_bytes_are_shared_out(trained):
         parts = [result[kind]["saved"]["local"] for result in trained]
         assert sum(parts) == trained[0][kind]["saved"]["whole"]
         assert max(parts) < 0.6 * sum(parts)
+
+
+def test_qlora_checkpoint_has_scales_in_parts_and_the_rest_once(trained, directory):
+    from ckpt_tools.opening import open_path
+
+    with open_path(str(directory / "uint8")) as opened:
+        chunks = {entry.fqn: len(entry.chunks) for entry in opened.checkpoint.tensors}
+    name = "model.base_model.model.encoder.0.a.base_layer.weight"
+    assert (chunks[name], chunks[f"{name}.absmax"]) == (2, 2)
+    rest = ("quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4")
+    assert [chunks[f"{name}.{part}"] for part in rest] == [1] * 4
 
 
 def test_qlora_adapters_resume_over_a_base_that_is_quantised_again(trained, directory):
