@@ -213,7 +213,7 @@ class Source:
     def _open(self, path: str, flags: int) -> int:
         """Open a real path; a link that is put into it meanwhile is not followed."""
         if not self._directories:
-            return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return _open_and_look(path, flags)
         root = os.path.dirname(path) if self._is_blob(path) else self._real_root
         if root not in self._directories:
             self._directories[root] = beneath.open_directory(root)
@@ -324,6 +324,19 @@ def _regular_size(entry: os.DirEntry[str]) -> int | None:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
             return None
         raise
+
+
+def _open_and_look(path: str, flags: int) -> int:
+    """Open a real path where there is no openat2, and see afterwards whether it was this one."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # no /proc either: the path was right a moment ago
+        return descriptor
+    if found != path:
+        os.close(descriptor)
+        raise OSError(errno.ELOOP, "a link was put into the path meanwhile", path)
+    return descriptor
 
 
 def _identity(status: os.stat_result) -> _Identity:

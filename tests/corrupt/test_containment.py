@@ -108,7 +108,7 @@ def test_snapshot_of_the_hub_reads_its_blobs_and_no_more(tmp_path: Path) -> None
                 source.size(name)
 
 
-@pytest.mark.skipif(not beneath.is_available(), reason="this kernel has no openat2, or the sandbox forbids it")
+@pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("what", ["file", "directory"])
 def test_link_put_there_in_between_is_never_followed(root: Path, what: str) -> None:
     """A rival swaps a file (or the directory that it lies in) for a link out, again and again."""
