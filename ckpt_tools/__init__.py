@@ -13,7 +13,6 @@ from __future__ import annotations
 from ckpt_tools._version import __version__
 from ckpt_tools.api import diff, gather, inspect, open_checkpoint, reshard, shard, smoke, verify
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
-from ckpt_tools.convert import Conversion
 from ckpt_tools.diff import Difference
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import (
@@ -23,6 +22,7 @@ from ckpt_tools.errors import (
     UnreadableError,
     UsageError,
 )
+from ckpt_tools.job import Conversion
 from ckpt_tools.layout import Box, Mesh, Placement, Replicate, Shard, parse_mesh
 from ckpt_tools.smoke import SmokeReport
 from ckpt_tools.summary import Summary

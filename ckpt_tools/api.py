@@ -11,11 +11,12 @@ from ckpt_tools import diff as diffing
 from ckpt_tools import inspect as inspecting
 from ckpt_tools import verify as verifying
 from ckpt_tools.checkpoint import Checkpoint, Finding, Format
-from ckpt_tools.convert import Conversion, Job, run
+from ckpt_tools.convert import run
 from ckpt_tools.diff import Difference
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.inspect import Summary
+from ckpt_tools.job import Conversion, Job
 from ckpt_tools.layout import Mesh
 from ckpt_tools.opening import open_path
 from ckpt_tools.smoke import SmokeOptions, SmokeReport, run_smoke

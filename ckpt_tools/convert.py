@@ -2,107 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ckpt_tools._version import __version__
 from ckpt_tools.checkpoint import Asset, Checkpoint
 from ckpt_tools.digest import digest_bytes
-from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
-from ckpt_tools.execute import Outcome, Progress, execute, scan
+from ckpt_tools.execute import Outcome, execute, scan
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
-from ckpt_tools.formats.detect import detect
 from ckpt_tools.formats.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
-    Origin,
     TensorRecord,
     build_manifest,
 )
 from ckpt_tools.frames import digest_frames, planned_payloads
-from ckpt_tools.layout import Mesh, Placement
+from ckpt_tools.job import Conversion, Job, check_claims, check_replaceable, check_separate, check_space, fingerprint
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.opening import Opened, open_path
-from ckpt_tools.plan import Plan, asset_name, blob_name, check_names, plan_assets
-from ckpt_tools.storage.journal import JOURNAL_NAME
+from ckpt_tools.opening import open_path
+from ckpt_tools.plan import Plan, asset_name, blob_name, plan_assets
 from ckpt_tools.storage.source import Source
-from ckpt_tools.storage.staging import Staging, check_destination, free_bytes
+from ckpt_tools.storage.staging import Staging, check_destination
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 from ckpt_tools.verify import verify
 
-DTYPES = ("keep", "bf16", "f16", "f32")
-"""Values of `--dtype`."""
-_MARGIN_BYTES = 16 << 20
 _BASE_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """What a conversion did, or with `dry_run` would do."""
-
-    source: str
-    destination: str
-    num_tensors: int
-    bytes_read: int
-    bytes_written: int
-    seconds: float
-    peak_rss_bytes: int
-    """Peak memory of this process (the plan's estimate with `dry_run`)."""
-    files: tuple[tuple[str, int], ...]
-    """(name, bytes) of everything that was written."""
-    verified: bool
-    """The result was opened again and checked, and everything that the source records of its bytes held."""
-    checked: Mapping[str, int]
-    """How many of the source's tensors and chunks were held against recorded digests and CRC-32s."""
-    notes: tuple[str, ...]
-    """What was left out or decided, for people."""
-    dry_run: bool = False
-    published: bool = True
-    """False with `dry_run`, and on the ranks of torchrun that leave publishing to the first."""
-
-    @property
-    def throughput_bytes_per_s(self) -> float:
-        """Bytes written per second."""
-        return self.bytes_written / self.seconds if self.seconds > 0 else 0.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """One conversion, ready to run."""
-
-    opened: Opened
-    source: Checkpoint
-    """Selected and renamed, chunks raw."""
-    target: Checkpoint
-    """Where everything goes."""
-    destination: str
-    heads: Mapping[str, bytes] = field(default_factory=dict)
-    """File → fixed bytes at its beginning."""
-    documents: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files to write before the manifest (an index)."""
-    assets: Sequence[tuple[Source, Asset]] = ()
-    """Files to carry along, and where from."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """FQN in the destination → FQN in the source, where they differ."""
-    origin: Origin | None = None
-    mesh: Mesh | None = None
-    placements: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    overwrite: bool = False
-    use_dtensor: bool = False
-    """Write the data files through torch (`--engine dtensor`) instead of the executor."""
-    num_workers: int = 1
-    progress: Callable[[int], Progress] | None = None
-    """Given the bytes to move, returns what reports them."""
+"""Of the interpreter and the modules, in estimates."""
 
 
 def run(job: Job, *, dry_run: bool) -> Conversion:
@@ -116,7 +49,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     check_destination(job.destination, overwrite=job.overwrite)
     if job.overwrite:
         check_replaceable(job.destination)
-    _check_claims(job)
+    check_claims(job)
     plan = Plan(job.source, job.target, job.heads)
     documents = {name: len(content) for name, content in job.documents.items()}
     if job.target.format == "dcp":
@@ -142,7 +75,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         metadata = build_metadata(job.target.tensors, job.target.blobs)
     staging = Staging(job.destination, overwrite=job.overwrite)
     with _kept_or_discarded(staging):
-        staging.begin(_fingerprint(job, metadata))
+        staging.begin(fingerprint(job, metadata))
         if staging.found_other:
             job.notes.append("removed what an interrupted run with other arguments or of another source had left")
         check_space(needed - staging.allocated_bytes(), job.destination)
@@ -160,29 +93,6 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
             job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
         return _finish(job, start, staging, outcome, assets, metadata)
-
-
-def _check_claims(job: Job) -> None:
-    """Hold what the source says of files and lengths against its files, before anything is made to measure."""
-    names = [*job.target.files, *job.documents, MANIFEST_NAME, JOURNAL_NAME, *(asset.file for _, asset in job.assets)]
-    check_names([*names, METADATA_NAME] if job.target.format == "dcp" else names)
-    for source, asset in job.assets:
-        found = source.size(asset.file)
-        if found != asset.nbytes:
-            raise UnreadableError(
-                f"the file has {found} bytes, {asset.nbytes} were recorded",
-                where=escape_name(os.path.join(source.root, asset.file)),
-                hint=f"restore it, or remove {MANIFEST_NAME} to go on without what it records",
-            )
-    for blob in job.source.blobs:
-        found = job.opened.source.size(blob.span.file)
-        if blob.span.offset + blob.span.nbytes > found:
-            raise UnreadableError(
-                f"item {escape_name(blob.fqn)!r}: bytes {blob.span.offset}..{blob.span.offset + blob.span.nbytes} "
-                f"are needed, the file has {found}",
-                where=escape_name(os.path.join(job.opened.source.root, blob.span.file)),
-                hint="the file is truncated: restore it or copy it again",
-            )
 
 
 @contextmanager
@@ -207,36 +117,6 @@ def _kept_or_discarded(staging: Staging) -> Iterator[None]:
         raise StorageError(error.strerror or str(error), where=where) from error
     finally:
         staging.discard()
-
-
-def _fingerprint(job: Job, metadata: bytes) -> str:
-    """Return what identifies this conversion: the source as it is now, where every byte goes, and as what."""
-    source = job.opened.source
-    for file in job.opened.checkpoint.files:
-        source.size(file)
-    dtypes = {entry.fqn: entry.dtype.name for entry in job.source.tensors}
-    state = (
-        __version__,
-        os.path.realpath(source.root),
-        source.identities(),
-        [(t.fqn, job.names.get(t.fqn), t.dtype.name, dtypes[t.fqn], t.shape) for t in job.target.tensors],
-        list(job.target.files.items()),
-        [(name, digest_bytes(content)) for name, content in (*job.heads.items(), *job.documents.items())],
-        [(asset.file, asset.nbytes) for _, asset in job.assets],
-        digest_bytes(metadata),
-    )
-    return digest_bytes(json.dumps(state).encode())
-
-
-def check_space(needed_bytes: int, destination: str) -> None:
-    """Raise StorageError when the destination's file system has not enough room."""
-    free = free_bytes(destination)
-    if needed_bytes + _MARGIN_BYTES > free:
-        raise StorageError(
-            f"{format_size(needed_bytes)} are needed, {format_size(free)} are free",
-            where=escape_name(os.path.dirname(os.path.abspath(destination))),
-            hint="free some space there, or choose another destination",
-        )
 
 
 def _run_with_dtensor(job: Job, start: float) -> Conversion:
@@ -436,52 +316,3 @@ def _check_result(directory: str, target: Checkpoint) -> None:
             where=errors[0].where if errors else None,
             hint="nothing was published; please report this with the output of `ckpt env`",
         )
-
-
-def check_separate(opened: Opened, destination: str) -> None:
-    """Refuse a destination inside the source, or around it: the source is never written to.
-
-    A source that is one file has no inside: the destination may lie beside it.
-    """
-    checkpoint = opened.checkpoint
-    name = next(iter(checkpoint.files)) if checkpoint.format == "safetensors" else ""
-    source = os.path.realpath(os.path.join(opened.source.root, name))
-    target = os.path.realpath(destination)
-    if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
-        raise UsageError(
-            "source and destination must not contain each other",
-            where=f"{escape_name(opened.source.root)} and {escape_name(destination)}",
-            hint="choose a destination beside the source",
-        )
-
-
-def check_replaceable(destination: str) -> None:
-    """Refuse to replace a directory that is neither empty nor a checkpoint."""
-    if not os.path.isdir(destination) or not os.listdir(destination):
-        return
-    with Source(destination) as source:
-        try:
-            detect(source.list_files(), path=destination)
-        except UnreadableError as error:
-            raise UsageError(
-                "--overwrite replaces a checkpoint, and this directory is none",
-                where=escape_name(destination),
-                hint="remove it yourself if nothing in it is needed",
-            ) from error
-
-
-def cast_target(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """Return `checkpoint` with its floating-point tensors (F64, F32, F16, BF16) as `dtype`.
-
-    Raises:
-        UsageError: Not one of `DTYPES`.
-    """
-    if dtype not in DTYPES:
-        raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
-    if dtype == "keep":
-        return checkpoint
-    wanted: DType = BY_NAME[dtype.upper()]
-    return replace(
-        checkpoint,
-        tensors=tuple(replace(entry, dtype=wanted) if entry.dtype.is_float else entry for entry in checkpoint.tensors),
-    )

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.checkpoint import Asset, Checkpoint, TensorEntry
-from ckpt_tools.convert import Job, cast_target
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors
 from ckpt_tools.formats.detect import is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
+from ckpt_tools.job import Job, cast_target
 from ckpt_tools.opening import Opened
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source

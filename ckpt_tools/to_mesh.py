@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.convert import Job, cast_target
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats._json import parse_json
+from ckpt_tools.job import Job, cast_target
 from ckpt_tools.layout import Mesh, Placement, parse_mesh
 from ckpt_tools.opening import Opened, read_document
 from ckpt_tools.rules import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from ckpt_tools._version import __version__
 from ckpt_tools.checkpoint import TensorEntry
-from ckpt_tools.convert import check_replaceable
 from ckpt_tools.digest import digest_bytes
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute import scan
@@ -32,6 +31,7 @@ from ckpt_tools.fsdp2.agree import share, this_rank, together, world_size
 from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import mesh_of
 from ckpt_tools.fsdp2.wrap import plan_of
+from ckpt_tools.job import check_replaceable
 from ckpt_tools.layout import Mesh
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.plan import blob_name, copy_span
