@@ -57,9 +57,7 @@ def _children() -> dict[int, str]:
             continue
         for pid in pids:
             try:
-                command = (
-                    Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
+                command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
             # A zombie has no command line: it has ended and only waits to be collected.

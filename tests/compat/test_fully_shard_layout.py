@@ -62,9 +62,7 @@ def llama():
 
 
 def qwen2():
-    return transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**SMALL, layer_types=["full_attention"] * 2)
-    )
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, layer_types=["full_attention"] * 2))
 
 
 def qwen3_moe():
@@ -138,9 +136,7 @@ def plan_of(build, mesh, *, plan=None, placement_fn=None):
                 model = build()
             for block in blocks_of(model):
                 if plan is not None:
-                    parallelize_module(
-                        block, device_mesh["tp"], {key: style() for key, style in plan.items()}
-                    )
+                    parallelize_module(block, device_mesh["tp"], {key: style() for key, style in plan.items()})
                 fully_shard(block, mesh=device_mesh[dp], shard_placement_fn=placement_fn)
             fully_shard(model, mesh=device_mesh[dp], shard_placement_fn=placement_fn)
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -150,9 +146,7 @@ def plan_of(build, mesh, *, plan=None, placement_fn=None):
                 assert all(isinstance(p, DTensor) for p in model.parameters())
                 coordinator = planner
     plans, metadata = coordinator.create_global_plan(local_plans)
-    owners = {
-        (item.index.fqn, tuple(item.index.offset)): rank for rank, p in enumerate(plans) for item in p.items
-    }
+    owners = {(item.index.fqn, tuple(item.index.offset)): rank for rank, p in enumerate(plans) for item in p.items}
     return metadata, owners
 
 
@@ -173,8 +167,7 @@ def assert_same_table(metadata, owners, mesh, rules):
     for entry in entries:
         chunks = metadata.state_dict_metadata[entry.fqn].chunks
         theirs = [
-            (owners[entry.fqn, tuple(chunk.offsets)], Box(tuple(chunk.offsets), tuple(chunk.sizes)))
-            for chunk in chunks
+            (owners[entry.fqn, tuple(chunk.offsets)], Box(tuple(chunk.offsets), tuple(chunk.sizes))) for chunk in chunks
         ]
         ours = list(cut_entry(entry, mesh, placed[entry.fqn]).cells)
         assert ours == theirs, entry.fqn

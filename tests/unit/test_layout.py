@@ -43,9 +43,7 @@ def test_mesh_prints_as_it_is_parsed():
     assert str(parse_mesh("dp_replicate=2, dp_shard=4,tp=2")) == "dp_replicate=2,dp_shard=4,tp=2"
 
 
-@pytest.mark.parametrize(
-    ("alias", "axis"), [("fsdp", "dp_shard"), ("dp", "dp_shard"), ("ddp", "dp_replicate")]
-)
+@pytest.mark.parametrize(("alias", "axis"), [("fsdp", "dp_shard"), ("dp", "dp_shard"), ("ddp", "dp_replicate")])
 def test_parse_mesh_alias_gives_the_axis(alias, axis):
     assert parse_mesh(f"{alias}=3") == Mesh(((axis, 3),))
 
