@@ -159,7 +159,7 @@ def run_local(
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
+                env=_environment(directory),
                 start_new_session=True,
             )
             try:
@@ -174,8 +174,8 @@ def _write(path: str, value: object) -> None:
         json.dump(value, file)
 
 
-def _environment() -> dict[str, str]:
-    """Return the launcher's environment: one thread per process, no network, not torchrun's ranks."""
+def _environment(directory: str) -> dict[str, str]:
+    """Return the launcher's environment: one thread per process, no network, nothing of torchrun, nothing left."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -184,7 +184,8 @@ def _environment() -> dict[str, str]:
     }
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    return environment | one_thread | quiet
+    inside = {"TMPDIR": directory, "TORCHINDUCTOR_CACHE_DIR": os.path.join(directory, "inductor")}
+    return environment | one_thread | quiet | inside
 
 
 def _follow(process: subprocess.Popen[bytes], directory: str, timeout_s: float, on_phase: OnPhase | None) -> None:

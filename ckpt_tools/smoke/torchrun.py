@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -70,9 +71,12 @@ def run_in_torchrun(
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     board = _Board(PrefixStore("ckpt-smoke", store), rank, world_size)
     journal = _ToldJournal(on_phase)
-    with tempfile.TemporaryDirectory(prefix="ckpt-smoke-", ignore_cleanup_errors=True) as private:
+    with ExitStack() as stack:
+        private = ""
+        if rank == 0:
+            private = stack.enter_context(TemporaryDirectory(prefix="ckpt-smoke-", ignore_cleanup_errors=True))
         directory = board.share("directory", private)
-        guard = _Guard(board, journal, setting, on_abandoned)
+        guard = _Guard(board, journal, setting, private, on_abandoned)
         guard.start()
         done = run_rank(
             setting,
@@ -188,7 +192,7 @@ class _Board:
         """Return rank 0's text on every rank."""
         if self.rank == 0:
             self.say(key, text)
-        return self.wait_for(key, 60.0) or text
+        return self.wait_for(key, 60.0) or text  # without rank 0 the process group will fail, and say so
 
     def leave(self, events: list[Event], *, failed: bool, stack: str = "") -> None:
         """Leave everything that this rank knows."""
@@ -214,8 +218,9 @@ class _Board:
 class _Guard:
     """Watches the main thread of this rank from a thread of its own."""
 
-    def __init__(self, board: _Board, journal: Journal, setting: Setting, on_abandoned: OnReport) -> None:
+    def __init__(self, board: _Board, journal: Journal, setting: Setting, private: str, on_abandoned: OnReport) -> None:
         self._board = board
+        self._private = private
         self._journal = journal
         self._setting = setting
         self._on_abandoned = on_abandoned
@@ -260,6 +265,7 @@ class _Guard:
                 self._on_abandoned(_report(self._setting, logs, findings, stacks))
             sys.stdout.flush()
             sys.stderr.flush()
+            shutil.rmtree(self._private, ignore_errors=True)
             self._board.say("reported")
         else:
             self._board.wait_for("reported", 2 * _GRACE_S)

@@ -133,6 +133,29 @@ class Remembers(Model):
         return super().forward(batch) * (1 + self.calls // 4)
 
 
+class Forgets(Model):
+    """Learns something in training that it does not save."""
+
+    trained = False
+
+    def forward(self, batch):
+        loss = super().forward(batch)
+        if torch.is_grad_enabled():
+            self.trained = True
+            return loss
+        return loss * (1.5 if self.trained else 1.0)
+
+
+class Detached(Model):
+    """Rank 1 leaves the last layer's gradient out."""
+
+    def through(self, layer, hidden):
+        result = layer(hidden)
+        if rank() == 1 and layer is self.layers[1]:
+            return hidden + (result - hidden).detach() + 0 * result
+        return result
+
+
 class NotFinite(Model):
     def forward(self, batch):
         return super().forward(batch) * float("nan")
@@ -171,7 +194,3 @@ class KeywordModel(Model):
 
 def not_a_module():
     return 42
-
-
-def too_slow_to_import():
-    raise AssertionError("never called")

@@ -28,19 +28,22 @@ class Farm:
 
     def __enter__(self):
         path = json.dumps([entry for entry in sys.path if entry])
+        self._directory = tempfile.TemporaryDirectory(prefix="farm-")
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(),
+            env=_environment(self._directory.name),
             text=True,
         )
+        assert self._process.stdout.readline() == "ready\n"
         return self
 
     def __exit__(self, *exception):
         self._process.stdin.close()
         self._process.wait(timeout=20)
         self._process.stdout.close()
+        self._directory.cleanup()
 
     def call(self, function, *args):
         """Call "module:function" with JSON arguments in a fork."""
@@ -68,6 +71,7 @@ def serve():
 
     preload(SmokeOptions())
     lifeline, _ = os.pipe()
+    print("ready", flush=True)
     for line in sys.stdin:
         function, args = json.loads(line)
         pid = os.fork()

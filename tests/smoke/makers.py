@@ -26,7 +26,12 @@ def make(directory, *kinds):
         ),
         "moe": lambda: t.Qwen3MoeForCausalLM(
             t.Qwen3MoeConfig(
-                **TEXT, num_key_value_heads=2, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8
+                **TEXT,
+                num_key_value_heads=2,
+                moe_intermediate_size=16,
+                num_experts=4,
+                num_experts_per_tok=2,
+                head_dim=8,
             )
         ),
         "classifier": lambda: t.BertForSequenceClassification(t.BertConfig(**TEXT, num_labels=3)),

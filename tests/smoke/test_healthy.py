@@ -54,9 +54,13 @@ def test_smoke_of_a_healthy_model_finds_nothing(farm, models, kind, mesh):
 
 @pytest.mark.parametrize(
     ("kind", "written", "mesh"),
-    [("llama", "dp_shard=4,tp=2", "dp_shard=2"), ("bert", "dp_shard=3", "dp_shard=2"), ("t5", "dp_shard=2", "dp_shard=2"),
-     ("moe", "dp_shard=2", "dp_replicate=2")],
-)  # fmt: skip
+    [
+        ("llama", "dp_shard=4,tp=2", "dp_shard=2"),
+        ("bert", "dp_shard=3", "dp_shard=2"),
+        ("t5", "dp_shard=2", "dp_shard=2"),
+        ("moe", "dp_shard=2", "dp_replicate=2"),
+    ],
+)
 def test_smoke_of_a_sharded_checkpoint_finds_nothing(farm, models, tmp_path, kind, written, mesh):
     api.shard(models / kind, tmp_path / "dcp", mesh=written, tp_plan="auto" if "tp" in written else None)
     report = farm.smoke(source=str(tmp_path / "dcp"), mesh=mesh, steps=1)

@@ -1,0 +1,226 @@
+"""`ckpt smoke` as a program: documents, exit codes, damaged sources, signals, torchrun, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools import api
+from ckpt_tools.cli import main
+from ckpt_tools.smoke.report import PHASES
+
+TESTS = str(Path(__file__).parent.parent)
+CKPT = [sys.executable, "-m", "ckpt_tools", "smoke"]
+FIELDS = {
+    "schema_version", "ok", "source", "model", "world_size", "mesh", "strategy", "device", "losses",
+    "reference_losses", "max_grad_error", "tolerances", "phases", "reload", "memory", "memory_measured", "notes",
+    "findings", "stacks",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The built-in model's weights, as safetensors without a config."""
+    import torch
+    from safetensors.torch import save_file
+
+    from ckpt_tools.smoke.builtin import SmallTransformer
+
+    path = tmp_path_factory.mktemp("small")
+    torch.manual_seed(1)
+    save_file(SmallTransformer().state_dict(), path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def environment(tmp_path):
+    return os.environ | {"PYTHONPATH": TESTS, "TMPDIR": str(tmp_path)}
+
+
+def left_in(work):
+    """What is left in the temporary directory, but for what torchrun and torch leave there on their own."""
+    return [path.name for path in work.iterdir() if not path.name.startswith(("torchelastic", "torchinductor"))]
+
+
+def run(tmp_path, *argv, timeout=120, command=CKPT):
+    work = tmp_path / "tmp"
+    work.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [*command, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(work),
+        cwd=tmp_path,
+    )
+    assert not left_in(work)
+    return done
+
+
+def test_smoke_of_sound_weights_prints_one_document(small, tmp_path):
+    done = run(tmp_path, small, "--json", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert set(document) == FIELDS
+    assert document["ok"]
+    assert [phase["name"] for phase in document["phases"]] == list(PHASES)
+    assert all(phase["ok"] for phase in document["phases"])
+    assert document["reload"]["same_world"]["bitwise"]
+    assert document["reload"]["other_world"]["mesh"] == "dp_shard=1"
+    assert len(document["losses"]) == 2
+    assert document["losses"] == pytest.approx(document["reference_losses"], abs=1e-6)
+    assert document["max_grad_error"] <= 1e-5
+    assert {"rank", "params", "grads", "optimizer", "peak"} == set(document["memory"][0])
+    assert done.stderr == ""
+
+
+def test_smoke_of_a_flipped_byte_names_the_file_and_prints_a_table(small, tmp_path):
+    api.shard(small, tmp_path / "dcp", mesh="dp_shard=2")
+    file = tmp_path / "dcp" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    done = run(tmp_path, tmp_path / "dcp")
+    assert done.returncode == 3
+    lines = done.stdout.splitlines()
+    assert any(line.split()[:2] == ["source", "FAILED"] for line in lines)
+    assert any(line.split()[:2] == ["load", "FAILED"] for line in lines)
+    assert any(line.startswith("error: ") for line in lines)
+    assert any("__1_0.distcp" in line for line in lines)
+    assert lines[-1] == "NOT ok: source, load"
+
+
+def test_smoke_of_a_truncated_source_starts_nothing(small, tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_bytes((small / "model.safetensors").read_bytes()[:-100])
+    start = time.monotonic()
+    assert main(["smoke", str(tmp_path), "--json"]) == 4
+    assert time.monotonic() - start < 2
+    error = json.loads(capsys.readouterr().err)
+    assert error["exit_code"] == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["--device", "tpu"], "'tpu' is not a device"),
+        (["--param-dtype", "int8"], "'int8' is not a dtype"),
+        (["--quantize", "nf4"], "quantised weights cannot be trained"),
+        (["--quantize", "int3", "--lora"], "'int3' is not a quantisation"),
+        (["--factory", "module"], "names no callable"),
+        (["--factory", "a:b", "--model", "c"], "--model and --factory"),
+        (["--timeout", "soon"], "'soon' is not a number of seconds"),
+        (["--timeout", "0"], "a timeout of 0.0 s"),
+    ],
+)
+def test_smoke_with_an_impossible_option_is_refused(capsys, argv, what):
+    assert main(["smoke", *argv]) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_smoke_of_a_mesh_that_cannot_be_exits_with_2(tmp_path):
+    done = run(tmp_path, "--mesh", "dp_shard=2,ep=2", "--json")
+    assert done.returncode == 2
+    assert "axis ep" in json.loads(done.stderr)["error"]["what"]
+
+
+def test_smoke_finds_what_breaks_a_factory_of_the_current_directory(tmp_path):
+    (tmp_path / "mine.py").write_text("from smoke.factories import CustomMethod\n")
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported from the current directory')\n")
+    done = run(
+        tmp_path, "--factory", "mine:CustomMethod", "--quiet", command=[Path(sys.executable).with_name("ckpt"), "smoke"]
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("error: custom-method: layers.0.run(...) was called")
+    assert len(done.stdout.splitlines()) == 3
+
+
+def test_smoke_imports_no_torch_in_its_own_process(small, tmp_path):
+    script = "import sys; from ckpt_tools.cli import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
+    done = run(tmp_path, "smoke", small, "--steps", "1", command=[sys.executable, "-c", script])
+    assert done.returncode == 0, done.stderr
+
+
+def descendants(pid):
+    """Every living process below `pid`."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, thread.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 130)]
+)
+def test_smoke_that_is_ended_leaves_no_process(tmp_path, number, code):
+    work = tmp_path / "tmp"
+    work.mkdir()
+    process = subprocess.Popen(
+        [*CKPT, "--factory", "smoke.factories:Hangs", "--verbose"],
+        env=environment(work),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        for line in process.stderr:  # the ranks are there, and on their way into the phase that hangs
+            if line.startswith("states: done"):
+                break
+        pids = descendants(process.pid)
+        assert len(pids) >= 3  # the launcher and two ranks
+        process.send_signal(number)
+        assert process.wait(timeout=20) == code
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+    while left_in(work) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left_in(work)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+
+
+@pytest.mark.slow
+def test_smoke_under_torchrun_runs_in_its_ranks_and_speaks_once(small, tmp_path, free_port):
+    done = run(tmp_path, "smoke", small, "--json", "--steps", "1", command=[*TORCHRUN, free_port, "-m", "ckpt_tools"])
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["ok"]
+    assert document["world_size"] == 2
+    assert [phase["name"] for phase in document["phases"] if phase["ok"]] == list(PHASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factory", "code"), [("Hangs", "hang"), ("CustomMethod", "custom-method")])
+def test_smoke_under_torchrun_reports_what_breaks(tmp_path, free_port, factory, code):
+    argv = ["smoke", "--factory", f"smoke.factories:{factory}", "--json", "--timeout", "8"]
+    done = run(tmp_path, *argv, command=[*TORCHRUN, free_port, "-m", "ckpt_tools"])
+    assert done.returncode != 0
+    document = json.loads(done.stdout)
+    assert not document["ok"]
+    assert [finding["code"] for finding in document["findings"]] == [code]
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])

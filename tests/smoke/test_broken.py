@@ -1,0 +1,197 @@
+"""One thing is wrong per test: the right finding, in the right phase, and no process left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt_tools.errors import UnreadableError, UsageError
+
+
+def codes(report):
+    return [finding.code for finding in report.findings if finding.severity == "error"]
+
+
+def failed(report):
+    return [phase.name for phase in report.phases if phase.ok is False]
+
+
+def damaged(models, tmp_path, change, kind="llama"):
+    """A copy of a model whose state dict went through `change`."""
+    path = tmp_path / "model"
+    shutil.copytree(models / kind, path)
+    state = load_file(path / "model.safetensors")
+    change(state)
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("factory", "code", "phase", "where", "what"),
+    [
+        ("CustomMethod", "custom-method", "forward", "layers.0", "layers.0.run(...) was called"),
+        ("DotForward", "dot-forward", "forward", "layers.0", "layers.0.forward(...) was called"),
+        ("DoubleWrap", "double-wrap", "shard", "forward_train", "forward → forward_train"),
+        ("KeywordModel", "opaque-output", "backward", "(root)", "Output"),
+        ("NotFinite", "not-finite", "loss", "the loss", "nan"),
+        ("Raises", "forward-failed", "forward", "factories.py", "ZeroDivisionError: the model says no"),
+        ("Nothing", "forward-failed", "forward", "phase forward", "returned no loss"),
+    ],
+)
+def test_broken_model_gets_its_diagnosis(farm, factory, code, phase, where, what):
+    report = farm.smoke(factory=f"smoke.factories:{factory}")
+    assert codes(report) == [code]
+    assert failed(report) == [phase]
+    assert not report.ok
+    finding = report.findings[0]
+    assert where in finding.where
+    assert what in finding.what
+    later = [result for result in report.phases if result.ok is None and result.name != "source"]
+    assert {result.what for result in later} == {"not reached"}
+
+
+def test_model_that_draws_random_numbers_is_told_so(farm):
+    report = farm.smoke(factory="smoke.factories:Random")
+    assert codes(report) == ["wrong-loss", "random-forward"]
+    assert failed(report) == ["loss"]
+
+
+def test_state_outside_of_the_state_dict_is_found_when_it_counts(farm):
+    report = farm.smoke(factory="smoke.factories:Remembers")
+    assert set(codes(report)) == {"wrong-loss"}
+    assert failed(report) == ["step"]
+    report = farm.smoke(factory="smoke.factories:Forgets", steps=1)
+    assert codes(report) == ["wrong-reload"]
+    assert failed(report) == ["reload-same-world"]
+    assert not report.reload_same_world.ok
+
+
+def test_gradient_that_nobody_averages_is_found(farm):
+    report = farm.smoke(factory="smoke.factories:Detached")
+    assert "wrong-gradient" in codes(report)
+    assert failed(report) == ["gradients"]
+
+
+def test_rank_that_hangs_is_named_with_its_place(farm):
+    report = farm.smoke(factory="smoke.factories:Hangs", timeout_s=8.0)
+    assert codes(report) == ["hang"]
+    assert failed(report) == ["forward"]
+    finding = report.findings[0]
+    assert finding.where == "rank 1"
+    assert "rank 1 is in phase forward in wait_for_ever (factories.py:" in finding.what
+    assert "rank 0 waits in phase forward for the others in" in finding.what
+    assert "wait_for_ever" in report.stacks[1]
+
+
+def test_rank_that_dies_is_named_with_its_signal(farm):
+    report = farm.smoke(factory="smoke.factories:Dies")
+    assert codes(report)[0] == "rank-died"
+    assert "rank-skip" not in codes(report)
+    assert failed(report) == ["forward"]
+    assert report.findings[0].where == "rank 1, phase forward"
+    assert "SIGKILL" in report.findings[0].what
+
+
+def test_rank_that_skips_a_layer_is_found_by_comparing_what_ranks_did(farm):
+    report = farm.smoke(factory="smoke.factories:Skips", timeout_s=8.0)
+    assert "rank-skip" in codes(report)
+    skip = next(finding for finding in report.findings if finding.code == "rank-skip")
+    assert skip.where == "layers.1"
+
+
+def test_missing_key_is_found(farm, models, tmp_path):
+    source = damaged(models, tmp_path, lambda state: state.pop("model.layers.1.mlp.up_proj.weight"))
+    report = farm.smoke(source=source)
+    assert codes(report) == ["missing-tensor"]
+    assert failed(report) == ["load"]
+    assert report.findings[0].where == "model.layers.1.mlp.up_proj.weight"
+
+
+def test_unexpected_key_is_found(farm, models, tmp_path):
+    source = damaged(models, tmp_path, lambda state: state.update({"model.extra.weight": torch.ones(2)}))
+    report = farm.smoke(source=source)
+    assert codes(report) == ["unexpected-tensor"]
+    assert report.findings[0].where == "model.extra.weight"
+
+
+def test_wrong_shape_is_found(farm, models, tmp_path):
+    source = damaged(models, tmp_path, lambda state: state.update({"model.norm.weight": torch.ones(7)}))
+    report = farm.smoke(source=source)
+    assert codes(report) == ["load-failed"]
+    assert "model.norm.weight: [7] in the checkpoint, [32] in the model" in report.findings[0].what
+
+
+def test_mixed_dtypes_in_one_group_are_found(farm, models, tmp_path):
+    name = "model.layers.0.input_layernorm.weight"
+    source = damaged(models, tmp_path, lambda state: state.update({name: state[name].bfloat16()}))
+    report = farm.smoke(source=source)
+    assert set(codes(report)) == {"dtype-mix"}
+    assert failed(report) in (["states"], ["forward"])
+
+
+REFUSED = [
+    ({"mesh": "dp_shard=2,tp=3"}, "divisible by tp=3"),
+    ({"mesh": "dp_shard=2,ep=2"}, "the axis ep cannot be tried"),
+    ({"mesh": "dp_shard=2", "nproc": 4}, "has 2 ranks, --nproc says 4"),
+    ({"strategy": "sideways"}, "is not a strategy"),
+    ({"strategy": "hybrid_shard", "mesh": "dp_shard=2"}, "hybrid_shard needs two axes"),
+    ({"lora": True, "mesh": "dp_shard=1,tp=2"}, "cuts nothing"),
+    ({"lora": True, "quantize": "nf4"}, "--quantize nf4"),
+]
+
+
+@pytest.mark.parametrize(("options", "what"), REFUSED, ids=lambda value: str(value)[:30])
+def test_option_that_cannot_be_is_refused(farm, models, options, what):
+    with pytest.raises(UsageError) as caught:
+        farm.smoke(source=str(models / "llama"), **options)
+    assert what in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"architectures": ["os.system"]}, "has no model class os.system"),
+        ({"architectures": ["pipeline"]}, "has no model class pipeline"),
+        ({"architectures": None}, "names no architecture"),
+        ({"num_attention_heads": "four"}, "does not describe a LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised"),
+    ],
+    ids=["no-class", "function", "none", "invalid", "quantised"],
+)
+def test_config_that_names_no_model_is_refused(farm, models, tmp_path, change, what):
+    config = json.loads((models / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UsageError) as caught:
+        farm.smoke(source=str(models / "llama"), model=str(tmp_path))
+    assert what in caught.value.what
+    assert str(tmp_path) in caught.value.where
+
+
+def test_weights_that_nothing_describes_are_refused(farm, models, tmp_path):
+    shutil.copy(models / "llama" / "model.safetensors", tmp_path)
+    with pytest.raises(UsageError, match="nothing says what model this is"):
+        farm.smoke(source=str(tmp_path / "model.safetensors"))
+
+
+def test_config_that_is_no_json_is_unreadable(farm, models, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnreadableError, match="not valid JSON"):
+        farm.smoke(source=str(models / "llama"), model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("factory", "what"),
+    [
+        ("smoke.factories:not_a_module", "returned a int"),
+        ("smoke.factories:absent", "has no callable 'absent'"),
+        ("smoke.nowhere:absent", "no module named 'smoke.nowhere'"),
+    ],
+)
+def test_factory_that_makes_no_model_is_refused(farm, factory, what):
+    with pytest.raises(UsageError) as caught:
+        farm.smoke(factory=factory)
+    assert what in caught.value.what
