@@ -25,6 +25,7 @@ from ckpt_tools.text import escape_name
 from ckpt_tools.to_hf import assets_in, gathering_job
 from ckpt_tools.to_mesh import MeshOptions, find_layout, sharding_job
 from ckpt_tools.transform import select
+from ckpt_tools.units import parse_size
 from ckpt_tools.verify import Level, Verification
 
 ProgressFactory = Callable[[int], Progress]
@@ -386,7 +387,8 @@ def smoke(
     reduce_dtype: str = "keep",
     lora: bool = False,
     quantize: str | None = None,
-    timeout_s: float = 120.0,
+    memory: str | None = None,
+    timeout_s: float | None = None,
     on_phase: Callable[[str, str], None] | None = None,
     on_abandoned: Callable[[SmokeReport], None] | None = None,
 ) -> SmokeReport:
@@ -407,7 +409,10 @@ def smoke(
         reduce_dtype: In what gradients are averaged; as `param_dtype` by default.
         lora: Train LoRA adapters on the frozen model.
         quantize: "nf4" for 4-bit frozen weights.
-        timeout_s: Seconds that a phase may take before its ranks count as hanging.
+        memory: What the run may take, for example "8GB"; a model that needs more is tried with fewer layers. By
+            default what is free.
+        timeout_s: Seconds that a phase may take before its ranks count as hanging; two minutes by default, and more
+            for large models.
         on_phase: Told "begun", "done" or "failed" for every phase.
         on_abandoned: Under torchrun, given the report when ranks hang, before the process ends.
 
@@ -428,6 +433,7 @@ def smoke(
         reduce_dtype=reduce_dtype,
         lora=lora,
         quantize=quantize,
+        memory_bytes=None if memory is None else parse_size(memory),
         timeout_s=timeout_s,
     )
     return run_smoke(options, on_phase=on_phase, on_abandoned=on_abandoned)

@@ -78,13 +78,22 @@ Quantize = Annotated[
     str | None,
     typer.Option("--quantize", envvar="CKPT_QUANTIZE", metavar="nf4", help="With --lora: 4-bit frozen weights."),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        envvar="CKPT_MEMORY",
+        metavar="SIZE",
+        help="What the run may take (8GB), what is free by default; larger models are tried with fewer layers.",
+    ),
+]
 Timeout = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--timeout",
         envvar="CKPT_TIMEOUT",
         metavar="SECONDS",
-        help="A phase that takes longer hangs: where every rank waits is a finding.",
+        help="A phase that takes longer hangs, and where is a finding; 120 by default, more for large models.",
     ),
 ]
 
@@ -102,7 +111,8 @@ def smoke(
     reduce_dtype: ReduceDtype = "keep",
     lora: Lora = False,
     quantize: Quantize = None,
-    timeout: Timeout = "120",
+    memory: Memory = None,
+    timeout: Timeout = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
@@ -135,7 +145,8 @@ def smoke(
             reduce_dtype=reduce_dtype,
             lora=lora,
             quantize=quantize,
-            timeout_s=_seconds(timeout),
+            memory=memory,
+            timeout_s=None if timeout is None else _seconds(timeout),
             on_phase=progress,
             on_abandoned=show,
         )

@@ -38,16 +38,27 @@ class Blueprint:
     source: str
     """Checkpoint of the base model."""
 
-    def build(self) -> nn.Module:
-        """Return the model on meta, its parameters in the dtypes of the checkpoint; adapters are on the CPU."""
+    def build_base(self) -> nn.Module:
+        """Return the base model on meta, its parameters in the dtypes of the checkpoint."""
         with torch.device("meta"):
             model = self.recipe.build()
         adopt_dtypes(model, self.source)
-        return self._adapted(model)
+        return model
 
-    def _adapted(self, model: nn.Module) -> nn.Module:
+    def build(self) -> nn.Module:
+        """Return the model to shard: on meta but for its adapters."""
+        model = self.build_base()
+        return self.adapted(model)
+
+    def adapted(self, model: nn.Module) -> nn.Module:
+        """Return the base model, quantised and with adapters as the options say; quantises what is not on meta."""
         if not self.setting.options.lora:
             return model
+        targets = linear_layers(model)
+        if self.setting.options.quantize == "nf4":
+            from ckpt_tools.fsdp2.qlora import quantise_linears
+
+            quantise_linears(model)
         from ckpt_tools.fsdp2.lora import add_lora
 
         # Both factors random: with B = 0, as training begins, the gradient of A would be 0 and prove nothing.
@@ -55,7 +66,7 @@ class Blueprint:
             "peft_type": "LORA",
             "r": _LORA_RANK,
             "lora_alpha": _LORA_RANK,
-            "target_modules": linear_layers(model),
+            "target_modules": targets,
             "init_lora_weights": False,
         }
         adapted: nn.Module = add_lora(model, config)
@@ -65,9 +76,19 @@ class Blueprint:
         """Load the base model's checkpoint. Collective."""
         if not self.setting.options.lora:
             return load_checkpoint(model, self.source, strict=False)
+        if self.setting.options.quantize is not None:
+            return self.load_saved(model, self.source)
         from ckpt_tools.fsdp2.lora import load_base
 
         return load_base(model, self.source, strict=False)
+
+    def load_saved(self, model: nn.Module, path: str) -> LoadReport:
+        """Load what `save_checkpoint` has written. Collective."""
+        if self.setting.options.quantize is None:
+            return load_checkpoint(model, path)
+        from ckpt_tools.fsdp2.qlora import load_quantised
+
+        return load_quantised(model, path)
 
     def base_name(self, fqn: str) -> str | None:
         """Return a parameter's name in the checkpoint of the base model, None for an adapter's own."""
@@ -172,7 +193,7 @@ def find_fit(setting: Setting, *, num_copies: int, is_local: bool, free_bytes: i
     if full <= budget:
         return Fit(num_layers=None, has_reference=True, notes=())
     depth = setting.recipe.num_layers
-    free = f"{format_size(free_bytes)} of memory and {format_size(disk)} of disk are free"
+    free = f"{format_size(free_bytes)} of memory and {format_size(disk)} of disk are there"
     one = setting.recipe.shallower(1)
     two = setting.recipe.shallower(2)
     if depth is not None and one is not None and two is not None:

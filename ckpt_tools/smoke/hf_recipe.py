@@ -76,8 +76,10 @@ class HfRecipe(Recipe):
         names = inspect.signature(type(model).forward).parameters
         batch: Batch = {}
         if "input_ids" in names:
-            tokens = _draw_tokens(config)
-            batch["input_ids"] = tokens
+            num_images = _image_tokens(config) if "pixel_values" in names else 0
+            batch["input_ids"] = _draw_tokens(config, num_images)
+            if num_images:
+                batch["pixel_values"] = _draw_pixels(config.vision_config, self._where)
         elif "pixel_values" in names:
             batch["pixel_values"] = _draw_pixels(config, self._where)
         else:
@@ -95,6 +97,12 @@ class HfRecipe(Recipe):
         elif "decoder_input_ids" in names:
             batch["decoder_input_ids"] = batch["input_ids"].clone()
         return batch
+
+    def notes_on(self, batch: Batch) -> tuple[str, ...]:
+        """Say when a model that sees gets nothing to see."""
+        if "vision_config" in self._values and "pixel_values" not in batch:
+            return ("the batch is text only: parts that take images or sound are loaded and saved, but not run",)
+        return ()
 
     @property
     def num_layers(self) -> int | None:
@@ -178,8 +186,16 @@ def _zero_dropouts(config: Any) -> None:  # noqa: ANN401 - transformers' own
                 setattr(part, key, 0.0)
 
 
-def _draw_tokens(config: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' own
-    """Return [B, S] tokens, none of which has a special meaning."""
+def _image_tokens(config: Any) -> int:  # noqa: ANN401 - transformers' own
+    """Return how many tokens stand for an image, where one image is one square of patches (LLaVA); else 0."""
+    vision = getattr(config, "vision_config", None)
+    size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
+    is_known = config.model_type == "llava" and config.vision_feature_select_strategy == "default"
+    return (size // patch) ** 2 if is_known and isinstance(size, int) and isinstance(patch, int) else 0
+
+
+def _draw_tokens(config: Any, num_images: int) -> torch.Tensor:  # noqa: ANN401 - transformers' own
+    """Return [B, S] tokens, none of which has a special meaning, behind those of an image."""
     text = config.get_text_config()
     size = int(text.vocab_size)
     special: set[int] = set()
@@ -189,7 +205,11 @@ def _draw_tokens(config: Any) -> torch.Tensor:  # noqa: ANN401 - transformers' o
                 special |= {item for item in (value if isinstance(value, list) else [value]) if type(item) is int}
     allowed = torch.tensor([token for token in range(size) if token not in special] or list(range(size)))
     length = min(SEQ_LEN, getattr(text, "max_position_embeddings", None) or SEQ_LEN)
-    return allowed[torch.randint(0, len(allowed), (BATCH_SIZE, length))]
+    tokens = allowed[torch.randint(0, len(allowed), (BATCH_SIZE, length))]
+    if not num_images:
+        return tokens
+    image = torch.full((BATCH_SIZE, num_images), int(config.image_token_id))
+    return torch.cat([tokens[:, :1], image, tokens[:, 1:]], dim=1)
 
 
 def _draw_pixels(config: Any, where: str) -> torch.Tensor:  # noqa: ANN401 - transformers' own

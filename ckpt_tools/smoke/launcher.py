@@ -120,10 +120,11 @@ def preload(options: SmokeOptions) -> None:
     """Import what every rank will need, once; nothing here may start a thread or touch a GPU."""
     for name in _PRELOAD:
         importlib.import_module(name)
-    if options.lora:
-        # Its absence is an error of the rank that wants it, with a hint.
-        with suppress(ImportError):
-            importlib.import_module("peft")
+    for name, is_wanted in (("peft", options.lora), ("bitsandbytes", options.quantize is not None)):
+        # bitsandbytes begins to use a GPU when it is imported. The absence of either is refused later, with a hint.
+        if is_wanted and not (name == "bitsandbytes" and os.path.exists("/dev/nvidiactl")):
+            with suppress(ImportError):
+                importlib.import_module(name)
     warnings.simplefilter("ignore")
 
 
@@ -162,7 +163,7 @@ def _run_world(
     world = World(private, size, be_rank)
     worlds.append(world)
     world.start()
-    return world.watch(setting.options.timeout_s, _check_parent)
+    return world.watch(setting.timeout_s, _check_parent)
 
 
 def is_sound(outcome: Outcome) -> bool:

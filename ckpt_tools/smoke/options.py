@@ -50,8 +50,11 @@ class SmokeOptions:
     """Freeze the model and train LoRA adapters on its linear layers."""
     quantize: str | None = None
     """Quantise the frozen weights: "nf4"."""
-    timeout_s: float = 120.0
-    """Seconds that a phase may take before its ranks count as hanging."""
+    memory_bytes: int | None = None
+    """Memory that all ranks together may take (each one, on GPUs); what is free by default."""
+    timeout_s: float | None = None
+    """Seconds that a phase may take before its ranks count as hanging; by default two minutes, and more for large
+    models."""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -63,7 +66,7 @@ class SmokeOptions:
             raise UsageError(f"{self.nproc} ranks cannot train", hint="--nproc takes 1 or more")
         if self.steps < 1:
             raise UsageError(f"{self.steps} steps prove nothing", hint="--steps takes 1 or more")
-        if self.timeout_s <= 0:
+        if self.timeout_s is not None and self.timeout_s <= 0:
             raise UsageError(f"a timeout of {self.timeout_s} s is over at once", hint="--timeout takes seconds")
         if self.quantize is not None and self.quantize not in QUANTIZATIONS:
             raise UsageError(

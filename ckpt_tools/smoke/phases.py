@@ -69,7 +69,7 @@ def build(run: Run) -> str:
     run.has_reference = fit.has_reference
     recipe = blueprints.cut(run.setting, fit)
     if run.rank == 0:
-        for text in (*fit.notes, *recipe.notes):
+        for text in fit.notes:
             run.journal.note(text)
     source = run.source
     if source is None:
@@ -94,7 +94,7 @@ def _fit(run: Run) -> blueprints.Fit:
         run.setting,
         num_copies=run.world_size,
         is_local=run.device.type == "cpu" and run.is_local,
-        free_bytes=free_memory(run.device),
+        free_bytes=run.setting.options.memory_bytes or free_memory(run.device),
         workdir=run.directory,
     )
 
@@ -140,6 +140,8 @@ def load(run: Run) -> str:
         if not run.blueprint.recipe.is_cut:
             _report_names(run, "unexpected-tensor", report.unexpected, "the model has no name for it")
     total = sum(run.gather(report.loaded_bytes))
+    if not total:  # quantising needs whole layers
+        return "read, quantised and sent by rank 0"
     return f"{format_size(total)} read by {run.world_size} ranks"
 
 
@@ -158,7 +160,8 @@ def compare(run: Run) -> str:
         found = tolerances_of(run)
         run.journal.fact("tolerances", {"loss": found.loss, "gradient": found.gradient})
     total = sum(run.gather(nbytes))
-    return f"{count} tensors, {format_size(total)} on all ranks, against the source"
+    what = f"{count} tensors, {format_size(total)} on all ranks, against the source"
+    return what if run.setting.options.quantize is None else f"{what}; quantised ones by the loss"
 
 
 def states(run: Run) -> str:
@@ -181,6 +184,9 @@ def forward(run: Run) -> str:
     traces = os.path.join(run.directory, "traces") if run.is_local else None
     run.watch = run.resources.enter_context(watch(run.model, traces=traces))
     run.batch = on_device(batch_of(run, run.setting.dp_index(run.rank)), run.device, None)
+    if run.rank == 0:
+        for text in run.blueprint.recipe.notes_on(run.batch):
+            run.journal.note(text)
     output = call(run.model, run.batch)
     if run.rank == 0 and not has_loss(output):
         run.journal.note("the model returns no loss: the mean square of its outputs stands for one")

@@ -111,7 +111,7 @@ def _join(setting: Setting, rank: int, device: torch.device, rendezvous: str | N
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     options: dict[str, Any] = {"init_method": f"file://{rendezvous}"} if store is None else {"store": store}
-    timeout = timedelta(seconds=setting.options.timeout_s + COLLECTIVE_GRACE_S)
+    timeout = timedelta(seconds=setting.timeout_s + COLLECTIVE_GRACE_S)
     dist.init_process_group(backend, rank=rank, world_size=setting.mesh.world_size, timeout=timeout, **options)
 
 

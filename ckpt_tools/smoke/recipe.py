@@ -31,8 +31,6 @@ class Recipe(ABC):
 
     title: str = ""
     """Class of the model and where it comes from."""
-    notes: tuple[str, ...] = ()
-    """What is not as in training."""
     is_cut: bool = False
     """The model has fewer layers than it should."""
 
@@ -49,6 +47,10 @@ class Recipe(ABC):
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             return self.make_batch(model)
+
+    def notes_on(self, batch: Batch) -> tuple[str, ...]:  # noqa: ARG002 - most have none
+        """Return what this batch does not try."""
+        return ()
 
     def blocks(self, model: nn.Module) -> Any:  # noqa: ANN401, ARG002 - what `shard_model` takes
         """Return the units to wrap."""

@@ -41,8 +41,9 @@ class Reference:
     """
 
     def __init__(self, blueprint: Blueprint, device: torch.device) -> None:
-        self.model = blueprint.build()
-        _load(self.model, blueprint, device)
+        base = blueprint.build_base()
+        _load(base, blueprint.source, device)
+        self.model = blueprint.adapted(base).to(device)
         self.optimizer = make_optimizer(self.model)
         self._device = device
         self._dtype = blueprint.setting.policy.precision.param_dtype
@@ -97,27 +98,20 @@ def on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
     }
 
 
-def _load(model: nn.Module, blueprint: Blueprint, device: torch.device) -> None:
-    """Read the whole checkpoint into an unsharded model, without talking to other ranks."""
+def _load(model: nn.Module, source: str, device: torch.device) -> None:
+    """Read a whole checkpoint into an unsharded model, without talking to other ranks."""
     targets, shared = targets_of(model)
-    names = {name: blueprint.base_name(name) for name in targets}
     ties = tied_groups(model)
     state: dict[str, torch.Tensor] = {}
-    with open_path(blueprint.source) as opened:
-        inner = model if not blueprint.setting.options.lora else model.get_base_model()  # type: ignore[operator]
-        wanted = tuple(dict.fromkeys(base for base in names.values() if base is not None))
-        found, _ = match_names(opened.checkpoint, inner, wanted, "auto")
+    with open_path(source) as opened:
+        found, _ = match_names(opened.checkpoint, model, tuple(targets), "auto")
         reader = BoxReader(opened)
         for name, like in targets.items():
-            base = names[name]
             first = shared.get(name, name)
-            if base is None:
-                state[name] = like.detach().to(device)
-            elif base in found and first not in state:
+            if name in found and first not in state:
                 box = Box((0,) * like.dim(), tuple(like.shape))
-                state[first] = reader.read(found[base], box, like.dtype).to(device)
+                state[first] = reader.read(found[name], box, like.dtype).to(device)
     model.load_state_dict(state, strict=False, assign=True)
     fqns = plain_fqns(model)
     tie(model, ties, [fqns.get(name, name) for name in state])
     materialise_buffers(model, device)
-    model.to(device)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from ckpt_tools.fsdp2 import load_checkpoint, load_optimizer
+from ckpt_tools.fsdp2 import load_optimizer
 from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.checks import MAX_FINDINGS, differing_states, differing_tensors
@@ -23,7 +23,7 @@ def load_saved(run: Run, path: str) -> nn.Module:
     """Build the model anew, shard it, and load what was saved."""
     model = run.blueprint.build()
     apply_sharding(run, model)
-    load_checkpoint(model, path)
+    run.blueprint.load_saved(model, path)
     run.report(*audit(model, phase="loaded", plan=run.plan))
     return model
 

@@ -22,7 +22,11 @@ from ckpt_tools.text import escape_name
 from ckpt_tools.transform import strip_wrappers
 
 CONFIG_NAME = "config.json"
+DEFAULT_TIMEOUT_S = 120.0
+"""Of a phase, for a model of no size."""
 _MAX_CONFIG_BYTES = 16 << 20
+_SLOW_BYTES_PER_S = 20e6
+"""What a phase does at least with a model: read it from a network disk, or compute with it on a busy machine."""
 _DTYPES: Mapping[str, torch.dtype | None] = {
     "keep": None,
     "bf16": torch.bfloat16,
@@ -39,6 +43,8 @@ class Setting:
     mesh: Mesh
     policy: Policy
     recipe: Recipe
+    timeout_s: float
+    """Seconds that a phase may take."""
 
     @property
     def dp_size(self) -> int:
@@ -76,7 +82,16 @@ def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
     mesh = _find_mesh(options, policy, world_size)
     if policy is None:
         policy = parse_policy(_strategy_for(mesh), precision=precision)
-    return Setting(options=options, mesh=mesh, policy=policy, recipe=find_recipe(options))
+    recipe = find_recipe(options)
+    timeout_s = options.timeout_s or DEFAULT_TIMEOUT_S + _source_bytes(options) / _SLOW_BYTES_PER_S
+    return Setting(options=options, mesh=mesh, policy=policy, recipe=recipe, timeout_s=timeout_s)
+
+
+def _source_bytes(options: SmokeOptions) -> int:
+    if options.source is None:
+        return 0
+    with open_path(options.source) as opened:
+        return opened.checkpoint.total_bytes
 
 
 def _find_mesh(options: SmokeOptions, policy: Policy | None, world_size: int | None) -> Mesh:
@@ -174,10 +189,11 @@ def _from_config(content: bytes, where: str) -> Recipe:
 
 
 def refuse_absent(options: SmokeOptions) -> None:
-    """Raise UsageError for an option that this version cannot serve."""
-    if options.quantize is not None:
+    """Raise UsageError for an option whose library is not installed."""
+    if options.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(
-            f"--quantize {options.quantize} is not there yet", hint="try --lora on the weights as they are"
+            f"--quantize {options.quantize} needs bitsandbytes, and it is not installed",
+            hint="pip install 'ckpt-tools[qlora]'",
         )
     if options.lora and importlib.util.find_spec("peft") is None:
         raise UsageError("--lora needs peft, and it is not installed", hint="pip install 'ckpt-tools[hf]'")

@@ -92,7 +92,7 @@ def run_in_torchrun(
         error = first_error({rank: RankLog(rank=rank, events=journal.events)})
         if error is not None:
             raise error
-        logs = board.collect(options.timeout_s if done else _GRACE_S)
+        logs = board.collect(setting.timeout_s if done else _GRACE_S)
         report = _report(setting, logs)
         if rank == 0 and done:
             report = _with_reload(report, setting, logs, run_local)
@@ -100,7 +100,7 @@ def run_in_torchrun(
             board.say("reported")
         else:
             # Torchrun ends every process once one has failed: rank 0 speaks first.
-            board.wait_for("reported", options.timeout_s * 10 if done else options.timeout_s)
+            board.wait_for("reported", setting.timeout_s * 10 if done else setting.timeout_s)
         return replace(report, is_primary=rank == 0)
 
 
@@ -236,7 +236,7 @@ class _Guard:
         self._is_over.set()
 
     def _watch(self) -> None:
-        timeout_s = self._setting.options.timeout_s
+        timeout_s = self._setting.timeout_s
         seen, last = 0, time.monotonic()
         while not self._is_over.wait(_POLL_S):
             if len(self._journal.events) != seen:
@@ -260,7 +260,7 @@ class _Guard:
             findings = []
             if is_hanging and not any(log.has_said for log in logs.values()):
                 running = {rank: bool(frames) for rank, frames in places.items()}
-                findings.append(describe_hang(logs, places, running, self._setting.options.timeout_s))
+                findings.append(describe_hang(logs, places, running, self._setting.timeout_s))
             with suppress(CkptError):
                 self._on_abandoned(_report(self._setting, logs, findings, stacks))
             sys.stdout.flush()

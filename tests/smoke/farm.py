@@ -70,6 +70,8 @@ def serve():
     from ckpt_tools.smoke.launcher import preload
 
     preload(SmokeOptions())
+    for name in ("bert", "llama", "qwen3_moe", "t5"):
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     lifeline, _ = os.pipe()
     print("ready", flush=True)
     for line in sys.stdin:

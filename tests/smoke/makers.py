@@ -36,6 +36,22 @@ def make(directory, *kinds):
         ),
         "classifier": lambda: t.BertForSequenceClassification(t.BertConfig(**TEXT, num_labels=3)),
         "bare": lambda: t.LlamaModel(t.LlamaConfig(**TEXT, num_key_value_heads=2)).to(torch.bfloat16),
+        "llava": lambda: t.LlavaForConditionalGeneration(
+            t.LlavaConfig(
+                text_config=t.LlamaConfig(**TEXT, num_key_value_heads=2),
+                vision_config=t.CLIPVisionConfig(
+                    hidden_size=16,
+                    intermediate_size=32,
+                    num_hidden_layers=2,
+                    num_attention_heads=2,
+                    image_size=8,
+                    patch_size=4,
+                    projection_dim=16,
+                ),
+                image_token_index=60,
+                image_seq_length=4,
+            )
+        ),
         "vit": lambda: t.ViTForImageClassification(
             t.ViTConfig(
                 hidden_size=32,

@@ -139,8 +139,7 @@ REFUSED = [
     ({"mesh": "dp_shard=2", "nproc": 4}, "has 2 ranks, --nproc says 4"),
     ({"strategy": "sideways"}, "is not a strategy"),
     ({"strategy": "hybrid_shard", "mesh": "dp_shard=2"}, "hybrid_shard needs two axes"),
-    ({"lora": True, "mesh": "dp_shard=1,tp=2"}, "cuts nothing"),
-    ({"lora": True, "quantize": "nf4"}, "--quantize nf4"),
+    ({"lora": True, "mesh": "dp_shard=1,tp=2"}, "names none of its modules"),
 ]
 
 
