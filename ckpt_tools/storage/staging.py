@@ -13,6 +13,8 @@ import errno
 import os
 import shutil
 import stat
+import threading
+from collections import defaultdict
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.claim import claim_directory, empty_directory, staging_path
@@ -57,6 +59,7 @@ class Staging:
             os.close(self._parent)
             raise
         self._files: list[str] = []
+        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._descriptors = Descriptors(_WriteOpener(self.directory))
         self._journal: JournalWriter | None = None
         self.records: Records = {}
@@ -170,7 +173,9 @@ class Staging:
     def write(self, file: str, offset: int, buffers: list[memoryview | bytes]) -> int:
         """Write `buffers`, one after the other, from `offset` on; return the number of bytes."""
         total = sum(map(len, buffers))
-        with self._descriptors.use(file) as descriptor:
+        # The kernel lets one thread at a time write to a file, and the others spin on their core until it is done:
+        # better that they sleep.
+        with self._turns[file], self._descriptors.use(file) as descriptor:
             try:
                 _write_all(descriptor, offset, buffers, total)
                 if total >= 1 << 20:
