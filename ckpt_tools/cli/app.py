@@ -20,8 +20,8 @@ from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.storage.signals import STOP_SIGNALS
 from ckpt_tools.text import escape_name
 
-EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff),
-4 not a complete, readable checkpoint, 5 destination exists, 130 interrupted."""
+EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify,
+diff, smoke), 4 not a complete, readable checkpoint, 5 destination exists, 130 interrupted."""
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 """Values of an environment variable that set a flag, as in click."""

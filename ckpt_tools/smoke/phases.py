@@ -29,6 +29,8 @@ from ckpt_tools.units import format_size
 
 SEED = 20
 """Of the batches; each data-parallel rank adds its index."""
+NORM_TOLERANCE = 1e-4
+"""Relative, of the norm of all gradients."""
 MAX_NORM = 0.1
 """Gradients are clipped to this norm, which untrained models exceed."""
 _MAX_NAMES = 5
@@ -100,6 +102,8 @@ def _fit(run: Run) -> blueprints.Fit:
 
 
 def _millions(count: int) -> str:
+    if count < 1e5:
+        return str(count)
     return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.1f} B"
 
 
@@ -297,12 +301,18 @@ def clip(run: Run) -> str:
     """Clip, and compare the norm before and after."""
     norm = float(clip_grad_norm(run.model, MAX_NORM))
     after = float(clip_grad_norm(run.model, math.inf))
-    tolerance = tolerances_of(run).gradient
+    # Ranks add up millions of squares in other groups than one process: float32 keeps some 5 digits of such a sum.
+    tolerance = max(tolerances_of(run).gradient, NORM_TOLERANCE)
     if run.reference is not None:
         expected = run.reference.clip(MAX_NORM)
         if not abs(norm - expected) <= tolerance * max(expected, 1e-12):
-            run.error("wrong-norm", "the gradients", f"their norm is {norm:.6g}, the reference's {expected:.6g}")
-    if run.rank == 0 and not after <= max(MAX_NORM, 1e-12) * (1 + max(tolerance, 1e-4)):
+            run.error(
+                "wrong-norm",
+                "the gradients",
+                f"their norm is {norm:.6g}, the reference's {expected:.6g}",
+                "is it the norm of all ranks' parts, each once?",
+            )
+    if run.rank == 0 and not after <= MAX_NORM * (1 + tolerance):
         run.error("wrong-clip", "the gradients", f"their norm is {after:.6g} after clipping to {MAX_NORM}")
     return f"norm {norm:.6g} → {after:.6g}"
 

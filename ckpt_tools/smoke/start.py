@@ -65,8 +65,10 @@ def run_smoke(
         UnreadableError: The source is not a complete checkpoint.
         CkptError: The ranks could not be started.
     """
+    label = options.label
     options = replace(options, source=absolute(options.source), model=absolute(options.model))
-    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
+    # Schedulers set RANK and WORLD_SIZE as well, for processes of which each may start ranks of its own.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         from ckpt_tools.smoke.torchrun import run_in_torchrun
 
         is_first = os.environ["RANK"] == "0"
@@ -75,13 +77,13 @@ def run_smoke(
         report = run_in_torchrun(
             options,
             on_phase=on_phase,
-            on_abandoned=lambda report: speak(check.add_to(report)),
+            on_abandoned=lambda report: speak(check.add_to(replace(report, source=label))),
             run_local=lambda others, saved: run_local(others, saved=saved),
         )
-        return check.add_to(report) if is_first else report
+        return check.add_to(replace(report, source=label))
     check = SourceCheck(options)
     result = run_local(options, on_phase=on_phase)
-    return check.add_to(report_from_json(result["report"]))
+    return check.add_to(replace(report_from_json(result["report"]), source=label))
 
 
 def _print_findings(report: SmokeReport) -> None:
@@ -233,9 +235,14 @@ def _result(returncode: int, directory: str) -> dict[str, Any]:
     except FileNotFoundError:
         with open(os.path.join(directory, "launcher.log"), encoding="utf-8", errors="replace") as log:
             tail = log.read()[-3000:].strip()
+        if returncode < 0:
+            name = signal.Signals(-returncode).name
+            hint = "the machine may have run out of memory: try fewer ranks, or --memory" if name == "SIGKILL" else None
+            raise CkptError(f"the process that starts the ranks was ended by {name}", hint=hint) from None
         last = tail.splitlines()[-1] if tail else f"exit status {returncode}"
         error = CkptError(f"the process that starts the ranks has failed: {last}")
-        error.add_note(tail)
+        if tail:
+            error.add_note(tail)
         raise error from None
     if "error" in result:
         raise error_of(result["error"])

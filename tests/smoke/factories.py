@@ -56,6 +56,17 @@ def healthy():
     return Model()
 
 
+class Planned(Model):
+    """Says itself how it is to be cut, and has a second entry."""
+
+    fsdp_blocks = "Layer"
+    fsdp_forward_methods = ("score",)
+    fsdp_tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}  # noqa: RUF012
+
+    def score(self, batch):
+        return -self.forward(batch)
+
+
 class CustomMethod(Model):
     """Calls a method of a unit that is not its forward."""
 

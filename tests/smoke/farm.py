@@ -52,17 +52,31 @@ class Farm:
         answer = self._process.stdout.readline().strip()
         assert answer == "done", answer
 
-    def smoke(self, **options):
-        """Run the launcher; return the report, or raise what it raised."""
+    def smoke(self, *, path=None, **options):
+        """Run the launcher; return the report, or raise what it raised.
+
+        Args:
+            path: Directory to import a factory from, in addition.
+            **options: Of the run.
+        """
         options.setdefault("timeout_s", 60.0)
         with tempfile.TemporaryDirectory(prefix="farm-") as directory:
             job = {"options": SmokeOptions(**options).to_text(), "parent": self._process.pid, "saved": None}
             _write(os.path.join(directory, "job.json"), job)
-            self.call("ckpt_tools.smoke.launcher:main", directory)
+            self.call("smoke.farm:launch", directory, str(path or ""))
             result = json.loads(Path(directory, "result.json").read_text())
         if "error" in result:
             raise error_of(result["error"])
         return report_from_json(result["report"])
+
+
+def launch(directory, path):
+    """Be the launcher."""
+    from ckpt_tools.smoke.launcher import main
+
+    if path:
+        sys.path.append(path)
+    main(directory)
 
 
 def serve():

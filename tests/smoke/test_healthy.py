@@ -150,6 +150,13 @@ def test_smoke_without_a_checkpoint_takes_random_weights(farm):
     assert any("random" in note for note in report.notes)
 
 
+def test_smoke_of_a_factory_that_says_how_to_cut_finds_nothing(farm):
+    report = farm.smoke(factory="smoke.factories:Planned", mesh="dp_shard=1,tp=2", steps=1)
+    check(report, bitwise=False)  # without tp, sums are added up in another order
+    assert report.max_grad_error <= GRADIENT_FP32
+    assert report.reload_other_world.mesh == "dp_shard=1,tp=1"
+
+
 def test_smoke_on_one_rank_reloads_on_two(farm):
     report = farm.smoke(factory="smoke.factories:healthy", nproc=1, steps=1)
     check_fp32(report)
