@@ -7,9 +7,12 @@ import os
 from dataclasses import asdict, dataclass
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.layout import parse_mesh
 
 DEVICES = ("auto", "cpu", "cuda")
 """Where the ranks compute."""
+AXES = ("dp_replicate", "dp_shard", "tp")
+"""Axes that a mesh may have."""
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Names of dtypes; "keep" is that of the parameters."""
 QUANTIZATIONS = ("nf4",)
@@ -76,8 +79,25 @@ class SmokeOptions:
             raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
         if self.model is not None and self.factory is not None:
             raise UsageError("--model and --factory both say how to build the model", hint="drop one of them")
+        if self.mesh is not None:
+            self._check_mesh(self.mesh)
         if self.factory is not None and not all(self.factory.partition(":")):
             raise UsageError(f"{self.factory!r} names no callable", hint="write --factory pkg.mod:callable")
+
+    def _check_mesh(self, text: str) -> None:
+        """Refuse what no number of ranks can make right, before anything is started."""
+        axes = parse_mesh(text.replace("-1", "1")).axes
+        for name, _ in axes:
+            if name not in AXES:
+                raise UsageError(
+                    f"the axis {name} cannot be tried", where=f"--mesh {text}", hint=f"smoke runs {', '.join(AXES)}"
+                )
+        mesh = None if "-1" in text else parse_mesh(text)
+        if mesh is not None and self.nproc not in (None, mesh.world_size):
+            raise UsageError(
+                f"the mesh {mesh} has {mesh.world_size} ranks, --nproc says {self.nproc}",
+                hint="drop --nproc, or write -1 for one axis",
+            )
 
     @property
     def label(self) -> str:

@@ -135,8 +135,7 @@ def test_mixed_dtypes_in_one_group_are_found(farm, models, tmp_path):
 
 REFUSED = [
     ({"mesh": "dp_shard=2,tp=3"}, "divisible by tp=3"),
-    ({"mesh": "dp_shard=2,ep=2"}, "the axis ep cannot be tried"),
-    ({"mesh": "dp_shard=2", "nproc": 4}, "has 2 ranks, --nproc says 4"),
+    ({"mesh": "dp_shard=-1,tp=2", "nproc": 3}, "a world of 3 ranks is not a multiple of 2"),
     ({"strategy": "sideways"}, "is not a strategy"),
     ({"strategy": "hybrid_shard", "mesh": "dp_shard=2"}, "hybrid_shard needs two axes"),
     ({"lora": True, "mesh": "dp_shard=1,tp=2"}, "names none of its modules"),
