@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Every option can come from the environment: a tester's own settings must not steer the tests.
 for _name in [name for name in os.environ if name.startswith("CKPT_")]:
     del os.environ[_name]
+
+# A job that a script starts in the background ignores Ctrl-C, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
