@@ -25,6 +25,9 @@ from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors, Opener
 from ckpt_tools.text import escape_name
 
 _SYNC_FILE_RANGE_WRITE = 2
+_SLICE_BYTES = 1 << 20
+"""Bytes of one call to write. Longer ones make the kernel look for huge pages for its cache, which in a virtual machine
+the host may have to provide first: 4 MiB at once took up to three times as long."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -354,15 +357,20 @@ def _parents(file: str) -> list[str]:
 
 
 def _write_all(descriptor: int, offset: int, buffers: list[memoryview | bytes], nbytes: int) -> None:
-    count = os.pwritev(descriptor, buffers, offset)
-    if count == nbytes:
-        return
-    rest = memoryview(b"".join(buffers))
-    while count != nbytes:
-        more = os.pwrite(descriptor, rest[count:], offset + count)
-        if not more:
-            raise OSError(errno.EIO, "nothing more is written")
-        count += more
+    if nbytes <= _SLICE_BYTES:
+        count = os.pwritev(descriptor, buffers, offset)
+        if count == nbytes:
+            return
+        offset += count
+        buffers = [b"".join(buffers)[count:]]
+    for buffer in buffers:
+        rest = memoryview(buffer)
+        while rest:
+            count = os.pwrite(descriptor, rest[:_SLICE_BYTES], offset)
+            if not count:
+                raise OSError(errno.EIO, "nothing more is written")
+            offset += count
+            rest = rest[count:]
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:
