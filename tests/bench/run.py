@@ -1,9 +1,9 @@
 """Times shard, gather, reshard and verify as whole processes, beside `cp -r` + sync and other tools.
 
 Contenders take turns within each round, so a slow minute hits all alike. The page cache is warm for
-everybody: nothing is dropped, every source is read once before its job. ckpt and cp end with their output
-on disk (fsync, sync -f); the peers run as their own defaults are. What ckpt writes is checked once per job,
-outside the clock.
+everybody: nothing is dropped, every source is read once before its job. Everybody ends with the output on
+disk: ckpt by its own fsync, cp and the peers, which leave that to the system, by `sync -f`. Beyond that the
+peers run as their own defaults are. What ckpt writes is checked once per job, outside the clock.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ def say(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-def peer(script: str, *arguments: object) -> Contender:
-    """A peer in its own Python process."""
-    command = [sys.executable, str(HERE / "peers" / f"{script}.py"), *map(str, arguments)]
-    return Contender(name=script.replace("_", " "), kind="peer", command=command)
+def peer(script: str, source: Path, out: Path, *arguments: object) -> Contender:
+    """A peer in its own Python process, until its output is on disk."""
+    words = [sys.executable, HERE / "peers" / f"{script}.py", source, out, *arguments]
+    command = ["sh", "-c", '"$@" && sync -f "$0"', str(out), *map(str, words)]
+    return Contender(name=script.replace("_", " ") + " + sync", kind="peer", command=command)
 
 
 def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) -> Iterator[Job]:

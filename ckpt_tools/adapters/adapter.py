@@ -1,0 +1,87 @@
+"""What an adapter is: modules, their factors, and where every setting came from. No torch.
+
+A factor is a `TensorEntry` while only headers were read, and a `torch.Tensor` once its bytes are there: `F` below.
+
+Whatever an ecosystem calls its tensors, here a factor has one role. Letters: r rank, out and in the dims of the base
+weight, k a kernel's, n a number of blocks, b a block's size.
+
+    lora   A (r, in[, k, k]), B (out, r[, 1, 1]), mid (r, r, k, k) of Tucker, A_embedding (r, num_embeddings) and
+           B_embedding (dim, r), B_bias (out,)
+    loha   w1_a (out, r), w1_b (r, in), w2_a, w2_b alike; t1, t2 (r, r, k, k)
+    lokr   w1 (l, m), or w1_a (l, r) and w1_b (r, m); w2 (out/l, in/m[, k, k]), or w2_a and w2_b; t2 (r, r, k, k)
+    oft    R (n, b(b-1)/2) as PEFT has it, or blocks (n, b, b) as LyCORIS has it; rescale
+    boft   R (m, n, b, b) and s (out, 1) as PEFT has it, or blocks (m, n, b, b) as LyCORIS has it; rescale
+    full   diff (the weight's shape), diff_b (out,)
+    saved  weight, bias, …: whole tensors that replace the base's (PEFT's modules_to_save)
+
+Any of lora, loha and lokr may have a magnitude as well (DoRA): (out,), (out, 1, …) or (1, in, 1, …).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+Family = Literal["lora", "loha", "lokr", "oft", "boft", "full", "saved"]
+"""How the factors change a weight; DoRA is a magnitude beside another family's factors."""
+Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "torchtitan"]
+"""Whose names the tensors had."""
+Target = Literal["peft", "diffusers", "kohya", "comfyui"]
+"""Whose names they can get."""
+
+T = TypeVar("T")
+F = TypeVar("F")
+
+
+@dataclass(frozen=True, slots=True)
+class Sourced(Generic[T]):
+    """A setting, and how it is known."""
+
+    value: T
+    """The setting itself."""
+    source: str
+    """For people: "--alpha", "header lora_adapter_metadata", "A has 16 rows", …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterModule(Generic[F]):
+    """The factors of one adapted module (or of one parameter of it)."""
+
+    path: str
+    """The module's path in the base model ("model.layers.0.self_attn.q_proj"); in the names of `Adapter.convention`
+    where these do not tell the path (kohya's lora_unet_…)."""
+    family: Family
+    """How the factors change the weight."""
+    factors: Mapping[str, F]
+    """Role → tensor."""
+    rank: Sourced[int] | None = None
+    """r; None for families without one, and for full-size factors."""
+    alpha: Sourced[float] | None = None
+    """Numerator of the scale; for oft the constraint. None while it is not known."""
+    use_rslora: bool = False
+    """Scale alpha/√r instead of alpha/r."""
+    parameter: str = "weight"
+    """The parameter that is changed; another one for PEFT's target_parameters (MoE experts)."""
+
+    @property
+    def is_dora(self) -> bool:
+        """Has it a magnitude?"""
+        return "magnitude" in self.factors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter(Generic[F]):
+    """Everything that one adapter holds."""
+
+    modules: tuple[AdapterModule[F], ...]
+    """In the order of their paths."""
+    convention: Convention
+    """Whose names the tensors had."""
+    name: str = "default"
+    """PEFT's adapter name."""
+    settings: Mapping[str, Sourced[object]] = field(default_factory=dict)
+    """What is known beyond the tensors: base_model_name_or_path, init_lora_weights, oft_block_size,
+    use_cayley_neumann, task_type, …"""
+    left_out: tuple[str, ...] = ()
+    """What the source holds beside the adapter, for people."""

@@ -1,0 +1,84 @@
+"""What a trainer's config asks for, in one form for all trainers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckpt_tools.layout import Mesh
+
+Framework = Literal["accelerate", "trainer", "torchtitan", "axolotl", "ai-toolkit", "verl", "openrlhf"]
+"""Whose config it is; "trainer" is transformers' TrainingArguments."""
+Engine = Literal["fsdp2", "fsdp1", "ddp", "deepspeed", "none"]
+"""What distributes the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """The adapter that is trained."""
+
+    kind: str = "lora"
+    """lora, lokr, …"""
+    rank: int | None = None
+    """r."""
+    alpha: float | None = None
+    """Numerator of the scale."""
+    targets: tuple[str, ...] = ()
+    """Module names or suffixes; empty when the config leaves them to the trainer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSpec:
+    """How a run is distributed, and what it trains. None: the config does not say, and the trainer has no default."""
+
+    framework: Framework
+    """Whose config it was."""
+    engine: Engine
+    """What distributes the model."""
+    world_size: int | None = None
+    """Ranks, from `--world-size` or the config."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Mesh axis (dp_replicate, dp_shard, tp, ep, cp, pp, sp) → size as the config says; -1 is "the rest"."""
+    mesh: Mesh | None = None
+    """The mesh of `axes` over `world_size` ranks, in rank order; None when they do not fit together."""
+    strategy: str | None = None
+    """full_shard, shard_grad_op, hybrid_shard or no_shard."""
+    reshard_after_forward: bool | int | None = None
+    """What becomes of gathered parameters after forward."""
+    param_dtype: str | None = None
+    """Of computation: bf16, f16, f32."""
+    reduce_dtype: str | None = None
+    """In which gradients are averaged."""
+    master_dtype: str | None = None
+    """Of the parameters that the optimizer updates."""
+    offload_params: bool = False
+    """Parameters, gradients and optimizer state live in host memory."""
+    offload_optimizer: bool = False
+    """Optimizer state alone does."""
+    activation_checkpointing: bool = False
+    """Activations are computed again in backward."""
+    wrap_classes: tuple[str, ...] = ()
+    """Classes of the blocks that are wrapped."""
+    wrap_min_num_params: int | None = None
+    """Wrap whatever has more parameters."""
+    adapter: AdapterSpec | None = None
+    """None: every parameter is trained."""
+    quantize: str | None = None
+    """nf4, int8, … of the frozen weights."""
+    optimizer: str | None = None
+    """In the trainer's spelling."""
+    seq_len: int | None = None
+    """Tokens of one sample."""
+    batch_size: int | None = None
+    """Samples per rank and step."""
+    state_dict_type: str | None = None
+    """FULL_STATE_DICT or SHARDED_STATE_DICT, where the config says."""
+    cpu_ram_efficient_loading: bool | None = None
+    """Only the first rank reads the weights."""
+    model: str | None = None
+    """Directory or hub id of the base model."""
+    resume_from: str | None = None
+    """Checkpoint to go on from."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Field of this class → key path in the config that said so, for messages."""
