@@ -6,13 +6,26 @@ DCP stores what is no tensor this way (`optimizer.param_groups.0.lr`).
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats.inert_pickle import GlobalName, Record, parse_pickle
+from ckpt_tools.text import escape_name
 
 MAX_VALUE_BYTES = 64 << 20
 """Largest item that is read: lists of parameter names have kilobytes."""
+_DAMAGED = (
+    zipfile.BadZipFile,
+    RuntimeError,  # encrypted, an unknown method
+    ValueError,
+    EOFError,
+    OSError,  # a negative offset
+    ArithmeticError,  # an offset beyond what a file can have
+    LookupError,
+    struct.error,  # an extra field that ends early
+)
+"""What zipfile raises on archives that nobody wrote."""
 
 
 def parse_value(content: bytes, *, where: str) -> object:
@@ -36,8 +49,8 @@ def parse_value(content: bytes, *, where: str) -> object:
             if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
                 raise UnreadableError("the item is not what torch.save writes", where=where)
             data = archive.read(records[0])
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
-        raise UnreadableError(f"the item is damaged: {error}", where=where) from error
+    except _DAMAGED as error:
+        raise UnreadableError(f"the item is damaged: {escape_name(str(error))}", where=where) from error
     try:
         value = parse_pickle(data, allowed_globals=frozenset())
     except UnreadableError as error:
