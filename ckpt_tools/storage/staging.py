@@ -25,9 +25,10 @@ from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors, Opener
 from ckpt_tools.text import escape_name
 
 _SYNC_FILE_RANGE_WRITE = 2
-_SLICE_BYTES = 1 << 20
-"""Bytes of one call to write. Longer ones make the kernel look for huge pages for its cache, which in a virtual machine
-the host may have to provide first: 4 MiB at once took up to three times as long."""
+_SLICE_BYTES = 128 << 10
+"""Bytes of one call to write. The kernel takes memory for its cache in pieces up to this size. Large ones come from
+large free areas, which the host of a virtual machine has often taken back and must provide again, page by page: with
+1 MiB at once the same run took up to twice as long. That is also about what cp asks for."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
