@@ -1,0 +1,111 @@
+"""Run one function that needs torch in a process of its own: the caller stays light, and nothing of it is left."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError, UsageError
+
+TIMEOUT_S = 120.0
+"""What a call may take: it builds a model on the meta device and reads headers."""
+_BOOT = """
+import json, sys
+with open(sys.argv[1] + "/job.json") as file:
+    job = json.load(file)
+sys.path[:] = job["path"]
+from ckpt_tools.preflight.child import serve
+serve(sys.argv[1], job)
+"""
+_CLASSES: Mapping[str, type[CkptError]] = {
+    kind.__name__: kind for kind in (CkptError, StorageError, UsageError, UnreadableError, LimitError)
+}
+
+
+def call_in_child(function: str, job: Mapping[str, object], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Call "module:function" with `job` in a new process, and return the mapping that it returns.
+
+    The process ends with the call, has one thread for computing, no network for model hubs, and writes below a
+    directory that is removed.
+
+    Args:
+        function: A function of this package that takes one mapping, of what JSON holds, and returns one.
+        job: Its argument.
+        timeout_s: Seconds after which the process is ended.
+
+    Raises:
+        CkptError: What the function raised, or that the process ended without a word.
+    """
+    with tempfile.TemporaryDirectory(prefix="ckpt-preflight-", ignore_cleanup_errors=True) as directory:
+        with open(os.path.join(directory, "job.json"), "w", encoding="utf-8") as file:
+            # Not the current directory, which may be somebody's checkpoint, with a torch.py in it.
+            json.dump({"function": function, "job": dict(job), "path": [entry for entry in sys.path if entry]}, file)
+        log_path = os.path.join(directory, "child.log")
+        with open(log_path, "wb") as log:
+            process = subprocess.Popen(  # noqa: S603 - this Python, with arguments of our own
+                [sys.executable, "-P", "-c", _BOOT, directory],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(directory),
+            )
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired as error:
+                raise CkptError(f"describing the model took more than {timeout_s:.0f} s", where=function) from error
+            finally:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                process.wait()
+        return _result(directory, process.returncode, log_path)
+
+
+def _environment(directory: str) -> dict[str, str]:
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("CKPT_", "TORCHELASTIC_"))}
+    return plain | threads | quiet | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": directory}
+
+
+def _result(directory: str, returncode: int, log_path: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(directory, "result.json"), encoding="utf-8") as file:
+            answer: dict[str, Any] = json.load(file)
+    except FileNotFoundError:
+        with open(log_path, encoding="utf-8", errors="replace") as log:
+            tail = log.read()[-3000:].strip()
+        last = tail.splitlines()[-1] if tail else f"exit status {returncode}"
+        failed = CkptError(f"the process that describes the model has failed: {last}")
+        if tail:
+            failed.add_note(tail)
+        raise failed from None
+    if "error" in answer:
+        error = answer["error"]
+        raise _CLASSES.get(error["class"], CkptError)(error["what"], where=error["where"], hint=error["hint"])
+    result: dict[str, Any] = answer["result"]
+    return result
+
+
+def serve(directory: str, job: Mapping[str, Any]) -> None:
+    """Be the child: call what the job names, and leave the answer in `directory`."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    module, _, name = job["function"].partition(":")
+    answer: dict[str, object]
+    try:
+        answer = {"result": getattr(importlib.import_module(module), name)(job["job"])}
+    except CkptError as error:
+        parts = {"what": error.what, "where": error.where, "hint": error.hint}
+        answer = {"error": {"class": type(error).__name__, **parts}}
+    path = os.path.join(directory, "result.json")
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+    os.replace(path + ".part", path)

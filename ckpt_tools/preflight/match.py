@@ -1,0 +1,352 @@
+"""The checkpoint against the config: will it load, whole, into this model on this mesh?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.checkpoint import Checkpoint, Finding
+from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.infer import infer_mesh
+from ckpt_tools.layout import FSDP_AXIS, Mesh
+from ckpt_tools.opening import Opened, open_path
+from ckpt_tools.preflight.child import call_in_child
+from ckpt_tools.preflight.names_match import (
+    Comparison,
+    check_adapters,
+    check_dtypes,
+    check_names,
+    comparison_from_json,
+    is_native_titan,
+)
+from ckpt_tools.preflight.reads import RankReads, reads_from_json
+from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.text import escape_name
+from ckpt_tools.transform import is_optimizer, strip_wrappers
+from ckpt_tools.units import format_size
+from ckpt_tools.verify import Verification, verify
+
+COMPARE = "ckpt_tools.preflight.meta_model:compare"
+"""What runs in the child."""
+_MODEL_CHILDREN = ("pytorch_model_fsdp_0", "model")
+"""Where accelerate puts the model inside of a checkpoint of its own."""
+_OPTIMIZER_CHILD = "optimizer_0"
+_OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
+_MANY_BYTES = 2.0
+"""Bytes read for a byte that is kept, from which on a reshard is proposed."""
+_MANY_FILES = 16
+_SAMPLE_BYTES = 1 << 16
+"""Of two tied tensors, to see whether they are the same."""
+_SAVES_OPTIMIZER: Mapping[str, str] = {
+    "torchtitan": "or load the weights alone: checkpoint.initial_load_path with initial_load_model_only = true",
+    "accelerate": "or start anew: pass the weights as the model, not as the checkpoint to resume from",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointMatch:
+    """What is to be said about a checkpoint and a config."""
+
+    path: str
+    """What was looked at: the model's part of the checkpoint."""
+    findings: tuple[Finding, ...]
+    not_checked: tuple[str, ...] = ()
+    verify: Verification | None = None
+    """None when it could not be opened."""
+    comparison: Comparison | None = None
+    """With the model; None without one."""
+    mesh: str | None = None
+    """That it was saved for, when known."""
+    reads: tuple[RankReads, ...] = ()
+    """By rank of the config's mesh."""
+
+    @property
+    def ok(self) -> bool:
+        """True without an error."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    def to_json(self) -> dict[str, object]:
+        """Return it for the JSON document."""
+        reads = self.reads
+        return {
+            "path": self.path,
+            "ok": self.ok,
+            "mesh": self.mesh,
+            "num_matched": None if self.comparison is None else len(self.comparison.found),
+            "reads": None
+            if not reads
+            else {
+                "max_files": max(one.num_files for one in reads),
+                "max_read_bytes": max(one.read_bytes for one in reads),
+                "max_needed_bytes": max(one.needed_bytes for one in reads),
+            },
+        }
+
+
+def check_checkpoint(path: str, spec: ParallelSpec, *, model: str | None, resumes: bool = False) -> CheckpointMatch:
+    """Hold a checkpoint against the model, the mesh and the dtypes of a config. Headers are read, no weights.
+
+    Args:
+        path: A checkpoint of any format, or an accelerate checkpoint that holds one.
+        spec: What the config asks for.
+        model: A config.json, or its directory; None leaves names and shapes unchecked.
+        resumes: The run goes on from it, so the optimizer's state must be there.
+    """
+    path = _locate(path)
+    where = escape_name(path)
+    try:
+        with open_path(path) as opened:
+            return _check(opened, path, where, spec, model, resumes)
+    except UnreadableError as error:
+        finding = Finding(
+            code="checkpoint-unreadable", severity="error", where=error.where or where, what=error.what, hint=error.hint
+        )
+        return CheckpointMatch(path=path, findings=(finding,), not_checked=("the checkpoint, which cannot be read",))
+
+
+def _locate(path: str) -> str:
+    """Return the directory of the model in what accelerate saved."""
+    inside = os.path.join(path, _MODEL_CHILDREN[0])
+    return inside if os.path.isdir(inside) else path
+
+
+def _check(
+    opened: Opened, path: str, where: str, spec: ParallelSpec, model: str | None, resumes: bool
+) -> CheckpointMatch:
+    checkpoint = opened.checkpoint
+    verified = verify(opened, level="structure", num_workers=1)
+    findings = list(verified.findings)
+    not_checked: list[str] = []
+    if resumes:
+        findings += _check_optimizer(checkpoint, path, where, spec)
+    mesh = shard_mesh(spec.mesh)
+    saved = _saved_mesh(checkpoint)
+    if model is None:
+        not_checked.append("the checkpoint's names and shapes: there is no config.json of the model (--model DIR)")
+        return CheckpointMatch(
+            path=path, findings=tuple(findings), not_checked=tuple(not_checked), verify=verified, mesh=_text(saved)
+        )
+    job = {"config": os.path.abspath(model), "checkpoint": os.path.abspath(path), "mesh": _text(mesh)}
+    try:
+        described = call_in_child(COMPARE, job)
+    except CkptError as error:
+        not_checked.append(f"the checkpoint's names and shapes: {error.what}")
+        return CheckpointMatch(
+            path=path, findings=tuple(findings), not_checked=tuple(not_checked), verify=verified, mesh=_text(saved)
+        )
+    comparison = comparison_from_json(described)
+    findings += _check_model(opened, comparison, where, spec)
+    if (
+        spec.framework == "torchtitan"
+        and not comparison.found
+        and is_native_titan(map(strip_wrappers, comparison.left))
+    ):
+        not_checked.append("names and shapes: the checkpoint has torchtitan's own names, config.json transformers'")
+    reads = described.get("reads")
+    counted: tuple[RankReads, ...] = ()
+    if reads is None and comparison.found:
+        not_checked.append("what each rank reads: the config's mesh is not known")
+    elif reads is not None and "unknown" in reads:
+        not_checked.append(f"what each rank reads: {reads['unknown']}")
+    elif reads is not None and "refused" in reads:
+        refused = reads["refused"]
+        findings.append(
+            Finding(
+                code="checkpoint-mesh",
+                severity="warning",
+                where=where,
+                what=f"the checkpoint cannot be cut for {mesh}: {refused['what']}",
+                hint=refused["hint"],
+            )
+        )
+    elif reads is not None and mesh is not None and comparison.found:
+        counted = reads_from_json(reads)
+        findings += check_mesh(checkpoint, counted, where=where, saved=saved, mesh=mesh, spec=spec)
+    if spec.mesh is not None and spec.mesh.size("pp") > 1:
+        not_checked.append("which stage of the pipeline reads what: the reads are those of a rank with every layer")
+    return CheckpointMatch(
+        path=path,
+        findings=tuple(findings),
+        not_checked=tuple(not_checked),
+        verify=verified,
+        comparison=comparison,
+        mesh=_text(saved),
+        reads=counted,
+    )
+
+
+def _check_model(opened: Opened, comparison: Comparison, where: str, spec: ParallelSpec) -> Iterator[Finding]:
+    checkpoint = opened.checkpoint
+    shapes = {entry.fqn: entry.shape for entry in checkpoint.tensors}
+    proposed = _text(shard_mesh(spec.mesh)) or "dp_shard=N"
+    yield from check_names(comparison, where=where, stored=checkpoint.format, framework=spec.framework, mesh=proposed)
+    yield from check_adapters(
+        comparison,
+        shapes,
+        where=where,
+        rank=None if spec.adapter is None else spec.adapter.rank,
+        has_adapter=spec.adapter is not None,
+        key=spec.keys.get("adapter", "the rank of the adapter"),
+    )
+    yield from check_dtypes(
+        comparison,
+        where=where,
+        param_dtype=spec.param_dtype,
+        master_dtype=spec.master_dtype,
+        key=spec.keys.get("param_dtype", "the config"),
+    )
+    yield from _check_ties(opened, comparison, where)
+
+
+def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[Finding]:
+    """Look whether tensors that the model shares are the same in the checkpoint."""
+    entries = {entry.fqn: entry for entry in opened.checkpoint.tensors}
+    for group in comparison.ties:
+        stored = [comparison.found[name].fqns for name in group if name in comparison.found]
+        if len(stored) < 2 or any(len(fqns) != 1 for fqns in stored):
+            continue
+        first, *others = [opened.resolve(entries[fqns[0]]) for fqns in stored]
+        for other in others:
+            if first.fqn == other.fqn or not first.chunks or not other.chunks:
+                continue
+            a, b = first.chunks[0], other.chunks[0]
+            if (first.dtype, a.box, a.strides) != (other.dtype, b.box, b.strides):
+                continue
+            count = min(a.span.nbytes, b.span.nbytes, _SAMPLE_BYTES)
+            one, two = (opened.source.read(chunk.span.file, chunk.span.offset, count) for chunk in (a, b))
+            names = f"{escape_name(first.fqn)} and {escape_name(other.fqn)}"
+            if one != two:
+                yield Finding(
+                    code="checkpoint-tied",
+                    severity="error",
+                    where=where,
+                    what=f"{names} differ, and the model shares them: one of the two would be lost",
+                    hint='write "tie_word_embeddings": false in config.json if they were trained apart',
+                )
+            else:
+                yield Finding(
+                    code="checkpoint-tied",
+                    severity="info",
+                    where=where,
+                    what=f"{names} are both stored, and the model shares them (their first {count} bytes agree)",
+                )
+
+
+def _check_optimizer(checkpoint: Checkpoint, path: str, where: str, spec: ParallelSpec) -> Iterator[Finding]:
+    """Look for the optimizer's state: in the checkpoint, or beside the model as accelerate saves it."""
+    if any(map(is_optimizer, checkpoint.tensors)):
+        return
+    parent = os.path.dirname(os.path.abspath(path))
+    for directory in {path, parent} if os.path.basename(path) in _MODEL_CHILDREN else {path}:
+        if os.path.exists(os.path.join(directory, _OPTIMIZER_CHILD, ".metadata")):
+            return
+        if any(os.path.exists(os.path.join(directory, name)) for name in _OPTIMIZER_FILES):
+            return
+    key = spec.keys.get("resume_from", "the config")
+    hint = _SAVES_OPTIMIZER.get(spec.framework, "or start anew with these weights as the base model")
+    yield Finding(
+        code="checkpoint-no-optimizer",
+        severity="error",
+        where=where,
+        what=f"{key} resumes, and there is no optimizer state in the checkpoint, nor beside it",
+        hint=f"take a checkpoint that the trainer saved for resuming, {hint}",
+    )
+
+
+def shard_mesh(mesh: Mesh | None) -> Mesh | None:
+    """Return the axes that cut or copy parameters: FSDP folds cp into dp_shard; stages of a pipeline are left out."""
+    if mesh is None:
+        return None
+    axes = []
+    shard = mesh.size(FSDP_AXIS) * mesh.size("cp")
+    replicate, tp = mesh.size("dp_replicate"), mesh.size("tp")
+    if replicate > 1:
+        axes.append(("dp_replicate", replicate))
+    if shard > 1 or (replicate == 1 and tp == 1) or FSDP_AXIS in dict(mesh.axes):
+        axes.append((FSDP_AXIS, shard))
+    if tp > 1:
+        axes.append(("tp", tp))
+    return Mesh(tuple(axes))
+
+
+def _saved_mesh(checkpoint: Checkpoint) -> Mesh | None:
+    if checkpoint.mesh is not None:
+        return checkpoint.mesh
+    inferred = infer_mesh(checkpoint) if checkpoint.format in ("dcp", "hf-sharded") else None
+    return None if inferred is None else inferred.mesh
+
+
+def _text(mesh: Mesh | None) -> str | None:
+    return None if mesh is None else str(mesh)
+
+
+def check_mesh(
+    checkpoint: Checkpoint,
+    reads: tuple[RankReads, ...],
+    *,
+    where: str,
+    saved: Mesh | None,
+    mesh: Mesh,
+    spec: ParallelSpec,
+) -> Iterator[Finding]:
+    """Yield how the ranks of the run read the checkpoint, and what would make that cheaper.
+
+    Args:
+        checkpoint: As it is.
+        reads: What ranks read (`reads.count_reads`).
+        where: The checkpoint, for messages.
+        saved: The mesh that it was saved for, when known.
+        mesh: The mesh of the run.
+        spec: Framework and how it loads.
+    """
+    if not reads:
+        return
+    if checkpoint.format in ("hf", "safetensors") and spec.framework != "torchtitan":
+        yield _whole_read(checkpoint, where, mesh, spec)
+        return
+    files = max(one.num_files for one in reads)
+    read = max(one.read_bytes for one in reads)
+    needed = max(one.needed_bytes for one in reads)
+    factor = sum(one.read_bytes for one in reads) / max(1, sum(one.needed_bytes for one in reads))
+    came = f"saved for {saved}, " if saved is not None else ""
+    what = (
+        f"{came}read by {mesh}: each rank reads {'one file' if files == 1 else f'up to {files} files'}, "
+        f"{format_size(read)} for the {format_size(needed)} that it keeps"
+    )
+    hint = None
+    if checkpoint.format == "dcp" and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
+        plan = " --tp-plan auto" if mesh.size("tp") > 1 else ""
+        hint = f"loads faster after: ckpt reshard {where} NEW --mesh {mesh}{plan}"
+    yield Finding(code="checkpoint-mesh", severity="info", where=where, what=what, hint=hint)
+
+
+def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSpec) -> Finding:
+    """Return what it means that every rank calls from_pretrained."""
+    size = format_size(checkpoint.total_bytes)
+    files = f"{len(checkpoint.files)} file" + ("s" if len(checkpoint.files) != 1 else "")
+    if spec.cpu_ram_efficient_loading:
+        what = f"the first rank reads all {size} ({files}) and sends every rank its part"
+        return Finding(code="checkpoint-mesh", severity="info", where=where, what=what)
+    world = spec.world_size or mesh.world_size
+    total = format_size(checkpoint.total_bytes * world)
+    key = spec.keys.get("cpu_ram_efficient_loading")
+    return Finding(
+        code="checkpoint-mesh",
+        severity="info",
+        where=where,
+        what=f"each of {world} ranks reads all {size} ({files}): {total} together",
+        hint=None if key is None else f"with {key}: true only the first rank reads",
+    )
+
+
+def describe_model(model: str) -> Comparison:
+    """Return names, shapes and dtypes of the model of a config.json, without a checkpoint.
+
+    Raises:
+        UsageError: Nothing builds such a model.
+        CkptError: The process that builds it failed.
+    """
+    described: dict[str, Any] = call_in_child(COMPARE, {"config": os.path.abspath(model)})
+    return comparison_from_json(described)

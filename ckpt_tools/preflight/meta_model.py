@@ -1,0 +1,157 @@
+"""The model on the meta device, beside the names of a checkpoint. Imports torch: for a process of its own.
+
+`compare` is what `child.call_in_child` runs; what it returns is read by `match`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_tools.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.dtypes import BY_TORCH_NAME
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.ties import tied_groups
+from ckpt_tools.layout import Mesh, Shard, parse_mesh
+from ckpt_tools.opening import open_path
+from ckpt_tools.preflight.reads import count_reads, reads_to_json
+from ckpt_tools.rules import Rule, place_tensors, tp_plan_rules
+from ckpt_tools.smoke.options import SmokeOptions
+from ckpt_tools.smoke.setting import find_recipe
+
+_PEFT_ROOT = re.compile(r"(^|\.)base_model\.model\.")
+_PEFT_PARTS = re.compile(r"\.(base_layer|modules_to_save\.[^.]+|original_module)(?=\.)")
+_ADAPTER = re.compile(
+    r"(^|[._])(lora_(A|B|E|down|up|embedding_[AB]|magnitude_vector|mid)|hada_|lokr_|oft_|boft_|dora_)"
+)
+
+
+def compare(job: Mapping[str, Any]) -> dict[str, object]:
+    """Describe the model of a config.json, and hold a checkpoint's names against it.
+
+    Args:
+        job: "config": the file or its directory; "checkpoint": a path or None; "mesh": the config's mesh or None.
+
+    Returns:
+        Of the model: "title", "base_prefix", "num_elems", "tensors" (name → dtype, shape, kind: parameter, buffer or
+        transient, a buffer that is never saved) and "ties". Of the checkpoint: "found" (name of the model → dtype,
+        shape and FQNs), "left" (FQNs that the model does not have), "adapters" (FQNs), and "reads".
+
+    Raises:
+        UsageError: Nothing builds such a model.
+        UnreadableError: The checkpoint cannot be opened.
+    """
+    with torch.device("meta"):
+        model = find_recipe(SmokeOptions(model=job["config"])).build()
+    described: dict[str, object] = {
+        "title": type(model).__name__,
+        "base_prefix": _base_prefix(model),
+        "num_elems": sum(parameter.numel() for parameter in model.parameters()),
+        "tensors": _tensors(model),
+        "ties": tied_groups(model),
+    }
+    if job.get("checkpoint") is not None:
+        described |= _match(model, job)
+    return described
+
+
+def _base_prefix(model: nn.Module) -> str:
+    """Return what transformers adds to, or takes from, the names of a file by itself."""
+    name = getattr(model, "base_model_prefix", "")
+    return f"{name}." if isinstance(name, str) and name else ""
+
+
+def _tensors(model: nn.Module) -> dict[str, object]:
+    saved = set(model.state_dict(keep_vars=True))
+    found: dict[str, object] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[name] = {"dtype": _dtype(parameter), "shape": list(parameter.shape), "kind": "parameter"}
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        kind = "buffer" if name in saved else "transient"
+        found[name] = {"dtype": _dtype(tensor), "shape": list(tensor.shape), "kind": kind}
+    return found
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")].name
+
+
+def _match(model: nn.Module, job: Mapping[str, Any]) -> dict[str, object]:
+    with open_path(job["checkpoint"]) as opened:
+        adapters = [entry.fqn for entry in opened.checkpoint.tensors if _ADAPTER.search(entry.fqn)]
+        plain, original = _without_peft(opened.checkpoint, set(adapters))
+        names = tuple(model.state_dict(keep_vars=True))
+        try:
+            wholes, left = match_names(plain, model, names, "auto")
+        except UsageError as error:
+            return {"refused": {"what": error.what, "hint": error.hint}, "adapters": adapters}
+        found = {
+            name: {
+                "dtype": whole.dtype.name,
+                "shape": list(whole.shape),
+                "fqns": [original[piece.entry.fqn] for piece in whole.pieces],
+            }
+            for name, whole in wholes.items()
+        }
+        used = {piece.entry.fqn for whole in wholes.values() for piece in whole.pieces}
+        entries = [entry for entry in plain.tensors if entry.fqn in used]
+        return {
+            "found": found,
+            "left": [original[fqn] for fqn in left],
+            "adapters": adapters,
+            "reads": _reads(job, opened.checkpoint, entries) if entries else None,
+        }
+
+
+def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoint, dict[str, str]]:
+    """Return the base model inside a PEFT model's state dict, and its names → the checkpoint's."""
+    original: dict[str, str] = {}
+    tensors: list[TensorEntry] = []
+    for entry in checkpoint.tensors:
+        if entry.fqn in adapters:
+            continue
+        name = _plain(entry.fqn)
+        if name in original:  # a module that is trained whole is there twice
+            continue
+        path = entry.path
+        if path and isinstance(path[-1], str):
+            path = (*path[:-1], _plain(path[-1]))
+        original[name] = entry.fqn
+        tensors.append(entry if name == entry.fqn else replace(entry, fqn=name, path=path))
+    return replace(checkpoint, tensors=tuple(tensors)), original
+
+
+def _plain(name: str) -> str:
+    return _PEFT_PARTS.sub("", _PEFT_ROOT.sub(r"\1", name, count=1))
+
+
+def _reads(job: Mapping[str, Any], checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> dict[str, object] | None:
+    if job.get("mesh") is None:
+        return None
+    mesh = parse_mesh(job["mesh"])
+    try:
+        rules = _tp_rules(job["config"], entries) if mesh.size("tp") > 1 else ()
+    except CkptError as error:
+        return {"unknown": error.what}
+    try:
+        placed = place_tensors([entry for entry in entries if math.prod(entry.shape)], mesh, rules)
+    except CkptError as error:
+        return {"refused": {"what": error.what, "hint": error.hint}}
+    placements = {fqn: {a: cut for a, cut in cuts.items() if isinstance(cut, Shard)} for fqn, cuts in placed.items()}
+    whole_items = checkpoint.format == "dcp"
+    return reads_to_json(count_reads(entries, mesh, placements, whole_items=whole_items))
+
+
+def _tp_rules(config: str, entries: Sequence[TensorEntry]) -> tuple[Rule, ...]:
+    path = os.path.join(config, "config.json") if os.path.isdir(config) else config
+    with open(path, encoding="utf-8") as file:
+        return tp_plan_rules(json.load(file), [entry.fqn for entry in entries])

@@ -1,0 +1,478 @@
+"""Names, shapes and dtypes of a checkpoint against those of the model: findings. Pure; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckpt_tools.checkpoint import Finding, Format, Severity
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.preflight.spec import Framework
+from ckpt_tools.text import escape_name
+from ckpt_tools.transform import strip_wrappers
+from ckpt_tools.units import format_size
+
+DCP_ROOTS: Mapping[str, str] = {"accelerate": "model.", "trainer": "model.", "axolotl": "model.", "torchtitan": ""}
+"""What the names of a DCP checkpoint must begin with for the trainer to find them. Source: `load_fsdp_model` of
+accelerate 1.15 (`{"model": state_dict}`), which Trainer and axolotl use; torchtitan's `CheckpointManager` keeps the
+model's names at the root."""
+_NATIVE_TITAN = ("tok_embeddings.weight", "layers.0.attention.wq.weight")
+_TRANSIENT_LEAVES = ("inv_freq", "position_ids", "masked_bias", "token_type_ids", "original_inv_freq")
+"""Buffers that older versions of transformers saved and that today's models make anew."""
+_MAX_SHOWN = 6
+_DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
+
+Kind = Literal["parameter", "buffer", "transient"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTensor:
+    """A tensor of the model."""
+
+    dtype: str
+    """As the model is built, in safetensors' spelling."""
+    shape: tuple[int, ...]
+    kind: Kind
+    """"buffer" is saved, "transient" is a buffer that is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTensor:
+    """What the checkpoint has for a name of the model."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fqns: tuple[str, ...]
+    """Its names there; several when the model fuses them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A model, and which of a checkpoint's tensors belong to it (what `meta_model.compare` says)."""
+
+    title: str
+    """Class of the model."""
+    base_prefix: str
+    """What transformers adds to or takes from a file's names by itself."""
+    num_elems: int
+    """Parameters of the model, shared ones counted once."""
+    tensors: Mapping[str, ModelTensor]
+    """By name."""
+    ties: tuple[tuple[str, ...], ...]
+    """Names of one and the same parameter."""
+    found: Mapping[str, FoundTensor] = field(default_factory=dict)
+    """By the model's name."""
+    left: tuple[str, ...] = ()
+    """FQNs of the checkpoint that the model does not have."""
+    adapters: tuple[str, ...] = ()
+    """FQNs of adapters' factors."""
+    refused: tuple[str, str | None] | None = None
+    """Why names could not be matched at all, and a hint."""
+
+
+def comparison_from_json(document: Mapping[str, Any]) -> Comparison:
+    """Return what `meta_model.compare` described."""
+    refused = document.get("refused")
+    return Comparison(
+        title=document["title"],
+        base_prefix=document["base_prefix"],
+        num_elems=document["num_elems"],
+        tensors={
+            name: ModelTensor(dtype=t["dtype"], shape=tuple(t["shape"]), kind=t["kind"])
+            for name, t in document["tensors"].items()
+        },
+        ties=tuple(map(tuple, document["ties"])),
+        found={
+            name: FoundTensor(dtype=t["dtype"], shape=tuple(t["shape"]), fqns=tuple(t["fqns"]))
+            for name, t in document.get("found", {}).items()
+        },
+        left=tuple(document.get("left", ())),
+        adapters=tuple(document.get("adapters", ())),
+        refused=None if refused is None else (refused["what"], refused["hint"]),
+    )
+
+
+def check_names(
+    comparison: Comparison,
+    *,
+    where: str,
+    stored: Format,
+    framework: Framework,
+    mesh: str,
+) -> Iterator[Finding]:
+    """Yield what is wrong with the names and shapes of a checkpoint, and what is worth knowing.
+
+    Args:
+        comparison: Model and checkpoint.
+        where: The checkpoint, for messages.
+        stored: Its format.
+        framework: Who loads it.
+        mesh: For proposed commands.
+    """
+    if comparison.refused is not None:
+        what, hint = comparison.refused
+        yield _finding("checkpoint-unexpected-key", "error", where, what, hint)
+        return
+    if not comparison.found:
+        yield from _nothing(comparison, where, framework)
+        return
+    yield from _check_prefix(comparison, where, stored, framework, mesh)
+    yield from _check_missing(comparison, where, stored)
+    yield from _check_left(comparison, where)
+    yield from _check_shapes(comparison, where)
+
+
+def _finding(code: str, severity: Severity, where: str, what: str, hint: str | None = None) -> Finding:
+    return Finding(code=code, severity=severity, where=where, what=what, hint=hint)
+
+
+def fold_names(names: Iterable[str], *, most: int = _MAX_SHOWN) -> str:
+    """Return names for people: numbers of layers folded to `*`, at most a handful."""
+    counts = Counter(_DIGITS.sub("*", name) for name in names)
+    shown = [
+        escape_name(name) + (f" ({count} of them)" if count > 1 else "") for name, count in counts.most_common(most)
+    ]
+    more = len(counts) - len(shown)
+    return ", ".join(shown) + (f" and {more} more names" if more > 0 else "")
+
+
+def _nothing(comparison: Comparison, where: str, framework: Framework) -> Iterator[Finding]:
+    """No name agrees."""
+    if comparison.adapters:
+        return  # said where adapters are looked at
+    names = {strip_wrappers(name) for name in comparison.left}
+    if framework == "torchtitan" and is_native_titan(names):
+        return  # not comparable; the report says so
+    expected = next(iter(comparison.tensors), "none")
+    yield _finding(
+        "checkpoint-missing-key",
+        "error",
+        where,
+        f"none of the names of {comparison.title} is in the checkpoint, which has {fold_names(comparison.left, most=2)}; "
+        f"the model has for example {expected}",
+        "is it the checkpoint of this model? `ckpt inspect --tensors` lists its names",
+    )
+
+
+def is_native_titan(names: Iterable[str]) -> bool:
+    """Are these torchtitan's own names of a Llama-like model, which are not those of transformers?"""
+    return any(name.endswith(_NATIVE_TITAN) for name in names)
+
+
+def _roots(comparison: Comparison) -> tuple[str | None, str | None, bool]:
+    """Return what most names have in front of the model's, what they lack, and whether wrappers are in them."""
+    extra: Counter[str] = Counter()
+    lacking: Counter[str] = Counter()
+    wrapped = False
+    for name, found in comparison.found.items():
+        if len(found.fqns) != 1:
+            continue
+        plain = strip_wrappers(found.fqns[0])
+        wrapped |= plain != found.fqns[0]
+        if plain.endswith(name):
+            extra[plain[: len(plain) - len(name)]] += 1
+        elif name.endswith("." + plain):
+            lacking[name[: len(name) - len(plain)]] += 1
+    if not extra and not lacking:  # all are renamed
+        return "", None, wrapped
+    if extra.total() >= lacking.total():
+        return extra.most_common(1)[0][0], None, wrapped
+    return None, lacking.most_common(1)[0][0], wrapped
+
+
+def _check_prefix(
+    comparison: Comparison,
+    where: str,
+    stored: Format,
+    framework: Framework,
+    mesh: str,
+) -> Iterator[Finding]:
+    extra, lacking, wrapped = _roots(comparison)
+    if stored == "dcp":
+        yield from _check_dcp_root(extra, lacking, where, framework, mesh)
+    elif lacking is not None and lacking != comparison.base_prefix:
+        yield _finding(
+            "checkpoint-prefix",
+            "error",
+            where,
+            f"names match once {lacking!r} is put in front of them, and {framework} does not do that",
+            f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none",
+        )
+    elif extra and extra != comparison.base_prefix:
+        yield _finding(
+            "checkpoint-prefix",
+            "error",
+            where,
+            f"names match once {extra!r} is taken away from their beginning, and {framework} does not do that",
+            f"ckpt gather {where} NEW --strip-prefix {extra}",
+        )
+    if wrapped:
+        severity: Severity = "warning" if stored == "dcp" else "error"
+        yield _finding(
+            "checkpoint-prefix",
+            severity,
+            where,
+            "names have parts that wrappers put in (_orig_mod., _checkpoint_wrapped_module., …); "
+            "a model that is not wrapped alike does not find them",
+            f"ckpt gather {where} NEW --strip-prefix auto",
+        )
+
+
+def _check_dcp_root(
+    extra: str | None, lacking: str | None, where: str, framework: Framework, mesh: str
+) -> Iterator[Finding]:
+    wanted = DCP_ROOTS.get(framework)
+    if framework == "torchtitan":
+        yield _finding(
+            "checkpoint-naming",
+            "warning",
+            where,
+            "the checkpoint has transformers' names; torchtitan's own models have others "
+            "(tok_embeddings.weight, layers.0.attention.wq.weight)",
+            "give torchtitan the HF directory, with checkpoint.initial_load_in_hf = true",
+        )
+        return
+    root = extra if lacking is None else f"(without {lacking})"
+    if wanted is None:
+        if root:
+            yield _finding("checkpoint-prefix", "info", where, f"names begin with {root!r} in front of the model's own")
+        return
+    if root == wanted:
+        return
+    has = f"have {root!r} there" if root else "have nothing there"
+    if lacking is None and wanted.endswith(root or ""):
+        missing = wanted[: len(wanted) - len(root or "")]
+        hint = f"ckpt reshard {where} NEW --mesh {mesh} --prefix {missing}"
+    else:
+        hint = f"ckpt gather {where} HF --strip-prefix auto, then ckpt shard HF NEW --mesh {mesh} --prefix {wanted}"
+    yield _finding(
+        "checkpoint-prefix",
+        "error",
+        where,
+        f"{framework} looks for the model's names behind {wanted!r} in a DCP checkpoint; the names here {has}",
+        hint,
+    )
+
+
+def _check_missing(comparison: Comparison, where: str, stored: Format) -> Iterator[Finding]:
+    absent = [name for name, t in comparison.tensors.items() if name not in comparison.found and t.kind != "transient"]
+    tied = {name: group for group in comparison.ties for name in group}
+    told = [name for name in absent if name in tied and any(other in comparison.found for other in tied[name])]
+    for name in told:
+        others = [other for other in tied[name] if other in comparison.found]
+        yield _finding(
+            "checkpoint-tied", "info", where, f"{name} is not stored: the model shares it with {others[0]}, which is"
+        )
+    buffers = [name for name in absent if comparison.tensors[name].kind == "buffer"]
+    if buffers:
+        yield _finding(
+            "checkpoint-buffer",
+            "warning",
+            where,
+            f"{len(buffers)} buffers are not stored and keep the values they are made with: {fold_names(buffers)}",
+        )
+    missing = [name for name in absent if name not in told and name not in buffers]
+    # transformers makes a new head for a base model, and says so in a warning; DCP refuses.
+    is_head = bool(comparison.base_prefix) and not any(name.startswith(comparison.base_prefix) for name in missing)
+    if not missing:
+        return
+    output = any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing)
+    if is_head and stored != "dcp" and not output:
+        yield _finding(
+            "checkpoint-missing-key",
+            "warning",
+            where,
+            f"{len(missing)} tensors of the model's head are not in the checkpoint, and start at random: "
+            f"{fold_names(missing)}",
+            "right for a new head; otherwise the checkpoint is another model's",
+        )
+        return
+    hint = "the checkpoint is another model's, or not complete; config.json says what the model has"
+    if output and len(missing) == 1:
+        hint = 'set "tie_word_embeddings": true in config.json if the head shares the embedding'
+    yield _finding(
+        "checkpoint-missing-key",
+        "error",
+        where,
+        f"{len(missing)} of {len(comparison.tensors)} tensors of {comparison.title} are not in the checkpoint: "
+        f"{fold_names(missing)}",
+        hint,
+    )
+
+
+def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
+    transient = {name for name, t in comparison.tensors.items() if t.kind == "transient"}
+    known = {_DIGITS.sub("*", name) for name in comparison.tensors}
+    buffers: list[str] = []
+    stacked: list[str] = []
+    others: list[str] = []
+    for fqn in comparison.left:
+        name = strip_wrappers(fqn)
+        tails = [name, *(name[i + 1 :] for i, char in enumerate(name) if char == ".")][:5]
+        if any(tail in transient for tail in tails) or name.endswith(_TRANSIENT_LEAVES):
+            buffers.append(fqn)
+        elif any(_DIGITS.sub("*", tail) in known for tail in tails if "." in tail):
+            stacked.append(fqn)
+        else:
+            others.append(fqn)
+    if buffers:
+        yield _finding(
+            "checkpoint-buffer",
+            "info",
+            where,
+            f"{len(buffers)} stored buffers are ignored, since the model makes them anew: {fold_names(buffers)}",
+        )
+    if stacked:
+        yield _finding(
+            "checkpoint-unexpected-key",
+            "error",
+            where,
+            f"the checkpoint has {len(stacked)} tensors of layers or experts that the config does not have: "
+            f"{fold_names(stacked)}; they would be left out without a word",
+            "correct num_hidden_layers (num_experts, …) in config.json, or take the checkpoint of this config",
+        )
+    if others:
+        yield _finding(
+            "checkpoint-unexpected-key",
+            "warning",
+            where,
+            f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}",
+            "right if another head is trained; otherwise look at the architecture in config.json",
+        )
+
+
+def _check_shapes(comparison: Comparison, where: str) -> Iterator[Finding]:
+    wrong = [
+        (name, found)
+        for name, found in comparison.found.items()
+        if name in comparison.tensors and found.shape != comparison.tensors[name].shape
+    ]
+    if not wrong:
+        return
+    name, found = wrong[0]
+    expected = comparison.tensors[name].shape
+    hint = "config.json and checkpoint are of different models"
+    if len(expected) == len(found.shape) == 2 and expected[1:] == found.shape[1:] and len(wrong) <= 2:
+        hint = f'if the vocabulary was resized, write "vocab_size": {found.shape[0]} in config.json'
+    yield _finding(
+        "checkpoint-shape",
+        "error",
+        where,
+        f"{len(wrong)} tensors have another shape than the model's: {escape_name(name)} is {list(found.shape)}, "
+        f"the model has {list(expected)}" + (f"; also {fold_names(n for n, _ in wrong[1:])}" if wrong[1:] else ""),
+        hint,
+    )
+
+
+_STORED = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
+
+
+def check_dtypes(
+    comparison: Comparison, *, where: str, param_dtype: str | None, master_dtype: str | None, key: str
+) -> Iterator[Finding]:
+    """Yield what becomes of the checkpoint's dtypes in the run.
+
+    Args:
+        comparison: Model and checkpoint.
+        where: The checkpoint, for messages.
+        param_dtype: bf16, f16 or f32: what the run computes in.
+        master_dtype: Of the parameters that the optimizer updates.
+        key: The config's key that says so.
+    """
+    num_bytes: Counter[str] = Counter()
+    packed: list[str] = []
+    for name, found in comparison.found.items():
+        dtype = BY_NAME[found.dtype]
+        num_elems = 1
+        for length in found.shape:
+            num_elems *= length
+        num_bytes[found.dtype] += num_elems * dtype.bits // 8
+        wanted = comparison.tensors.get(name)
+        if wanted is not None and BY_NAME[wanted.dtype].is_float and not dtype.is_float:
+            packed.append(name)
+    if packed:
+        kinds = ", ".join(sorted({comparison.found[name].dtype for name in packed}))
+        yield _finding(
+            "checkpoint-dtype",
+            "error",
+            where,
+            f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}",
+            "a quantised checkpoint is not trained as it is: start from the one that it was made of",
+        )
+    floats = {name: size for name, size in num_bytes.items() if BY_NAME[name].is_float}
+    if not floats:
+        return
+    total = ", ".join(f"{format_size(size)} of {name}" for name, size in sorted(floats.items()))
+    computed = _STORED.get(param_dtype or "")
+    if computed is not None and {computed, *floats} >= {"F16", "BF16"}:
+        yield _finding(
+            "checkpoint-dtype",
+            "warning",
+            where,
+            f"the checkpoint is {total}, and {key} computes in {param_dtype}: between F16 and BF16 either the range "
+            "or the precision does not survive",
+            "compute in the dtype of the checkpoint, or start from an F32 one",
+        )
+    elif len(floats) > 1:
+        yield _finding("checkpoint-dtype", "info", where, f"several dtypes are stored: {total}")
+    master = _STORED.get(master_dtype or "")
+    if master == "F32" and set(floats) & {"F16", "BF16"}:
+        yield _finding(
+            "checkpoint-dtype",
+            "info",
+            where,
+            f"the checkpoint is {total}; the optimizer's copy is F32, twice as large",
+        )
+
+
+def check_adapters(
+    comparison: Comparison,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    where: str,
+    rank: int | None,
+    has_adapter: bool,
+    key: str,
+) -> Iterator[Finding]:
+    """Yield what is to be said about adapters in the checkpoint.
+
+    Args:
+        comparison: Model and checkpoint.
+        shapes: FQN → shape of the checkpoint's tensors.
+        where: The checkpoint, for messages.
+        rank: r of the run's adapter.
+        has_adapter: The run trains one.
+        key: The config's key of its rank.
+    """
+    if not comparison.adapters:
+        return
+    count = len(comparison.adapters)
+    if not has_adapter:
+        alone = not comparison.found
+        yield _finding(
+            "checkpoint-adapter",
+            "error",
+            where,
+            f"{'an adapter, not a model' if alone else 'the model and an adapter in one'}: {count} tensors such as "
+            f"{escape_name(comparison.adapters[0])}; the config trains no adapter, and they would be ignored",
+            f"merge it first: ckpt merge-lora BASE {where} NEW",
+        )
+        return
+    ranks = {
+        min(shapes[fqn]) for fqn in comparison.adapters if fqn in shapes and len(shapes[fqn]) == 2 and "lora_A" in fqn
+    }
+    if rank is not None and ranks and ranks != {rank}:
+        yield _finding(
+            "checkpoint-adapter",
+            "error",
+            where,
+            f"the adapter in it has rank {', '.join(map(str, sorted(ranks)))}, {key} says {rank}",
+            f"set {key} to the rank of the checkpoint",
+        )
+    elif not comparison.found:
+        yield _finding(
+            "checkpoint-adapter", "info", where, f"{count} tensors of an adapter; the base model's are not in it"
+        )
