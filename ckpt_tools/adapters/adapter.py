@@ -9,10 +9,11 @@ weight, k a kernel's, n a number of blocks, b a block's size.
            B_embedding (dim, r), B_bias (out,)
     loha   w1_a (out, r), w1_b (r, in), w2_a, w2_b alike; t1, t2 (r, r, k, k)
     lokr   w1 (l, m), or w1_a (l, r) and w1_b (r, m); w2 (out/l, in/m[, k, k]), or w2_a and w2_b; t2 (r, r, k, k)
-    oft    R (n, b(b-1)/2) as PEFT has it, or blocks (n, b, b) as LyCORIS has it; rescale
+    oft    R (n, b(b-1)/2) as PEFT has it (R_embedding for an embedding), or blocks (n, b, b) as LyCORIS has it; rescale
     boft   R (m, n, b, b) and s (out, 1) as PEFT has it, or blocks (m, n, b, b) as LyCORIS has it; rescale
     full   diff (the weight's shape), diff_b (out,)
-    saved  weight, bias, …: whole tensors that replace the base's (PEFT's modules_to_save)
+    saved  weight, bias, …: whole tensors that replace the base's (PEFT's modules_to_save, trained biases); the role is
+           the parameter's name below the path. Such a module may stand beside another one with the same path.
 
 Any of lora, loha and lokr may have a magnitude as well (DoRA): (out,), (out, 1, …) or (1, in, 1, …).
 """
@@ -20,7 +21,7 @@ Any of lora, loha and lokr may have a magnitude as well (DoRA): (out,), (out, 1,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeVar
 
 Family = Literal["lora", "loha", "lokr", "oft", "boft", "full", "saved"]
@@ -32,6 +33,7 @@ Target = Literal["peft", "diffusers", "kohya", "comfyui"]
 
 T = TypeVar("T")
 F = TypeVar("F")
+G = TypeVar("G")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,20 @@ class AdapterModule(Generic[F]):
     use_rslora: bool = False
     """Scale alpha/√r instead of alpha/r."""
     parameter: str = "weight"
-    """The parameter that is changed; another one for PEFT's target_parameters (MoE experts)."""
+    """The parameter that is changed; another one for PEFT's target_parameters (MoE experts), "" while nothing tells
+    which."""
+    nesting: int = 0
+    """How many `base_layer` PEFT puts between the path and the factors: it nests one wrapper for every parameter of a
+    module (target_parameters)."""
 
     @property
     def is_dora(self) -> bool:
         """Has it a magnitude?"""
         return "magnitude" in self.factors
+
+    def with_factors(self, factors: Mapping[str, G]) -> AdapterModule[G]:
+        """Return the module with other factors in the place of its own."""
+        return replace(self, factors=factors)  # type: ignore[arg-type, return-value]  # they may be of another type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +95,13 @@ class Adapter(Generic[F]):
     use_cayley_neumann, task_type, …"""
     left_out: tuple[str, ...] = ()
     """What the source holds beside the adapter, for people."""
+    unknown: tuple[str, ...] = ()
+    """Names in an adapter's own file that are no part of any adapter that is known here."""
+    is_training_state: bool = False
+    """Read from a trainer's checkpoint: its names are not yet those that a loader would meet."""
+    base_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the base model's parameters, where the source holds these too; names as a plain model has them."""
+
+    def with_modules(self, modules: tuple[AdapterModule[G], ...]) -> Adapter[G]:
+        """Return the adapter with other modules in the place of its own."""
+        return replace(self, modules=modules)  # type: ignore[arg-type, return-value]  # they may be of another type

@@ -1,0 +1,183 @@
+"""From tensor names to (module path, family, role): the suffixes of every convention. Pure.
+
+Source: peft 0.21 `tuners/*/layer.py`, `utils/save_and_load.py`; lycoris-lora 4.1 `modules/*.py` (`weight_list`);
+diffusers 0.42 `loaders/lora_conversion_utils.py`; kohya-ss `networks/lora.py`; torchtune `modules/peft/lora.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt_tools.adapters.adapter import Family
+
+Style = Literal["peft", "lycoris", "diffusers-old", "torchtitan"]
+"""Whose suffix it is; "peft" is also what diffusers and ai-toolkit write."""
+
+_NAME = r"(?:\.(?P<adapter>[^.]+))?"
+"""PEFT's adapter name: there in a model's own state dict, absent in a saved adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """What a tensor's name says."""
+
+    path: str
+    """Module path, or a flattened name."""
+    family: Family
+    """Of the factor; "lora" for roles that several families have, until the module's other factors decide."""
+    role: str
+    """As in `adapter.py`; "alpha" for the scalar."""
+    style: Style
+    """Whose suffix it was."""
+    adapter: str | None = None
+    """PEFT's adapter name, when the tensor's name has it."""
+    nesting: int = 0
+    """Number of `base_layer` in front of the suffix."""
+    is_weak: bool = False
+    """The suffix alone does not prove an adapter: a base model may have such names as well."""
+
+
+def _rules(style: Style, *rows: tuple[str, Family, str]) -> list[tuple[re.Pattern[str], Style, Family, str]]:
+    return [(re.compile(rf"(?P<path>.+)\.{suffix}"), style, family, role) for suffix, family, role in rows]
+
+
+_STRONG = [
+    *_rules(
+        "peft",
+        (rf"lora_A{_NAME}\.weight", "lora", "A"),
+        (rf"lora_B{_NAME}\.weight", "lora", "B"),
+        (rf"lora_B{_NAME}\.bias", "lora", "B_bias"),
+        (rf"lora_embedding_A{_NAME}", "lora", "A_embedding"),
+        (rf"lora_embedding_B{_NAME}", "lora", "B_embedding"),
+        (r"lora_magnitude_vector(?:\.weight)?", "lora", "magnitude"),
+        (r"lora_magnitude_vector\.(?P<adapter>[^.]+)(?:\.weight)?", "lora", "magnitude"),
+        *((rf"hada_{role}{_NAME}", "loha", role) for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")),
+        *((rf"lokr_{role}{_NAME}", "lokr", role) for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")),
+        (rf"oft_R{_NAME}\.weight", "oft", "R"),
+        (rf"oft_embedding_R{_NAME}\.weight", "oft", "R_embedding"),
+        (rf"boft_R{_NAME}", "boft", "R"),
+        (rf"boft_s{_NAME}", "boft", "s"),
+    ),
+    *_rules(
+        "lycoris",
+        (r"lora_down\.weight", "lora", "A"),
+        (r"lora_up\.weight", "lora", "B"),
+        (r"lora_mid\.weight", "lora", "mid"),
+        (r"dora_scale", "lora", "magnitude"),
+        (r"oft_blocks", "oft", "blocks"),
+    ),
+    *_rules(
+        "diffusers-old",
+        (r"(?:lora|lora_linear_layer)\.down\.weight", "lora", "A"),
+        (r"(?:lora|lora_linear_layer)\.up\.weight", "lora", "B"),
+    ),
+    *_rules(
+        "torchtitan",
+        (r"lora_a(?:\.weight)?", "lora", "A"),
+        (r"lora_b(?:\.weight)?", "lora", "B"),
+    ),
+]
+_WEAK = [
+    *_rules(
+        "lycoris",
+        (r"alpha", "lora", "alpha"),
+        (r"rescale", "oft", "rescale"),
+        (r"magnitude", "lora", "magnitude"),
+        (r"(?:diff|w_norm)", "full", "diff"),
+        (r"(?:diff_b|b_norm)", "full", "diff_b"),
+    )
+]
+_PROCESSOR = re.compile(r"(?P<path>.+)\.processor\.(?P<part>\w+)_lora\.(?P<side>down|up)\.weight")
+"""Attention processors of old diffusers: the module is named by the processor's attribute."""
+_SAVED = re.compile(r"(?P<path>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<role>.+)")
+_BASE_LAYERS = re.compile(r"(?:\.base_layer)+$")
+
+_SURELY_REFUSED = (
+    (r"(?:.+\.)?(?:lora_E|ranknum)(?:\..+)?", "AdaLoRA"),
+    (r"(?:.+\.)?vera_(?:A|B|lambda_[bd])(?:\..+)?", "VeRA"),
+    (r"(?:.+\.)?ia3_l(?:\..+)?", "IA³"),
+    (r"(?:.+\.)?ln_tuning_layers(?:\..+)?", "LN tuning"),
+    (r"(?:.+\.)?trainable_tokens_(?:delta|original)(?:\..+)?", "trainable tokens"),
+    (r"(?:.+\.)?prompt_embeddings", "prompt tuning"),
+    (r"(?:.+\.)?adaption_(?:prompt|gate)(?:\..+)?", "LLaMA-Adapter (adaption prompt)"),
+    (r"(?:.+\.)?internal_xlora_classifier\..+", "X-LoRA"),
+    (r".+\.oft_r(?:\..+)?", "OFT of PEFT before 0.16, which no PEFT since can load"),
+    (r".+\.lora_arrow(?:\..+)?", "Arrow"),
+    (r".+\.lora_monteclora_sampler(?:\..+)?", "MonteCLoRA"),
+    (r".+\.lora_diag(?:\..+)?", "KaSA"),
+)
+"""Names that no base model has."""
+_REFUSED = (
+    (r"(?:.+\.)?prompt_encoder\..+", "prompt tuning"),
+    (r"(?:.+\.)?on_input", "IA³"),
+    (r"(?:.+\.)?(?:emb_params|string_to_param)(?:\..+)?|bundle_emb\..+", "textual inversion"),
+    (r".+\.(?:a1|a2|b1|b2|bm)\.weight", "GLoRA"),
+    (r".+\.(?:[qp]_layer\.weight|lambda_layer)", "T-LoRA"),
+    *(
+        (rf"(?:.+\.)?{prefix}_\w+(?:\..+)?", name)
+        for prefix, name in {
+            "adamss": "AdaMSS", "beft": "BEFT", "c3a": "C³A", "deft": "DEFT", "delora": "DeLoRA",
+            "fourierft": "FourierFT", "frod": "FRoD", "glora": "GLoRA", "gralora": "GraLoRA", "hira": "HiRA",
+            "hra": "HRA", "lily": "Lily", "miss": "MiSS", "osf": "OSF", "peanut": "PEANuT", "poly": "Poly",
+            "psoft": "PSOFT", "pvera": "PVeRA", "randlora": "RandLoRA", "road": "RoAd", "shadow": "Shadow",
+            "shira": "SHiRA", "supertuning": "SuperTuning", "tinylora": "TinyLoRA", "unilora": "Uni-LoRA",
+            "vblora": "VB-LoRA", "waveft": "WaveFT",
+        }.items()
+    ),
+)  # fmt: skip
+"""Names that a base model may have as well: they count only where no supported adapter is found."""
+_SURE = [(re.compile(pattern), name) for pattern, name in _SURELY_REFUSED]
+_UNSURE = [(re.compile(pattern), name) for pattern, name in _REFUSED]
+_QUICK = re.compile(
+    r"lora|hada_|lokr_|oft_|dora_scale|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save"
+)
+"""Whatever `parse_key` accepts contains one of these; base names, of which there are many, mostly do not."""
+
+
+def parse_key(name: str) -> Key | None:
+    """Return what a name says of an adapter, or None when it is none of an adapter's.
+
+    Args:
+        name: Without a trainer's root, wrappers and `base_model.model.`.
+    """
+    if not _QUICK.search(name):
+        return None
+    saved = _SAVED.fullmatch(name)
+    if saved:
+        return Key(path=saved["path"], family="saved", role=saved["role"], style="peft", adapter=saved["adapter"])
+    processor = _PROCESSOR.fullmatch(name)
+    if processor:
+        part = "to_out.0" if processor["part"] == "to_out" else processor["part"]
+        role = "A" if processor["side"] == "down" else "B"
+        return Key(path=f"{processor['path']}.{part}", family="lora", role=role, style="diffusers-old")
+    for table in (_STRONG, _WEAK):
+        for pattern, style, family, role in table:
+            match = pattern.fullmatch(name)
+            if match is None:
+                continue
+            path = match["path"]
+            nested = _BASE_LAYERS.search(path)
+            nesting = 0 if nested is None else nested[0].count(".")
+            return Key(
+                path=path if nested is None else path[: nested.start()],
+                family=family,
+                role=role,
+                style=style,
+                adapter=match.groupdict().get("adapter"),
+                nesting=nesting,
+                is_weak=table is _WEAK,
+            )
+    return None
+
+
+def refused_kind(name: str, *, sure: bool) -> str | None:
+    """Return the kind of adapter that a name belongs to, when it is recognised but not supported.
+
+    Args:
+        name: As for `parse_key`.
+        sure: Only by names that no base model has.
+    """
+    table = _SURE if sure else _SURE + _UNSURE
+    return next((kind for pattern, kind in table if pattern.fullmatch(name)), None)

@@ -1,0 +1,254 @@
+"""Read an adapter out of whatever holds one, from headers alone; and its bytes, when they are asked for.
+
+with read_adapter("runs/step-1000") as (opened, adapter):
+    loaded = load(adapter, opened)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt_tools.adapters.adapter import Adapter, Convention
+from ckpt_tools.adapters.assemble import Named, assemble
+from ckpt_tools.adapters.keys import parse_key, refused_kind
+from ckpt_tools.adapters.known import add_settings
+from ckpt_tools.adapters.locate import locate
+from ckpt_tools.adapters.payload import TensorReader
+from ckpt_tools.adapters.sidecars import Sidecars, read_sidecars
+from ckpt_tools.checkpoint import Format, TensorEntry
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.opening import Opened, open_path, read_file
+from ckpt_tools.text import escape_name
+from ckpt_tools.transform import find_model, is_optimizer, select, strip_wrappers
+
+if TYPE_CHECKING:
+    import torch
+
+_ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
+_STATE = re.compile(r"^(?:[^.]+\.)?state\.")
+_PEFT_ROOT = "base_model.model."
+_COMPONENTS = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "text_model.")
+"""Prefixes by which a file names the parts of a diffusers pipeline."""
+SUPPORTED_TYPES = ("LORA", "LOHA", "LOKR", "OFT", "BOFT")
+"""Values of `peft_type` that are read."""
+
+
+class OpenedAdapter(NamedTuple):
+    """What `read_adapter` yields."""
+
+    opened: Opened
+    """The way to the bytes."""
+    adapter: Adapter[TensorEntry]
+    """What the headers say."""
+
+
+@contextmanager
+def read_adapter(
+    path: str,
+    *,
+    adapter_name: str | None = None,
+    format: Format | None = None,  # noqa: A002 - the option's name
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Iterator[OpenedAdapter]:
+    """Open `path` and describe the adapter that it holds. Nothing but headers and scalars (alphas) is read.
+
+    Args:
+        path: A safetensors file, a PEFT directory, a DCP directory with or without the base model and optimizer
+            state, or accelerate's checkpoint directory.
+        adapter_name: Which one, when there are several.
+        format: Overrides what would be detected.
+        include: Globs of the names to look at; all by default.
+        exclude: Globs of the names to leave out.
+
+    Raises:
+        UnreadableError: No adapter here, one of a kind that is not supported, or a damaged source.
+        UsageError: Several adapters, and `adapter_name` does not choose.
+    """
+    location = locate(path, adapter_name)
+    with open_path(location.path, format=format) as whole:
+        opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
+        metadata = _header_metadata(opened)
+        sidecars = read_sidecars(location.sidecars, metadata)
+        _refuse_type(sidecars, path)
+        named = _name(opened, path)
+        is_training = opened.checkpoint.format in ("dcp", "hf-sharded")
+        chosen, name = _choose(named, None if location.took_adapter else adapter_name, path)
+        adapter = assemble(
+            chosen,
+            convention=_convention(chosen, sidecars),
+            is_training=is_training,
+            trained=_trained(opened),
+            bias=sidecars.peft["bias"].value if "bias" in sidecars.peft else None,
+            path=path,
+        )
+        adapter = replace(adapter, name=name, left_out=_left_out(opened, named, adapter))
+        yield OpenedAdapter(opened, add_settings(adapter, sidecars, TensorReader(opened)))
+
+
+def load(adapter: Adapter[TensorEntry], opened: Opened) -> Adapter[torch.Tensor]:
+    """Read the adapter's tensors, and no other byte.
+
+    Memory: the adapter. CRC-32s are checked where the source records them.
+
+    Raises:
+        UnreadableError: Incomplete, truncated or damaged.
+    """
+    reader = TensorReader(opened)
+    return adapter.with_modules(
+        tuple(
+            module.with_factors({role: to_torch(reader, entry) for role, entry in module.factors.items()})
+            for module in adapter.modules
+        )
+    )
+
+
+def to_torch(reader: TensorReader, entry: TensorEntry) -> torch.Tensor:
+    """Read one tensor.
+
+    Raises:
+        UnreadableError: Damaged, or of a type that torch lacks.
+    """
+    import torch
+
+    if entry.dtype.torch_name is None or entry.dtype.pack > 1:
+        raise UnreadableError(f"an adapter of {entry.dtype.name} elements", where=escape_name(entry.fqn))
+    dtype: torch.dtype = getattr(torch, entry.dtype.torch_name)
+    if not entry.num_elems:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(reader.read(entry), dtype=dtype).reshape(entry.shape)
+
+
+def _header_metadata(opened: Opened) -> Mapping[str, str]:
+    files = tuple(opened.checkpoint.files)
+    if opened.checkpoint.format not in ("safetensors", "hf") or len(files) != 1:
+        return {}
+    return read_file(opened.source, files[0]).header.metadata
+
+
+def _refuse_type(sidecars: Sidecars, path: str) -> None:
+    for fields in (sidecars.peft, *sidecars.components.values()):
+        found = fields.get("peft_type")
+        if found is not None and found.value not in (*SUPPORTED_TYPES, None):
+            raise _refusal(escape_name(str(found.value)), path)
+
+
+def _refusal(kind: str, path: str) -> UnreadableError:
+    return UnreadableError(
+        f"an adapter of the type {kind}, which ckpt does not convert",
+        where=escape_name(path),
+        hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT and full differences; "
+        "PEFT itself can merge this one",
+    )
+
+
+def _name(opened: Opened, path: str) -> list[Named]:
+    """Name every tensor as a plain model does, adapters' suffixes apart."""
+    checkpoint = opened.checkpoint
+    prefix = ""
+    if checkpoint.format in ("dcp", "hf-sharded"):
+        checkpoint, prefix = find_model(checkpoint)
+    roots: Counter[str] = Counter()
+    named = []
+    for entry in checkpoint.tensors:
+        if is_optimizer(entry) and opened.checkpoint.format == "dcp":
+            continue
+        name = strip_wrappers(entry.fqn).removeprefix(prefix)
+        match = _ROOT.match(name)
+        if match is not None:
+            name = name[match.end() :]
+        elif (at := name.find("." + _PEFT_ROOT)) >= 0:
+            roots[name[:at]] += 1
+            name = name[at + 1 + len(_PEFT_ROOT) :]
+        named.append(Named(name, parse_key(name), entry))
+    if len(roots) > 1:
+        shown = ", ".join(escape_name(root) for root in sorted(roots))
+        raise UsageError(
+            f"adapters of {len(roots)} models: {shown}",
+            where=escape_name(path),
+            hint=f"choose one: --include '{escape_name(min(roots))}.**'",
+        )
+    has_any = any(item.key is not None and not item.key.is_weak for item in named)
+    for item in named:
+        if item.key is None and (kind := refused_kind(item.name, sure=has_any)) is not None:
+            raise _refusal(kind, path)
+    if not any(item.key is not None for item in named):
+        raise UnreadableError(
+            f"no adapter here: none of {len(named)} tensors has a name that an adapter's has",
+            where=escape_name(path),
+            hint="`ckpt inspect SRC --tensors` lists the names",
+        )
+    return named
+
+
+def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[list[Named], str]:
+    """Keep the tensors of one adapter, and whatever carries no adapter's name."""
+    names = sorted({item.key.adapter for item in named if item.key is not None and item.key.adapter is not None})
+    shown = ", ".join(escape_name(name) for name in names)
+    if adapter_name is not None and adapter_name not in names:
+        what = f"it holds {shown}" if names else "its tensors' names carry no adapter's name"
+        raise UsageError(
+            f"no adapter {escape_name(adapter_name)!r} here: {what}",
+            where=escape_name(path),
+            hint=f"--adapter {names[0]}" if names else "leave --adapter out",
+        )
+    if adapter_name is None and len(names) > 1:
+        raise UsageError(
+            f"{len(names)} adapters here: {shown}", where=escape_name(path), hint=f"choose one: --adapter {names[0]}"
+        )
+    chosen = adapter_name if adapter_name is not None else names[0] if names else None
+    kept = [item for item in named if item.key is None or item.key.adapter in (None, chosen)]
+    return kept, chosen or "default"
+
+
+def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
+    keys = [item.key for item in named if item.key is not None]
+    styles = Counter(key.style for key in keys if not key.is_weak)
+    paths = [key.path for key in keys]
+    if styles["torchtitan"]:
+        return "torchtitan"
+    if any(path.startswith("diffusion_model.") for path in paths):
+        return "ai-toolkit" if sidecars.is_ai_toolkit else "comfyui"
+    if all("." not in path for path in paths) and not any(item.entry.fqn.startswith(_PEFT_ROOT) for item in named):
+        return "kohya"
+    if sidecars.is_ai_toolkit:
+        return "ai-toolkit"
+    if styles["diffusers-old"] or any(path.startswith(_COMPONENTS) for path in paths):
+        return "diffusers"
+    return "kohya" if styles["lycoris"] else "peft"
+
+
+def _trained(opened: Opened) -> frozenset[str] | None:
+    """Return the names that the optimizer has state for, as a plain model has them; None without an optimizer."""
+    states = [entry for entry in opened.checkpoint.tensors if opened.checkpoint.format == "dcp" and is_optimizer(entry)]
+    if not states:
+        return None
+    names = set()
+    for entry in states:
+        # optim.state.<fqn>.exp_avg, or state.<fqn>.exp_avg; the root is cut off as it is for the parameters.
+        name = str(entry.path[-2]) if len(entry.path) > 2 else _STATE.sub("", entry.fqn.rpartition(".")[0])
+        name = strip_wrappers(name)
+        match = _ROOT.match(name)
+        names.add(name if match is None else name[match.end() :])
+    return frozenset(names)
+
+
+def _left_out(opened: Opened, named: list[Named], adapter: Adapter[TensorEntry]) -> tuple[str, ...]:
+    checkpoint = opened.checkpoint
+    used = {entry.fqn for module in adapter.modules for entry in module.factors.values()} | set(adapter.unknown)
+    optimizer = sum(map(is_optimizer, checkpoint.tensors)) if checkpoint.format == "dcp" else 0
+    base = len(adapter.base_shapes)
+    alphas = sum(item.key is not None and item.key.role == "alpha" for item in named)
+    others = len(checkpoint.tensors) - len(used) - optimizer - base - alphas
+    rows = (
+        (base, "tensors of the base model"),
+        (optimizer, "tensors of optimizer state"),
+        (max(others, 0), "other tensors"),
+        (len(checkpoint.blobs), "items that are no tensors"),
+    )
+    return tuple(f"{count} {what}" for count, what in rows if count)
