@@ -1,0 +1,21 @@
+"""One function per verb, with the command line's names and defaults; the command line is a thin face on these."""
+
+from __future__ import annotations
+
+from ckpt_tools.api.conversions import gather, reshard, shard
+from ckpt_tools.api.reading import diff, inspect, open_checkpoint, verify
+from ckpt_tools.api.training import smoke
+from ckpt_tools.api.workers import ProgressFactory, default_num_workers
+
+__all__ = [
+    "ProgressFactory",
+    "default_num_workers",
+    "diff",
+    "gather",
+    "inspect",
+    "open_checkpoint",
+    "reshard",
+    "shard",
+    "smoke",
+    "verify",
+]
