@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from isal import isal_zlib
 
@@ -62,6 +62,26 @@ class Buffers:
         return copy
 
 
+class Edit(Protocol):
+    """Changes the elements of one tensor on their way; called from any thread, for blocks in any order."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Has everything been seen that must be? Until then no block of an interrupted run is kept."""
+
+    def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
+        """Compute the new elements of `block`.
+
+        Args:
+            block: A canonical block.
+            content: Its row-major bytes in the source's dtype.
+            result: Takes those in the destination's dtype; the same memory as `content` when both are as long.
+        """
+
+    def finish(self) -> None:
+        """Free what only this tensor needed: its last block is done."""
+
+
 class Read(NamedTuple):
     """A run that was read of a chunk."""
 
@@ -112,13 +132,37 @@ def read_block(
         if not direct:
             move(piece, run, piece, content, whole)
         total += len(run)
-    if dtype is entry.dtype:
-        return content, reads, total
-    target = buffers.get(1, byte_box(block, dtype).num_elems)
-    cast(content, entry.dtype, target, dtype)
-    result = buffers.get(0, len(target))
-    result[:] = target
-    return result, reads, total
+    if dtype is not entry.dtype:
+        target = buffers.get(1, byte_box(block, dtype).num_elems)
+        cast(content, entry.dtype, target, dtype)
+        content = _to_front(target, buffers)
+    return content, reads, total
+
+
+def edit_block(edit: Edit, block: Box, content: memoryview, dtype: DType, buffers: Buffers) -> memoryview:
+    """Return the new row-major bytes of `block` as `dtype`, in the memory of `content`, which is overwritten.
+
+    Args:
+        edit: What to do.
+        block: A canonical block.
+        content: Its bytes, in buffer 0.
+        dtype: What to make of them.
+        buffers: Memory for the result, which is valid until their next use.
+    """
+    nbytes = byte_box(block, dtype).num_elems
+    if nbytes == len(content):
+        edit.apply(block, content, content)
+        return content
+    result = buffers.get(1, nbytes)
+    edit.apply(block, content, result)
+    return _to_front(result, buffers)
+
+
+def _to_front(scratch: memoryview, buffers: Buffers) -> memoryview:
+    """Copy what is in buffer 1 to buffer 0, which is the block's."""
+    front = buffers.get(0, len(scratch))
+    front[:] = scratch
+    return front
 
 
 def _read_strided(

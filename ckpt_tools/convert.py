@@ -88,7 +88,10 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
             num_workers=job.num_workers,
             progress=progress,
             resumable=True,
+            edits=job.edits,
         )
+        if job.accept is not None:
+            job.accept()
         if outcome.bytes_kept:
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
             job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
@@ -234,7 +237,7 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
     for entry in job.source.tensors:
         fqn = job.names.get(entry.fqn, entry.fqn)
         record = manifest.tensors.get(fqn)
-        found = outcome.digests.get(entry.fqn)
+        found = (outcome.source_digests if entry.fqn in job.edits else outcome.digests).get(entry.fqn)
         if record is None or found is None or dtypes[entry.fqn] != entry.dtype:
             continue
         if (record.dtype, record.shape) != (entry.dtype, entry.shape) or record.digest != found:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from isal import isal_zlib
 
-from ckpt_tools.block_io import ALIGNMENT, Buffers, Read, read_block
+from ckpt_tools.block_io import ALIGNMENT, Buffers, Edit, Read, edit_block, read_block
 from ckpt_tools.checkpoint import Chunk, TensorEntry
 from ckpt_tools.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.dtypes import DType
@@ -46,6 +46,8 @@ class Outcome:
 
     digests: dict[str, str] = field(default_factory=dict)
     """Digest of every tensor that was read whole, over the bytes as they were written."""
+    source_digests: dict[str, str] = field(default_factory=dict)
+    """Digest of every edited tensor as it was read, when its source has the same blocks."""
     bytes_read: int = 0
     bytes_written: int = 0
     bytes_kept: int = 0
@@ -60,10 +62,13 @@ _Parts = list[tuple[int, int, int]]  # (offset, nbytes, crc32)
 class _Task:
     """One tensor under way."""
 
-    def __init__(self, number: int, entry: TensorEntry, copies: Sequence[tuple[str, Copy]]) -> None:
+    def __init__(
+        self, number: int, entry: TensorEntry, copies: Sequence[tuple[str, Copy]], edit: Edit | None = None
+    ) -> None:
         self.number = number
         self.entry = entry
         self.copies = copies
+        self.edit = edit
         self.dtype: DType = copies[0][1].dtype if copies else entry.dtype
         self.blocks: Blocks = blocks_of(entry, self.dtype)
         self.chunks: BoxIndex[Chunk] = chunk_index(entry)
@@ -75,6 +80,8 @@ class _Task:
         self.written_parts: list[_Parts] = [[] for _ in copies]
         self.remaining = max(1, len(self.blocks))
         self.damaged = False
+        self.unedited: dict[int, bytes] = {}
+        """Block → its digest as it was read, of a tensor with an edit."""
 
     def add(self, index: int, digest: bytes, reads: Iterable[Read]) -> None:
         """Remember the digest of a block and what was read for it."""
@@ -165,7 +172,7 @@ class _Run:
                 if kept is not None:
                     nbytes = kept
                 elif task.whole or targets:
-                    content, reads, read = read_block(task.entry, task.chunks, task.dtype, block, self.source, buffers)
+                    content, reads, read = self._content(task, index, block, buffers)
                     nbytes = len(content)
                     digest = digest_block(content)
                     task.add(index, digest, reads)
@@ -186,6 +193,15 @@ class _Run:
                 self._progress(nbytes)
         if last:
             self._finish(task)
+
+    def _content(self, task: _Task, index: int, block: Box, buffers: Buffers) -> tuple[memoryview, list[Read], int]:
+        """Read a block, and edit it."""
+        if task.edit is None:
+            return read_block(task.entry, task.chunks, task.dtype, block, self.source, buffers)
+        content, reads, read = read_block(task.entry, task.chunks, task.entry.dtype, block, self.source, buffers)
+        if task.dtype.bits == task.entry.dtype.bits:
+            task.unedited[index] = digest_block(content)
+        return edit_block(task.edit, block, content, task.dtype, buffers), reads, read
 
     def _report(self, task: _Task, error: CkptError) -> None:
         if self._on_damage is None:
@@ -246,6 +262,8 @@ class _Run:
         staging = self.staging
         if staging is None or not self._resumable or not task.whole:
             return None
+        if task.edit is not None and not task.edit.is_settled:
+            return None
         record = staging.records.get((task.number, index))
         if record is None:
             return None
@@ -287,6 +305,8 @@ class _Run:
             digest = digest_tensor(task.block_digests)
             with self._lock:
                 self.outcome.digests[task.entry.fqn] = digest
+        if task.edit is not None:
+            self._finish_edit(task, task.edit)
         for (file, copy), parts in zip(task.copies, task.written_parts, strict=True):
             self._seal(file, copy, parts)
             with self._lock:
@@ -294,6 +314,13 @@ class _Run:
                 done = self._open_copies[file] == 0
             if done:
                 self._sink().sync(file)
+
+    def _finish_edit(self, task: _Task, edit: Edit) -> None:
+        edit.finish()
+        if task.blocks and len(task.unedited) == len(task.blocks):  # not when blocks of an interrupted run were kept
+            parts = b"".join(task.unedited[index] for index in range(len(task.blocks)))
+            with self._lock:
+                self.outcome.source_digests[task.entry.fqn] = digest_tensor(parts)
 
     def _seal(self, file: str, copy: Copy, parts: _Parts) -> None:
         if copy.encoding == "raw" or (copy.nbytes and not parts):
@@ -376,11 +403,12 @@ def execute(
     num_workers: int,
     progress: Progress | None = None,
     resumable: bool = False,
+    edits: Mapping[str, Edit] | None = None,
 ) -> Outcome:
     """Write `files` into `staging`, durably.
 
     With `resumable`, blocks that the staging directory's records name are read back and kept when they are right,
-    and blocks that are written are recorded.
+    and blocks that are written are recorded. `edits` (FQN in the source → what to do) change tensors on their way.
 
     Memory: two buffers of one block for every worker (`Plan.peak_bytes`), and the plan itself.
 
@@ -392,8 +420,9 @@ def execute(
         staging.create(file.file, file.nbytes)
         if file.head:
             head_bytes += staging.write(file.file, 0, [file.head])
+    edits = edits or {}
     run = _Run(
-        [_Task(i, *task) for i, task in enumerate(group_by_tensor(files))],
+        [_Task(i, entry, copies, edits.get(entry.fqn)) for i, (entry, copies) in enumerate(group_by_tensor(files))],
         source,
         staging,
         progress,

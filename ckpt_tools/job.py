@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools._version import __version__
+from ckpt_tools.block_io import Edit
 from ckpt_tools.checkpoint import Asset, Checkpoint
 from ckpt_tools.digest import digest_bytes
 from ckpt_tools.dtypes import BY_NAME, DType
@@ -82,6 +83,12 @@ class Job:
     mesh: Mesh | None = None
     placements: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    edits: Mapping[str, Edit] = field(default_factory=dict)
+    """FQN in `source` → what changes its elements on their way."""
+    recipe: str = ""
+    """Identifies what `edits` do, down to the last bit of the result."""
+    accept: Callable[[], None] | None = None
+    """Called when every byte is written and before anything is published; raises to refuse the result."""
     overwrite: bool = False
     use_dtensor: bool = False
     """Write the data files through torch (`--engine dtensor`) instead of the executor."""
@@ -128,6 +135,8 @@ def fingerprint(job: Job, metadata: bytes) -> str:
         [(name, digest_bytes(content)) for name, content in (*job.heads.items(), *job.documents.items())],
         [(asset.file, asset.nbytes) for _, asset in job.assets],
         digest_bytes(metadata),
+        sorted(job.edits),
+        job.recipe,
     )
     return digest_bytes(json.dumps(state).encode())
 
