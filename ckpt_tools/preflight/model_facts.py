@@ -1,0 +1,267 @@
+"""What a model's config.json and the headers of its weights say. Torch is imported only to build it on meta.
+
+Source: the fields of transformers' `PreTrainedConfig` classes, under the names that the families use.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.formats._json import parse_json
+from ckpt_tools.opening import open_path, read_document
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+
+CONFIG_NAME = "config.json"
+MAX_CONFIG_BYTES = 16_000_000
+"""Longest config.json that is read; real ones have some kilobytes."""
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
+_HEAD_DIM = ("head_dim", "attention_head_dim", "d_kv")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_INTERMEDIATE = (
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "d_ff",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+_BLOCKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "bert": ("BertLayer",),
+        "deepseek_v3": ("DeepseekV3DecoderLayer",),
+        "falcon": ("FalconDecoderLayer",),
+        "gemma": ("GemmaDecoderLayer",),
+        "gemma2": ("Gemma2DecoderLayer",),
+        "gemma3_text": ("Gemma3DecoderLayer",),
+        "gpt2": ("GPT2Block",),
+        "gpt_neox": ("GPTNeoXLayer",),
+        "gpt_oss": ("GptOssDecoderLayer",),
+        "llama": ("LlamaDecoderLayer",),
+        "mistral": ("MistralDecoderLayer",),
+        "mixtral": ("MixtralDecoderLayer",),
+        "olmo2": ("Olmo2DecoderLayer",),
+        "opt": ("OPTDecoderLayer",),
+        "phi3": ("Phi3DecoderLayer",),
+        "qwen2": ("Qwen2DecoderLayer",),
+        "qwen2_moe": ("Qwen2MoeDecoderLayer",),
+        "qwen3": ("Qwen3DecoderLayer",),
+        "qwen3_moe": ("Qwen3MoeDecoderLayer",),
+        "t5": ("T5Block",),
+    }
+)
+"""model_type → classes of its blocks, for where transformers is not installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """How the weights of the base model are packed."""
+
+    method: str
+    """bitsandbytes, gptq, mxfp4, …"""
+    bits: int | None = None
+    """Of one weight, where the config says."""
+    storage: str | None = None
+    """Dtype that the packed bytes pretend to be: uint8, bfloat16, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is known of a model without its weights. None: the config does not say."""
+
+    where: str
+    """The config.json, escaped."""
+    architecture: str | None = None
+    """The model class."""
+    model_type: str | None = None
+    """Transformers' name of the family."""
+    num_layers: int | None = None
+    """Blocks of the (text) model."""
+    hidden_size: int | None = None
+    """Width."""
+    num_heads: int | None = None
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads; the query heads where the config names none."""
+    head_dim: int | None = None
+    """Width of a head."""
+    num_experts: int | None = None
+    """Routed experts of a layer; None for a dense model."""
+    vocab_size: int | None = None
+    """Tokens."""
+    intermediate_sizes: tuple[int, ...] = ()
+    """Widths of the feed-forward parts (dense, experts, shared experts)."""
+    max_positions: int | None = None
+    """Longest sequence."""
+    tied_embeddings: bool | None = None
+    """Do the embeddings and the head share one tensor?"""
+    dtype: str | None = None
+    """Of the weights."""
+    quantization: Quantization | None = None
+    """None: plain weights."""
+    blocks: tuple[str, ...] = ()
+    """Classes of its blocks (`_no_split_modules`)."""
+    module_classes: tuple[str, ...] | None = None
+    """Classes of all its modules; None when the model was not built."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """FQN → shape of every parameter, from the headers of the weights or from the built model; empty if neither."""
+    stored: frozenset[str] = frozenset()
+    """FQNs in the headers of the weights."""
+
+    @property
+    def num_params(self) -> int | None:
+        """Elements of all parameters."""
+        return sum(math.prod(shape) for shape in self.shapes.values()) or None
+
+    @property
+    def is_moe(self) -> bool:
+        """Has it experts?"""
+        return (self.num_experts or 0) > 1
+
+
+def read_facts(model: str, *, build: bool = True) -> ModelFacts:
+    """Read what is known of a model.
+
+    Args:
+        model: A directory with config.json, or the file.
+        build: Build it on meta for its real module classes, where transformers is installed and has it. This imports
+            torch and takes seconds; without it, classes of common families come from a table.
+
+    Raises:
+        UnreadableError: No config.json, or it is not a JSON object.
+    """
+    directory, name = (model, CONFIG_NAME) if os.path.isdir(model) else os.path.split(os.path.abspath(model))
+    if not os.path.lexists(os.path.join(directory, name)):
+        raise UnreadableError(
+            f"no {escape_name(name)} here",
+            where=escape_name(model),
+            hint="pass the directory that the model was downloaded to",
+        )
+    with Source(directory) as source:
+        text = read_document(source, name, MAX_CONFIG_BYTES)
+    where = escape_name(os.path.join(directory, name))
+    values = parse_json(text, what="the config", where=where)
+    if not isinstance(values, dict):
+        raise UnreadableError("the config is not a JSON object", where=where)
+    facts = facts_of(values, where=where)
+    shapes = _stored_shapes(directory) if name == CONFIG_NAME else {}
+    built = None
+    if build:
+        from ckpt_tools.preflight.model_classes import build_on_meta
+
+        built = build_on_meta(values, where=where)
+    return _complete(facts, shapes, built)
+
+
+def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> ModelFacts:
+    """Return what a parsed config.json alone says."""
+    text = _text_part(values)
+    names = values.get("architectures") or values.get("_class_name")
+    architecture = names[0] if isinstance(names, list) and names else names
+    heads = _whole(text, _HEADS)
+    model_type = _word(text, "model_type")
+    tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    return ModelFacts(
+        where=where,
+        architecture=architecture if isinstance(architecture, str) else None,
+        model_type=_word(values, "model_type"),
+        num_layers=_whole(text, _LAYERS),
+        hidden_size=_whole(text, _HIDDEN),
+        num_heads=heads,
+        num_kv_heads=_whole(text, _KV_HEADS) or (1 if text.get("multi_query") is True else heads),
+        head_dim=_whole(text, _HEAD_DIM),
+        num_experts=_whole(text, _EXPERTS),
+        vocab_size=_whole(text, ("vocab_size",)),
+        intermediate_sizes=tuple(dict.fromkeys(_wholes(text, _INTERMEDIATE))),
+        max_positions=_whole(text, _POSITIONS),
+        tied_embeddings=tied if isinstance(tied, bool) else None,
+        dtype=_word(values, "dtype") or _word(values, "torch_dtype") or _word(text, "dtype"),
+        quantization=_quantization(values.get("quantization_config")),
+        blocks=_BLOCKS.get(model_type or "", ()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a model built on meta shows."""
+
+    blocks: tuple[str, ...]
+    """`_no_split_modules`."""
+    module_classes: tuple[str, ...]
+    """Classes of its modules, without doubles."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """FQN → shape of its parameters; tied ones once."""
+    tied_embeddings: bool
+    """Are embeddings and head one parameter?"""
+
+
+def _complete(facts: ModelFacts, stored: Mapping[str, tuple[int, ...]], built: Built | None) -> ModelFacts:
+    facts = replace(facts, shapes=dict(stored), stored=frozenset(stored))
+    if built is None:
+        return facts
+    return replace(
+        facts,
+        blocks=built.blocks or facts.blocks,
+        module_classes=built.module_classes,
+        shapes=built.shapes,
+        tied_embeddings=built.tied_embeddings,
+    )
+
+
+def _stored_shapes(directory: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights beside the config; none where there are none that can be read."""
+    try:
+        with open_path(directory) as opened:
+            return {entry.fqn: tuple(entry.shape) for entry in opened.checkpoint.tensors}
+    except CkptError:  # a config without weights is the usual case; the checkpoint is checked on its own
+        return {}
+
+
+def _text_part(values: Mapping[str, object]) -> Mapping[str, object]:
+    for key in _TEXT_PARTS:
+        part = values.get(key)
+        if isinstance(part, dict):
+            return _text_part(part)
+    return values
+
+
+def _wholes(values: Mapping[str, object], keys: tuple[str, ...]) -> Iterator[int]:
+    for key in keys:
+        value = values.get(key)
+        if type(value) is int and value > 0:
+            yield value
+
+
+def _whole(values: Mapping[str, object], keys: tuple[str, ...]) -> int | None:
+    return next(_wholes(values, keys), None)
+
+
+def _word(values: Mapping[str, object], key: str) -> str | None:
+    value = values.get(key)
+    return value.removeprefix("torch.") if isinstance(value, str) else None
+
+
+def _quantization(values: object) -> Quantization | None:
+    if not isinstance(values, dict):
+        return None
+    method = values.get("quant_method")
+    found = values.get("bits")
+    bits = found if type(found) is int else None
+    if values.get("load_in_4bit") is True:
+        bits, method = 4, method or "bitsandbytes"
+    elif values.get("load_in_8bit") is True:
+        bits, method = 8, method or "bitsandbytes"
+    storage = _word(values, "bnb_4bit_quant_storage")
+    return Quantization(method=method if isinstance(method, str) else "unknown", bits=bits, storage=storage)

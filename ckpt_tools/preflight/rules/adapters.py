@@ -1,0 +1,217 @@
+"""CKPT07x: adapters, and base models whose weights are quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt_tools.preflight.rules.engines import ai_option, ai_wants_fsdp
+from ckpt_tools.preflight.rules.flags import flag
+from ckpt_tools.preflight.rules.precision import short
+from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule
+
+_LONG = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_PREFERENCE = ("dpo", "kto", "orpo", "ipo")
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+
+
+@rule(
+    "CKPT070",
+    "error",
+    "4-bit weights stored as another dtype than the one that computes",
+    why="FSDP2 gathers a block's parameters in one original dtype: packed bytes that pretend to be another float"
+    " cannot join them",
+    fix="bnb_4bit_quant_storage equal to the compute dtype",
+    frameworks=HF,
+)
+def storage_dtype(case: Case) -> Iterator[Violation]:
+    """Compare bitsandbytes' storage dtype with the dtype of the other weights.
+
+    Source: PyTorch `FSDPParamGroup` ("uniform original parameter dtype"); the bitsandbytes guide on FSDP-QLoRA; axolotl
+    `loaders/model.py:_set_quantization_config`.
+    """
+    found = case.get("bnb_config_kwargs.bnb_4bit_quant_storage") if case.framework == "axolotl" else None
+    packed = case.get("load_in_4bit") if case.framework == "axolotl" else None
+    if found is not None:
+        storage, key = found.text, found.key
+    elif packed is not None and packed.is_on:
+        storage, key = "bfloat16", packed.key  # axolotl's own default
+    elif case.facts is not None and case.facts.quantization is not None and case.facts.quantization.bits == 4:
+        storage, key = case.facts.quantization.storage or "", f"{case.facts.where}: quantization_config"
+    else:
+        return
+    compute = case.spec.param_dtype
+    if case.is_fsdp and compute in _LONG and short(storage) is not None and short(storage) != compute:
+        yield Violation(
+            key=key,
+            what=f"4-bit weights are stored as {short(storage)}, {compute} computes",
+            fix=f"bnb_4bit_quant_storage: {_LONG[compute]}",
+        )
+
+
+@rule(
+    "CKPT071",
+    "warning",
+    "4-bit weights stored as bytes",
+    why="accelerate leaves parameters that are not floating out of FSDP2: every rank keeps the whole base model",
+    fix="bnb_4bit_quant_storage: bfloat16",
+    frameworks=HF,
+)
+def storage_bytes(case: Case) -> Iterator[Violation]:
+    """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_model`; bitsandbytes stores uint8 unless told otherwise."""
+    if not case.is_fsdp:
+        return
+    if case.framework == "axolotl":
+        found = case.get("bnb_config_kwargs.bnb_4bit_quant_storage")
+        if found is not None and found.text.endswith("int8"):
+            yield Violation(
+                key=found.key, what=f"{found}: 4-bit weights stay on every rank", fix=f"{found.key}: bfloat16"
+            )
+        return
+    packed = case.facts.quantization if case.facts is not None else None
+    if case.facts is None or packed is None or packed.method != "bitsandbytes" or packed.bits != 4:
+        return
+    if packed.storage in (None, "uint8"):
+        yield Violation(
+            key=f"{case.facts.where}: quantization_config",
+            what="4-bit weights are stored as uint8, and stay whole on every rank",
+            fix='"bnb_4bit_quant_storage": "bfloat16"',
+        )
+
+
+@rule(
+    "CKPT072",
+    "error",
+    "FSDP2 with a quantised base model in preference training",
+    why="axolotl refuses it",
+    fix="DeepSpeed, or FSDP1, or no quantisation",
+    frameworks=("axolotl",),
+)
+def quantised_preferences(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_fsdp2_base_model_quant_rl`."""
+    rl, version = case.get("rl"), case.get("fsdp_version")
+    if rl is None or rl.text not in _PREFERENCE or version is None or version.value != 2:
+        return
+    for name in ("load_in_8bit", "load_in_4bit"):
+        found = case.get(name)
+        if found is not None and found.is_on:
+            yield Violation(key=name, what=f"{found} with {rl} and FSDP2", fix=f"{name}: false")
+
+
+@rule(
+    "CKPT073",
+    "error",
+    "quantised weights, and no adapter to train",
+    why="Integers have no gradient: there is nothing that the optimizer could change",
+    fix="add an adapter, or load the weights unquantised",
+    frameworks=("axolotl", "openrlhf"),
+)
+def nothing_to_train(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `schemas/peft.py`, `transformers/trainer_utils.py:validate_quantization_for_training`."""
+    if case.spec.adapter is not None:
+        return
+    if case.framework == "openrlhf":
+        found = flag(case, "load_in_4bit")
+        if found is not None and found.is_on:
+            yield Violation(key=found.key, what=f"{found.key} without LoRA", fix="--lora_rank 16")
+        return
+    adapter = case.get("adapter")
+    for name in ("load_in_8bit", "load_in_4bit"):
+        found = case.get(name)
+        if found is not None and found.is_on and adapter is None:
+            yield Violation(key=name, what=f"{found}, but no adapter", fix=f"adapter: lora, or {name}: false")
+
+
+@rule(
+    "CKPT074",
+    "error",
+    "LoRA kernels under FSDP1",
+    why="axolotl refuses them: they read parameters that FSDP1 has flattened",
+    fix="fsdp_version: 2, or the kernels off",
+    frameworks=("axolotl",),
+)
+def lora_kernels(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_multigpu_lora_kernels`."""
+    if case.spec.engine != "fsdp1" or case.get("fsdp_config") is None or case.spec.world_size == 1:
+        return
+    for name in _LORA_KERNELS:
+        found = case.get(name)
+        if found is not None and found.is_on:
+            yield Violation(key=name, what=f"{found} with FSDP1", fix=f"fsdp_version: 2, or {name}: false")
+            return
+
+
+@rule(
+    "CKPT075",
+    "error",
+    "4-bit weights with fp16 computation",
+    why="OpenRLHF stops: it computes 4-bit models in bf16 only",
+    fix="--param_dtype bf16",
+    frameworks=("openrlhf",),
+)
+def four_bit_half(case: Case) -> Iterator[Violation]:
+    """Source: OpenRLHF `models/actor.py`."""
+    packed, dtype = flag(case, "load_in_4bit"), flag(case, "param_dtype")
+    if packed is not None and packed.is_on and dtype is not None and short(dtype.text) != "bf16":
+        yield Violation(key=dtype.key, what=f"{dtype.key} {dtype.text} with {packed.key}", fix=f"{dtype.key} bf16")
+
+
+@rule(
+    "CKPT076",
+    "error",
+    "Mxfp4 weights with cpu_ram_efficient_loading",
+    why="axolotl refuses it",
+    fix="cpu_ram_efficient_loading: false",
+    frameworks=("axolotl",),
+)
+def mxfp4_loading(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_gpt_oss_fsdp_loading`."""
+    method, loading = case.get("model_quantization_config"), case.fsdp_option("cpu_ram_efficient_loading")
+    if method is not None and method.text == "Mxfp4Config" and loading is not None and loading.value is True:
+        yield Violation(key=loading.key, what=f"{loading} with {method}", fix=f"{loading.key}: false")
+
+
+@rule(
+    "CKPT077",
+    "error",
+    "an adapter named, but no rank",
+    why="A rank below 1 has no weights to train",
+    fix="the rank that the adapter should have",
+)
+def adapter_rank(case: Case) -> Iterator[Violation]:
+    """Look at the rank of the adapter."""
+    adapter = case.spec.adapter
+    if adapter is not None and adapter.rank is not None and adapter.rank < 1:
+        key = case.key("adapter")
+        yield Violation(key=key, what=f"an adapter of rank {adapter.rank}", fix=f"{key}: 16")
+
+
+@rule(
+    "CKPT078",
+    "warning",
+    "quanto weights under FSDP",
+    why="ai-toolkit quantises into tensor subclasses, which FSDP cannot cut into shards as it cuts plain tensors",
+    fix="model.quantize: false; sharding frees the memory",
+    frameworks=("ai-toolkit",),
+)
+def quanto_shards(case: Case) -> Iterator[Violation]:
+    """Source: ai-toolkit `toolkit/util/quantize.py` (optimum-quanto), PyTorch `FSDPParam`."""
+    found = ai_option(case, "model.quantize")
+    if found is not None and found.is_on and ai_wants_fsdp(case):
+        yield Violation(
+            key=found.key,
+            what=f"{found} with dist_mode: fsdp: quantised tensors are not cut",
+            fix=f"{found.key}: false",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    storage_dtype,
+    storage_bytes,
+    quantised_preferences,
+    nothing_to_train,
+    lora_kernels,
+    four_bit_half,
+    mxfp4_loading,
+    adapter_rank,
+    quanto_shards,
+)

@@ -1,0 +1,84 @@
+"""All rules, and the page of documentation that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.preflight.model_facts import ModelFacts
+from ckpt_tools.preflight.rules import (
+    adapters,
+    engines,
+    model,
+    oddities,
+    optimizers,
+    options,
+    parallel,
+    precision,
+    saving,
+    world,
+)
+from ckpt_tools.preflight.rules.rule import ALL, Case, Config, Rule, apply
+
+GROUPS: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
+    {
+        "Ranks and mesh": world.RULES,
+        "Engines and what they exclude": engines.RULES,
+        "Options of FSDP1 and FSDP2": options.RULES,
+        "Tensor, sequence, expert and pipeline parallelism": parallel.RULES,
+        "The model": model.RULES,
+        "Dtypes": precision.RULES,
+        "Saving, loading and memory": saving.RULES,
+        "Adapters and quantisation": adapters.RULES,
+        "Optimizers": optimizers.RULES,
+        "What only one framework does": oddities.RULES,
+    }
+)
+"""Heading → its rules; the tens of an id are its heading."""
+
+RULES: tuple[Rule, ...] = tuple(one for rules in GROUPS.values() for one in rules)
+"""Every rule, by id."""
+CATALOGUE: Mapping[str, Rule] = MappingProxyType({one.id: one for one in RULES})
+"""Id → rule."""
+
+
+def check_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
+    """Return what is wrong with a config.
+
+    Args:
+        config: The config that was read.
+        facts: What is known of its model; without it, the rules on the model are silent.
+
+    Returns:
+        Findings in the order of the rules' ids: `code` is the id, `where` the key path in the user's file, `hint` what
+        to write instead.
+    """
+    return apply(RULES, Case(config=config, facts=facts))
+
+
+def render_rules(groups: Mapping[str, Iterable[Rule]] = GROUPS) -> str:
+    """Return the rules as a page of documentation."""
+    lines = [
+        "# Rules of preflight",
+        "",
+        "<!-- Written by bin/docs from ckpt_tools/preflight/rules. Do not edit. -->",
+        "",
+        "What `ckpt preflight` looks for in a trainer's config, by the id that it gives. An *error* means that the",
+        "run would fail, or would not do what the config says; a *warning* that it runs, otherwise than one may",
+        "think. An id is never changed and never given to another rule.",
+    ]
+    for heading, rules in groups.items():
+        lines += ["", f"## {heading}", ""]
+        for one in rules:
+            whose = "all" if one.frameworks == ALL else ", ".join(one.frameworks)
+            lines += [
+                f"### {one.id}: {one.title}",
+                "",
+                f"- **{one.severity.capitalize()}** in {whose}.",
+                f"- **Why**: {one.why}.",
+                f"- **Fix**: {one.fix}.",
+                "",
+            ]
+        lines.pop()
+    return "\n".join([*lines, ""])

@@ -1,0 +1,259 @@
+"""CKPT01x: what distributes the model, and what it excludes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ckpt_tools.preflight.rules.rule import Case, Rule, Setting, Violation, rule
+
+_SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
+"""Section of an accelerate config → the distributed_type that reads it."""
+
+AI_PROCESS = "config.process[0]"
+
+
+def ai_option(case: Case, path: str) -> Setting | None:
+    """Return an option of ai-toolkit's first process (`train.dist_mode`)."""
+    return case.first(f"{AI_PROCESS}.{path}")
+
+
+def ai_wants_fsdp(case: Case) -> bool:
+    """Does the plan's `train.dist_mode` say fsdp?"""
+    mode = ai_option(case, "train.dist_mode")
+    return mode is not None and mode.text.lower() in ("fsdp", "fsdp2", "fsdp1")
+
+
+def _has(found: Setting | None) -> bool:
+    """Does an option say anything? False, null and empty containers do not."""
+    return found is not None and found.value not in (False, "", [], {}, ()) and not found.is_off
+
+
+def wants_fsdp(case: Case) -> Setting | None:
+    """Return what asks for FSDP in a Trainer or axolotl config."""
+    for path in ("fsdp", "fsdp_config") if case.framework == "axolotl" else ("fsdp",):
+        found = case.get(path)
+        if _has(found):
+            return found
+    return None
+
+
+@rule(
+    "CKPT010",
+    "error",
+    "more than one of DDP, FSDP and DeepSpeed",
+    why="Each of them owns the gradients and the optimizer step; the trainer refuses the pair or silently drops one",
+    fix="keep one of them",
+    frameworks=("trainer", "axolotl", "ai-toolkit"),
+)
+def one_engine(case: Case) -> Iterator[Violation]:
+    """Look for two engines.
+
+    Source: `transformers/trainer.py:Trainer.__init__`, axolotl `check_fsdp_deepspeed` and `setup_fsdp_envs`;
+    the table of exclusions in ai-toolkit's FSDP plan.
+    """
+    if case.framework == "ai-toolkit":
+        yield from _ai_engines(case)
+        return
+    sharded, speed = wants_fsdp(case), case.get("deepspeed")
+    if sharded is not None and speed is not None and _has(speed):
+        yield Violation(
+            key="deepspeed",
+            what=f"both {sharded.key} and deepspeed are set, one engine can be used",
+            fix=f"remove deepspeed to train with FSDP, or {sharded.key} to train with DeepSpeed",
+        )
+
+
+def _ai_engines(case: Case) -> Iterator[Violation]:
+    mode = ai_option(case, "train.dist_mode")
+    if ai_wants_fsdp(case):
+        for name in ("ddp", "use_ddp"):
+            ddp = ai_option(case, f"train.{name}")
+            if ddp is not None and ddp.is_on:
+                yield Violation(
+                    key=ddp.key, what="DDP beside dist_mode: fsdp; one of them can be used", fix=f"remove {ddp.key}"
+                )
+    elif mode is not None and mode.text.lower() == "ddp":
+        for name in ("fsdp_auto_wrap", "fsdp_sharding", "fsdp_cpu_offload"):
+            found = ai_option(case, f"train.{name}")
+            if found is not None and _has(found):
+                yield Violation(
+                    key=found.key,
+                    what=f"{name} beside dist_mode: ddp; one engine can be used",
+                    fix=f"{mode.key}: fsdp, or remove the fsdp_ options",
+                )
+                return
+
+
+@rule(
+    "CKPT011",
+    "warning",
+    "the options of an engine that is not used",
+    why="Nothing reads them: the run starts as if they were not there",
+    fix="remove them, or choose that engine",
+    frameworks=("accelerate", "trainer", "openrlhf"),
+)
+def unused_engine(case: Case) -> Iterator[Violation]:
+    """Look for sections that nothing reads.
+
+    Source: `accelerate/commands/launch.py:_validate_launch_command` (distributed_type alone chooses),
+    `transformers/training_args.py:_process_fsdp_args` (returns at once without `fsdp`).
+    """
+    if case.framework == "accelerate":
+        kind = case.get("distributed_type")
+        for section, reader in _SECTIONS.items():
+            found = case.get(section)
+            if kind is None or found is None or not isinstance(found.value, Mapping) or not found.value:
+                continue
+            if kind.text.upper() != reader:
+                yield Violation(
+                    key=section,
+                    what=f"{section} is only read with distributed_type: {reader}, the config has {kind.text}",
+                    fix=f"distributed_type: {reader}, or remove {section}",
+                )
+    elif case.framework == "trainer":
+        options = case.get("fsdp_config")
+        if options is not None and _has(options) and wants_fsdp(case) is None:
+            yield Violation(
+                key="fsdp_config", what="fsdp_config is only read when fsdp is on, and it is not", fix="fsdp: true"
+            )
+    elif case.is_fsdp2:
+        for name in ("zero_stage", "zpg", "deepcompile", "ds.zero_stage", "ds.zpg", "ds.deepcompile"):
+            found = case.get(name)
+            if found is not None and found.value is not False:
+                yield Violation(
+                    key=f"--{name}",
+                    what=f"--{name} is an option of DeepSpeed, --backend is fsdp2",
+                    fix=f"remove --{name}, or --backend deepspeed",
+                )
+
+
+@rule(
+    "CKPT012",
+    "error",
+    "FSDP with pipeline parallelism",
+    why="Transformers has no pipeline of FSDP stages: it refuses the pair",
+    fix="pp_size 1, and shard over those ranks; or TP with PP and without FSDP",
+    frameworks=("accelerate", "trainer", "axolotl"),
+)
+def no_pipeline(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/distributed/configuration_utils.py:_validate_mesh_config`."""
+    if case.is_fsdp and case.axis("pp") > 1:
+        yield Violation(
+            key=case.axis_key("pp"),
+            what=f"FSDP with pp={case.axis('pp')} pipeline stages",
+            fix=f"{case.axis_key('pp')}: 1",
+        )
+
+
+def _ai_exclusion(case: Case, name: str, because: str) -> Iterator[Violation]:
+    found = ai_option(case, f"model.{name}")
+    if found is not None and found.is_on and ai_wants_fsdp(case):
+        yield Violation(
+            key=found.key, what=f"{name} with dist_mode: fsdp: {because}", fix=f"{found.key}: false, or dist_mode: none"
+        )
+
+
+@rule(
+    "CKPT013",
+    "error",
+    "FSDP with a model that is split over the GPUs",
+    why="The splitter puts whole layers on different GPUs of one process; FSDP has one process for every GPU",
+    fix="model.split_model_over_gpus: false",
+    frameworks=("ai-toolkit",),
+)
+def no_splitter(case: Case) -> Iterator[Violation]:
+    """Source: the table of exclusions in ai-toolkit's FSDP plan."""
+    yield from _ai_exclusion(case, "split_model_over_gpus", "layers on several GPUs of one process cannot be sharded")
+
+
+@rule(
+    "CKPT014",
+    "error",
+    "FSDP with layer offloading",
+    why="Both move parameters between host and GPU around each layer, and free each other's memory",
+    fix="model.layer_offloading: false; train.fsdp_cpu_offload: true does it with FSDP",
+    frameworks=("ai-toolkit",),
+)
+def no_layer_offloading(case: Case) -> Iterator[Violation]:
+    """Source: the table of exclusions in ai-toolkit's FSDP plan; `auto_memory` is its old name."""
+    yield from _ai_exclusion(case, "layer_offloading", "both move the parameters of a layer")
+    yield from _ai_exclusion(case, "auto_memory", "it means layer_offloading, and both move the parameters of a layer")
+
+
+@rule(
+    "CKPT015",
+    "error",
+    "FSDP with low_vram",
+    why="low_vram replaces .to() and leaves parts on the host, where FSDP expects them on its mesh",
+    fix="model.low_vram: false",
+    frameworks=("ai-toolkit",),
+)
+def no_low_vram(case: Case) -> Iterator[Violation]:
+    """Source: the table of exclusions in ai-toolkit's FSDP plan."""
+    yield from _ai_exclusion(case, "low_vram", "it replaces .to(), which FSDP relies on")
+
+
+@rule(
+    "CKPT016",
+    "error",
+    "dp_shard_size without fsdp_config",
+    why="axolotl refuses to shard when no FSDP is configured",
+    fix="add fsdp_version: 2 and an fsdp_config, or remove dp_shard_size",
+    frameworks=("axolotl",),
+)
+def shard_without_fsdp(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `_get_parallel_config_kwargs`."""
+    size = case.get("dp_shard_size")
+    if size is not None and type(size.value) is int and size.value > 1 and wants_fsdp(case) is None:
+        yield Violation(
+            key="dp_shard_size",
+            what=f"dp_shard_size: {size.value}, but there is no fsdp_config",
+            fix="fsdp_version: 2 and fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP, …}",
+        )
+
+
+@rule(
+    "CKPT017",
+    "warning",
+    "dist_mode without distributed",
+    why="dist_mode says how a distributed run is done; without distributed it is a run of one process",
+    fix="train.distributed: true",
+    frameworks=("ai-toolkit",),
+)
+def switched_on(case: Case) -> Iterator[Violation]:
+    """Source: the example of ai-toolkit's FSDP plan."""
+    mode, distributed = ai_option(case, "train.dist_mode"), ai_option(case, "train.distributed")
+    if mode is not None and ai_wants_fsdp(case) and (distributed is None or not distributed.is_on):
+        yield Violation(
+            key=mode.key,
+            what=f"{mode}, but {distributed or 'train.distributed is missing'}",
+            fix=f"{AI_PROCESS}.train.distributed: true",
+        )
+
+
+@rule(
+    "CKPT018",
+    "warning",
+    "FSDP on GPUs without NCCL",
+    why="gloo moves every shard through host memory: each layer waits for it",
+    fix="train.dist_backend: nccl",
+    frameworks=("ai-toolkit",),
+)
+def wants_nccl(case: Case) -> Iterator[Violation]:
+    """Source: the notes of ai-toolkit's FSDP plan."""
+    backend = ai_option(case, "train.dist_backend")
+    if backend is not None and ai_wants_fsdp(case) and "nccl" not in backend.text.lower():
+        yield Violation(key=backend.key, what=f"{backend}; GPUs need nccl", fix=f"{backend.key}: nccl")
+
+
+RULES: tuple[Rule, ...] = (
+    one_engine,
+    unused_engine,
+    no_pipeline,
+    no_splitter,
+    no_layer_offloading,
+    no_low_vram,
+    shard_without_fsdp,
+    switched_on,
+    wants_nccl,
+)

@@ -1,0 +1,111 @@
+"""CKPT08x: optimizers that cannot work on sharded or offloaded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt_tools.preflight.rules.engines import wants_fsdp
+from ckpt_tools.preflight.rules.rule import Case, Rule, Setting, Violation, rule
+
+_BNB = ("adamw_8bit", "adamw_bnb_8bit")
+_BNB_TP = ("paged_adamw_8bit", *_BNB)
+
+
+def _optimizer(case: Case) -> Setting | None:
+    return case.get("optimizer") if case.framework == "axolotl" else case.get("optim")
+
+
+@rule(
+    "CKPT080",
+    "error",
+    "bitsandbytes' 8-bit AdamW under FSDP2",
+    why="Its CUDA kernels fail on DTensors",
+    fix="adamw_torch_8bit (torchao), or adamw_torch_fused",
+    frameworks=("axolotl", "trainer"),
+)
+def eight_bit_fsdp2(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_fsdp2_w_8bit_optimizer`; Trainer builds the same optimizer for the same names."""
+    found = _optimizer(case)
+    if found is not None and case.is_fsdp2 and found.text in _BNB:
+        fix = "adamw_torch_8bit" if case.framework == "axolotl" else "adamw_torch_fused"
+        yield Violation(key=found.key, what=f"{found} under FSDP2", fix=f"{found.key}: {fix}")
+
+
+@rule(
+    "CKPT081",
+    "error",
+    "an 8-bit optimizer on offloaded parameters",
+    why="Its kernels run on the GPU alone, and FSDP1 keeps the parameters on the host",
+    fix="offload_params: false, or another optimizer",
+    frameworks=("axolotl",),
+)
+def eight_bit_offload(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_fsdp_offload_w_8bit_optimizer`."""
+    found, offload = _optimizer(case), case.fsdp_option("offload_params")
+    if found is None or case.spec.engine != "fsdp1" or offload is None or not offload.is_on:
+        return
+    if "8bit" in found.text:
+        yield Violation(key=found.key, what=f"{found} with {offload}", fix=f"{offload.key}: false")
+
+
+@rule(
+    "CKPT082",
+    "error",
+    "bitsandbytes' 8-bit AdamW with tensor parallelism",
+    why="axolotl refuses it",
+    fix="adamw_torch_fused",
+    frameworks=("axolotl",),
+)
+def eight_bit_tp(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_tensor_parallel_optimizer`."""
+    found, tp = _optimizer(case), case.get("tensor_parallel_size")
+    if found is None or tp is None or type(tp.value) is not int or tp.value <= 1 or found.text not in _BNB_TP:
+        return
+    if not (case.is_fsdp2 and found.text in _BNB):  # CKPT080 has it
+        yield Violation(key=found.key, what=f"{found} with {tp}", fix=f"{found.key}: adamw_torch_fused")
+
+
+@rule(
+    "CKPT083",
+    "error",
+    "an optimizer that this engine does not have",
+    why="axolotl refuses Muon, GaLore and the flash optimizers under DeepSpeed and FSDP1",
+    fix="fsdp_version: 2, or another optimizer",
+    frameworks=("axolotl",),
+)
+def engine_has_optimizer(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_muon_deepspeed_fsdp`, `check_flashoptim_deepspeed_fsdp`, `check_qgalore`."""
+    found, speed = _optimizer(case), case.get("deepspeed")
+    if found is None or not (found.text in ("muon", "q_galore_adamw8bit") or found.text.startswith("flash_")):
+        return
+    if speed is not None and speed.value:
+        yield Violation(key=found.key, what=f"{found} with DeepSpeed", fix="FSDP2 instead of deepspeed")
+    elif wants_fsdp(case) is not None and not case.is_fsdp2:
+        yield Violation(key=found.key, what=f"{found} with FSDP1", fix="fsdp_version: 2")
+
+
+@rule(
+    "CKPT084",
+    "error",
+    "GaLore with what it cannot be combined with",
+    why="axolotl refuses it: it projects whole parameters",
+    fix="no adapter, and fsdp_config.use_orig_params: true",
+    frameworks=("axolotl",),
+)
+def galore(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_qgalore`."""
+    found, adapter = _optimizer(case), case.get("adapter")
+    if found is None or found.text != "q_galore_adamw8bit":
+        return
+    if adapter is not None:
+        yield Violation(key=found.key, what=f"{found} with {adapter}", fix="remove adapter, or another optimizer")
+    kept = case.fsdp_option("use_orig_params")
+    if case.is_fsdp2 and (kept is None or kept.value is not True):
+        yield Violation(
+            key="fsdp_config.use_orig_params",
+            what=f"{found} wants fsdp_config.use_orig_params: true",
+            fix="fsdp_config.use_orig_params: true",
+        )
+
+
+RULES: tuple[Rule, ...] = (eight_bit_fsdp2, eight_bit_offload, eight_bit_tp, engine_has_optimizer, galore)

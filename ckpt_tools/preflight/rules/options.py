@@ -1,0 +1,298 @@
+"""CKPT02x: the options of FSDP1 and FSDP2, which share names and little else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ckpt_tools.preflight.rules.engines import wants_fsdp
+from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule
+from ckpt_tools.preflight.spec import Framework
+
+_TRUTHS = ("1", "true", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off")
+_V1_STRATEGIES = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
+_OBSOLETE: Mapping[str, str] = {
+    "sharding_strategy": "reshard_after_forward and the mesh say what it said",
+    "backward_prefetch": "FSDP2 prefetches on its own",
+    "forward_prefetch": "FSDP2 prefetches on its own",
+    "use_orig_params": "FSDP2 always keeps the parameters as they are",
+    "sync_module_states": "FSDP2 does not broadcast from rank 0",
+}
+"""Option of FSDP1 → why FSDP2 has none."""
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+
+
+def _uses_fsdp_section(case: Case) -> bool:
+    """Is `fsdp_config` read at all?"""
+    if case.framework == "accelerate":
+        kind = case.get("distributed_type")
+        return kind is not None and kind.text.upper() == "FSDP"
+    return wants_fsdp(case) is not None
+
+
+def default_version(framework: Framework) -> int:
+    """Return the FSDP version that a missing `fsdp_version` means.
+
+    Source: `accelerate/commands/launch.py` (`--fsdp_version` defaults to 1), axolotl
+    `check_fsdp_version_in_fsdp_config`, `transformers/training_args.py:_process_fsdp_args` (5.10 and later: 2).
+    """
+    return 2 if framework == "trainer" else 1
+
+
+@rule(
+    "CKPT020",
+    "error",
+    "reshard_after_forward is not a bool under FSDP2",
+    why="FSDP1's strategy names cannot be read as one: the trainer stops while it parses its options",
+    fix="true for FULL_SHARD, false for SHARD_GRAD_OP; a replicated axis for HYBRID_SHARD",
+    frameworks=HF,
+)
+def reshard_is_bool(case: Case) -> Iterator[Violation]:
+    """Source: `FullyShardedDataParallelPlugin.__post_init__` and the two `str_to_bool`."""
+    found = case.fsdp_option("reshard_after_forward")
+    if found is None or not case.is_fsdp2 or found.text.lower() in _TRUTHS:
+        return
+    means = {"FULL_SHARD": "true", "1": "true", "SHARD_GRAD_OP": "false", "2": "false"}.get(found.text.upper())
+    yield Violation(
+        key=found.key,
+        what=f"{found}; FSDP2 takes true or false",
+        fix=f"{found.key}: {means}" if means else f"{found.key}: true",
+    )
+
+
+@rule(
+    "CKPT021",
+    "error",
+    "a sharding strategy that only FSDP1 has",
+    why="Trainer stops: under FSDP2 `fsdp` may say full_shard or shard_grad_op only",
+    fix="fsdp: true, and the strategy in fsdp_config",
+    frameworks=("trainer",),
+)
+def v1_strategy(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`."""
+    found = case.get("fsdp")
+    if found is None or not case.is_fsdp2 or not isinstance(found.value, (str, list)):
+        return
+    words = found.value.split() if isinstance(found.value, str) else [str(item) for item in found.value]
+    for word in words:
+        if word.lower() in _V1_STRATEGIES:
+            yield Violation(
+                key="fsdp",
+                what=f"{word} is a strategy of FSDP1, the config has FSDP2",
+                fix="fsdp: true with fsdp_config.reshard_after_forward: true",
+            )
+
+
+@rule(
+    "CKPT022",
+    "warning",
+    "an option of FSDP1 under FSDP2",
+    why="It is ignored (accelerate's plugin even refuses forward_prefetch when it is passed directly)",
+    fix="remove it",
+    frameworks=(*HF, "verl"),
+)
+def obsolete_options(case: Case) -> Iterator[Violation]:
+    """Source: `FullyShardedDataParallelPlugin.__post_init__`; verl `fsdp_workers.py`, whose fsdp2 branch reads none."""
+    if not case.is_fsdp2:
+        return
+    if case.framework == "verl":
+        for name in ("forward_prefetch", "use_orig_params"):
+            found = case.get(f"actor_rollout_ref.actor.fsdp_config.{name}")
+            if found is not None and found.is_on:
+                yield Violation(
+                    key=found.key, what=f"{name} is ignored under strategy fsdp2: {_OBSOLETE[name]}", fix="remove it"
+                )
+        return
+    needed = case.get("optimizer") if case.framework == "axolotl" else None
+    for name, reason in _OBSOLETE.items():
+        found = case.fsdp_option(name)
+        if found is None or (name == "sync_module_states" and found.is_off and _stops_launch(case)):
+            continue
+        if name == "use_orig_params" and needed is not None and needed.text == "q_galore_adamw8bit":
+            continue  # axolotl asks for it there
+        yield Violation(key=found.key, what=f"{name} is ignored under FSDP2: {reason}", fix=f"remove {found.key}")
+
+
+@rule(
+    "CKPT023",
+    "warning",
+    "the config does not say which FSDP it means",
+    why="A missing version is FSDP1 in accelerate and axolotl, and FSDP2 in Trainer: the same options, other meanings",
+    fix="write the version",
+    frameworks=HF,
+)
+def version_missing(case: Case) -> Iterator[Violation]:
+    """Look for FSDP without a version."""
+    if not _uses_fsdp_section(case) or case.fsdp_option("version") is not None:
+        return
+    if case.framework == "axolotl" and case.get("fsdp_version") is not None:
+        return
+    means = default_version(case.framework)
+    key = "fsdp_version" if case.framework == "axolotl" else _spelling(case, "version")
+    yield Violation(key=key, what=f"{key} is missing, which means FSDP{means} in {case.framework}", fix=f"{key}: 2")
+
+
+def _spelling(case: Case, name: str) -> str:
+    """Return an option's key in the way the file spells its others."""
+    section = case.get("fsdp_config")
+    names = list(section.value) if section is not None and isinstance(section.value, Mapping) else []
+    prefixed = any(str(one).startswith("fsdp_") for one in names) or (case.framework == "accelerate" and not names)
+    return f"fsdp_config.{'fsdp_' if prefixed else ''}{name}"
+
+
+@rule(
+    "CKPT024",
+    "warning",
+    "reshard_after_forward under FSDP1",
+    why="FSDP1 takes its strategy from sharding_strategy, whose default is FULL_SHARD: this option is not read",
+    fix="fsdp_sharding_strategy, or FSDP2",
+    frameworks=("accelerate",),
+)
+def reshard_under_v1(case: Case) -> Iterator[Violation]:
+    """Source: `FullyShardedDataParallelPlugin.__post_init__`: `sharding_strategy` is never None under FSDP1."""
+    found = case.fsdp_option("reshard_after_forward")
+    if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in ("FULL_SHARD", "TRUE", "1"):
+        yield Violation(
+            key=found.key,
+            what=f"{found} is not read under FSDP1, whose sharding_strategy is FULL_SHARD by default",
+            fix=f"{_spelling(case, 'sharding_strategy')}: {found.text}, or {_spelling(case, 'version')}: 2",
+        )
+
+
+@rule(
+    "CKPT025",
+    "warning",
+    "FSDP1",
+    why="Transformers and axolotl are about to remove it; its checkpoints and its options differ from FSDP2's",
+    fix="move to FSDP2",
+    frameworks=("trainer", "axolotl"),
+)
+def deprecated_version(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/training_args.py:_process_fsdp_args`, axolotl `check_fsdp_version`."""
+    found = case.first("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
+    if case.spec.engine == "fsdp1" and found is not None:  # without one, CKPT023 says it
+        yield Violation(key=found.key, what=f"{found}: FSDP1 is deprecated", fix=f"{found.key}: 2")
+
+
+@rule(
+    "CKPT026",
+    "error",
+    "an auto_wrap_policy that does not exist",
+    why="The trainer stops while it parses its options",
+    fix="TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
+    frameworks=HF,
+)
+def known_policy(case: Case) -> Iterator[Violation]:
+    """Source: `accelerate/utils/constants.py:FSDP_AUTO_WRAP_POLICY`; Trainer and axolotl compare case and all."""
+    found = case.fsdp_option("auto_wrap_policy")
+    if found is None or not _uses_fsdp_section(case):
+        return
+    text = found.text.upper() if case.framework == "accelerate" else found.text
+    known = _POLICIES[:2] if case.framework == "axolotl" else _POLICIES
+    if text not in known:
+        near = found.text.upper() if found.text.upper() in known else known[0]
+        yield Violation(key=found.key, what=f"{found}; it is one of {', '.join(known)}", fix=f"{found.key}: {near}")
+
+
+def _policy(case: Case) -> str | None:
+    """Return the policy in force; None for none."""
+    found = case.fsdp_option("auto_wrap_policy")
+    if found is not None:
+        return found.text.upper()
+    # axolotl hands its options to Trainer, which has a default.
+    return None if case.framework == "accelerate" else "TRANSFORMER_BASED_WRAP"
+
+
+@rule(
+    "CKPT027",
+    "warning",
+    "an option of another wrap policy",
+    why="Classes are read under TRANSFORMER_BASED_WRAP only, min_num_params under SIZE_BASED_WRAP only",
+    fix="remove it, or change auto_wrap_policy",
+    frameworks=HF,
+)
+def matching_policy(case: Case) -> Iterator[Violation]:
+    """Source: `FullyShardedDataParallelPlugin.__post_init__`."""
+    policy = _policy(case)
+    if not case.is_fsdp or policy is None or policy not in _POLICIES:
+        return
+    others = {"transformer_layer_cls_to_wrap": _POLICIES[0], "min_num_params": _POLICIES[1]}
+    for name, reader in others.items():
+        found = case.fsdp_option(name)
+        if found is not None and policy != reader and found.value not in (0, "", []):
+            yield Violation(
+                key=found.key,
+                what=f"{name} is read under {reader} only, the policy is {policy}",
+                fix=f"{_spelling(case, 'auto_wrap_policy')}: {reader}, or remove {found.key}",
+            )
+
+
+@rule(
+    "CKPT028",
+    "warning",
+    "nothing wraps the blocks of the model",
+    why="All parameters are one group: every rank gathers the whole model in forward, and memory is that of DDP",
+    fix="auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+    frameworks=HF,
+)
+def blocks_are_wrapped(case: Case) -> Iterator[Violation]:
+    """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_auto_wrap_policy`, which then returns None."""
+    if not case.is_fsdp:
+        return
+    policy, found = _policy(case), case.fsdp_option("auto_wrap_policy")
+    smallest = case.fsdp_option("min_num_params")
+    key = found.key if found is not None else _spelling(case, "auto_wrap_policy")
+    if policy is None:
+        yield Violation(key=key, what=f"no {key}: FSDP has one group, the whole model", fix=f"{key}: {_POLICIES[0]}")
+    elif policy == "NO_WRAP":
+        yield Violation(key=key, what="NO_WRAP: FSDP has one group, the whole model", fix=f"{key}: {_POLICIES[0]}")
+    elif policy == "SIZE_BASED_WRAP" and case.framework == "trainer" and (smallest is None or smallest.value == 0):
+        yield Violation(
+            key=key,
+            what="SIZE_BASED_WRAP with min_num_params 0 wraps nothing in Trainer",
+            fix=f"{_spelling(case, 'min_num_params')}: 100000000",
+        )
+
+
+def _stops_launch(case: Case) -> bool:
+    """Does `accelerate launch` refuse the two loading options? Missing ones count as true there."""
+    loading, sync = case.fsdp_option("cpu_ram_efficient_loading"), case.fsdp_option("sync_module_states")
+    if case.framework != "accelerate" or sync is None or not isinstance(sync.value, bool) or sync.value:
+        return False
+    # A bare `false` in YAML is False; the text "false" is truthy in the launcher's test.
+    return loading is None or bool(loading.value)
+
+
+@rule(
+    "CKPT029",
+    "error",
+    "cpu_ram_efficient_loading without sync_module_states",
+    why="Only rank 0 would read the weights and nobody would send them on: the launcher refuses it, in FSDP2 too",
+    fix="sync_module_states: true, or remove it; it defaults to true",
+    frameworks=("accelerate",),
+)
+def loading_needs_sync(case: Case) -> Iterator[Violation]:
+    """Source: `accelerate/utils/launch.py:prepare_multi_gpu_env`; both options default to true on its command line."""
+    sync = case.fsdp_option("sync_module_states")
+    if sync is None or not _uses_fsdp_section(case) or not _stops_launch(case):
+        return
+    loading = case.fsdp_option("cpu_ram_efficient_loading")
+    said = f"{loading}" if loading is not None else "cpu_ram_efficient_loading is missing, which means true"
+    yield Violation(
+        key=sync.key,
+        what=f"{sync}, but {said}",
+        fix=f"remove {sync.key}" if case.is_fsdp2 else f"{sync.key}: true",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    reshard_is_bool,
+    v1_strategy,
+    obsolete_options,
+    version_missing,
+    reshard_under_v1,
+    deprecated_version,
+    known_policy,
+    matching_policy,
+    blocks_are_wrapped,
+    loading_needs_sync,
+)

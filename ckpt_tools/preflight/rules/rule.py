@@ -1,0 +1,238 @@
+"""What a rule is: a pure function from a config and the facts of its model to what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.preflight.model_facts import ModelFacts
+from ckpt_tools.preflight.spec import Framework, ParallelSpec
+from ckpt_tools.text import escape_name
+
+ALL: tuple[Framework, ...] = ("accelerate", "trainer", "torchtitan", "axolotl", "ai-toolkit", "verl", "openrlhf")
+"""Every framework whose configs are read."""
+HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
+"""Those that end in accelerate's `FullyShardedDataParallelPlugin`."""
+
+
+class Config(Protocol):
+    """What a rule needs of a config that was read; `configs.Config` is one."""
+
+    @property
+    def framework(self) -> Framework:
+        """Whose config it is."""
+        raise NotImplementedError
+
+    @property
+    def values(self) -> Mapping[str, object]:
+        """The file as nested plain values, in the user's own spelling."""
+        raise NotImplementedError
+
+    @property
+    def spec(self) -> ParallelSpec:
+        """What it asks for."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One option as the file says it."""
+
+    key: str
+    """Its key path, in the user's spelling."""
+    value: object
+    """Its value."""
+
+    @property
+    def is_on(self) -> bool:
+        """Does it switch something on? Text counts as the trainers count it: true, yes, on, 1."""
+        if isinstance(self.value, str):
+            return self.value.strip().lower() in ("1", "true", "t", "yes", "y", "on")
+        return self.value is True or (type(self.value) is int and self.value != 0)
+
+    @property
+    def is_off(self) -> bool:
+        """Does it switch something off in so many words? None and unknown text are neither."""
+        if isinstance(self.value, str):
+            return self.value.strip().lower() in ("0", "false", "f", "no", "n", "off")
+        return self.value is False or (type(self.value) is int and self.value == 0)
+
+    @property
+    def text(self) -> str:
+        """The value as text, for comparisons."""
+        return str(self.value).strip()
+
+    def __str__(self) -> str:
+        """`key: value`, as it can be shown."""
+        return f"{self.key}: {shown(self.value)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One place where a config breaks a rule."""
+
+    key: str
+    """Key path in the user's file."""
+    what: str
+    """What is wrong, with the found and the expected value."""
+    fix: str
+    """What to write instead, in the config's own spelling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a check looks at."""
+
+    config: Config
+    """The config."""
+    facts: ModelFacts | None = None
+    """What is known of the model."""
+
+    @property
+    def spec(self) -> ParallelSpec:
+        """What the config asks for."""
+        return self.config.spec
+
+    @property
+    def framework(self) -> Framework:
+        """Whose config it is."""
+        return self.config.framework
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Is the model wrapped by `fully_shard`?"""
+        return self.spec.engine == "fsdp2"
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Is it wrapped by FSDP of either version?"""
+        return self.spec.engine in ("fsdp1", "fsdp2")
+
+    def key(self, field: str, default: str | None = None) -> str:
+        """Return the key path that set `field` of the spec; without one `default`, or the field's own name."""
+        return self.spec.keys.get(field) or default or field
+
+    def axis_key(self, axis: str) -> str:
+        """Return the key path that set an axis."""
+        return self.spec.keys.get(f"axes.{axis}") or self.spec.keys.get(axis) or axis
+
+    def axis(self, name: str) -> int:
+        """Return the size of a mesh axis, 1 where the config has none; -1 only where the rest is not known."""
+        size = self.spec.axes.get(name, 1)
+        if size == -1 and self.spec.mesh is not None:
+            return dict(self.spec.mesh.axes).get(name, 1)
+        return size
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that FSDP shards over: dp_shard, and cp where its ranks shard too. 1 where it is not known."""
+        shard = self.axis("dp_shard")
+        return max(shard, 1) * max(self.axis("cp"), 1)
+
+    def get(self, path: str) -> Setting | None:
+        """Return the option at a dotted path (`fsdp_config.version`), or None where the file has none or null."""
+        return look_up(self.config.values, path)
+
+    def first(self, *paths: str) -> Setting | None:
+        """Return the first of `paths` that the file has."""
+        return next((found for path in paths if (found := self.get(path)) is not None), None)
+
+    def fsdp_option(self, name: str) -> Setting | None:
+        """Return an option of `fsdp_config`, whose keys accelerate, Trainer and axolotl take with and without `fsdp_`.
+
+        Source: `accelerate/commands/launch.py:_validate_launch_command`,
+        `transformers/training_args.py:_process_fsdp_args`, axolotl `check_fsdp_config_kwargs_prefix`.
+        """
+        return self.first(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
+
+
+Check = Callable[[Case], Iterator[Violation]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing that can be wrong with a config."""
+
+    id: str
+    """CKPT0xx; never changed, never given to another rule."""
+    severity: Severity
+    """error: the run fails, or trains something else. warning: it runs, otherwise than one may think."""
+    title: str
+    """What is wrong, in a line."""
+    why: str
+    """What would happen."""
+    fix: str
+    """What to change."""
+    frameworks: tuple[Framework, ...]
+    """Whose configs it looks at."""
+    check: Check
+    """Yields what breaks it."""
+
+
+def rule(
+    id: str,  # noqa: A002 - it is one
+    severity: Severity,
+    title: str,
+    *,
+    why: str,
+    fix: str,
+    frameworks: tuple[Framework, ...] = ALL,
+) -> Callable[[Check], Rule]:
+    """Make a rule of the check below it."""
+
+    def make(check: Check) -> Rule:
+        return Rule(id=id, severity=severity, title=title, why=why, fix=fix, frameworks=frameworks, check=check)
+
+    return make
+
+
+def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
+    """Return what `case` breaks of `rules`, in the order of the rules, each place once."""
+    findings: dict[tuple[str, str, str], Finding] = {}
+    for one in rules:
+        if case.framework not in one.frameworks:
+            continue
+        for violation in one.check(case):
+            finding = Finding(
+                code=one.id,
+                severity=one.severity,
+                where=escape_name(violation.key),
+                what=violation.what,
+                hint=violation.fix,
+            )
+            findings.setdefault((one.id, finding.where, finding.what), finding)
+    return tuple(findings.values())
+
+
+def look_up(values: Mapping[str, object], path: str) -> Setting | None:
+    """Return the option at a dotted path, where `name[0]` is an item of a list.
+
+    A key that itself has dots (`ds.zero_stage`) is found too, before the nested one.
+    """
+    if path in values:
+        return None if values[path] is None else Setting(key=path, value=values[path])
+    node: object = values
+    for part in path.split("."):
+        name, _, index = part.partition("[")
+        if not isinstance(node, Mapping) or name not in node:
+            return None
+        node = node[name]
+        if index:
+            at = int(index.rstrip("]"))
+            if not isinstance(node, (list, tuple)) or at >= len(node):
+                return None
+            node = node[at]
+    return None if node is None else Setting(key=path, value=node)
+
+
+def shown(value: object) -> str:
+    """Return a value of a config as it can be shown."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return escape_name(value) if value else '""'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(shown(item) for item in value[:8]) + ("…" if len(value) > 8 else "") + "]"
+    return escape_name(str(value))

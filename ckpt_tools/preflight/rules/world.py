@@ -1,0 +1,290 @@
+"""CKPT00x: ranks, and the mesh that they are meant to form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from ckpt_tools.preflight.rules.rule import Case, Rule, Violation, rule, shown
+from ckpt_tools.preflight.spec import Framework
+
+_OWN_RANKS: Mapping[Framework, tuple[str, ...]] = {
+    # accelerate's sp belongs to DeepSpeed, which counts its ranks itself; verl's Ulysses ranks are dp ranks.
+    "accelerate": ("dp_replicate", "dp_shard", "cp", "tp"),
+    "trainer": ("dp_replicate", "dp_shard", "cp", "tp", "pp"),
+    "torchtitan": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    "axolotl": ("ep", "dp_replicate", "dp_shard", "cp", "tp"),
+    "ai-toolkit": ("dp_replicate", "dp_shard"),
+    "verl": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    "openrlhf": ("dp_replicate", "dp_shard", "sp", "cp", "tp"),
+}
+"""Axes whose sizes multiply to the world size. ep is inside dp_shard × cp × tp except in axolotl."""
+
+_SIZES: Mapping[Framework, tuple[str, ...]] = {
+    "accelerate": tuple(
+        f"parallelism_config.parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    ),
+    "torchtitan": tuple(
+        f"parallelism.{name}_degree"
+        for name in (
+            "data_parallel_replicate",
+            "tensor_parallel",
+            "context_parallel",
+            "pipeline_parallel",
+            "expert_parallel",
+        )
+    ),
+}
+"""Options that must be at least 1."""
+
+
+def parallelism_sizes(case: Case) -> Mapping[str, object] | None:
+    """Return accelerate's `parallelism_config`, or None where it is missing or empty, which switches it off."""
+    found = case.get("parallelism_config")
+    return found.value if found is not None and isinstance(found.value, Mapping) and found.value else None
+
+
+@rule(
+    "CKPT001",
+    "error",
+    "the axes of the mesh do not multiply to the world size",
+    why="Every rank has one place in the mesh: building it fails on all ranks, after the job was scheduled",
+    fix="change one axis, or the number of processes, so that the product is the world size",
+)
+def axis_product(case: Case) -> Iterator[Violation]:
+    """Compare the product of the axes with the ranks.
+
+    Source: `accelerate/parallelism_config.py:_validate_accelerator`, torchtitan `ParallelDims._validate`, axolotl
+    `_get_parallel_config_kwargs`, verl `create_device_mesh`, OpenRLHF `setup_distributed`.
+    """
+    world, axes = case.spec.world_size, case.spec.axes
+    if world is None:
+        return
+    if case.framework == "accelerate" and axes.get("sp", 1) > 1:
+        return
+    sizes = {name: axes[name] for name in _OWN_RANKS[case.framework] if name in axes}
+    if not sizes or any(size == 0 or size < -1 for size in sizes.values()):
+        return
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    rest = [name for name, size in sizes.items() if size == -1]
+    if fixed == world or (rest and world % fixed == 0):
+        return
+    if case.framework == "accelerate" and fixed == 1:
+        return  # accelerate then makes dp_replicate of all ranks
+    product = " × ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "1"
+    folded = ""
+    if case.framework == "torchtitan" and case.axis("ep") > 1:
+        folded = f"; {case.axis_key('ep')} takes no ranks of its own"
+    relation = f"does not divide {world}" if rest else f"is {fixed}"
+    largest = max((name for name, size in sizes.items() if size > 0), key=lambda name: sizes[name], default=rest[0])
+    others = fixed // max(sizes[largest], 1)
+    change = f"{case.axis_key(largest)}: {world // others}" if world % others == 0 else "sizes that divide the world"
+    yield Violation(
+        key=case.axis_key(largest),
+        what=f"the mesh {product} {relation}, the world has {world} ranks{folded}",
+        fix=f"set {change}, or start {fixed if not rest else math.lcm(fixed, world)} ranks",
+    )
+
+
+@rule(
+    "CKPT002",
+    "error",
+    "a parallel size is not a positive number",
+    why="The trainer refuses it when it builds the mesh",
+    fix="write 1 to switch an axis off; only torchtitan's data_parallel_shard_degree and verl's fsdp_size may be -1",
+    frameworks=("accelerate", "torchtitan", "verl"),
+)
+def positive_sizes(case: Case) -> Iterator[Violation]:
+    """Look for sizes below 1."""
+    for path in _SIZES.get(case.framework, ()):
+        found = case.get(path)
+        if found is not None and type(found.value) is int and found.value < 1:
+            yield Violation(
+                key=path, what=f"{found.value} ranks, at least 1 is needed", fix=f"{path}: 1 switches it off"
+            )
+    lone = {
+        "torchtitan": "parallelism.data_parallel_shard_degree",
+        "verl": "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+    }.get(case.framework)
+    found = case.get(lone) if lone else None
+    if found is not None and type(found.value) is int and (found.value == 0 or found.value < -1):
+        yield Violation(
+            key=found.key,
+            what=f"{found.value} ranks, -1 or at least 1 is needed",
+            fix=f"{found.key}: -1 takes the rest",
+        )
+
+
+@rule(
+    "CKPT003",
+    "error",
+    "`parallelism_config` without FSDP2",
+    why="accelerate builds the mesh and then refuses it, or, under DDP, shards nothing on the axes that ask for it",
+    fix="distributed_type: FSDP and fsdp_config.fsdp_version: 2, or remove parallelism_config",
+    frameworks=("accelerate",),
+)
+def needs_fsdp2(case: Case) -> Iterator[Violation]:
+    """Look for a mesh that no FSDP2 uses.
+
+    Source: `accelerate/parallelism_config.py:_validate_accelerator` (FSDP1 is neither FSDP2 nor multi-device),
+    `accelerate/state.py` (cp without an fsdp_plugin).
+    """
+    if parallelism_sizes(case) is None or case.is_fsdp2 or case.spec.world_size == 1:
+        return
+    sharded = [axis for axis in ("dp_shard", "cp") if case.axis(axis) > 1]
+    if case.spec.engine == "fsdp1":
+        version = case.fsdp_option("version")
+        yield Violation(
+            key="parallelism_config",
+            what=f"it needs FSDP2, the config has FSDP1 ({version or 'no fsdp_version, which means 1'})",
+            fix="fsdp_config: {fsdp_version: 2}",
+        )
+    elif case.spec.engine in ("ddp", "none") and sharded:
+        kind = case.get("distributed_type")
+        yield Violation(
+            key=case.axis_key(sharded[0]),
+            what=f"{sharded[0]}={case.axis(sharded[0])} needs FSDP2, the config has {kind or 'no distributed_type'}",
+            fix="distributed_type: FSDP and fsdp_config: {fsdp_version: 2}",
+        )
+
+
+@rule(
+    "CKPT004",
+    "error",
+    "FSDP2 has no axis to shard over",
+    why="Parameters are sharded over dp_shard and cp; with both at 1 accelerate refuses to prepare the model",
+    fix="dp_shard_size greater than 1, or no parallelism_config at all: then FSDP shards over all ranks",
+    frameworks=("accelerate", "trainer"),
+)
+def something_to_shard_over(case: Case) -> Iterator[Violation]:
+    """Look for a mesh whose dp_shard and cp are both 1.
+
+    Source: `accelerate/parallelism_config.py:_validate_accelerator`.
+    """
+    if parallelism_sizes(case) is None or not case.is_fsdp2 or case.spec.world_size == 1 or _is_ddp_with_model(case):
+        return
+    if case.axis("dp_shard") == 1 and case.axis("cp") == 1:
+        sizes = ", ".join(f"{axis}={case.axis(axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
+        yield Violation(
+            key=case.key("axes.dp_shard", "parallelism_config.parallelism_config_dp_shard_size"),
+            what=f"FSDP2 with {sizes}: dp_shard or cp must be greater than 1",
+            fix="parallelism_config_dp_shard_size: the ranks that are left, or lower parallelism_config_tp_size",
+        )
+
+
+@rule(
+    "CKPT005",
+    "error",
+    "context parallelism and sequence parallelism together",
+    why="Both cut the sequence, one through FSDP2 and one through DeepSpeed; accelerate refuses the pair",
+    fix="set one of the two to 1",
+    frameworks=("accelerate", "trainer"),
+)
+def cp_or_sp(case: Case) -> Iterator[Violation]:
+    """Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`."""
+    if case.axis("cp") > 1 and case.axis("sp") > 1:
+        yield Violation(
+            key=case.axis_key("sp"),
+            what=f"cp={case.axis('cp')} and sp={case.axis('sp')} exclude each other",
+            fix=f"{case.axis_key('sp')}: 1 (or {case.axis_key('cp')}: 1)",
+        )
+
+
+def _is_ddp_with_model(case: Case) -> bool:
+    return (case.axis("tp") > 1 or case.axis("cp") > 1) and case.axis("dp_replicate") > 1 and case.axis("dp_shard") == 1
+
+
+@rule(
+    "CKPT006",
+    "error",
+    "tensor or context parallelism over replicas that are not sharded",
+    why="accelerate has no DDP with TP or CP: dp_replicate > 1 needs dp_shard > 1 beside tp or cp",
+    fix="shard instead of replicating (dp_replicate 1, dp_shard > 1), or do both",
+    frameworks=("accelerate", "trainer", "axolotl"),
+)
+def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
+    """Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`."""
+    if _is_ddp_with_model(case):
+        replicas = case.axis("dp_replicate")
+        axis = "tp" if case.axis("tp") > 1 else "cp"
+        yield Violation(
+            key=case.axis_key("dp_replicate"),
+            what=f"dp_replicate={replicas} and {axis}={case.axis(axis)} with dp_shard=1",
+            fix=f"{case.axis_key('dp_replicate')}: 1 and {case.axis_key('dp_shard')}: {replicas}",
+        )
+
+
+@rule(
+    "CKPT007",
+    "error",
+    "FSDP in a run of one process",
+    why="Trainer refuses `fsdp` outside of distributed training",
+    fix="start more ranks, or remove fsdp",
+    frameworks=("trainer",),
+)
+def needs_ranks(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/trainer.py:Trainer.__init__`."""
+    if case.is_fsdp and case.spec.world_size == 1:
+        yield Violation(key="fsdp", what="FSDP with 1 rank", fix="start 2 ranks or more, or remove fsdp")
+
+
+@rule(
+    "CKPT008",
+    "error",
+    "the processes do not spread evenly over the machines",
+    why="`accelerate launch` starts num_processes // num_machines on each machine: fewer ranks than the config says",
+    fix="make num_processes (of all machines together) a multiple of num_machines",
+    frameworks=("accelerate",),
+)
+def even_machines(case: Case) -> Iterator[Violation]:
+    """Source: `accelerate/utils/launch.py:prepare_multi_gpu_env`."""
+    processes, machines = case.get("num_processes"), case.get("num_machines")
+    if processes is None or machines is None:
+        return
+    ranks, count = processes.value, machines.value
+    if type(ranks) is int and type(count) is int and count > 0 and ranks > 0 and ranks % count:
+        yield Violation(
+            key="num_processes",
+            what=f"{ranks} processes on {count} machines: {ranks // count} start on each, and {ranks % count} never",
+            fix=f"num_processes: {-(-ranks // count) * count}",
+        )
+
+
+@rule(
+    "CKPT009",
+    "warning",
+    "the world size that was asked about is not that of the config",
+    why="The config would start another number of ranks than was checked",
+    fix="change the config, or pass its number to --world-size",
+    frameworks=("accelerate", "verl"),
+)
+def other_world(case: Case) -> Iterator[Violation]:
+    """Compare `--world-size` with what the file starts."""
+    if case.framework == "accelerate":
+        keys: tuple[str, ...] = ("num_processes",)
+    else:
+        keys = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    found = [case.get(key) for key in keys]
+    sizes = [one.value for one in found if one is not None and type(one.value) is int]
+    if len(sizes) != len(keys):
+        return
+    ranks = math.prod(size for size in sizes if isinstance(size, int))
+    if ranks > 0 and case.spec.world_size not in (None, ranks):
+        yield Violation(
+            key=keys[0],
+            what=f"the config starts {ranks} ranks, {case.spec.world_size} were checked",
+            fix=f"{' × '.join(keys)} = {shown(case.spec.world_size)}, or --world-size {ranks}",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    axis_product,
+    positive_sizes,
+    needs_fsdp2,
+    something_to_shard_over,
+    cp_or_sp,
+    ddp_with_model_axes,
+    needs_ranks,
+    even_machines,
+    other_world,
+)
