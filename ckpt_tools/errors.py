@@ -2,6 +2,7 @@
 
     CkptError                      exit 1   I/O, faults, anything that failed
     ├── StorageError               exit 1   the system could not read or write
+    ├── HubError                   exit 1   the hub refused, could not be reached, or answered nonsense
     ├── UsageError                 exit 2   options, impossible meshes or rules
     ├── UnreadableError            exit 4   not a complete, readable checkpoint
     │   └── LimitError             exit 4   readable perhaps, but beyond a safety limit
@@ -47,6 +48,12 @@ class StorageError(CkptError):
     """The system could not read or write: disk full, I/O error, no permission."""
 
     code = "io"
+
+
+class HubError(CkptError):
+    """The hub refused a request, could not be reached, or gave an answer that makes no sense."""
+
+    code = "hub"
 
 
 class UsageError(CkptError):

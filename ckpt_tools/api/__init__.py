@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.api.conversions import gather, reshard, shard
+from ckpt_tools.api.pushing import push
 from ckpt_tools.api.reading import diff, inspect, open_checkpoint, verify
 from ckpt_tools.api.training import smoke
 from ckpt_tools.api.workers import ProgressFactory, default_num_workers
@@ -14,6 +15,7 @@ __all__ = [
     "gather",
     "inspect",
     "open_checkpoint",
+    "push",
     "reshard",
     "shard",
     "smoke",

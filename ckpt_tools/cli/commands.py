@@ -8,6 +8,7 @@ from ckpt_tools.cli.diff import diff
 from ckpt_tools.cli.env import env
 from ckpt_tools.cli.gather import gather
 from ckpt_tools.cli.inspect import inspect
+from ckpt_tools.cli.push import push
 from ckpt_tools.cli.shard import reshard, shard
 from ckpt_tools.cli.smoke import smoke
 from ckpt_tools.cli.verify import verify
@@ -20,6 +21,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "verify": verify,
     "diff": diff,
     "smoke": smoke,
+    "push": push,
     "env": env,
 }
 """Name → function."""

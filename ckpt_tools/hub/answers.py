@@ -1,0 +1,170 @@
+"""What went wrong between here and the hub, in the user's terms; no secret gets into it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckpt_tools.errors import HubError
+from ckpt_tools.text import escape_name
+
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses after which the same request may succeed."""
+MAX_MESSAGE_CHARS = 400
+"""Of the hub's own words that are shown."""
+_TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{6,}")
+_QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*")
+_QUOTA = re.compile(r"storage|quota|billing|payment|upgrade|subscri", re.IGNORECASE)
+
+_QUOTA_HINT = "free storage on the hub or extend it (settings, billing)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a request was about."""
+
+    doing: str
+    """For people: "reading the repository", "uploading"."""
+    repo: str
+    """namespace/name."""
+    revision: str
+    """Branch, tag or commit."""
+    endpoint: str
+    """Address of the hub."""
+    namespace_only: bool = False
+    """The request creates the repository: the right is one over the namespace."""
+    has_token: bool = True
+    """Somebody is logged in."""
+
+    @property
+    def where(self) -> str:
+        """For the second line of an error."""
+        at = "" if self.revision == "main" else f" at {escape_name(self.revision)}"
+        return f"{escape_name(self.repo)}{at} on {escape_name(self.endpoint)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What came back instead of an answer."""
+
+    status: int | None
+    """HTTP status; None when there was no answer, or none that the client understood."""
+    code: str | None
+    """X-Error-Code: RepoNotFound, RevisionNotFound, EntryNotFound, GatedRepo."""
+    message: str
+    """The hub's or the system's words, without secrets."""
+    retry_after_s: float | None = None
+    """How long the hub asks to be left alone."""
+    was_sent: bool = True
+    """False: the connection did not come about, so the hub has not seen the request."""
+    is_lasting: bool = False
+    """The client gave up for a reason that will be there again: an answer it does not understand or take."""
+
+    @property
+    def is_transient(self) -> bool:
+        """May the same request succeed a moment later?"""
+        return not self.is_lasting and (self.status is None or self.status in TRANSIENT)
+
+
+def scrub(text: str, token: str | None) -> str:
+    """Return `text` without the token, without anything that looks like one, and without the queries of signed URLs."""
+    if token:
+        text = text.replace(token, "***")
+    text = _TOKEN.sub(r"\1_***", text)
+    text = _QUERY.sub(r"\1?…", text)
+    text = escape_name(" ".join(text.split()))
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
+
+
+def to_error(failure: Failure, place: Place, *, attempts: int = 1) -> HubError:
+    """Return the error that a failure is, with what to do about it."""
+    what, hint = _explain(failure, place, attempts)
+    return HubError(what, where=place.where, hint=hint)
+
+
+def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | None]:
+    says = f" (the hub says: {failure.message})" if failure.message else ""
+    tries = f" after {attempts} tries" if attempts > 1 else ""
+    status = failure.status
+    if failure.is_lasting:
+        return f"{place.doing}: {failure.message}", _QUOTA_HINT if _QUOTA.search(failure.message) else None
+    if status is None:
+        return _unreachable(failure, place, tries)
+    rights = _explain_rights(failure, place, says)
+    if rights is not None:
+        return rights
+    if status == 404:
+        return _explain_missing(failure, place, says)
+    if status == 409:
+        return (f"{place.doing}: another change is under way{says}", "run the command again in a minute")
+    if status == 412:
+        return (
+            f"somebody else committed to {escape_name(place.revision)} meanwhile; nothing of this push was committed",
+            "run the command again: the plan is made anew, and what was uploaded is not sent again",
+        )
+    if status == 413:
+        return (
+            f"{place.doing}: too large for the hub{says}",
+            "write smaller files (ckpt gather --max-shard-size 5GB), or leave some out (--exclude GLOB)",
+        )
+    if status == 429:
+        wait = "" if failure.retry_after_s is None else f"; it asks for {failure.retry_after_s:.0f} s"
+        return (f"{place.doing}: too many requests{tries}{wait}{says}", "run the command again later")
+    if status >= 500:
+        return (
+            f"{place.doing}: the hub failed with status {status}{tries}{says}",
+            "run the command again later: what was uploaded is not sent again",
+        )
+    return (f"{place.doing}: the hub refused with status {status}{says}", None)
+
+
+def _explain_rights(failure: Failure, place: Place, says: str) -> tuple[str, str | None] | None:
+    settings = f"{place.endpoint}/settings/tokens"
+    namespace = escape_name(place.repo.partition("/")[0])
+    if failure.status == 402 or (failure.status in (403, 507) and _QUOTA.search(failure.message)):
+        return (
+            f"{place.doing}: no room, or not paid for{says}",
+            f"free storage of {namespace} or extend it: {place.endpoint}/settings/billing",
+        )
+    if failure.status == 401:
+        if not place.has_token:
+            return (f"{place.doing} needs a token, and there is none", "hf auth login, or set HF_TOKEN")
+        return (
+            f"{place.doing}: the hub does not accept the token{says}",
+            f"it may have expired: make another one at {settings}, then hf auth login or set HF_TOKEN",
+        )
+    if failure.code == "GatedRepo":
+        return (f"{place.doing}: the repository is gated{says}", f"ask for access at {place.endpoint}/{place.repo}")
+    if failure.status == 403:
+        if place.namespace_only:
+            return (
+                f"the token may not create repositories in {namespace}{says}",
+                f"use a token with the right to write to repositories of {namespace}: {settings}",
+            )
+        return (
+            f"{place.doing}: the token may not write to {escape_name(place.repo)}{says}",
+            f"use a token with the right to write to it ({settings}), or propose the change: --create-pr",
+        )
+    return None
+
+
+def _explain_missing(failure: Failure, place: Place, says: str) -> tuple[str, str | None]:
+    if failure.code == "RevisionNotFound":
+        return (
+            f"{escape_name(place.repo)} has no revision {escape_name(place.revision)!r}",
+            f"create that branch on the hub first, or push to main ({place.endpoint}/{place.repo}/tree/main)",
+        )
+    if failure.code == "EntryNotFound":
+        return (f"{place.doing}: the hub does not have the file{says}", None)
+    return (
+        f"{place.doing}: no such repository, or the token may not see it{says}",
+        "check the name, and that the token's user is a member of the organization",
+    )
+
+
+def _unreachable(failure: Failure, place: Place, tries: str) -> tuple[str, str | None]:
+    detail = f": {failure.message}" if failure.message else ""
+    if failure.was_sent:
+        what = f"{place.doing}: the connection to the hub broke{tries}{detail}"
+        return what, "run the command again: what was uploaded is not sent again"
+    return f"{place.doing}: cannot reach the hub{tries}{detail}", "check the network, and HF_ENDPOINT if it is set"

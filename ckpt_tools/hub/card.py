@@ -1,0 +1,173 @@
+"""The model card: what is known about the weights, how to load them, and where every setting came from.
+
+Source: the hub's documentation of model cards: a README.md that begins with YAML between two lines of dashes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import yaml
+
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.hub.load_code import LoadFacts, load_code
+from ckpt_tools.text import escape_name
+
+Library = Literal["peft", "diffusers", "transformers"]
+"""Which library loads the weights; the hub shows its snippet."""
+
+CARD_NAME = "README.md"
+"""Where the hub looks for a card."""
+MAX_CARD_BYTES = 4 << 20
+"""A README above this size is left as it is."""
+
+_FRONT = re.compile(r"\ufeff?---[ \t]*\r?\n(?P<yaml>.*?)(?P<end>^---[ \t]*(?:\r?\n|\Z))", re.DOTALL | re.MULTILINE)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_CACHE = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+?)(?:/|$)", re.ASCII)
+_MARKUP = re.compile(r"""[\\`*_\[\]<>|&~$#!:@(){}"']""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """What a card says. None and empty: not known, so the card is silent about it."""
+
+    title: str | None = None
+    """Heading; the repository's name by default."""
+    base_model: str | None = None
+    """Hub id of the model that the adapter is for, or that was trained further."""
+    library: Library | None = None
+    """Which library loads the weights."""
+    tags: tuple[str, ...] = ()
+    """For the hub's search."""
+    pipeline_tag: str | None = None
+    """The hub's name of the task ("text-generation")."""
+    license: str | None = None
+    """The hub's name of the licence ("apache-2.0"); never guessed."""
+    load: LoadFacts | None = None
+    """What the code block needs beyond the names."""
+    settings: tuple[tuple[str, str, str], ...] = ()
+    """(setting, value, where it came from)."""
+    notes: tuple[str, ...] = ()
+    """For whoever pushes, not for the card: what was left out, and why."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Is there nothing to say?"""
+        return not any(getattr(self, field.name) for field in fields(self) if field.name != "notes")
+
+    def or_else(self, other: CardFacts) -> CardFacts:
+        """Return these facts, and `other`'s where they are silent."""
+        pairs = {field.name: getattr(self, field.name) or getattr(other, field.name) for field in fields(self)}
+        pairs["notes"] = tuple(dict.fromkeys((*self.notes, *other.notes)))
+        return CardFacts(**pairs)
+
+
+def hub_id_of(text: str) -> str | None:
+    """Return the hub id that `text` is, or that a path into the hub's cache stands for; None for any other path."""
+    if _HUB_ID.fullmatch(text) and ".." not in text and "--" not in text and not text.endswith((".git", ".")):
+        return text
+    cached = _CACHE.search(text.replace("\\", "/"))
+    return f"{cached[1]}/{cached[2]}" if cached else None
+
+
+def build_card(facts: CardFacts, *, repo: str, existing: str | None = None) -> str:
+    """Return the text of the card.
+
+    An existing text stays as it is, to the letter; only the keys that its front matter lacks are added.
+
+    Args:
+        facts: What is known.
+        repo: Where the weights will be, for the code block.
+        existing: The README so far.
+
+    Raises:
+        UnreadableError: The front matter of `existing` is no YAML mapping, which the hub would refuse too.
+    """
+    if existing is not None and existing.strip():
+        return _merge(existing, _front_matter(facts))
+    front = _dump(_front_matter(facts))
+    return (f"---\n{front}---\n\n" if front else "") + _body(facts, repo)
+
+
+def _front_matter(facts: CardFacts) -> dict[str, object]:
+    tags = list(dict.fromkeys(facts.tags))
+    if facts.base_model and facts.library == "peft":
+        tags.insert(0, f"base_model:adapter:{facts.base_model}")
+    keys: dict[str, object] = {
+        "base_model": facts.base_model,
+        "library_name": facts.library,
+        "license": facts.license,
+        "pipeline_tag": facts.pipeline_tag,
+        "tags": tags,
+    }
+    return {key: value for key, value in keys.items() if value}
+
+
+def _dump(keys: dict[str, object]) -> str:
+    if not keys:
+        return ""
+    return yaml.safe_dump(keys, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
+
+
+def read_front_matter(text: str) -> dict[str, object]:
+    """Return the keys of a README's front matter; none if it has none.
+
+    Raises:
+        UnreadableError: It is not a YAML mapping.
+    """
+    match = _FRONT.match(text)
+    if match is None:
+        return {}
+    try:
+        found = yaml.safe_load(match["yaml"])
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise _bad_front("is not valid YAML") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise _bad_front("is not a mapping of keys to values")
+    return {str(key): value for key, value in found.items()}
+
+
+def _bad_front(what: str) -> UnreadableError:
+    return UnreadableError(
+        f"the front matter of the model card {what}",
+        where=CARD_NAME,
+        hint="mend what is between the first two lines of dashes; the hub refuses it as well",
+    )
+
+
+def _merge(existing: str, keys: dict[str, object]) -> str:
+    known = read_front_matter(existing)
+    newline = "\r\n" if "\r\n" in existing.partition("\n")[0] + "\n" else "\n"
+    added = _dump({key: value for key, value in keys.items() if key not in known}).replace("\n", newline)
+    if not added:
+        return existing
+    match = _FRONT.match(existing)
+    if match is None:
+        return f"---{newline}{added}---{newline}{newline}{existing}"
+    at = match.start("end")
+    return existing[:at] + added + existing[at:]
+
+
+def _body(facts: CardFacts, repo: str) -> str:
+    title = facts.title or repo.rpartition("/")[2]
+    parts = [f"# {_shown(title)}"]
+    if facts.base_model:
+        is_adapter = facts.library == "peft" or (facts.load is not None and facts.load.is_adapter)
+        kind = "An adapter for" if is_adapter else "From"
+        parts.append(f"{kind} [{_shown(facts.base_model)}](https://huggingface.co/{facts.base_model}).")
+    code = load_code(facts.library, repo=repo, base_model=facts.base_model, load=facts.load or LoadFacts())
+    if code is not None:
+        parts.append(f"## How to load it\n\n```python\n{code}```")
+    if facts.settings:
+        rows = [f"| {_shown(name)} | {_shown(value)} | {_shown(source)} |" for name, value, source in facts.settings]
+        parts.append("\n".join(["## Settings\n", "| setting | value | known from |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(text: str) -> str:
+    """Return text for Markdown in which nothing is markup: a name from a file must not become a link or a tag."""
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", escape_name(text))

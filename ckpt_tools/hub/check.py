@@ -1,0 +1,189 @@
+"""Is what is to be pushed whole? Asked before anything leaves the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.formats.hf import INDEX_SUFFIX, SHARDED_FILE
+from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.opening import Opened, open_path, read_file
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+from ckpt_tools.verify import verify
+
+Kind = Literal["peft", "diffusers-lora", "diffusers", "transformers", "weights"]
+"""What the directory holds, and so which library loads it; weights: tensors that no config says more about."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's; without it nothing loads the adapter."""
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""PEFT's."""
+DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
+"""The name under which diffusers looks for a LoRA."""
+PIPELINE_CONFIG = "model_index.json"
+"""Of a diffusers pipeline, whose models lie in directories of their own."""
+_PART = re.compile(r".+-\d+-of-\d+\.safetensors", re.ASCII)
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCheck:
+    """What was found out about a directory."""
+
+    kind: Kind
+    """What it holds."""
+    num_tensors: int
+    """Tensors looked at."""
+    notes: tuple[str, ...]
+    """What the user should know before others do."""
+
+
+def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: int) -> LocalCheck:
+    """Check that every checkpoint in the directory is complete, and that no part of one is left out.
+
+    The structure is checked as `ckpt verify --level structure` does; where a manifest has digests, the bytes too.
+
+    Args:
+        source: The directory.
+        chosen: The files that are to be pushed.
+        num_workers: Threads that read.
+
+    Raises:
+        UnreadableError: A file is truncated, missing or damaged.
+        UsageError: An adapter without its config, or a choice of files that tears a checkpoint apart.
+    """
+    top = {path for path in chosen if "/" not in path}
+    _check_adapter(source, top)
+    num_tensors = 0
+    for directory in _directories(chosen):
+        num_tensors += _check_checkpoint(source, directory, chosen, num_workers)
+    notes = []
+    pickles = [path for path in chosen if path.endswith(_PICKLES)]
+    if pickles:
+        notes.append(f"{_some(pickles)}: pickled, so whoever loads them runs what they say")
+    kind = _kind(top)
+    if kind == "weights" and num_tensors and not any(path.endswith(METADATA_NAME) for path in chosen):
+        notes.append("no config.json beside the weights: transformers and diffusers cannot load them by themselves")
+    if any(path.rpartition("/")[2] == METADATA_NAME for path in chosen):
+        notes.append("a sharded training checkpoint: ckpt gather makes of it what others can load")
+    return LocalCheck(kind=kind, num_tensors=num_tensors, notes=tuple(notes))
+
+
+def _kind(top: set[str]) -> Kind:
+    if ADAPTER_CONFIG in top:
+        return "peft"
+    if DIFFUSERS_LORA in top:
+        return "diffusers-lora"
+    if PIPELINE_CONFIG in top or ("diffusion_pytorch_model.safetensors" in top and "config.json" in top):
+        return "diffusers"
+    return "transformers" if "config.json" in top else "weights"
+
+
+def _check_adapter(source: Source, top: set[str]) -> None:
+    there = set(source.list_files(max_depth=0))
+    weights = [name for name in ADAPTER_WEIGHTS if name in there]
+    if weights and ADAPTER_CONFIG not in top:
+        what = "is left out" if ADAPTER_CONFIG in there else "is missing"
+        raise UsageError(
+            f"an adapter whose {ADAPTER_CONFIG} {what}: nobody could load it",
+            where=escape_name(source.root),
+            hint="ckpt export-lora writes one" if ADAPTER_CONFIG not in there else "push it as well",
+        )
+    if ADAPTER_CONFIG in top and not weights:
+        raise UnreadableError(
+            f"{ADAPTER_CONFIG} without an adapter beside it", where=escape_name(source.root), hint="save it again"
+        )
+
+
+def _directories(chosen: Iterable[str]) -> list[str]:
+    """Return the directories ("" is the root) in which weights lie that ckpt reads."""
+    return sorted(
+        {
+            path.rpartition("/")[0]
+            for path in chosen
+            if path.endswith((".safetensors", INDEX_SUFFIX, ".distcp", MANIFEST_NAME))
+            or path.rpartition("/")[2] == METADATA_NAME
+        }
+    )
+
+
+def _check_checkpoint(source: Source, directory: str, chosen: Mapping[str, int], num_workers: int) -> int:
+    """Check what lies in one directory; returns the number of tensors."""
+    root = os.path.join(source.root, directory)
+    inside = {path[len(directory) + 1 if directory else 0 :] for path in chosen if path.startswith(_prefix(directory))}
+    here = sorted(name for name in inside if "/" not in name)
+    _check_parts(root, here)
+    seen: set[str] = set()
+    num_tensors = 0
+    try:
+        opened = open_path(root)
+    except UnreadableError:
+        # Several files that no index joins, as in a collection of LoRAs: each is looked at by itself.
+        if any(name.endswith(INDEX_SUFFIX) or name in (METADATA_NAME, MANIFEST_NAME) for name in here):
+            raise
+    else:
+        with opened:
+            num_tensors = _check_opened(opened, root, inside, num_workers)
+            seen = set(opened.checkpoint.files)
+    with Source(root) as beside:
+        for name in here:
+            if name.endswith(".safetensors") and name not in seen:
+                num_tensors += len(read_file(beside, name).header.tensors)
+    return num_tensors
+
+
+def _check_parts(root: str, names: list[str]) -> None:
+    """Refuse numbered files without the index that says what the others hold: the last one may be missing."""
+    parts = [name for name in names if _PART.fullmatch(name) and not SHARDED_FILE.fullmatch(name)]
+    if parts and not any(name.endswith(INDEX_SUFFIX) for name in os.listdir(root)):
+        raise UnreadableError(
+            f"{_some(parts)}: parts of a model without the index that names them all",
+            where=escape_name(root),
+            hint="restore the index, or save the model again",
+        )
+
+
+def _prefix(directory: str) -> str:
+    return f"{directory}/" if directory else ""
+
+
+def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int) -> int:
+    missing = sorted(set(opened.checkpoint.files) - inside)
+    if missing and len(missing) < len(opened.checkpoint.files):
+        raise UsageError(
+            f"{_some(missing)} would be left out, and the checkpoint needs it",
+            where=escape_name(root),
+            hint="push all of the checkpoint, or none of it",
+        )
+    if missing:
+        return 0
+    level: Literal["structure", "data"] = "structure" if opened.manifest is None else "data"
+    result = verify(opened, level=level, num_workers=num_workers)
+    errors = [finding for finding in result.findings if finding.severity == "error"]
+    if errors:
+        raise _not_whole(errors, root)
+    if not result.tensors:
+        raise UnreadableError("a checkpoint without a single tensor", where=escape_name(root))
+    return result.tensors
+
+
+def _not_whole(errors: list[Finding], root: str) -> CkptError:
+    first = errors[0]
+    more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
+    return UnreadableError(
+        f"not pushed, since it is not whole: {first.what}{more}",
+        where=f"{escape_name(root)}: {first.where}",
+        hint=f"ckpt verify {escape_name(root)} lists everything",
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(escape_name(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,436 @@
+"""The one way to the hub: the real client, with timeouts, bounded retries and errors that name no secret."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+from ckpt_tools.errors import HubError, LimitError, UsageError
+from ckpt_tools.execute import Progress
+from ckpt_tools.hub.answers import Failure, Place, scrub, to_error
+from ckpt_tools.hub.plan import Answer, LocalFile, Remote, RemoteFile
+from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+"""Told what takes long, for people."""
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+"""Where the hub is unless HF_ENDPOINT says otherwise."""
+WAITS_S = (1.0, 2.0, 4.0, 8.0)
+"""Pauses between the tries of one request: five tries."""
+MAX_WAIT_S = 120.0
+"""The longest pause that the hub may ask for (Retry-After); a longer one ends the command."""
+CONNECT_TIMEOUT_S = 30.0
+"""Without an answer at all."""
+SILENCE_TIMEOUT_S = 300.0
+"""Without a byte in either direction; a large commit takes the hub a minute. The client's own default is for ever."""
+BLOCK_BYTES = 1 << 20
+"""Read at a time."""
+ASK_FILES = 256
+"""Files in one question about how they will be kept; the hub's own limit."""
+_TRUE = ("1", "true", "yes", "on")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Where to go, and as whom."""
+
+    endpoint: str
+    """Without a slash at its end."""
+    token: str | None
+    """Never shown."""
+
+    def __repr__(self) -> str:
+        """Leave the token out."""
+        return f"Account(endpoint={self.endpoint!r})"
+
+
+def find_account(*, endpoint: str | None = None, token: str | None = None) -> Account:
+    """Return the hub's address and the token: the arguments, else the environment, else what `hf auth login` stored.
+
+    Raises:
+        UsageError: An address that is none, or a token with characters that no token has.
+        HubError: HF_HUB_OFFLINE is set, or nobody is logged in.
+    """
+    from huggingface_hub import get_token
+
+    if any(os.environ.get(name, "").strip().lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
+        raise HubError(
+            "offline mode is on: nothing is sent", where="HF_HUB_OFFLINE", hint="unset HF_HUB_OFFLINE to push"
+        )
+    address = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+    try:
+        parts = urlsplit(address)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise UsageError("the hub's address is none", where="HF_ENDPOINT", hint=f"for example {DEFAULT_ENDPOINT}")
+    try:
+        found = (token if token is not None else get_token() or "").strip()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise HubError(f"cannot read the stored token ({type(error).__name__})", hint="set HF_TOKEN") from None
+    if not found:
+        raise HubError("pushing needs a token, and there is none", where=address, hint="hf auth login, or set HF_TOKEN")
+    if not (found.isascii() and found.isprintable()) or " " in found:
+        raise UsageError("the token has characters that no token has", hint="copy it again, without spaces or quotes")
+    return Account(endpoint=address, token=found)
+
+
+class Hub:
+    """Requests about one repository at one revision.
+
+    Args:
+        account: Where to go, and as whom.
+        repo: name or namespace/name; a name alone is one of the token's user.
+        revision: Branch; main by default.
+        say: Told about retries.
+
+    Raises:
+        UsageError: A name that no repository can have.
+    """
+
+    def __init__(self, account: Account, repo: str, *, revision: str | None, say: Say) -> None:
+        from huggingface_hub import HfApi
+
+        self.account = account
+        self.revision = revision or "main"
+        self.say = say
+        self.api: HfApi = HfApi(endpoint=account.endpoint, token=account.token, library_name="ckpt-tools")
+        try:
+            client_utils().validate_repo_id(repo)
+        except ValueError:
+            raise UsageError(
+                f"{escape_name(repo)!r} cannot name a repository",
+                hint="write namespace/name with letters, digits, '-', '_' and '.'",
+            ) from None
+        self.repo = repo
+        if "/" not in repo:  # a bare name on the hub is somebody's old model, not one's own
+            self.repo = f"{self._who_am_i()}/{repo}"
+
+    def _who_am_i(self) -> str:
+        name = self.call("asking who the token belongs to", lambda: self.api.whoami()["name"])
+        if not isinstance(name, str):
+            raise self.nonsense("asking who the token belongs to")
+        return name
+
+    def place(self, doing: str, *, namespace_only: bool = False) -> Place:
+        """Return what a request is about, for errors."""
+        return Place(
+            doing=doing,
+            repo=self.repo,
+            revision=self.revision,
+            endpoint=self.account.endpoint,
+            namespace_only=namespace_only,
+            has_token=self.account.token is not None,
+        )
+
+    def nonsense(self, doing: str) -> HubError:
+        """Return the error for an answer that cannot be understood."""
+        return HubError(f"{doing}: the hub's answer makes no sense", where=self.place(doing).where)
+
+    def call(
+        self,
+        doing: str,
+        work: Callable[[], T],
+        *,
+        namespace_only: bool = False,
+        may_repeat: Callable[[Failure], bool] = lambda failure: failure.is_transient,
+    ) -> T:
+        """Do what talks to the hub, again when that may help.
+
+        Raises:
+            HubError: It failed for good.
+        """
+        for attempt, pause_s in enumerate((*WAITS_S, None), start=1):
+            _bound_session()
+            try:
+                return work()
+            except client_errors() as error:
+                failure = to_failure(error, self.account.token)
+                asked_s = failure.retry_after_s or 0.0
+                if pause_s is None or asked_s > MAX_WAIT_S or not may_repeat(failure):
+                    place = self.place(doing, namespace_only=namespace_only)
+                    raise to_error(failure, place, attempts=attempt) from None
+            self.pause(doing, max(pause_s, asked_s))
+        raise AssertionError("the last try returns or raises")
+
+    def pause(self, doing: str, seconds: float) -> None:
+        """Wait before another try."""
+        self.say(f"{doing}: trying again in {seconds:.0f} s")
+        time.sleep(seconds)
+
+    def look(self) -> Remote:
+        """Return what the repository holds at the revision."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        doing = "reading the repository"
+
+        def info() -> tuple[bool | None, str | None] | None:
+            try:
+                found = self.api.model_info(self.repo, revision=self.revision)
+            except RepositoryNotFoundError as error:
+                if error.response.status_code != 404:  # 401: an anonymous or refused request looks the same
+                    raise
+                return None
+            return found.private, found.sha
+
+        def tree(commit: str) -> dict[str, RemoteFile]:
+            from huggingface_hub.hf_api import RepoFile
+
+            entries = self.api.list_repo_tree(self.repo, revision=commit, recursive=True)
+            return {entry.path: _remote_file(entry) for entry in entries if isinstance(entry, RepoFile)}
+
+        found = self.call(doing, info)
+        if found is None:
+            return Remote(repo=self.repo, exists=False, files={})
+        private, commit = found
+        files = {} if commit is None else self.call(doing, lambda: tree(commit))
+        return Remote(repo=self.repo, exists=True, private=private, commit=commit, files=files)
+
+    def create(self, *, private: bool) -> None:
+        """Create the repository; no harm if somebody else just has."""
+        self.call(
+            "creating the repository",
+            lambda: self.api.create_repo(self.repo, private=private, exist_ok=True),
+            namespace_only=True,
+        )
+
+    def ask(
+        self, files: Sequence[LocalFile], sample: Callable[[LocalFile], bytes], *, create_pr: bool
+    ) -> dict[str, Answer]:
+        """Ask how the hub will keep `files`; nothing is stored.
+
+        Args:
+            files: What is to come.
+            sample: The first 512 bytes of a file, from which the hub tells text.
+            create_pr: They are to come by a pull request, which takes fewer rights.
+        """
+        utils = client_utils()
+        doing = "asking how the files will be kept"
+        url = f"{self.account.endpoint}/api/models/{self.repo}/preupload/{quote(self.revision, safe='')}"
+        headers = utils.build_hf_headers(token=self.account.token, library_name="ckpt-tools")
+        found: dict[str, Answer] = {}
+        for start in range(0, len(files), ASK_FILES):
+            question = {"files": [_question(file, sample(file)) for file in files[start : start + ASK_FILES]]}
+
+            def post(question: Mapping[str, object] = question) -> Any:  # noqa: ANN401 - whatever JSON it is
+                params = {"create_pr": "1"} if create_pr else None
+                response = utils.get_session().post(url, json=question, headers=headers, params=params)
+                utils.hf_raise_for_status(response)
+                return response.json()
+
+            found |= self._answers(self.call(doing, post), doing)
+        missing = [file.path for file in files if file.path not in found]
+        if missing:
+            raise self.nonsense(doing)
+        return found
+
+    def _answers(self, document: object, doing: str) -> dict[str, Answer]:
+        rows = document.get("files") if isinstance(document, dict) else None
+        found = {}
+        for row in rows if isinstance(rows, list) else [None]:
+            if not isinstance(row, dict):
+                raise self.nonsense(doing)
+            path, mode = row.get("path"), row.get("uploadMode")
+            if not isinstance(path, str) or mode not in ("lfs", "regular"):
+                raise self.nonsense(doing)
+            found[path] = Answer(mode=mode, is_ignored=row.get("shouldIgnore") is True)
+        return found
+
+    def read(self, path: str, commit: str, *, limit: int) -> bytes:
+        """Return a small file of the repository."""
+        parts: list[bytes] = []
+
+        def take(block: bytes) -> None:
+            parts.append(block)
+            if sum(map(len, parts)) > limit:
+                raise LimitError(f"more than {limit} bytes", where=escape_name(path))
+
+        self._download(path, commit, take, parts.clear)
+        return b"".join(parts)
+
+    def digest(self, path: str, commit: str, progress: Progress | None) -> tuple[str, int]:
+        """Read a file of the repository, and return its sha256 and size."""
+        hasher, nbytes = hashlib.sha256(), 0
+
+        def take(block: bytes) -> None:
+            nonlocal nbytes
+            hasher.update(block)
+            nbytes += len(block)
+            if progress is not None:
+                progress(len(block))
+
+        def restart() -> None:
+            nonlocal hasher, nbytes
+            hasher, nbytes = hashlib.sha256(), 0
+
+        self._download(path, commit, take, restart)
+        return hasher.hexdigest(), nbytes
+
+    def _download(self, path: str, commit: str, take: Callable[[bytes], None], restart: Callable[[], None]) -> None:
+        """Hand every byte of a file to `take`; a broken connection goes on where it broke."""
+        from huggingface_hub import hf_hub_url
+
+        utils = client_utils()
+        url = hf_hub_url(self.repo, path, revision=commit, endpoint=self.account.endpoint)
+        headers = utils.build_hf_headers(token=self.account.token, library_name="ckpt-tools")
+        headers["Accept-Encoding"] = "identity"  # offsets are those of the content
+        position = 0
+
+        def stream() -> None:
+            nonlocal position
+            asked = headers if position == 0 else headers | {"Range": f"bytes={position}-"}
+            with utils.get_session().stream("GET", url, headers=asked) as response:
+                if position and response.status_code == 416:  # it broke after the last byte
+                    return
+                utils.hf_raise_for_status(response)
+                if position and response.status_code != 206:
+                    position = 0
+                    restart()
+                for block in response.iter_bytes(BLOCK_BYTES):
+                    take(block)
+                    position += len(block)
+
+        self.call(f"reading {escape_name(path)} back", stream)
+
+
+def _remote_file(entry: Any) -> RemoteFile:  # noqa: ANN401 - RepoFile, which a type checker finds only when installed
+    lfs = entry.lfs
+    if lfs is None:
+        return RemoteFile(path=entry.path, nbytes=entry.size, blob_id=entry.blob_id, sha256=None)
+    return RemoteFile(path=entry.path, nbytes=lfs.size, blob_id=entry.blob_id, sha256=lfs.sha256)
+
+
+def _question(file: LocalFile, sample: bytes) -> dict[str, object]:
+    import base64
+
+    return {"path": file.path, "sample": base64.b64encode(sample).decode("ascii"), "size": file.nbytes}
+
+
+def client_utils() -> Any:  # noqa: ANN401 - the module re-exports its names in a way that type checkers do not see
+    """Return the client's own building blocks."""
+    return importlib.import_module("huggingface_hub.utils")
+
+
+def client_errors() -> tuple[type[Exception], ...]:
+    """Return what the client raises when the hub refuses, is away or answers nonsense."""
+    import httpx2
+
+    return (httpx2.HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
+
+
+def to_failure(error: BaseException, token: str | None) -> Failure:
+    """Return what an exception of the client means."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload's thread wraps what it met
+        error = error.__cause__
+    kind = type(error).__name__
+    response = getattr(error, "response", None)
+    if response is not None:
+        headers = response.headers
+        message = getattr(error, "server_message", None) or headers.get("X-Error-Message") or ""
+        return Failure(
+            status=response.status_code,
+            code=headers.get("X-Error-Code"),
+            message=scrub(str(message), token),
+            retry_after_s=_retry_after(headers),
+        )
+    message = scrub(str(error) or kind, token)
+    if kind == "OfflineModeIsEnabled":
+        return Failure(status=None, code=None, message="offline mode is on: unset HF_HUB_OFFLINE", is_lasting=True)
+    if _is_transport(error):
+        was_sent = kind not in ("ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol")
+        return Failure(status=None, code=None, message=message, was_sent=was_sent)
+    return Failure(status=None, code=None, message=f"{kind}: {message}", is_lasting=True)
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Did the network fail, rather than the hub or the client?"""
+    import httpx2
+
+    return isinstance(error, (httpx2.HTTPError, ConnectionError, TimeoutError))
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    text = headers.get("Retry-After", "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    limit = client_utils().parse_ratelimit_headers(headers)
+    return float(limit.reset_in_seconds) if limit is not None and limit.remaining == 0 else None
+
+
+def _bound_session() -> None:
+    """Give the client's connections an end to waiting; it replaces them after some errors, so before every request."""
+    import httpx2
+
+    session = client_utils().get_session()
+    if session.timeout == httpx2.Timeout(None):
+        session.timeout = httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    hooks = session.event_hooks
+    if _refuse_long_waits not in hooks["response"]:
+        hooks["response"].append(_refuse_long_waits)
+        session.event_hooks = hooks
+
+
+def _unbound_session() -> None:
+    """Leave the client as it was: it is shared with whatever else runs in this process."""
+    import httpx2
+
+    session = client_utils().get_session()
+    if session.timeout == httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S):
+        session.timeout = httpx2.Timeout(None)
+    hooks = session.event_hooks
+    hooks["response"] = [hook for hook in hooks["response"] if hook is not _refuse_long_waits]
+    session.event_hooks = hooks
+
+
+def _refuse_long_waits(response: Any) -> None:  # noqa: ANN401 - an httpx2.Response
+    """End what the client would otherwise sleep through: it waits as long as it is told, be it a day."""
+    asked_s = _retry_after(response.headers) if response.status_code in (429, 503) else None
+    if asked_s is not None and asked_s > MAX_WAIT_S:
+        raise _LongWaitError(response)
+
+
+class _LongWaitError(RuntimeError):
+    """The hub asks for a pause that is longer than anybody waits at a prompt."""
+
+    def __init__(self, response: Any) -> None:  # noqa: ANN401
+        super().__init__("the hub asks for a long pause")
+        self.response = response
+
+
+@contextmanager
+def quiet_client(token: str | None, say: Say, *, bars: bool) -> Iterator[None]:
+    """Pass on what the client logs without its secrets, and let it draw no progress bars unless they are wanted."""
+    import logging
+
+    utils = client_utils()
+
+    class Relay(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(scrub(record.getMessage(), token))
+
+    logger = logging.getLogger("huggingface_hub")
+    handlers, propagate, relay = logger.handlers[:], logger.propagate, Relay(logging.WARNING)
+    logger.handlers, logger.propagate = [relay], False
+    hide = not bars and not utils.are_progress_bars_disabled()
+    if hide:
+        utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        _unbound_session()
+        logger.handlers, logger.propagate = handlers, propagate
+        if hide:
+            utils.enable_progress_bars()

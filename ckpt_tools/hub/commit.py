@@ -1,0 +1,237 @@
+"""Send what the plan says, in one commit that only succeeds on the state that the plan was made on."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import CkptError, HubError
+from ckpt_tools.execute import Progress
+from ckpt_tools.hub.answers import Failure, to_error
+from ckpt_tools.hub.client import Hub, client_errors, to_failure
+from ckpt_tools.hub.files import changed, read_whole
+from ckpt_tools.hub.plan import LocalFile, PlannedFile, Remote
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+MAX_COMMIT_TRIES = 5
+"""Of one commit, after answers that may be overcome."""
+_OID = re.compile(r"[0-9a-f]{40}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A commit that the hub has made."""
+
+    oid: str
+    """Its hash."""
+    pull_request: str | None
+    """Where to find the pull request."""
+    notes: tuple[str, ...] = ()
+    """What the hub remarked."""
+
+
+def upload(
+    hub: Hub,
+    source: Source,
+    planned: Sequence[PlannedFile],
+    local: Mapping[str, LocalFile],
+    *,
+    create_pr: bool,
+    num_workers: int,
+) -> list[CommitOperationAdd]:
+    """Upload the large files, and return what the commit adds; nobody sees any of it before the commit.
+
+    Raises:
+        UnreadableError: A file changed since the plan was made.
+        HubError: An upload failed for good.
+    """
+    from huggingface_hub import CommitOperationAdd
+
+    additions = []
+    for plan in planned:
+        if plan.state not in ("new", "changed"):
+            continue
+        file = local[plan.path]
+        # What lies inside of git is read once and sent from memory; of the large ones the client takes the path.
+        is_small = plan.mode == "regular"
+        content = read_whole(source, file) if is_small else source.path(file.path)
+        additions.append(CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=content))
+
+    def send() -> None:
+        hub.api.preupload_lfs_files(
+            hub.repo,
+            additions,
+            revision=hub.revision,
+            create_pr=create_pr,
+            num_threads=num_workers,
+            free_memory=False,
+        )
+
+    # The client repeats every request of its own; once more as a whole costs little, as it skips what has arrived.
+    hub.call("uploading", send, may_repeat=lambda failure: failure.status is None and failure.was_sent)
+    source.check_unchanged()
+    for addition in additions:
+        if addition.upload_info.sha256.hex() != local[addition.path_in_repo].sha256:
+            raise changed(addition.path_in_repo)
+    return additions
+
+
+def commit(
+    hub: Hub,
+    additions: Sequence[CommitOperationAdd],
+    deletions: Sequence[CommitOperationDelete],
+    local: Mapping[str, LocalFile],
+    *,
+    parent: str | None,
+    message: str,
+    create_pr: bool,
+) -> Committed:
+    """Make the commit, if the revision still is what the plan was made on.
+
+    An answer can get lost after the hub has committed, so after a failure the repository is looked at before anything
+    is sent again. A pull request, which cannot be told from an earlier one, is not asked for twice.
+
+    Raises:
+        HubError: Somebody else committed meanwhile, the hub refused, or nobody knows what became of it.
+    """
+    doing = "opening the pull request" if create_pr else "committing"
+    for attempt in range(1, MAX_COMMIT_TRIES + 1):
+        try:
+            return _send(hub, [*additions, *deletions], parent=parent, message=message, create_pr=create_pr)
+        except client_errors() as error:
+            failure = to_failure(error, hub.account.token)
+            problem = to_error(failure, hub.place(doing), attempts=attempt)
+        if not failure.is_transient:
+            raise problem from None
+        if create_pr and _may_be_done(failure):
+            hint = f"see whether it is there before you run the command again: {_discussions(hub)}"
+            raise HubError(problem.what, where=problem.where, hint=hint)
+        if not create_pr and _may_be_done(failure):
+            now = hub.look()
+            if now.commit != parent:
+                return _recognise(hub, now, additions, deletions, local)
+        if attempt < MAX_COMMIT_TRIES:
+            hub.pause(doing, max(2.0 ** (attempt - 1), failure.retry_after_s or 0.0))
+    raise problem
+
+
+def _send(
+    hub: Hub,
+    operations: Sequence[CommitOperationAdd | CommitOperationDelete],
+    *,
+    parent: str | None,
+    message: str,
+    create_pr: bool,
+) -> Committed:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        done = hub.api.create_commit(
+            hub.repo,
+            operations,
+            commit_message=message,
+            revision=hub.revision,
+            create_pr=create_pr,
+            parent_commit=parent,
+        )
+    notes = tuple(escape_name(" ".join(str(warning.message).split())) for warning in caught)
+    if not isinstance(done.oid, str) or not _OID.fullmatch(done.oid):
+        raise hub.nonsense("committing")
+    return Committed(oid=done.oid, pull_request=done.pr_url, notes=notes)
+
+
+def _may_be_done(failure: Failure) -> bool:
+    """May the hub have committed, although no answer says so?"""
+    return failure.was_sent and failure.status != 429
+
+
+def _discussions(hub: Hub) -> str:
+    return f"{hub.account.endpoint}/{hub.repo}/discussions"
+
+
+def _recognise(
+    hub: Hub,
+    now: Remote,
+    additions: Sequence[CommitOperationAdd],
+    deletions: Sequence[CommitOperationDelete],
+    local: Mapping[str, LocalFile],
+) -> Committed:
+    """Return the commit whose answer got lost, if the repository holds just what it would have made of it."""
+    has_all = all(
+        (there := now.files.get(addition.path_in_repo)) is not None and there.holds(local[addition.path_in_repo])
+        for addition in additions
+    )
+    if now.commit is None or not has_all or any(gone.path_in_repo in now.files for gone in deletions):
+        raise to_error(Failure(status=412, code=None, message=""), hub.place("committing"))
+    note = "the answer to the commit got lost; the hub has made it"
+    return Committed(oid=now.commit, pull_request=None, notes=(note,))
+
+
+def check_arrival(
+    hub: Hub,
+    oid: str,
+    planned: Sequence[PlannedFile],
+    local: Mapping[str, LocalFile],
+    *,
+    read_back: Sequence[str],
+    progress: Progress | None,
+) -> tuple[tuple[Finding, ...], int]:
+    """Compare what the hub has at a commit with what was here.
+
+    The hub's own word is taken for the names and digests of all files; of those in `read_back` every byte is read.
+
+    Returns:
+        The findings, and the number of bytes that were read.
+    """
+    findings = []
+    there = look_at(hub, oid).files
+    for plan in planned:
+        found = there.get(plan.path)
+        if plan.state == "deleted":
+            if found is not None:
+                findings.append(_finding("not-deleted", plan.path, "it was to be deleted, and is still there"))
+        elif found is None:
+            findings.append(_finding("not-arrived", plan.path, "the hub does not have it"))
+        elif not found.holds(local[plan.path]):
+            findings.append(
+                _finding("arrived-different", plan.path, f"the hub has other content ({found.nbytes} bytes)")
+            )
+    wrong = {finding.where for finding in findings}
+    read_bytes = 0
+    for path in read_back:
+        if escape_name(path) in wrong:
+            continue
+        sha256, nbytes = hub.digest(path, oid, progress)
+        read_bytes += nbytes
+        if sha256 != local[path].sha256:
+            what = (
+                f"the hub says that it has the file, and gives other bytes: sha256 {sha256}, not {local[path].sha256}"
+            )
+            findings.append(_finding("arrived-different", path, what))
+    return tuple(findings), read_bytes
+
+
+def look_at(hub: Hub, oid: str) -> Remote:
+    """Return what the repository holds at a commit."""
+    other = Hub(hub.account, hub.repo, revision=oid, say=hub.say)
+    remote = other.look()
+    if not remote.exists:
+        raise CkptError("the repository is gone", where=hub.place("").where)
+    return remote
+
+
+def _finding(code: str, path: str, what: str) -> Finding:
+    return Finding(
+        code=code,
+        severity="error",
+        where=escape_name(path),
+        what=what,
+        hint="delete it on the hub and push again; if it stays so, tell the hub's operators",
+    )

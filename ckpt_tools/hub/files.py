@@ -1,0 +1,186 @@
+"""The files of a directory that is to be pushed: which ones, and what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.execute import Progress
+from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.hub.plan import LocalFile
+from ckpt_tools.rules.globs import compile_glob
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+
+MAX_DEPTH = 32
+"""Directories below the root; deeper ones are refused, not left out."""
+MAX_BLOB_BYTES = 64 << 20
+"""Git's own name is worked out up to this size; the hub keeps nothing as large inside of git."""
+SAMPLE_BYTES = 512
+"""First bytes of a file that the hub asks for."""
+_BLOCK_BYTES = 1 << 20
+_FORBIDDEN = (".git", ".cache")
+"""Directories that the hub takes nothing below of."""
+
+
+def list_directory(
+    source: Source, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> tuple[dict[str, int], tuple[tuple[str, str], ...]]:
+    """Return the files to push with their sizes, and (path, why) of what is left out.
+
+    Hidden files are left out, since they are a tool's own (journals, caches, .env, .git) and not the model's; the
+    `.metadata` of a DCP checkpoint is its index and goes along. Links are followed inside of the directory alone.
+
+    Args:
+        source: The directory.
+        include: Globs of the files to push; all by default. A glob without a slash is held against the name alone,
+            in every directory; `*` stays inside one component, `**` crosses.
+        exclude: Globs of the files to leave out.
+
+    Raises:
+        UsageError: A glob that matches nothing, nothing left, or a name that the hub cannot hold.
+        UnreadableError: A link that leads out of the directory.
+    """
+    left_out: list[tuple[str, str]] = []
+    found: dict[str, int] = {}
+    files = source.list_files(max_depth=MAX_DEPTH)
+    left_out += _odd_entries(source.root)
+    for path, nbytes in files.items():
+        name = path.rpartition("/")[2]
+        if name.startswith(".") and name != METADATA_NAME:
+            left_out.append((path, "hidden"))
+        else:
+            found[path] = nbytes
+    included = _matching(found, include, "--include")
+    excluded = _matching(found, exclude, "--exclude")
+    chosen: dict[str, int] = {}
+    for path, nbytes in found.items():
+        if include and path not in included:
+            left_out.append((path, "not in --include"))
+        elif path in excluded:
+            left_out.append((path, "--exclude"))
+        else:
+            _check_name(path)
+            source.path(path)  # refuses a link that leads out
+            chosen[path] = nbytes
+    if not chosen:
+        raise UsageError("there is nothing to push", where=escape_name(source.root))
+    return chosen, tuple(sorted(left_out))
+
+
+def _odd_entries(root: str) -> list[tuple[str, str]]:
+    """Return what a listing passes over: hidden directories, links to directories, links to nothing."""
+    odd: list[tuple[str, str]] = []
+    pending = [("", 0)]
+    while pending:
+        prefix, depth = pending.pop()
+        with os.scandir(os.path.join(root, prefix)) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
+        for entry in entries:
+            path = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name.startswith("."):
+                    odd.append((path + "/", "hidden"))
+                elif entry.name not in _FORBIDDEN:
+                    if depth == MAX_DEPTH:
+                        raise UsageError(f"directories nested deeper than {MAX_DEPTH}", where=escape_name(path))
+                    pending.append((path + "/", depth + 1))
+            elif entry.is_symlink() and entry.is_dir():
+                odd.append((path, "a link to a directory"))
+            elif not entry.is_file():
+                odd.append((path, "not a file"))
+    return odd
+
+
+def _matching(files: Iterable[str], globs: Sequence[str], option: str) -> set[str]:
+    matched: set[str] = set()
+    for glob in globs:
+        pattern = compile_glob(_swap(glob))
+        by_name = "/" not in glob
+        here = {path for path in files if pattern.fullmatch(_swap(path.rpartition("/")[2] if by_name else path))}
+        if not here:
+            raise UsageError(f"{option} {escape_name(glob)} matches no file", hint="it is held against names of files")
+        matched |= here
+    return matched
+
+
+def _swap(text: str) -> str:
+    """Globs know components between dots; those of paths are between slashes."""
+    return text.translate({ord("."): "/", ord("/"): "."})
+
+
+def _check_name(path: str) -> None:
+    if escape_name(path) != path or "\\" in path:
+        raise UsageError(
+            "the hub cannot hold a file of this name", where=escape_name(path), hint="rename it, or leave it out"
+        )
+
+
+def digest_files(
+    source: Source, files: Iterable[str], *, num_workers: int, progress: Progress | None = None
+) -> dict[str, LocalFile]:
+    """Read every file, and return path → size and digests. Memory: 1 MiB for each of `num_workers` threads."""
+
+    def digest(path: str) -> LocalFile:
+        nbytes = source.size(path)
+        sha256 = hashlib.sha256()
+        git = hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False) if nbytes <= MAX_BLOB_BYTES else None
+        buffer = memoryview(bytearray(min(_BLOCK_BYTES, nbytes)))
+        for offset in range(0, nbytes, _BLOCK_BYTES):
+            block = buffer[: min(_BLOCK_BYTES, nbytes - offset)]
+            source.read_into(path, offset, block)
+            sha256.update(block)
+            if git is not None:
+                git.update(block)
+            if progress is not None:
+                progress(len(block))
+        blob_id = None if git is None else git.hexdigest()
+        return LocalFile(path=path, nbytes=nbytes, sha256=sha256.hexdigest(), blob_id=blob_id)
+
+    with ThreadPoolExecutor(max_workers=num_workers) as pool:
+        return {file.path: file for file in pool.map(digest, files)}
+
+
+def file_of_bytes(path: str, content: bytes) -> LocalFile:
+    """Return what a file with `content` would be."""
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+    return LocalFile(
+        path=path,
+        nbytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        blob_id=git.hexdigest(),
+        content=content,
+    )
+
+
+def read_start(source: Source, file: LocalFile) -> bytes:
+    """Return the first bytes of a file."""
+    if file.content is not None:
+        return file.content[:SAMPLE_BYTES]
+    return source.read(file.path, 0, min(SAMPLE_BYTES, file.nbytes))
+
+
+def read_whole(source: Source, file: LocalFile) -> bytes:
+    """Return a file that is kept inside of git, as it was when it was digested.
+
+    Raises:
+        UnreadableError: It holds something else by now.
+    """
+    if file.content is not None:
+        return file.content
+    content = source.read(file.path, 0, file.nbytes)
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise changed(file.path)
+    return content
+
+
+def changed(path: str) -> UnreadableError:
+    """Return the error for a file that is written to while it is pushed."""
+    return UnreadableError(
+        "the file changed while it was pushed; nothing was committed",
+        where=escape_name(path),
+        hint="wait until its writer has finished, then run the command again",
+    )

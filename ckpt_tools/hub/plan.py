@@ -1,0 +1,187 @@
+"""What a push would do, file by file: decided before anything is sent. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.formats.detect import is_weights
+
+State = Literal["new", "changed", "unchanged", "ignored", "deleted"]
+"""ignored: the repository's .gitignore leaves the file out. deleted: on the hub only, and asked to go."""
+Mode = Literal["lfs", "regular"]
+"""How the hub keeps a file: as a large object named by its sha256, or inside of git."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFile:
+    """A file to push, and what it holds."""
+
+    path: str
+    """Relative, with forward slashes."""
+    nbytes: int
+    """Size."""
+    sha256: str
+    """Hexadecimal."""
+    blob_id: str | None
+    """Git's name of the content (SHA-1), hexadecimal; None for a file too large to be kept inside of git."""
+    content: bytes | None = None
+    """The bytes themselves where they are not those of a file: the model card."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """What the hub says of a file that it has."""
+
+    path: str
+    """Relative to the repository."""
+    nbytes: int
+    """Size of the content, not of the pointer to it."""
+    blob_id: str
+    """Git's name of the blob; of a large object that is its pointer."""
+    sha256: str | None
+    """Of a large object's content; None inside of git."""
+
+    def holds(self, file: LocalFile) -> bool:
+        """Does the hub say that it has this very content?"""
+        if self.nbytes != file.nbytes:
+            return False
+        return self.sha256 == file.sha256 if self.sha256 is not None else self.blob_id == file.blob_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """A repository at a revision, as it was when it was looked at."""
+
+    repo: str
+    """namespace/name."""
+    exists: bool
+    """False: the first push creates it."""
+    private: bool | None = None
+    """None: the hub did not say."""
+    commit: str | None = None
+    """What the revision stands for; None while there is no commit."""
+    files: Mapping[str, RemoteFile]
+    """Path → file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the hub answers when it is told which files are to come."""
+
+    mode: Mode
+    """How it will keep the file."""
+    is_ignored: bool
+    """Its .gitignore leaves the file out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """One line of the plan."""
+
+    path: str
+    """Relative, the same on both sides."""
+    nbytes: int
+    """Size here; of a file to be deleted, there."""
+    state: State
+    """What the push does with it."""
+    mode: Mode | None
+    """None where the hub was not asked: a repository that does not exist yet, or a file to be deleted."""
+    sha256: str
+    """Of the content; empty for a file to be deleted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushResult:
+    """What a push did; with `dry_run`, what it would do."""
+
+    directory: str
+    """As the user named it."""
+    repo: str
+    """namespace/name."""
+    url: str
+    """For a browser."""
+    revision: str
+    """Branch that was pushed to, or that the pull request is for."""
+    dry_run: bool
+    """True: nothing was sent."""
+    created: bool
+    """The repository was created, or would be."""
+    private: bool | None
+    """Whether the repository is private; None: the hub did not say."""
+    parent: str | None
+    """Commit that the plan was made on."""
+    commit: str | None
+    """The new commit; None when there was nothing to commit."""
+    pull_request: str | None
+    """Where to find the pull request."""
+    files: tuple[PlannedFile, ...]
+    """In the order of their paths."""
+    left_out: tuple[tuple[str, str], ...]
+    """(path, why) of what the directory holds and was not pushed."""
+    num_checked: int
+    """Files whose bytes were read back from the hub."""
+    checked_bytes: int
+    """And how many bytes that were."""
+    findings: tuple[Finding, ...]
+    """What arrived differently."""
+    notes: tuple[str, ...]
+    """What the user should know besides."""
+    seconds: float
+    """From the first request to the last."""
+
+    @property
+    def ok(self) -> bool:
+        """True without a finding of severity error."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Size of what is new or changed."""
+        return sum(file.nbytes for file in self.files if file.state in ("new", "changed"))
+
+
+def plan_files(
+    local: Mapping[str, LocalFile], remote: Remote, answers: Mapping[str, Answer], *, delete_stale: bool = False
+) -> tuple[PlannedFile, ...]:
+    """Say what becomes of every file.
+
+    Args:
+        local: Path → file to push.
+        remote: The repository.
+        answers: What the hub said about the files, where it was asked.
+        delete_stale: Weights that only the hub has are deleted.
+    """
+    planned = []
+    for path, file in local.items():
+        answer = answers.get(path)
+        there = remote.files.get(path)
+        state: State
+        if there is None:
+            state = "ignored" if answer is not None and answer.is_ignored else "new"
+        else:
+            state = "unchanged" if there.holds(file) else "changed"
+            if state == "changed" and answer is not None and answer.is_ignored:
+                state = "ignored"
+        mode = answer.mode if answer is not None else None
+        if mode is None and there is not None:
+            mode = "regular" if there.sha256 is None else "lfs"
+        planned.append(PlannedFile(path=path, nbytes=file.nbytes, state=state, mode=mode, sha256=file.sha256))
+    if delete_stale:
+        planned += [
+            PlannedFile(path=path, nbytes=remote.files[path].nbytes, state="deleted", mode=None, sha256="")
+            for path in stale_weights(local, remote)
+        ]
+    return tuple(sorted(planned, key=lambda file: file.path))
+
+
+def stale_weights(local: Mapping[str, LocalFile], remote: Remote) -> tuple[str, ...]:
+    """Return the files with weights that only the hub has, beside new ones: a loader may prefer them."""
+    directories = {path.rpartition("/")[0] for path in local if is_weights(path)}
+    return tuple(
+        path
+        for path in sorted(remote.files)
+        if is_weights(path) and path not in local and path.rpartition("/")[0] in directories
+    )

@@ -1,0 +1,313 @@
+"""Push a directory: check, plan, one guarded commit, and proof of what arrived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import HubError, UsageError
+from ckpt_tools.execute import Progress
+from ckpt_tools.hub.card import CARD_NAME, MAX_CARD_BYTES, CardFacts, build_card, read_front_matter
+from ckpt_tools.hub.check import LocalCheck, check_directory
+from ckpt_tools.hub.client import Hub, Say, find_account, quiet_client
+from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
+from ckpt_tools.hub.facts import facts_of
+from ckpt_tools.hub.files import digest_files, file_of_bytes, list_directory, read_start
+from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_size
+
+CheckLevel = Literal["sent", "all", "names"]
+"""What is read back: what was sent, everything, or nothing (the hub's own digests are compared all the same)."""
+
+CHECK_LEVELS: tuple[CheckLevel, ...] = ("sent", "all", "names")
+"""Values of `--check`."""
+
+
+def _say_nothing(_: str) -> None:
+    """Keep what takes long to oneself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    """How to push."""
+
+    repo: str
+    """name or namespace/name."""
+    private: bool = False
+    """Create the repository as a private one; one that others can read is refused."""
+    create_pr: bool = False
+    """Propose the change instead of making it."""
+    revision: str | None = None
+    """Branch; main by default."""
+    commit_message: str | None = None
+    """First line, and after an empty line the rest."""
+    token: str | None = field(default=None, repr=False)
+    """By default HF_TOKEN, or what `hf auth login` stored."""
+    endpoint: str | None = None
+    """By default HF_ENDPOINT, or huggingface.co."""
+    dry_run: bool = False
+    """Plan only."""
+    card: CardFacts | bool = True
+    """What the model card says besides what the configs say; False: no card is made."""
+    include: Sequence[str] = ()
+    """Globs of the files to push; all by default."""
+    exclude: Sequence[str] = ()
+    """Globs of the files to leave out."""
+    delete_stale: bool = False
+    """Delete weights that only the hub has, beside the new ones."""
+    check: CheckLevel = "sent"
+    """What is read back."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Push:
+    """One push, step by step.
+
+    Args:
+        directory: What to push.
+        options: How.
+        num_workers: Threads that read and upload.
+        progress: Given a number of bytes, makes the receiver of progress.
+        say: Told what takes long.
+        bars: Let the client draw its own bars while it uploads.
+    """
+
+    directory: str
+    options: PushOptions
+    num_workers: int
+    progress: Callable[[int], Progress] | None = None
+    say: Say = _say_nothing
+    bars: bool = False
+    _notes: list[str] = field(default_factory=list)
+
+    def run(self) -> PushResult:
+        """Push, or plan to.
+
+        Raises:
+            UsageError: Options that contradict each other, or names that cannot be.
+            UnreadableError: The directory holds something that is not whole.
+            HubError: The hub refused, or is away.
+        """
+        options = self.options
+        if options.create_pr and options.revision not in (None, "main"):
+            raise UsageError("a pull request is made against main", hint="leave --revision out, or --create-pr")
+        start = time.monotonic()
+        account = find_account(endpoint=options.endpoint, token=options.token)
+        with (
+            quiet_client(account.token, self.say, bars=self.bars),
+            Source(self.directory) as source,
+        ):
+            chosen, left_out = list_directory(source, include=options.include, exclude=options.exclude)
+            checked = check_directory(source, chosen, num_workers=self.num_workers)
+            self._notes += checked.notes
+            hub = Hub(account, options.repo, revision=options.revision, say=self.say)
+            receiver = self.progress(sum(chosen.values())) if self.progress is not None else None
+            local = digest_files(source, chosen, num_workers=self.num_workers, progress=receiver)
+            remote = self._look(hub)
+            local = self._with_card(hub, source, local, remote, checked)
+            planned = self._plan(hub, source, local, remote)
+            created = not remote.exists
+            done: Committed | None = None
+            findings: tuple[Finding, ...] = ()
+            num_checked = checked_bytes = 0
+            if not options.dry_run:
+                if created:
+                    hub.create(private=options.private)
+                    remote = self._look(hub)
+                    planned = self._plan(hub, source, local, remote)
+                done = self._commit(hub, source, local, remote, planned, created=created)
+                findings, num_checked, checked_bytes = self._check(hub, source, local, remote, planned, done)
+        return PushResult(
+            directory=self.directory,
+            repo=hub.repo,
+            url=f"{account.endpoint}/{hub.repo}",
+            revision=hub.revision,
+            dry_run=options.dry_run,
+            created=created,
+            private=remote.private if remote.exists else options.private,
+            parent=remote.commit,
+            commit=None if done is None else done.oid,
+            pull_request=None if done is None else done.pull_request,
+            files=planned,
+            left_out=left_out,
+            num_checked=num_checked,
+            checked_bytes=checked_bytes,
+            findings=findings,
+            notes=tuple(dict.fromkeys(self._notes)),
+            seconds=time.monotonic() - start,
+        )
+
+    def _look(self, hub: Hub) -> Remote:
+        remote = hub.look()
+        if remote.exists and self.options.private and remote.private is False:
+            raise HubError(
+                f"{hub.repo} is public, and --private was asked for; nothing was sent",
+                where=hub.place("").where,
+                hint="make it private on the hub, choose another name, or leave --private out",
+            )
+        if not remote.exists and hub.revision != "main":
+            raise HubError(
+                f"{hub.repo} does not exist, so it has no revision {escape_name(hub.revision)!r}",
+                where=hub.place("").where,
+                hint="push to main first",
+            )
+        return remote
+
+    def _with_card(
+        self, hub: Hub, source: Source, local: dict[str, LocalFile], remote: Remote, checked: LocalCheck
+    ) -> dict[str, LocalFile]:
+        """Add the model card, or the keys that the README lacks; the directory itself stays as it is."""
+        wanted = self.options.card
+        here = local.get(CARD_NAME)
+        there = remote.files.get(CARD_NAME)
+        was_left_out = bool(self.options.include) or CARD_NAME in source.list_files(max_depth=0)
+        if wanted is False or (here is None and was_left_out):
+            return local
+        size = here.nbytes if here is not None else there.nbytes if there is not None else 0
+        if size > MAX_CARD_BYTES:
+            self._notes.append(f"{CARD_NAME} is too large to add to: left as it is")
+            return local
+        existing = None
+        if here is not None:
+            existing = source.read(CARD_NAME, 0, here.nbytes)
+        elif there is not None and remote.commit is not None:
+            existing = hub.read(CARD_NAME, remote.commit, limit=MAX_CARD_BYTES)
+        try:
+            text = None if existing is None else existing.decode("utf-8")
+        except UnicodeDecodeError:
+            self._notes.append(f"{CARD_NAME} is not UTF-8 text: left as it is")
+            return local
+        facts = facts_of(source, local, checked.kind)
+        if isinstance(wanted, CardFacts):
+            facts = wanted.or_else(facts)
+            if wanted.base_model:
+                facts = replace(facts, notes=wanted.notes)
+        if text is None or "base_model" not in read_front_matter(text):
+            self._notes += facts.notes
+        if text is None and facts.is_empty:
+            return local
+        content = build_card(facts, repo=hub.repo, existing=text).encode("utf-8")
+        return dict(sorted((local | {CARD_NAME: file_of_bytes(CARD_NAME, content)}).items()))
+
+    def _plan(self, hub: Hub, source: Source, local: dict[str, LocalFile], remote: Remote) -> tuple[PlannedFile, ...]:
+        answers = {}
+        if remote.exists:
+            files = list(local.values())
+            answers = hub.ask(files, lambda file: read_start(source, file), create_pr=self.options.create_pr)
+        planned = plan_files(local, remote, answers, delete_stale=self.options.delete_stale)
+        if not self.options.delete_stale and (stale := stale_weights(local, remote)):
+            some = ", ".join(escape_name(path) for path in stale[:3]) + (", …" if len(stale) > 3 else "")
+            self._notes.append(
+                f"the repository holds weights that this directory does not: {some}; a loader may take those "
+                "(--delete-stale deletes them)"
+            )
+        return planned
+
+    def _commit(
+        self,
+        hub: Hub,
+        source: Source,
+        local: dict[str, LocalFile],
+        remote: Remote,
+        planned: tuple[PlannedFile, ...],
+        *,
+        created: bool,
+    ) -> Committed | None:
+        from huggingface_hub import CommitOperationDelete
+
+        ignored = [escape_name(plan.path) for plan in planned if plan.state == "ignored"]
+        if ignored:
+            raise HubError(
+                f"the repository's .gitignore leaves out {', '.join(ignored[:3])}",
+                where=hub.place("").where,
+                hint="change the .gitignore on the hub, or leave them out here as well: --exclude GLOB",
+            )
+        sending = [plan for plan in planned if plan.state in ("new", "changed")]
+        deletions = [CommitOperationDelete(plan.path) for plan in planned if plan.state == "deleted"]
+        if not sending and not deletions:
+            return None
+        total = sum(plan.nbytes for plan in sending)
+        self.say(f"sending {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
+        pr = self.options.create_pr
+        try:
+            additions = upload(hub, source, planned, local, create_pr=pr, num_workers=self.num_workers)
+            done = commit(
+                hub,
+                additions,
+                deletions,
+                local,
+                parent=remote.commit,
+                message=self.options.commit_message or f"Upload {hub.repo.rpartition('/')[2]} with ckpt",
+                create_pr=pr,
+            )
+        except BaseException as error:
+            if created:
+                error.add_note(f"the repository {hub.repo} was created, and is still empty")
+            raise
+        self._notes += done.notes
+        return done
+
+    def _check(
+        self,
+        hub: Hub,
+        source: Source,
+        local: dict[str, LocalFile],
+        remote: Remote,
+        planned: tuple[PlannedFile, ...],
+        done: Committed | None,
+    ) -> tuple[tuple[Finding, ...], int, int]:
+        """Compare what the hub has now with what is here; returns findings, files read back, and their bytes."""
+        oid = remote.commit if done is None else done.oid
+        level = self.options.check
+        states = {"sent": ("new", "changed"), "all": ("new", "changed", "unchanged"), "names": ()}[level]
+        read_back = [plan.path for plan in planned if plan.state in states]
+        if oid is None:
+            return (), 0, 0
+        total = sum(local[path].nbytes for path in read_back)
+        receiver = self.progress(total) if self.progress is not None and total else None
+        try:
+            findings, nbytes = check_arrival(hub, oid, planned, local, read_back=read_back, progress=receiver)
+        except BaseException as error:
+            if done is not None:
+                error.add_note(f"the commit {oid} was made, but what arrived was not checked to the end")
+                error.add_note("ckpt push … --check all checks it")
+            raise
+        source.check_unchanged()
+        if level == "names":
+            self._notes.append("the bytes were not read back: only the hub's own digests were compared")
+        return findings, len(read_back), nbytes
+
+
+def result_json(result: PushResult) -> dict[str, object]:
+    """Return the document of `ckpt push --json`."""
+    return {
+        "ok": result.ok,
+        "directory": result.directory,
+        "repo": result.repo,
+        "url": result.url,
+        "revision": result.revision,
+        "dry_run": result.dry_run,
+        "created": result.created,
+        "private": result.private,
+        "parent": result.parent,
+        "commit": result.commit,
+        "pull_request": result.pull_request,
+        "files": [
+            {"path": file.path, "nbytes": file.nbytes, "state": file.state, "mode": file.mode, "sha256": file.sha256}
+            for file in result.files
+        ],
+        "left_out": [{"path": path, "why": why} for path, why in result.left_out],
+        "sent_bytes": result.sent_bytes,
+        "checked": {"files": result.num_checked, "bytes": result.checked_bytes},
+        "findings": [
+            {"code": f.code, "severity": f.severity, "where": f.where, "what": f.what, "hint": f.hint}
+            for f in result.findings
+        ],
+        "notes": list(result.notes),
+        "seconds": round(result.seconds, 3),
+    }
