@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,15 @@ class CheckpointMatch:
         }
 
 
-def check_checkpoint(path: str, spec: ParallelSpec, *, model: str | None, resumes: bool = False) -> CheckpointMatch:
+def check_checkpoint(
+    path: str,
+    spec: ParallelSpec,
+    *,
+    model: str | None,
+    resumes: bool = False,
+    cuts: Sequence[str] = (),
+    max_elems: int = 0,
+) -> CheckpointMatch:
     """Hold a checkpoint against the model, the mesh and the dtypes of a config. Headers are read, no weights.
 
     Args:
@@ -93,12 +101,14 @@ def check_checkpoint(path: str, spec: ParallelSpec, *, model: str | None, resume
         spec: What the config asks for.
         model: A config.json, or its directory; None leaves names and shapes unchecked.
         resumes: The run goes on from it, so the optimizer's state must be there.
+        cuts: Smaller configs, of which one that runs is looked for where the model is large (`Comparison.trial`).
+        max_elems: Parameters from which on it is large.
     """
     path = _locate(path)
     where = escape_name(path)
     try:
         with open_path(path) as opened:
-            return _check(opened, path, where, spec, model, resumes)
+            return _check(opened, path, where, spec, model, resumes, _cutting(cuts, max_elems))
     except UnreadableError as error:
         finding = Finding(
             code="checkpoint-unreadable", severity="error", where=error.where or where, what=error.what, hint=error.hint
@@ -113,7 +123,13 @@ def _locate(path: str) -> str:
 
 
 def _check(
-    opened: Opened, path: str, where: str, spec: ParallelSpec, model: str | None, resumes: bool
+    opened: Opened,
+    path: str,
+    where: str,
+    spec: ParallelSpec,
+    model: str | None,
+    resumes: bool,
+    cutting: Mapping[str, object],
 ) -> CheckpointMatch:
     checkpoint = opened.checkpoint
     verified = verify(opened, level="structure", num_workers=1)
@@ -128,7 +144,7 @@ def _check(
         return CheckpointMatch(
             path=path, findings=tuple(findings), not_checked=tuple(not_checked), verify=verified, mesh=_text(saved)
         )
-    job = {"config": os.path.abspath(model), "checkpoint": os.path.abspath(path), "mesh": _text(mesh)}
+    job = {"config": os.path.abspath(model), "checkpoint": os.path.abspath(path), "mesh": _text(mesh), **cutting}
     try:
         described = call_in_child(COMPARE, job)
     except CkptError as error:
@@ -341,12 +357,16 @@ def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSp
     )
 
 
-def describe_model(model: str) -> Comparison:
-    """Return names, shapes and dtypes of the model of a config.json, without a checkpoint.
+def _cutting(cuts: Sequence[str], max_elems: int) -> dict[str, object]:
+    return {"cuts": [os.path.abspath(path) for path in cuts], "max_elems": max_elems}
+
+
+def describe_model(model: str, *, cuts: Sequence[str] = (), max_elems: int = 0) -> Comparison:
+    """Return names, shapes and dtypes of the model of a config.json, without a checkpoint; `cuts` as above.
 
     Raises:
         UsageError: Nothing builds such a model.
         CkptError: The process that builds it failed.
     """
-    described: dict[str, Any] = call_in_child(COMPARE, {"config": os.path.abspath(model)})
+    described: dict[str, Any] = call_in_child(COMPARE, {"config": os.path.abspath(model), **_cutting(cuts, max_elems)})
     return comparison_from_json(described)

@@ -21,12 +21,14 @@ from ckpt_tools.dtypes import BY_TORCH_NAME
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
-from ckpt_tools.layout import Mesh, Shard, parse_mesh
+from ckpt_tools.layout import Shard, parse_mesh
 from ckpt_tools.opening import open_path
 from ckpt_tools.preflight.reads import count_reads, reads_to_json
 from ckpt_tools.rules import Rule, place_tensors, tp_plan_rules
 from ckpt_tools.smoke.options import SmokeOptions
+from ckpt_tools.smoke.recipe import call, loss_of
 from ckpt_tools.smoke.setting import find_recipe
+from ckpt_tools.text import escape_name
 
 _PEFT_ROOT = re.compile(r"(^|\.)base_model\.model\.")
 _PEFT_PARTS = re.compile(r"\.(base_layer|modules_to_save\.[^.]+|original_module)(?=\.)")
@@ -39,12 +41,13 @@ def compare(job: Mapping[str, Any]) -> dict[str, object]:
     """Describe the model of a config.json, and hold a checkpoint's names against it.
 
     Args:
-        job: "config": the file or its directory; "checkpoint": a path or None; "mesh": the config's mesh or None.
+        job: "config": the file or its directory; "checkpoint": a path or None; "mesh": the config's mesh or None;
+            "cuts": smaller configs, tried in order when the model has more than "max_elems" parameters.
 
     Returns:
         Of the model: "title", "base_prefix", "num_elems", "tensors" (name → dtype, shape, kind: parameter, buffer or
-        transient, a buffer that is never saved) and "ties". Of the checkpoint: "found" (name of the model → dtype,
-        shape and FQNs), "left" (FQNs that the model does not have), "adapters" (FQNs), and "reads".
+        transient, a buffer that is never saved), "ties" and "trial". Of the checkpoint: "found" (name of the model →
+        dtype, shape and FQNs), "left" (FQNs that the model does not have), "adapters" (FQNs), and "reads".
 
     Raises:
         UsageError: Nothing builds such a model.
@@ -52,16 +55,48 @@ def compare(job: Mapping[str, Any]) -> dict[str, object]:
     """
     with torch.device("meta"):
         model = find_recipe(SmokeOptions(model=job["config"])).build()
+    num_elems = _count(model)
     described: dict[str, object] = {
         "title": type(model).__name__,
         "base_prefix": _base_prefix(model),
-        "num_elems": sum(parameter.numel() for parameter in model.parameters()),
+        "num_elems": num_elems,
         "tensors": _tensors(model),
         "ties": tied_groups(model),
     }
     if job.get("checkpoint") is not None:
         described |= _match(model, job)
+    if job.get("cuts") and num_elems > job["max_elems"]:
+        described["trial"] = _try_cuts(job["cuts"], job["max_elems"])
     return described
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _try_cuts(paths: Sequence[str], max_elems: int) -> dict[str, object]:
+    """Find the first config that makes a model which is small enough and runs forward and backward by itself."""
+    reasons: list[str] = []
+    for path in paths:
+        try:
+            recipe = find_recipe(SmokeOptions(model=path))
+            with torch.device("meta"):
+                num_elems = _count(recipe.build())
+            if num_elems > max_elems:
+                reasons.append(f"with fewer layers it still has {num_elems / 1e6:.0f} M parameters")
+                continue
+            torch.manual_seed(0)
+            model = recipe.build()
+            loss = loss_of(call(model, recipe.batch(model, seed=0)))
+            torch.autograd.backward([loss])
+        except Exception as error:  # noqa: BLE001 - whatever a model that never was does
+            what = error.what if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+            reasons.append(f"cut down it fails by itself: {escape_name(what)}")
+            continue
+        if math.isfinite(loss.item()):
+            return {"path": path, "num_elems": num_elems}
+        reasons.append(f"cut down its loss is {loss.item()}")
+    return {"path": None, "why": "; ".join(reasons)}
 
 
 def _base_prefix(model: nn.Module) -> str:

@@ -50,6 +50,18 @@ class FoundTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A model cut down, and whether it runs by itself."""
+
+    path: str | None
+    """Its config.json; None when nothing could be cut so that it runs."""
+    num_elems: int = 0
+    """Its parameters."""
+    why: str = ""
+    """Why there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A model, and which of a checkpoint's tensors belong to it (what `meta_model.compare` says)."""
 
@@ -71,6 +83,8 @@ class Comparison:
     """FQNs of adapters' factors."""
     refused: tuple[str, str | None] | None = None
     """Why names could not be matched at all, and a hint."""
+    trial: Trial | None = None
+    """What was found to run in place of a large model; None when it was not looked for, or need not be."""
 
 
 def comparison_from_json(document: Mapping[str, Any]) -> Comparison:
@@ -92,6 +106,7 @@ def comparison_from_json(document: Mapping[str, Any]) -> Comparison:
         left=tuple(document.get("left", ())),
         adapters=tuple(document.get("adapters", ())),
         refused=None if refused is None else (refused["what"], refused["hint"]),
+        trial=Trial(**document["trial"]) if "trial" in document else None,
     )
 
 
@@ -151,8 +166,8 @@ def _nothing(comparison: Comparison, where: str, framework: Framework) -> Iterat
         "checkpoint-missing-key",
         "error",
         where,
-        f"none of the names of {comparison.title} is in the checkpoint, which has {fold_names(comparison.left, most=2)}; "
-        f"the model has for example {expected}",
+        f"none of the names of {comparison.title} is in the checkpoint, which has "
+        f"{fold_names(comparison.left, most=2)}; the model has for example {expected}",
         "is it the checkpoint of this model? `ckpt inspect --tensors` lists its names",
     )
 

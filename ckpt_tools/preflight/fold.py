@@ -1,0 +1,238 @@
+"""A cluster's run folded down to this machine: a small mesh of the same kind, and what of the spec a smoke run tries.
+
+Whatever is folded, replaced or left out becomes a sentence: a green smoke run proves no more than what it ran.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import dataclass
+
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.layout import FSDP_AXIS, Mesh
+from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
+from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.smoke import SmokeOptions
+from ckpt_tools.text import escape_name
+
+MAX_RANKS = 4
+"""Ranks of a smoke run on this machine."""
+MAX_ELEMS = 12_000_000
+"""Parameters of a model that is tried as it is: more take longer than a minute on a laptop."""
+_KEPT = 2
+"""Ranks along an axis that is kept."""
+_IMPORTANCE = (FSDP_AXIS, "tp", "dp_replicate")
+"""Which axes are kept when there are not ranks enough for all, most telling first."""
+_NOT_RUN = {
+    "cp": "context parallelism",
+    "pp": "pipeline stages",
+    "ep": "expert parallelism",
+    "sp": "sequence parallelism",
+}
+_DTYPES = ("bf16", "f16", "f32")
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """What a smoke run of a spec will be."""
+
+    options: SmokeOptions | None
+    """None: there is nothing that a smoke run could try."""
+    notes: tuple[str, ...]
+    """What was folded, replaced or left out."""
+    why_not: str = ""
+    """Why `options` is None."""
+
+
+def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[str, ...]]:
+    """Return a mesh of at most `max_ranks` ranks with the same kinds of axes, as far as the ranks allow.
+
+    Axes for data and tensor parallelism are kept with two ranks each, `dp_shard` before `tp` before
+    `dp_replicate`; others are left out.
+
+    Returns:
+        The mesh, and what became of every axis that is not as it was.
+    """
+    sizes = dict(mesh.axes)
+    shard = sizes.get(FSDP_AXIS, 1)
+    notes = []
+    if sizes.get("cp", 1) > 1 and shard == 1:
+        # FSDP cuts over dp_shard × cp: without ranks of its own it still cuts.
+        shard = sizes["cp"]
+        notes.append(f"FSDP cuts over the {shard} ranks of cp; the smoke run does so over {FSDP_AXIS}={_KEPT}")
+    wanted = {FSDP_AXIS: shard, "tp": sizes.get("tp", 1), "dp_replicate": sizes.get("dp_replicate", 1)}
+    kept: dict[str, int] = {}
+    ranks = 1
+    for axis in _IMPORTANCE:
+        if wanted[axis] > 1 and ranks * _KEPT <= max_ranks:
+            kept[axis] = _KEPT
+            ranks *= _KEPT
+    folded = [f"{axis}={sizes[axis]} to {_KEPT}" for axis in kept if sizes.get(axis, 1) > _KEPT]
+    if folded:
+        notes.append(f"the mesh {mesh} is folded: {', '.join(folded)}")
+    dropped = [axis for axis in _IMPORTANCE if wanted[axis] > 1 and axis not in kept]
+    if dropped:
+        left = ", ".join(f"{axis}={sizes[axis]}" for axis in dropped)
+        notes.append(f"{left} is left out: {max_ranks} ranks are not enough for every axis")
+    for axis, what in _NOT_RUN.items():
+        if sizes.get(axis, 1) > 1:
+            notes.append(f"{axis}={sizes[axis]} is left out: the smoke run does not try {what}")
+    order = [axis for axis in ("dp_replicate", FSDP_AXIS, "tp") if axis in kept]
+    return Mesh(tuple((axis, kept[axis]) for axis in order) or ((FSDP_AXIS, 1),)), tuple(notes)
+
+
+def fold_spec(
+    spec: ParallelSpec, *, model: str, source: str | None, max_ranks: int = MAX_RANKS, timeout_s: float = 60.0
+) -> Fold:
+    """Return the smoke run that comes nearest to a spec on this machine.
+
+    Args:
+        spec: What the config asks for.
+        model: The config.json to try, or its directory.
+        source: Weights to start from; None for random ones.
+        max_ranks: Ranks that this machine can run.
+        timeout_s: Seconds that a phase may take.
+    """
+    if spec.engine == "deepspeed":
+        return Fold(options=None, notes=(), why_not="DeepSpeed distributes the model, and the smoke run tries FSDP2")
+    notes: list[str] = []
+    if spec.engine == "none":
+        return Fold(options=None, notes=(), why_not="nothing distributes the model: there is one process")
+    if spec.engine == "fsdp1":
+        notes.append("FSDP1 is tried as what it corresponds to in FSDP2")
+    whole = spec.mesh
+    if whole is None:
+        axis = "dp_replicate" if spec.engine == "ddp" else FSDP_AXIS
+        whole = Mesh(((axis, _KEPT),))
+        notes.append(f"the mesh is not known; {whole} is tried")
+    if spec.engine == "ddp" and whole.size("dp_replicate") == 1 and whole.size(FSDP_AXIS) > 1:
+        whole = Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in whole.axes))
+    mesh, folded = fold_mesh(whole, max_ranks=max_ranks)
+    notes += folded
+    strategy = _strategy(spec, mesh)
+    if spec.strategy is not None and strategy != spec.strategy:
+        notes.append(f"{spec.strategy} becomes {strategy} on {mesh}")
+    if type(spec.reshard_after_forward) is int:
+        notes.append(f"reshard_after_forward={spec.reshard_after_forward} is tried as true")
+    notes += _not_tried(spec)
+    param, reduce = (_dtype(value, name, notes) for value, name in _dtypes_of(spec))
+    lora = _lora(spec, notes)
+    quantize = _quantize(spec, lora, notes)
+    if source is None:
+        notes.append("the weights are random")
+    options = SmokeOptions(
+        source=source,
+        model=model,
+        mesh=str(mesh),
+        device="cpu",
+        strategy=strategy,
+        steps=2,
+        param_dtype=param,
+        reduce_dtype=reduce,
+        lora=lora,
+        quantize=quantize,
+        timeout_s=timeout_s,
+    )
+    return Fold(options=options, notes=tuple(notes))
+
+
+def _strategy(spec: ParallelSpec, mesh: Mesh) -> str:
+    """Return the strategy that the folded mesh allows."""
+    replicates, shards = mesh.size("dp_replicate") > 1, mesh.size(FSDP_AXIS) > 1
+    if replicates:
+        return "hybrid_shard" if shards else "no_shard"
+    keeps = spec.strategy == "shard_grad_op" or spec.reshard_after_forward is False
+    return "shard_grad_op" if keeps else "full_shard"
+
+
+def _not_tried(spec: ParallelSpec) -> list[str]:
+    notes = []
+    if spec.offload_params or spec.offload_optimizer:
+        notes.append("offloading is not tried: everything is in host memory here")
+    if spec.activation_checkpointing:
+        notes.append("activation checkpointing is not tried")
+    if spec.wrap_min_num_params is not None:
+        notes.append("wrapping by number of parameters is not tried: layers are wrapped")
+    optimizer = (spec.optimizer or "adamw").lower()
+    if not optimizer.startswith("adamw") or "8bit" in optimizer or "4bit" in optimizer:
+        notes.append(f"the optimizer {escape_name(spec.optimizer or '')} is not tried: AdamW steps in its place")
+    return notes
+
+
+def _dtypes_of(spec: ParallelSpec) -> tuple[tuple[str | None, str], ...]:
+    return ((spec.param_dtype, "computing"), (spec.reduce_dtype, "averaging gradients"))
+
+
+def _dtype(value: str | None, name: str, notes: list[str]) -> str:
+    if value is None:
+        return "keep"
+    if value in _DTYPES:
+        return value
+    notes.append(f"{name} in {escape_name(value)} is not tried")
+    return "keep"
+
+
+def _lora(spec: ParallelSpec, notes: list[str]) -> bool:
+    if spec.adapter is None:
+        return False
+    if importlib.util.find_spec("peft") is None:
+        notes.append("the adapter is not tried: peft is not installed; the whole model is trained")
+        return False
+    if spec.adapter.kind != "lora":
+        notes.append(f"a LoRA adapter is tried in place of {escape_name(spec.adapter.kind)}")
+    return True
+
+
+def _quantize(spec: ParallelSpec, lora: bool, notes: list[str]) -> str | None:
+    if spec.quantize is None:
+        return None
+    if spec.quantize == "nf4" and lora and importlib.util.find_spec("bitsandbytes") is not None:
+        return "nf4"
+    notes.append(f"quantising to {escape_name(spec.quantize)} is not tried: the frozen weights are plain")
+    return None
+
+
+def write_cuts(model: str, directory: str) -> tuple[str, ...]:
+    """Write cut-down configs of a model, the smallest first, and return their directories.
+
+    Args:
+        model: A config.json, or its directory.
+        directory: Where to write them.
+
+    Raises:
+        UsageError: The config cannot be read.
+        UnreadableError: It is no JSON object.
+    """
+    config = _read_config(model)
+    paths = []
+    for name, cut in (("narrow", shrink_config(config)), ("shallow", cut_depth(config))):
+        path = os.path.join(directory, name)
+        os.makedirs(path, exist_ok=True)
+        with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(cut, file)
+        paths.append(path)
+    return tuple(paths)
+
+
+def describe_chosen(model: str, chosen: str) -> str:
+    """Say how the config in `chosen` differs from the model's."""
+    return describe_cut(_read_config(model), _read_config(chosen))
+
+
+def _read_config(model: str) -> dict[str, object]:
+    path = os.path.join(model, "config.json") if os.path.isdir(model) else model
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_CONFIG_BYTES)  # what is longer ends in the middle, and is no JSON
+    except OSError as error:
+        raise UsageError(f"cannot read the model's config: {error.strerror}", where=escape_name(path)) from error
+    try:
+        document = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"config.json is not valid JSON: {error}", where=escape_name(path)) from error
+    if not isinstance(document, dict):
+        raise UnreadableError("config.json is not a JSON object", where=escape_name(path))
+    return document
