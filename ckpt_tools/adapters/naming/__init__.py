@@ -1,0 +1,85 @@
+"""Names of the ecosystems: what diffusers, kohya and ComfyUI call the modules and the factors of an adapter.
+
+`to_target` writes an adapter in the names of one of them; `detect_architecture` tells the model family from names.
+Importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from ckpt_tools.adapters.adapter import Adapter, Target
+from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, ArchitectureName, detect_architecture
+from ckpt_tools.adapters.naming.written import Written
+from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ARCHITECTURES", "ArchitectureName", "Written", "detect_architecture", "to_target"]
+
+
+def to_target(
+    adapter: Adapter[torch.Tensor],
+    target: Target,
+    *,
+    architecture: ArchitectureName | Literal["llm"] | None = None,
+    base_names: Collection[str] | None = None,
+    svd_rank: int | None = None,
+) -> Written:
+    """Write an adapter in the names of an ecosystem, exactly.
+
+    Args:
+        adapter: With its factors loaded and its alphas known.
+        target: diffusers, kohya or comfyui; PEFT's files are written by `export`.
+        architecture: The model family; told from the names by default.
+        base_names: Names of the base's tensors, from which the family is told when the adapter's own do not tell.
+        svd_rank: Rank of an approximation, for modules that cannot be expressed exactly; the error is reported.
+
+    Returns:
+        File name, tensors, header and notes; `errors` has the modules that are not exact.
+
+    Raises:
+        UsageError: An unknown family or module, or one that the target cannot express.
+    """
+    from ckpt_tools.adapters.naming import targets
+    from ckpt_tools.adapters.naming.choose import choose_architectures
+    from ckpt_tools.adapters.naming.fit import Fitting
+
+    writers = {"diffusers": targets.to_diffusers, "kohya": targets.to_kohya, "comfyui": targets.to_comfyui}
+    if target not in writers:
+        raise UsageError(f"{target!r} has no names of its own to write", hint="--to diffusers, kohya or comfyui")
+    found = choose_architectures(adapter, architecture=architecture, base_names=base_names)
+    results: list[Written] = []
+    for name in found:
+        try:
+            results.append(writers[target](adapter, ARCHITECTURES[name], Fitting(svd_rank=svd_rank)))
+        except UsageError:
+            if len(found) == 1:
+                raise
+            break
+    if len(results) < len(found) or not all(_is_same(results[0], other) for other in results[1:]):
+        raise UsageError(
+            f"the adapter's modules could be those of {' or '.join(ARCHITECTURES[name].title for name in found)}",
+            where=adapter.modules[0].path,
+            hint="say which with --architecture, or give the base model with --base",
+        )
+    return results[0] if len(found) == 1 else _without_family(results[0])
+
+
+def _is_same(one: Written, other: Written) -> bool:
+    """Does it not matter which of two families the adapter is for?"""
+    if one.tensors.keys() != other.tensors.keys():
+        return False
+    return all(bool(tensor.equal(other.tensors[name])) for name, tensor in one.tensors.items())
+
+
+def _without_family(written: Written) -> Written:
+    metadata = {
+        key: value
+        for key, value in written.metadata.items()
+        if key != "ss_base_model_version" and not key.startswith("modelspec.")
+    }
+    return replace(written, metadata=metadata)

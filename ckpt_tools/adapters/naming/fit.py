@@ -1,0 +1,144 @@
+"""Families that a target does not have, said in one that it has: exactly, or, when asked for, by SVD."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ckpt_tools.adapters.adapter import Family, Sourced
+from ckpt_tools.adapters.delta import rank_of, scale_of
+from ckpt_tools.adapters.naming.placing import Placed
+from ckpt_tools.adapters.naming.rows import InexpressibleError, Module, refuse, rows_of
+
+_NO_LORA = {
+    "oft": "it rotates the weight, which no sum of a low-rank matrix does",
+    "boft": "it rotates the weight, which no sum of a low-rank matrix does",
+    "saved": "it replaces the weight, and only PEFT has files that say so",
+    "full": "it changes the whole weight",
+}
+
+
+@dataclass(slots=True)
+class Fitting:
+    """Brings modules into the target's families, and remembers what that cost."""
+
+    svd_rank: int | None = None
+    """Rank of an approximation, where nothing exact exists; None to refuse."""
+    is_by_column: Mapping[str, bool] = field(default_factory=dict)
+    """By path, whether a magnitude is one per column."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Module → error relative to the largest element of the change."""
+    notes: list[str] = field(default_factory=list)
+    """For people."""
+    _conversions: dict[str, int] = field(default_factory=dict)
+
+    def as_lora(self, module: Module) -> Module:
+        """Return a lora that changes the weight as `module` does.
+
+        Raises:
+            InexpressibleError: There is none, and no rank for an approximation was given.
+        """
+        if module.family == "lora" and "mid" not in module.factors:
+            return module
+        raise refuse(module, "not yet")
+
+    def baked(self, module: Module) -> Module:
+        """Return a lora with its scale multiplied into B, so that alpha is its rank.
+
+        Ecosystems without an alpha take it for the rank. A scale that is no power of two is rounded in 16 bits.
+        """
+        scale = scale_of(module)
+        rank = module.factors["A"].shape[0]
+        factors = dict(module.factors)
+        if scale != 1.0:
+            for role in ("B", "B_bias"):
+                if role in factors:
+                    exact = factors[role].double() * scale
+                    factors[role] = exact.to(factors[role].dtype)
+                    self._remember(module.path, exact, factors[role])
+            self._count("alpha/r was multiplied into B")
+        return replace(
+            module,
+            factors=factors,
+            rank=Sourced(rank, f"A has {rank} rows"),
+            alpha=Sourced(float(rank), "alpha/r is in B"),
+            use_rslora=False,
+        )
+
+    def with_plain_alpha(self, module: Module) -> Module:
+        """Return the module with the alpha that says its scale as alpha/r, for readers that know no rsLoRA."""
+        if module.family not in ("lora", "loha", "lokr"):
+            return module
+        rank = rank_of(module)
+        if rank is None:  # LoKr of two full factors: nothing scales it
+            return module
+        source = module.alpha.source if module.alpha is not None else ""
+        if module.use_rslora:
+            self._count("rsLoRA's scale alpha/√r was written as a larger alpha")
+            source = f"{source}, times √r"
+        scaled = replace(
+            module, rank=Sourced(rank, "factors"), alpha=Sourced(scale_of(module) * rank, source), use_rslora=False
+        )
+        if module.family == "lokr" and {"w1", "w2"} <= module.factors.keys():
+            # LyCORIS and ComfyUI scale no LoKr of two full factors, whatever its alpha.
+            exact = module.factors["w1"].double() * scale_of(module)
+            factor = exact.to(module.factors["w1"].dtype)
+            self._remember(module.path, exact, factor)
+            scaled = replace(scaled, factors={**module.factors, "w1": factor}, alpha=None, rank=None)
+        return scaled
+
+    def magnitude_by_row(self, module: Module) -> torch.Tensor:
+        """Return a DoRA's magnitude as (out,).
+
+        Raises:
+            InexpressibleError: It is one per column of the weight.
+        """
+        magnitude = module.factors["magnitude"]
+        if self.is_by_column.get(module.path, False) or magnitude.numel() != rows_of(module):
+            raise refuse(module, "its magnitude is one per column of the weight, PEFT's and diffusers' is one per row")
+        return magnitude.reshape(-1)
+
+    def finish(self) -> tuple[str, ...]:
+        """Return the notes, one per kind of conversion."""
+        counted = [f"{text} ({count} module{'s' if count > 1 else ''})" for text, count in self._conversions.items()]
+        if self.errors:
+            path = max(self.errors, key=lambda each: self.errors[each])
+            counted.append(f"largest relative error {self.errors[path]:.1e}, in {path}")
+        return (*self.notes, *counted)
+
+    def _remember(self, path: str, exact: torch.Tensor, written: torch.Tensor) -> None:
+        largest = exact.abs().max().item() if exact.numel() else 0.0
+        if largest:
+            error = (exact - written.double()).abs().max().item() / largest
+            # Rounding to the last bit of 32 is what every computation with the factors does anyway.
+            if error > 2**-22:
+                self.errors[path] = max(error, self.errors.get(path, 0.0))
+
+    def _count(self, text: str) -> None:
+        self._conversions[text] = self._conversions.get(text, 0) + 1
+
+
+def has_family(module: Module, families: Mapping[Family, Mapping[str, str]]) -> bool:
+    """Has the target a name for every factor of the module?"""
+    suffixes = families.get(module.family)
+    return suffixes is not None and module.factors.keys() <= suffixes.keys()
+
+
+def require(placed: Placed, families: Mapping[Family, Mapping[str, str]], where: str) -> None:
+    """Raise unless the target has a name for every factor.
+
+    Raises:
+        InexpressibleError: It has not.
+    """
+    module = placed.module
+    if has_family(module, families):
+        return
+    suffixes = families.get(module.family, {})
+    lacking = ", ".join(sorted(role for role in module.factors if role not in suffixes))
+    raise InexpressibleError(
+        f"{where} has no name for {lacking} of {module.path!r} ({module.family})",
+        where=module.path,
+        hint="ckpt merge-lora applies every family to the base itself",
+    )

@@ -1,0 +1,137 @@
+"""The files of diffusers, kohya and ComfyUI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from ckpt_tools.adapters.adapter import Adapter, Family
+from ckpt_tools.adapters.naming import suffixes
+from ckpt_tools.adapters.naming.architecture import Architecture
+from ckpt_tools.adapters.naming.fit import Fitting, require
+from ckpt_tools.adapters.naming.metadata import diffusers_metadata, kohya_metadata
+from ckpt_tools.adapters.naming.placing import Placed, in_diffusers, in_native, place_all
+from ckpt_tools.adapters.naming.rows import Module, refuse
+from ckpt_tools.adapters.naming.written import Written, file_name
+
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+"""The one name that diffusers finds by itself."""
+
+
+def to_diffusers(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting: Fitting) -> Written:
+    """Write loras under diffusers' module names, alpha/r multiplied into B: most of its loaders refuse an alpha.
+
+    Raises:
+        UsageError: A module that diffusers does not load, or not as it is meant.
+    """
+    placed = in_diffusers(place_all(adapter, architecture), as_lora=fitting.as_lora)
+    fitted = [replace(each, module=_for_diffusers(each, architecture, fitting)) for each in placed]
+    tensors: dict[str, torch.Tensor] = {}
+    for each in fitted:
+        table = suffixes.TEXT_ENCODER if each.part.is_encoder else suffixes.PEFT
+        require(each, table, "diffusers")
+        _put(tensors, f"{each.part.component}.{each.module.path}", each.module, table)
+    return Written(
+        file=DIFFUSERS_FILE,
+        tensors=tensors,
+        metadata=diffusers_metadata(fitted),
+        notes=fitting.finish(),
+        errors=fitting.errors,
+    )
+
+
+def _for_diffusers(placed: Placed, architecture: Architecture, fitting: Fitting) -> Module:
+    module = placed.module
+    if not placed.part.is_in_diffusers:
+        raise refuse(module, f"diffusers loads no adapter of {placed.part.component} of {architecture.title}")
+    module = fitting.as_lora(module)
+    if "A_embedding" in module.factors:
+        raise refuse(module, "diffusers loads no adapter of an embedding")
+    module = fitting.baked(module)
+    if module.is_dora:
+        magnitude = fitting.magnitude_by_row(module)
+        if module.factors["A"].ndim == 4:
+            magnitude = magnitude.reshape(1, -1, 1, 1)
+        module = replace(module, factors={**module.factors, "magnitude": magnitude})
+    return module
+
+
+def to_kohya(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting: Fitting) -> Written:
+    """Write kohya's names: the authors' paths with underscores, and an alpha for every module.
+
+    Raises:
+        UsageError: A module or family that kohya and LyCORIS have no name for.
+    """
+    placed = _native(adapter, architecture, fitting)
+    tensors: dict[str, torch.Tensor] = {}
+    for each in placed:
+        require(each, suffixes.LYCORIS, "kohya")
+        name = f"{each.part.kohya[0]}_{each.module.path.replace('.', '_')}"
+        _put(tensors, name, each.module, suffixes.LYCORIS)
+        _put_alpha(tensors, name, each.module)
+    file = file_name(adapter.name)
+    metadata = kohya_metadata(placed, architecture, title=file.removesuffix(".safetensors"))
+    return Written(file=file, tensors=tensors, metadata=metadata, notes=fitting.finish(), errors=fitting.errors)
+
+
+def to_comfyui(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting: Fitting) -> Written:
+    """Write ComfyUI's generic names: the authors' paths below diffusion_model and text_encoders.
+
+    Plain loras of FLUX.2 are written as ai-toolkit does, lora_A and lora_B without an alpha: diffusers reads these as
+    well, and fails on an alpha. Of the others diffusers, where it reads ComfyUI's names at all, wants lora_down and
+    lora_up.
+
+    Raises:
+        UsageError: A module or family that ComfyUI has no name for.
+    """
+    placed = _native(adapter, architecture, fitting)
+    is_bare = architecture.name == "flux2" and all(_is_plain(each.module) for each in placed)
+    tensors: dict[str, torch.Tensor] = {}
+    for each in placed:
+        require(each, suffixes.LYCORIS, "ComfyUI")
+        name = f"{each.part.comfyui}.{each.module.path}"
+        if is_bare:
+            _put(tensors, name, fitting.baked(each.module), suffixes.PEFT)
+        else:
+            _put(tensors, name, each.module, suffixes.LYCORIS)
+            _put_alpha(tensors, name, each.module)
+    file = file_name(adapter.name)
+    metadata = kohya_metadata(placed, architecture, title=file.removesuffix(".safetensors"))
+    if is_bare:
+        metadata.pop("ss_network_alpha", None)
+    return Written(file=file, tensors=tensors, metadata=metadata, notes=fitting.finish(), errors=fitting.errors)
+
+
+def _is_plain(module: Module) -> bool:
+    return module.family == "lora" and module.factors.keys() == {"A", "B"}
+
+
+def _native(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting: Fitting) -> list[Placed]:
+    placed = in_native(place_all(adapter, architecture), as_lora=fitting.as_lora)
+    return [replace(each, module=_for_lycoris(each.module, fitting)) for each in placed]
+
+
+def _for_lycoris(module: Module, fitting: Fitting) -> Module:
+    module = fitting.with_plain_alpha(module)
+    magnitude = module.factors.get("magnitude")
+    if magnitude is None or fitting.is_by_column.get(module.path, False):
+        return module
+    rows = fitting.magnitude_by_row(module)
+    dims = module.factors["A"].ndim if module.family == "lora" else 2
+    shaped = rows.reshape(-1, *[1] * (dims - 1))
+    return replace(module, factors={**module.factors, "magnitude": shaped})
+
+
+def _put(
+    tensors: dict[str, torch.Tensor], name: str, module: Module, table: Mapping[Family, Mapping[str, str]]
+) -> None:
+    for role, factor in module.factors.items():
+        tensors[f"{name}.{table[module.family][role]}"] = factor.contiguous()
+
+
+def _put_alpha(tensors: dict[str, torch.Tensor], name: str, module: Module) -> None:
+    """Alpha as a floating-point scalar: readers divide it by the rank, and diffusers refuses an integer."""
+    if module.alpha is not None:
+        tensors[f"{name}.alpha"] = torch.tensor(float(module.alpha.value), dtype=torch.float32)

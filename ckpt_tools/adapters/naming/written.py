@@ -1,0 +1,39 @@
+"""What goes into the file of an ecosystem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_TRAPS = ("checkpoint", "optimizer", "scheduler")
+"""diffusers overlooks a file with one of these in its name, and fails when no other is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """An adapter in the names of its target."""
+
+    file: str
+    """Name of the file."""
+    tensors: Mapping[str, torch.Tensor]
+    """Name → tensor, contiguous, none sharing memory with another."""
+    metadata: Mapping[str, str]
+    """The header's `__metadata__`."""
+    config: Mapping[str, object] | None = None
+    """Contents of a config file beside it; None where the ecosystem has none."""
+    notes: tuple[str, ...] = ()
+    """What was done, for people."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Module → largest error of what was written for it, relative to the largest element; exact modules are not in."""
+
+
+def file_name(adapter_name: str) -> str:
+    """Return the name of a single-file adapter: PEFT's adapter name where it says something, and no trap."""
+    plain = "".join(char if char.isalnum() or char in "-_" else "_" for char in adapter_name).strip("_") or "lora"
+    if plain == "default" or not plain.isascii() or any(trap in plain.lower() for trap in _TRAPS):
+        plain = "lora"
+    return f"{plain[:100]}.safetensors"

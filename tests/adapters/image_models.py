@@ -1,0 +1,191 @@
+"""Toy models of the four image families, diffusers' own classes, and adapters of all their linear layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+
+
+def flux1() -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=20,
+        pooled_projection_dim=12,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 4, 8),
+    ).eval()
+
+
+def flux1_inputs() -> dict[str, object]:
+    return {
+        "hidden_states": torch.randn(1, 6, 4),
+        "encoder_hidden_states": torch.randn(1, 3, 20),
+        "pooled_projections": torch.randn(1, 12),
+        "timestep": torch.tensor([0.5]),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.zeros(6, 3),
+        "txt_ids": torch.zeros(3, 3),
+    }
+
+
+def flux2() -> nn.Module:
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=20,
+        timestep_guidance_channels=8,
+        axes_dims_rope=(4, 4, 4, 4),
+    ).eval()
+
+
+def flux2_inputs() -> dict[str, object]:
+    return {
+        "hidden_states": torch.randn(1, 6, 4),
+        "encoder_hidden_states": torch.randn(1, 3, 20),
+        "timestep": torch.tensor([0.5]),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.zeros(1, 6, 4),
+        "txt_ids": torch.zeros(1, 3, 4),
+    }
+
+
+def sd3() -> nn.Module:
+    from diffusers import SD3Transformer2DModel
+
+    return SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=20,
+        caption_projection_dim=32,
+        pooled_projection_dim=12,
+        out_channels=4,
+        pos_embed_max_size=8,
+        dual_attention_layers=(0,),
+    ).eval()
+
+
+def sd3_inputs() -> dict[str, object]:
+    return {
+        "hidden_states": torch.randn(1, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(1, 3, 20),
+        "pooled_projections": torch.randn(1, 12),
+        "timestep": torch.tensor([500.0]),
+    }
+
+
+def sdxl() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64, 64),
+        layers_per_block=2,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 1, 2),
+        projection_class_embeddings_input_dim=80,
+        cross_attention_dim=24,
+        norm_num_groups=8,
+    ).eval()
+
+
+def sdxl_inputs() -> dict[str, object]:
+    return {
+        "sample": torch.randn(1, 4, 8, 8),
+        "timestep": torch.tensor(10),
+        "encoder_hidden_states": torch.randn(1, 3, 24),
+        "added_cond_kwargs": {"text_embeds": torch.randn(1, 32), "time_ids": torch.randn(1, 6)},
+    }
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, object]]]] = {
+    "flux1": (flux1, flux1_inputs),
+    "flux2": (flux2, flux2_inputs),
+    "sd3": (sd3, sd3_inputs),
+    "sdxl": (sdxl, sdxl_inputs),
+}
+COMPONENT = {"flux1": "transformer", "flux2": "transformer", "sd3": "transformer", "sdxl": "unet"}
+
+
+def lora(
+    path: str, shape: tuple[int, ...], *, rank: int = 4, alpha: float = 2.0, dora: bool = False
+) -> AdapterModule[torch.Tensor]:
+    """A random lora of a weight of `shape`, all of whose rows it changes."""
+    out, columns, *kernel = shape
+    factors = {
+        "A": torch.randn(rank, columns, *kernel) / 4,
+        "B": torch.randn(out, rank, *[1] * len(kernel)) / 4,
+    }
+    if dora:
+        factors["magnitude"] = torch.rand(out) + 0.5
+    return AdapterModule(
+        path=path,
+        family="lora",
+        factors=factors,
+        rank=Sourced(rank, "test"),
+        alpha=Sourced(alpha, "test"),
+    )
+
+
+def linears(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight that a lora can have, by module path."""
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    }
+
+
+def adapter(modules: Iterable[AdapterModule[torch.Tensor]], convention: str = "peft") -> Adapter[torch.Tensor]:
+    return Adapter(modules=tuple(sorted(modules, key=lambda module: module.path)), convention=convention)
+
+
+def delta(module: AdapterModule[torch.Tensor]) -> torch.Tensor:
+    """What a lora adds, computed here and not by the product's own maths."""
+    a, b = module.factors["A"].double(), module.factors["B"].double()
+    rank = a.shape[0]
+    scale = module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
+    flat = b.reshape(b.shape[0], rank) @ a.reshape(rank, -1)
+    return (scale * flat).reshape(b.shape[0], *a.shape[1:])
+
+
+def merged(weight: torch.Tensor, module: AdapterModule[torch.Tensor]) -> torch.Tensor:
+    """The weight with a lora, or a DoRA by rows, applied."""
+    new = weight.double() + delta(module)
+    if "magnitude" in module.factors:
+        norm = new.flatten(1).norm(dim=1)
+        factor = module.factors["magnitude"].double().reshape(-1) / norm
+        new = new * factor.reshape(-1, *[1] * (new.ndim - 1))
+    return new.to(weight.dtype)
+
+
+def apply_to_model(model: nn.Module, modules: Iterable[AdapterModule[torch.Tensor]]) -> None:
+    """Add the changes to the weights."""
+    with torch.no_grad():
+        for module in modules:
+            weight = model.get_submodule(module.path).weight
+            weight.copy_(merged(weight, module))

@@ -1,0 +1,160 @@
+"""What is written for diffusers: accepted by its own loaders, and it changes the output by the right amount.
+
+The oracle adds each module's change to the weights, in float64 on the side of the test. Both outputs then come from
+the same float32 model. TOLERANCE is relative to the largest change of the output: a sum of float32 products, through a
+handful of layers, against one that was rounded once into the weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from adapters.image_models import (
+    COMPONENT,
+    MODELS,
+    adapter,
+    apply_to_model,
+    linears,
+    lora,
+)
+from safetensors.torch import save_file
+from torch import nn
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.naming import Written, to_target
+
+TOLERANCE = 2e-4
+LOADERS = {
+    "flux1": "FluxLoraLoaderMixin",
+    "flux2": "Flux2LoraLoaderMixin",
+    "sd3": "SD3LoraLoaderMixin",
+    "sdxl": "StableDiffusionXLLoraLoaderMixin",
+}
+
+
+class Pipeline:
+    """The least that diffusers' mixins ask of a pipeline."""
+
+    lora_scale = 1.0
+    hf_device_map = None
+
+    def __init__(self, **components: object) -> None:
+        self.components = components
+        for name in ("text_encoder", "text_encoder_2"):
+            setattr(self, name, None)
+        for name, component in components.items():
+            setattr(self, name, component)
+
+
+def load(name: str, file: Path, **components: object) -> None:
+    """Load a file as `pipe.load_lora_weights(directory)` would."""
+    import diffusers.loaders.lora_pipeline as pipelines
+
+    kind = type("Loading", (Pipeline, getattr(pipelines, LOADERS[name])), {})
+    encoders = {each: nn.Module() for each in ("text_encoder", "text_encoder_2")} if name != "flux2" else {}
+    pipe = kind(**(encoders | components))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe.load_lora_weights(str(file.parent))
+
+
+def save(written: Written, directory: Path) -> Path:
+    file = directory / written.file
+    save_file(dict(written.tensors), file, metadata=dict(written.metadata))
+    return file
+
+
+def check(name: str, modules: list[AdapterModule[torch.Tensor]], written: Written, tmp_path: Path) -> None:
+    """The loaded adapter changes the output like the changed weights do."""
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    base = make()
+    expected = copy.deepcopy(base)
+    apply_to_model(expected, modules)
+    load(name, save(written, tmp_path), **{COMPONENT[name]: base})
+    torch.manual_seed(1)
+    given = inputs()
+    with torch.no_grad():
+        got = base(**given, return_dict=False)[0]
+        want = expected(**given, return_dict=False)[0]
+        base.disable_lora()
+        before = base(**given, return_dict=False)[0]
+    change = (want - before).abs().max()
+    assert change > 1e-3
+    assert (got - want).abs().max() <= TOLERANCE * change
+
+
+def all_modules(name: str, **options: object) -> list[AdapterModule[torch.Tensor]]:
+    torch.manual_seed(2)
+    model = MODELS[name][0]()
+    return [lora(path, shape, **options) for path, shape in linears(model).items()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_diffusers_adapter_of_every_layer_changes_output_by_its_delta(name: str, tmp_path: Path) -> None:
+    modules = all_modules(name)
+    written = to_target(adapter(modules), "diffusers")
+    assert written.file == "pytorch_lora_weights.safetensors"
+    assert not any("alpha" in key for key in written.tensors)
+    check(name, modules, written, tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_diffusers_ranks_and_alphas_that_differ_keep_their_scales(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    shapes = linears(MODELS[name][0]())
+    modules = [lora(path, shape, rank=2 + i % 3, alpha=1.0 + i % 4) for i, (path, shape) in enumerate(shapes.items())]
+    check(name, modules, to_target(adapter(modules), "diffusers"), tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_diffusers_dora_changes_output_by_its_delta(name: str, tmp_path: Path) -> None:
+    modules = [
+        module for module in all_modules(name, dora=True) if module.factors["A"].ndim == 2 or "conv1" in module.path
+    ]
+    check(name, modules, to_target(adapter(modules), "diffusers"), tmp_path)
+
+
+@pytest.mark.parametrize("target", ["kohya", "comfyui"])
+@pytest.mark.parametrize("name", MODELS)
+def test_native_names_come_back_through_diffusers_names_unchanged(name: str, target: str, tmp_path: Path) -> None:
+    modules = all_modules(name)
+    native = to_target(adapter(modules), target)
+    read = read_back(native, "kohya" if target == "kohya" else "comfyui")
+    check(name, modules, to_target(read, "diffusers", architecture=name), tmp_path)
+
+
+def read_back(written: Written, convention: str) -> Adapter[torch.Tensor]:
+    """Read kohya's or ComfyUI's tensors, by hand."""
+    from ckpt_tools.adapters.adapter import Sourced
+
+    grouped: dict[str, dict[str, torch.Tensor]] = {}
+    roles = {
+        "lora_down.weight": "A",
+        "lora_up.weight": "B",
+        "lora_A.weight": "A",
+        "lora_B.weight": "B",
+        "dora_scale": "magnitude",
+        "alpha": "alpha",
+    }
+    for key, tensor in written.tensors.items():
+        suffix = next(each for each in roles if key.endswith("." + each))
+        grouped.setdefault(key[: -len(suffix) - 1], {})[roles[suffix]] = tensor
+    modules = []
+    for path, factors in grouped.items():
+        rank = factors["A"].shape[0]
+        alpha = factors.pop("alpha", torch.tensor(float(rank)))
+        modules.append(
+            AdapterModule(
+                path=path,
+                family="lora",
+                factors=factors,
+                rank=Sourced(rank, "A"),
+                alpha=Sourced(float(alpha), "alpha"),
+            )
+        )
+    return adapter(modules, convention)

@@ -1,0 +1,325 @@
+"""The naming tables, held against diffusers' own conversions of whole checkpoints and of other tools' adapters."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from adapters.comfyui_keys import native_checkpoint_names, patched
+from adapters.image_models import MODELS, adapter, delta, linears, lora
+from torch import nn
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.naming import ARCHITECTURES, detect_architecture, to_target
+from ckpt_tools.adapters.naming.resolve import place, readings, unflatten
+from ckpt_tools.errors import UsageError
+
+CONVERTERS = {
+    "flux2": "convert_flux2_transformer_checkpoint_to_diffusers",
+    "sd3": "convert_sd3_transformer_checkpoint_to_diffusers",
+}
+
+
+def whole_weights(model: nn.Module) -> Adapter[torch.Tensor]:
+    """The model's own weights and biases, as an adapter of whole tensors."""
+    modules = []
+    for name in linears(model):
+        part = model.get_submodule(name)
+        factors = {"diff": part.weight.detach()}
+        if part.bias is not None:
+            factors["diff_b"] = part.bias.detach()
+        modules.append(AdapterModule(path=name, family="full", factors=factors))
+    return adapter(modules)
+
+
+def native_weights(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's weights under the authors' names, by the tables."""
+    written = to_target(whole_weights(model), "comfyui", architecture=name)
+    ends = {".diff_b": ".bias", ".diff": ".weight"}
+    native = {}
+    for key, tensor in written.tensors.items():
+        end = next(each for each in ends if key.endswith(each))
+        native[key.removeprefix("diffusion_model.").removesuffix(end) + ends[end]] = tensor
+    return native
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_table_agrees_with_diffusers_conversion_of_a_whole_checkpoint(name: str) -> None:
+    from diffusers.loaders import single_file_utils
+
+    model = MODELS[name][0]()
+    native = native_weights(name, model)
+    native["pos_embed"] = torch.zeros(1, 64, 32)
+    if name == "flux2":
+        del native["pos_embed"]
+    converted = getattr(single_file_utils, CONVERTERS[name])(native)
+    for path in linears(model):
+        assert torch.equal(converted[f"{path}.weight"], model.get_submodule(path).weight), path
+
+
+def test_table_of_sdxl_agrees_with_diffusers_conversion_of_a_whole_checkpoint() -> None:
+    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+
+    model = MODELS["sdxl"][0]()
+    native = native_weights("sdxl", model)
+    # Norms are no part of the table; the conversion looks at them to find the blocks.
+    names = native_checkpoint_names(model)
+    for key, parameter in model.named_parameters():
+        if names[key] not in native:
+            native[names[key]] = parameter.detach()
+    checkpoint = {f"model.diffusion_model.{key}": tensor for key, tensor in native.items()}
+    converted = convert_ldm_unet_checkpoint(checkpoint, dict(model.config))
+    for path in linears(model):
+        assert torch.equal(converted[f"{path}.weight"], model.get_submodule(path).weight), path
+
+
+def flux1_at_its_real_width() -> dict[str, tuple[int, ...]]:
+    """One block of each kind: diffusers' conversions of FLUX.1 have its widths written in."""
+    h = 3072
+    block, single = "transformer_blocks.0", "single_transformer_blocks.0"
+    square = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_add_out"]
+    square += ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"]
+    shapes = {f"{block}.{name}": (h, h) for name in square}
+    for stream in ("ff", "ff_context"):
+        shapes |= {f"{block}.{stream}.net.0.proj": (4 * h, h), f"{block}.{stream}.net.2": (h, 4 * h)}
+    shapes |= {f"{block}.{norm}.linear": (6 * h, h) for norm in ("norm1", "norm1_context")}
+    shapes |= {f"{single}.attn.{name}": (h, h) for name in ("to_q", "to_k", "to_v")}
+    return shapes | {
+        f"{single}.proj_mlp": (4 * h, h),
+        f"{single}.proj_out": (h, 5 * h),
+        f"{single}.norm.linear": (3 * h, h),
+        "x_embedder": (h, 64),
+        "context_embedder": (h, 4096),
+        "norm_out.linear": (2 * h, h),
+        "proj_out": (64, h),
+        "time_text_embed.timestep_embedder.linear_1": (h, 256),
+        "time_text_embed.text_embedder.linear_2": (h, h),
+        "time_text_embed.guidance_embedder.linear_1": (h, 256),
+    }
+
+
+def same_change(got: dict[str, torch.Tensor], want: AdapterModule[torch.Tensor]) -> bool:
+    """Do two loras map the same vector to the same one? float32 sums in another order differ in the last bits."""
+    x = torch.randn(want.factors["A"].shape[1], dtype=torch.float64)
+    a, b = want.factors["A"].double(), want.factors["B"].double()
+    expected = want.alpha.value / a.shape[0] * (b @ (a @ x))
+    result = got["lora_B"].double() @ (got["lora_A"].double() @ x)
+    return bool((result - expected).abs().max() <= 1e-5 * expected.abs().max())
+
+
+@pytest.mark.parametrize("target", ["kohya", "comfyui"])
+def test_flux1_native_names_are_what_diffusers_reads(target: str) -> None:
+    from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
+
+    torch.manual_seed(0)
+    # diffusers ignores the alpha of the last layer: a scale of 1 leaves that aside.
+    modules = [lora(path, shape, rank=2, alpha=2.0) for path, shape in flux1_at_its_real_width().items()]
+    written = to_target(adapter(modules), target)
+    converted = _convert_kohya_flux_lora_to_diffusers(dict(written.tensors))
+    # Outside the blocks diffusers forgets its own prefix, and would not load what it has converted.
+    read = {key.removeprefix("transformer."): tensor for key, tensor in converted.items()}
+    for module in modules:
+        pair = {side: read[f"{module.path}.{side}.weight"] for side in ("lora_A", "lora_B")}
+        assert same_change(pair, module), module.path
+    assert len(read) == 2 * len(modules)
+
+
+@pytest.mark.parametrize("target", ["kohya", "comfyui"])
+def test_flux2_native_names_are_what_diffusers_reads(target: str) -> None:
+    from diffusers.loaders import lora_conversion_utils as conversions
+
+    torch.manual_seed(0)
+    shapes = linears(MODELS["flux2"][0]())
+    if target == "kohya":  # diffusers reads kohya's names of the blocks alone
+        shapes = {path: shape for path, shape in shapes.items() if "blocks." in path}
+    modules = [lora(path, shape) for path, shape in shapes.items() if path != "norm_out.linear"]
+    written = to_target(adapter(modules), target)
+    convert = (
+        conversions._convert_kohya_flux2_lora_to_diffusers
+        if target == "kohya"
+        else conversions._convert_non_diffusers_flux2_lora_to_diffusers
+    )
+    converted = convert(dict(written.tensors))
+    for module in modules:
+        pair = {side: converted[f"transformer.{module.path}.{side}.weight"] for side in ("lora_A", "lora_B")}
+        assert same_change(pair, module), module.path
+    assert len(converted) == 2 * len(modules)
+
+
+def test_sdxl_kohya_names_are_what_diffusers_reads() -> None:
+    from diffusers import StableDiffusionXLPipeline
+    from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+
+    torch.manual_seed(0)
+    model = MODELS["sdxl"][0]()
+    modules = [lora(path, shape) for path, shape in linears(model).items()]
+    written = to_target(adapter(modules), "kohya")
+    state, alphas = StableDiffusionXLPipeline.lora_state_dict(dict(written.tensors), unet_config=model.config)
+    state = convert_unet_state_dict_to_peft({key.removeprefix("unet."): tensor for key, tensor in state.items()})
+    for module in modules:
+        assert torch.equal(state[f"{module.path}.lora_A.weight"], module.factors["A"]), module.path
+        assert torch.equal(state[f"{module.path}.lora_B.weight"], module.factors["B"]), module.path
+    assert set(alphas.values()) == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    # ComfyUI reads SDXL's diffusers names in their spelling before PEFT alone: no such pair.
+    [pair for pair in product(MODELS, ("kohya", "comfyui", "diffusers")) if pair != ("sdxl", "diffusers")],
+)
+def test_comfyui_patches_every_native_weight_by_the_delta(name: str, target: str) -> None:
+    """ComfyUI's key map, simulated after its source, patches a native checkpoint as the tables say."""
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    modules = [lora(path, shape) for path, shape in linears(model).items()]
+    if target == "diffusers":
+        # ComfyUI's own map of diffusers' names lacks these of FLUX.2.
+        modules = [m for m in modules if "time_guidance" not in m.path and "stream_modulation" not in m.path]
+    before = native_weights(name, model)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for module in modules:
+            weight = changed.get_submodule(module.path).weight
+            weight.copy_((weight.double() + delta(module)).float())
+    expected = native_weights(name, changed)
+    written = to_target(adapter(modules), target, architecture=name)
+    got, unused = patched(name, before, written.tensors)
+    assert not unused
+    for key, tensor in expected.items():
+        # One float32 product and sum, in another order.
+        assert torch.allclose(got[key], tensor, atol=2e-6, rtol=1e-5), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_has_one_reading_in_every_spelling(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    for path in linears(MODELS[name][0]()):
+        where = place(path, architecture)
+        native, component = where.native, where.part.component
+        spellings = [f"{component}.{path}", f"diffusion_model.{native}", native]
+        spellings += [f"{where.part.kohya[0]}_{each.replace('.', '_')}" for each in (native, path)]
+        for spelling in spellings:
+            assert place(spelling, architecture).native == native, spelling
+
+
+def test_detect_architecture_of_shared_names_is_none() -> None:
+    assert detect_architecture(["transformer_blocks.0.attn.to_q"]) is None
+    assert detect_architecture(["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_mlp"]) == "flux1"
+    assert detect_architecture(["lora_unet_joint_blocks_3_x_block_attn_qkv"]) == "sd3"
+    assert detect_architecture(["model.layers.0.self_attn.q_proj"]) == "llm"
+    assert detect_architecture(["a.b"]) is None
+    assert detect_architecture([]) is None
+
+
+def test_ambiguous_family_is_asked_for_only_where_it_matters() -> None:
+    modules = [lora("transformer_blocks.0.attn.to_q", (32, 32))]
+    assert (
+        "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in to_target(adapter(modules), "diffusers").tensors
+    )
+    with pytest.raises(UsageError, match=r"FLUX\.1 or FLUX\.2 or SD3"):
+        to_target(adapter(modules), "kohya")
+    names = [f"{path}.weight" for path in linears(MODELS["sd3"][0]())]
+    written = to_target(adapter(modules), "kohya", base_names=names)
+    assert "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight" in written.tensors
+
+
+def test_flux_families_are_told_apart_by_the_width_of_their_mlp() -> None:
+    wide = [lora("diffusion_model.double_blocks.0.img_mlp.0", (6 * 32, 32))]
+    assert (
+        "transformer.transformer_blocks.0.ff.linear_in.lora_A.weight"
+        in to_target(adapter(wide, "ai-toolkit"), "diffusers").tensors
+    )
+    narrow = [lora("diffusion_model.double_blocks.0.img_mlp.0", (4 * 32, 32))]
+    assert (
+        "transformer.transformer_blocks.0.ff.net.0.proj.lora_A.weight"
+        in to_target(adapter(narrow, "ai-toolkit"), "diffusers").tensors
+    )
+
+
+def test_language_model_is_refused_with_the_way_out() -> None:
+    with pytest.raises(UsageError) as caught:
+        to_target(adapter([lora("model.layers.0.self_attn.q_proj", (8, 8))]), "kohya")
+    assert "--to peft" in caught.value.hint
+
+
+def test_unknown_module_of_a_known_family_is_refused() -> None:
+    modules = [lora("single_transformer_blocks.0.proj_mlp", (128, 32)), lora("mystery.0", (8, 8))]
+    with pytest.raises(UsageError, match="mystery"):
+        to_target(adapter(modules), "diffusers")
+
+
+def test_module_adapted_under_two_names_is_refused() -> None:
+    modules = [
+        lora("lora_unet_double_blocks_0_img_attn_qkv", (96, 32)),
+        lora("lora_unet_double_blocks_0_img_mod_lin", (192, 32)),
+        lora("transformer_blocks.0.attn.to_q", (32, 32)),
+    ]
+    with pytest.raises(UsageError, match="twice"):
+        to_target(adapter(modules, "kohya"), "diffusers")
+
+
+def test_unflatten_finds_the_one_module_of_the_base_or_refuses() -> None:
+    base = ["model.layers.0.q_proj.weight", "model.layers.0.q_proj.bias", "a_b.c.weight", "a.b_c.weight"]
+    assert unflatten("lora_unet_model_layers_0_q_proj", base) == "model.layers.0.q_proj"
+    with pytest.raises(UsageError, match="two modules"):
+        unflatten("lora_unet_a_b_c", base)
+    with pytest.raises(UsageError, match="no module"):
+        unflatten("lora_unet_other", base)
+
+
+def test_sd15_names_are_not_taken_for_sdxl() -> None:
+    outermost = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
+    assert readings(outermost, ARCHITECTURES["sdxl"]) == ()
+
+
+def test_fused_adapter_that_was_put_together_from_parts_gives_them_back() -> None:
+    torch.manual_seed(0)
+    parts = [lora(f"transformer_blocks.0.attn.{name}", (32, 32), rank=2) for name in ("to_q", "to_v")]
+    parts.append(lora("transformer_blocks.0.norm1.linear", (192, 32)))
+    fused = to_target(adapter(parts), "comfyui", architecture="flux1")
+    a = fused.tensors["diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight"]
+    assert a.shape == (4, 32)
+    module = AdapterModule(
+        path="double_blocks.0.img_attn.qkv",
+        family="lora",
+        factors={"A": a, "B": fused.tensors["diffusion_model.double_blocks.0.img_attn.qkv.lora_up.weight"]},
+        rank=Sourced(4, "A"),
+        alpha=Sourced(float(fused.tensors["diffusion_model.double_blocks.0.img_attn.qkv.alpha"]), "alpha"),
+    )
+    back = to_target(adapter([module]), "diffusers", architecture="flux1").tensors
+    assert sorted(back) == sorted(
+        f"transformer.transformer_blocks.0.attn.{name}.lora_{side}.weight" for name in ("to_q", "to_v") for side in "AB"
+    )
+    assert torch.equal(back["transformer.transformer_blocks.0.attn.to_v.lora_A.weight"], parts[1].factors["A"])
+
+
+@pytest.mark.parametrize("scale", [(2.0, 2.0), (2.0, 3.0)])
+def test_parts_with_one_input_factor_keep_their_rank_when_fused(scale: tuple[float, float]) -> None:
+    torch.manual_seed(0)
+    first = lora("transformer_blocks.0.attn.to_q", (32, 32), alpha=scale[0])
+    second = lora("transformer_blocks.0.attn.to_k", (32, 32), alpha=scale[1])
+    second = AdapterModule(
+        path=second.path,
+        family="lora",
+        factors={"A": first.factors["A"], "B": second.factors["B"]},
+        rank=second.rank,
+        alpha=second.alpha,
+    )
+    written = to_target(adapter([first, second]), "kohya", architecture="sd3").tensors
+    name = "lora_unet_joint_blocks_0_x_block_attn_qkv"
+    a, b = written[f"{name}.lora_down.weight"].double(), written[f"{name}.lora_up.weight"].double()
+    assert a.shape == (4, 32)
+    got = float(written[f"{name}.alpha"]) / 4 * (b @ a)
+    want = torch.cat([delta(first), delta(second), torch.zeros(32, 32)])
+    assert torch.allclose(got, want, atol=1e-6)  # one rounding of B to float32 where the scales differ
+
+
+def test_file_name_is_no_trap_for_diffusers() -> None:
+    modules = [lora("single_transformer_blocks.0.proj_mlp", (128, 32))]
+    named = Adapter(modules=tuple(modules), convention="peft", name="my-checkpoint-12")
+    assert to_target(named, "kohya").file == "lora.safetensors"
+    assert to_target(Adapter(modules=tuple(modules), convention="peft", name="style"), "kohya").file == (
+        "style.safetensors"
+    )
