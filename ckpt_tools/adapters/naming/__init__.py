@@ -55,7 +55,8 @@ def to_target(
     results: list[Written] = []
     for name in found:
         try:
-            results.append(writers[target](adapter, ARCHITECTURES[name], Fitting(svd_rank=svd_rank)))
+            fitting = Fitting(svd_rank=svd_rank, convention=adapter.convention)
+            results.append(writers[target](adapter, ARCHITECTURES[name], fitting))
         except UsageError:
             if len(found) == 1:
                 raise

@@ -7,17 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ckpt_tools.adapters.adapter import Family, Sourced
-from ckpt_tools.adapters.delta import rank_of, scale_of
+from ckpt_tools.adapters import equivalents
+from ckpt_tools.adapters.adapter import Convention, Family, Sourced
+from ckpt_tools.adapters.delta import Setting, magnitude_is_by_column, rank_of, scale_of
 from ckpt_tools.adapters.naming.placing import Placed
-from ckpt_tools.adapters.naming.rows import InexpressibleError, Module, refuse, rows_of
+from ckpt_tools.adapters.naming.rows import InexpressibleError, Module, columns_of, refuse, rows_of
 
-_NO_LORA = {
-    "oft": "it rotates the weight, which no sum of a low-rank matrix does",
-    "boft": "it rotates the weight, which no sum of a low-rank matrix does",
-    "saved": "it replaces the weight, and only PEFT has files that say so",
-    "full": "it changes the whole weight",
-}
+_FLOAT32 = 2.0**-20
+"""Relative error that is not reported."""
 
 
 @dataclass(slots=True)
@@ -26,8 +23,8 @@ class Fitting:
 
     svd_rank: int | None = None
     """Rank of an approximation, where nothing exact exists; None to refuse."""
-    is_by_column: Mapping[str, bool] = field(default_factory=dict)
-    """By path, whether a magnitude is one per column."""
+    convention: Convention | None = None
+    """Whose tensors they were: decides on the axis of a magnitude that fits both."""
     errors: dict[str, float] = field(default_factory=dict)
     """Module → error relative to the largest element of the change."""
     notes: list[str] = field(default_factory=list)
@@ -38,27 +35,32 @@ class Fitting:
         """Return a lora that changes the weight as `module` does.
 
         Raises:
-            InexpressibleError: There is none, and no rank for an approximation was given.
+            UsageError: There is none, and no rank for an approximation was given.
         """
         if module.family == "lora" and "mid" not in module.factors:
             return module
-        raise refuse(module, "not yet")
+        if module.family == "full" and ("diff" not in module.factors or module.factors["diff"].ndim < 2):
+            raise refuse(module, "it changes a bias or a norm, which no LoRA does")
+        if module.family == "full" and "diff_b" in module.factors:
+            raise refuse(module, "it changes the bias as well, which no LoRA does")
+        found = equivalents.as_lora(module, svd_rank=self.svd_rank)
+        self._count(found.how)
+        self._add_error(module.path, found.error)
+        return found.module
 
     def baked(self, module: Module) -> Module:
         """Return a lora with its scale multiplied into B, so that alpha is its rank.
 
-        Ecosystems without an alpha take it for the rank. A scale that is no power of two is rounded in 16 bits.
+        Ecosystems without an alpha take it for the rank. A scale that is no power of two would be rounded in 16 bits:
+        such a B becomes float32.
         """
-        scale = scale_of(module)
-        rank = module.factors["A"].shape[0]
+        scale, rank = scale_of(module), module.factors["A"].shape[0]
         factors = dict(module.factors)
         if scale != 1.0:
             for role in ("B", "B_bias"):
                 if role in factors:
-                    exact = factors[role].double() * scale
-                    factors[role] = exact.to(factors[role].dtype)
-                    self._remember(module.path, exact, factors[role])
-            self._count("alpha/r was multiplied into B")
+                    factors[role] = self._times(module.path, factors[role], scale)
+            self._count("alpha/r multiplied into B")
         return replace(
             module,
             factors=factors,
@@ -66,6 +68,16 @@ class Fitting:
             alpha=Sourced(float(rank), "alpha/r is in B"),
             use_rslora=False,
         )
+
+    def _times(self, path: str, factor: torch.Tensor, scale: float) -> torch.Tensor:
+        exact = factor.double() * scale
+        for dtype in (factor.dtype, torch.float32):
+            rounded = exact.to(dtype)
+            if bool((rounded.double() == exact).all()):
+                return rounded
+        largest = exact.abs().max().item()
+        self._add_error(path, (exact - rounded.double()).abs().max().item() / largest if largest else 0.0)
+        return rounded
 
     def with_plain_alpha(self, module: Module) -> Module:
         """Return the module with the alpha that says its scale as alpha/r, for readers that know no rsLoRA."""
@@ -83,9 +95,7 @@ class Fitting:
         )
         if module.family == "lokr" and {"w1", "w2"} <= module.factors.keys():
             # LyCORIS and ComfyUI scale no LoKr of two full factors, whatever its alpha.
-            exact = module.factors["w1"].double() * scale_of(module)
-            factor = exact.to(module.factors["w1"].dtype)
-            self._remember(module.path, exact, factor)
+            factor = self._times(module.path, module.factors["w1"], scale_of(module))
             scaled = replace(scaled, factors={**module.factors, "w1": factor}, alpha=None, rank=None)
         return scaled
 
@@ -96,9 +106,17 @@ class Fitting:
             InexpressibleError: It is one per column of the weight.
         """
         magnitude = module.factors["magnitude"]
-        if self.is_by_column.get(module.path, False) or magnitude.numel() != rows_of(module):
+        if self.has_columns(module) or magnitude.numel() != rows_of(module):
             raise refuse(module, "its magnitude is one per column of the weight, PEFT's and diffusers' is one per row")
         return magnitude.reshape(-1)
+
+    def has_columns(self, module: Module) -> bool:
+        """Is a DoRA's magnitude one per column of the weight?"""
+        rows, columns = rows_of(module), columns_of(module)
+        if rows is None or columns is None:
+            raise refuse(module, "its shape does not tell the axis of its magnitude")
+        setting = Setting(convention=self.convention)
+        return magnitude_is_by_column(module, tuple(module.factors["magnitude"].shape), (rows, columns), setting)
 
     def finish(self) -> tuple[str, ...]:
         """Return the notes, one per kind of conversion."""
@@ -108,13 +126,10 @@ class Fitting:
             counted.append(f"largest relative error {self.errors[path]:.1e}, in {path}")
         return (*self.notes, *counted)
 
-    def _remember(self, path: str, exact: torch.Tensor, written: torch.Tensor) -> None:
-        largest = exact.abs().max().item() if exact.numel() else 0.0
-        if largest:
-            error = (exact - written.double()).abs().max().item() / largest
-            # Rounding to the last bit of 32 is what every computation with the factors does anyway.
-            if error > 2**-22:
-                self.errors[path] = max(error, self.errors.get(path, 0.0))
+    def _add_error(self, path: str, error: float) -> None:
+        # Rounding to the last bits of 32 is what every computation with the factors does anyway.
+        if error > _FLOAT32:
+            self.errors[path] = max(error, self.errors.get(path, 0.0))
 
     def _count(self, text: str) -> None:
         self._conversions[text] = self._conversions.get(text, 0) + 1

@@ -72,8 +72,8 @@ def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> lis
         UsageError: A module twice, or parts that cannot be put together exactly.
     """
     placed: list[Placed] = []
-    groups: dict[tuple[str, str], dict[int, Module]] = {}
-    wheres: dict[tuple[str, str], Place] = {}
+    groups: dict[tuple[str, str, bool], dict[int, Module]] = {}
+    wheres: dict[tuple[str, str, bool], Place] = {}
     for where, module in places:
         moved = replace(module, path=where.native)
         if where.match.part is None or where.part.is_encoder:
@@ -81,7 +81,7 @@ def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> lis
         elif len(where.match.rule.diffusers) == 1:
             placed.append(Placed(part=where.part, module=_swap(moved, as_lora) if _is_swapped(where, moved) else moved))
         else:
-            key = (where.part.component, where.native)
+            key = (where.part.component, where.native, _is_bias(module))
             group = groups.setdefault(key, {})
             if where.match.part in group:
                 raise _twice(module.path)
@@ -98,13 +98,18 @@ def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> lis
 
 
 def _once(placed: list[Placed]) -> list[Placed]:
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str, bool]] = set()
     for each in placed:
-        key = (each.part.component, each.module.path)
+        key = (each.part.component, each.module.path, _is_bias(each.module))
         if key in seen:
             raise _twice(each.module.path)
         seen.add(key)
     return placed
+
+
+def _is_bias(module: Module) -> bool:
+    """Is it the change of a bias, which LyCORIS keeps beside that of the weight?"""
+    return module.family == "full" and "diff" not in module.factors
 
 
 def _twice(path: str) -> UsageError:

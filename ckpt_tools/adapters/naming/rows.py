@@ -181,9 +181,7 @@ def _join_lora(
     scales = {i: scale_of(parts[i]) for i in order}
     common = scales[order[0]] if len(set(scales.values())) == 1 else None
     up = {
-        i: parts[i].factors["B"]
-        if common is not None
-        else (parts[i].factors["B"].double() * scales[i]).to(parts[i].factors["B"].dtype)
+        i: parts[i].factors["B"] if common is not None else (parts[i].factors["B"].double() * scales[i]).float()
         for i in order
     }
     down = {i: parts[i].factors["A"] for i in order}
@@ -263,8 +261,8 @@ def rows_of(module: Module) -> int | None:
         left = factors["w1" if "w1" in factors else "w1_a"].shape[0]
         right = factors["w2"].shape[0] if "w2" in factors else factors["w2_a"].shape[1 if "t2" in factors else 0]
         return left * right
-    if module.family == "full" and "diff" in factors:
-        return factors["diff"].shape[0]
+    if module.family == "full" and factors.keys() & {"diff", "diff_b"}:
+        return factors["diff" if "diff" in factors else "diff_b"].shape[0]
     return None
 
 

@@ -116,7 +116,7 @@ def _native(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting:
 def _for_lycoris(module: Module, fitting: Fitting) -> Module:
     module = fitting.with_plain_alpha(module)
     magnitude = module.factors.get("magnitude")
-    if magnitude is None or fitting.is_by_column.get(module.path, False):
+    if magnitude is None or fitting.has_columns(module):
         return module
     rows = fitting.magnitude_by_row(module)
     dims = module.factors["A"].ndim if module.family == "lora" else 2
