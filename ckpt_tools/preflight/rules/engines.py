@@ -9,6 +9,13 @@ from ckpt_tools.preflight.rules.rule import Case, Rule, Setting, Violation, rule
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Section of an accelerate config → the distributed_type that reads it."""
 
+_STAGES = (
+    "parallelism_config.parallelism_config_pp_size",
+    "distributed_config.pp_size",
+    "pipeline_parallel_size",
+)
+"""How a config of transformers, accelerate or axolotl can ask for pipeline stages."""
+
 AI_PROCESS = "config.process[0]"
 
 
@@ -137,12 +144,14 @@ def unused_engine(case: Case) -> Iterator[Violation]:
 )
 def no_pipeline(case: Case) -> Iterator[Violation]:
     """Source: `transformers/distributed/configuration_utils.py:_validate_mesh_config`."""
-    if case.is_fsdp and case.axis("pp") > 1:
-        yield Violation(
-            key=case.axis_key("pp"),
-            what=f"FSDP with pp={case.axis('pp')} pipeline stages",
-            fix=f"{case.axis_key('pp')}: 1",
-        )
+    if not case.is_fsdp:
+        return
+    found = case.first(*_STAGES)
+    size, key = case.axis("pp"), case.axis_key("pp")
+    if size <= 1 and found is not None and type(found.value) is int:
+        size, key = found.value, found.key
+    if size > 1:
+        yield Violation(key=key, what=f"FSDP with {size} pipeline stages", fix=f"{key}: 1")
 
 
 def _ai_exclusion(case: Case, name: str, because: str) -> Iterator[Violation]:

@@ -76,7 +76,8 @@ def axis_product(case: Case) -> Iterator[Violation]:
     if case.framework == "torchtitan" and case.axis("ep") > 1:
         folded = f"; {case.axis_key('ep')} takes no ranks of its own"
     relation = f"does not divide {world}" if rest else f"is {fixed}"
-    largest = max((name for name, size in sizes.items() if size > 0), key=lambda name: sizes[name], default=rest[0])
+    named = [name for name, size in sizes.items() if size > 0] or rest
+    largest = max(named, key=lambda name: sizes[name])
     others = fixed // max(sizes[largest], 1)
     change = f"{case.axis_key(largest)}: {world // others}" if world % others == 0 else "sizes that divide the world"
     yield Violation(
