@@ -88,7 +88,7 @@ def gathering_job(
 def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
     """Return the model's tensors under their plain names, and {plain name: name in the source}."""
     checkpoint = opened.checkpoint
-    if strip == "none" or checkpoint.format in ("hf", "safetensors"):
+    if strip == "none" or (strip == "auto" and checkpoint.format in ("hf", "safetensors")):
         model = replace(checkpoint, blobs=())
         new_name: Callable[[str], str] = str
     elif strip == "auto":

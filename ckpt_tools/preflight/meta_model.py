@@ -23,6 +23,7 @@ from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.layout import Shard, parse_mesh
 from ckpt_tools.opening import open_path
+from ckpt_tools.preflight.names_match import without_peft
 from ckpt_tools.preflight.reads import count_reads, reads_to_json
 from ckpt_tools.rules import Rule, place_tensors, tp_plan_rules
 from ckpt_tools.smoke.options import SmokeOptions
@@ -30,8 +31,6 @@ from ckpt_tools.smoke.recipe import call, loss_of
 from ckpt_tools.smoke.setting import find_recipe
 from ckpt_tools.text import escape_name
 
-_PEFT_ROOT = re.compile(r"(^|\.)base_model\.model\.")
-_PEFT_PARTS = re.compile(r"\.(base_layer|modules_to_save\.[^.]+|original_module)(?=\.)")
 _ADAPTER = re.compile(
     r"(^|[._])(lora_(A|B|E|down|up|embedding_[AB]|magnitude_vector|mid)|hada_|lokr_|oft_|boft_|dora_)"
 )
@@ -154,19 +153,15 @@ def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoin
     for entry in checkpoint.tensors:
         if entry.fqn in adapters:
             continue
-        name = _plain(entry.fqn)
+        name = without_peft(entry.fqn)
         if name in original:  # a module that is trained whole is there twice
             continue
         path = entry.path
         if path and isinstance(path[-1], str):
-            path = (*path[:-1], _plain(path[-1]))
+            path = (*path[:-1], without_peft(path[-1]))
         original[name] = entry.fqn
         tensors.append(entry if name == entry.fqn else replace(entry, fqn=name, path=path))
     return replace(checkpoint, tensors=tuple(tensors)), original
-
-
-def _plain(name: str) -> str:
-    return _PEFT_PARTS.sub("", _PEFT_ROOT.sub(r"\1", name, count=1))
 
 
 def _reads(job: Mapping[str, Any], checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> dict[str, object] | None:

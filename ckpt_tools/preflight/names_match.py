@@ -12,7 +12,7 @@ from ckpt_tools.checkpoint import Finding, Format, Severity
 from ckpt_tools.dtypes import BY_NAME
 from ckpt_tools.preflight.spec import Framework
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import strip_wrappers
+from ckpt_tools.transform import WRAPPERS, strip_wrappers
 from ckpt_tools.units import format_size
 
 DCP_ROOTS: Mapping[str, str] = {"accelerate": "model.", "trainer": "model.", "axolotl": "model.", "torchtitan": ""}
@@ -24,6 +24,9 @@ _TRANSIENT_LEAVES = ("inv_freq", "position_ids", "masked_bias", "token_type_ids"
 """Buffers that older versions of transformers saved and that today's models make anew."""
 _MAX_SHOWN = 6
 _DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
+
+_PEFT_ROOT = re.compile(r"(^|\.)base_model\.model\.")
+_PEFT_PARTS = re.compile(r"\.(base_layer|modules_to_save\.[^.]+|original_module)(?=\.)")
 
 Kind = Literal["parameter", "buffer", "transient"]
 
@@ -146,9 +149,13 @@ def _finding(code: str, severity: Severity, where: str, what: str, hint: str | N
 
 def fold_names(names: Iterable[str], *, most: int = _MAX_SHOWN) -> str:
     """Return names for people: numbers of layers folded to `*`, at most a handful."""
-    counts = Counter(_DIGITS.sub("*", name) for name in names)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_DIGITS.sub("*", name), []).append(name)
+    counts = sorted(groups, key=lambda folded: -len(groups[folded]))
     shown = [
-        escape_name(name) + (f" ({count} of them)" if count > 1 else "") for name, count in counts.most_common(most)
+        escape_name(groups[name][0]) if len(groups[name]) == 1 else f"{escape_name(name)} ({len(groups[name])} of them)"
+        for name in counts[:most]
     ]
     more = len(counts) - len(shown)
     return ", ".join(shown) + (f" and {more} more names" if more > 0 else "")
@@ -177,6 +184,11 @@ def is_native_titan(names: Iterable[str]) -> bool:
     return any(name.endswith(_NATIVE_TITAN) for name in names)
 
 
+def without_peft(name: str) -> str:
+    """Return what a name of the base model was before PEFT put its modules around it."""
+    return _PEFT_PARTS.sub("", _PEFT_ROOT.sub(r"\1", name, count=1))
+
+
 def _roots(comparison: Comparison) -> tuple[str | None, str | None, bool]:
     """Return what most names have in front of the model's, what they lack, and whether wrappers are in them."""
     extra: Counter[str] = Counter()
@@ -187,6 +199,7 @@ def _roots(comparison: Comparison) -> tuple[str | None, str | None, bool]:
             continue
         plain = strip_wrappers(found.fqns[0])
         wrapped |= plain != found.fqns[0]
+        plain = without_peft(plain)
         if plain.endswith(name):
             extra[plain[: len(plain) - len(name)]] += 1
         elif name.endswith("." + plain):
@@ -206,6 +219,15 @@ def _check_prefix(
     mesh: str,
 ) -> Iterator[Finding]:
     extra, lacking, wrapped = _roots(comparison)
+    by_peft = any(without_peft(fqn) != fqn for found in comparison.found.values() for fqn in found.fqns)
+    if by_peft and stored != "dcp":
+        yield _finding(
+            "checkpoint-prefix",
+            "error",
+            where,
+            "names are those of a PEFT model (base_model.model., base_layer.), and no model is loaded from them",
+            f"take the base model as the model, and its adapter out of this: ckpt export-lora {where} NEW --to peft",
+        )
     if stored == "dcp":
         yield from _check_dcp_root(extra, lacking, where, framework, mesh)
     elif lacking is not None and lacking != comparison.base_prefix:
@@ -226,13 +248,18 @@ def _check_prefix(
         )
     if wrapped:
         severity: Severity = "warning" if stored == "dcp" else "error"
+        fqns = [fqn for found in comparison.found.values() for fqn in found.fqns]
+        at_root = next((w for w in WRAPPERS if all(fqn.startswith(w) for fqn in fqns)), None)
+        hint = "save the model that the wrappers hold: accelerator.unwrap_model(model).state_dict()"
+        if stored == "dcp" or at_root is not None:
+            hint = f"ckpt gather {where} NEW --strip-prefix {'auto' if stored == 'dcp' else at_root}"
         yield _finding(
             "checkpoint-prefix",
             severity,
             where,
             "names have parts that wrappers put in (_orig_mod., _checkpoint_wrapped_module., …); "
             "a model that is not wrapped alike does not find them",
-            f"ckpt gather {where} NEW --strip-prefix auto",
+            hint,
         )
 
 
@@ -291,7 +318,8 @@ def _check_missing(comparison: Comparison, where: str, stored: Format) -> Iterat
         )
     missing = [name for name in absent if name not in told and name not in buffers]
     # transformers makes a new head for a base model, and says so in a warning; DCP refuses.
-    is_head = bool(comparison.base_prefix) and not any(name.startswith(comparison.base_prefix) for name in missing)
+    base = comparison.base_prefix
+    is_head = bool(base) and all(not name.startswith(base) or "pooler" in name.split(".") for name in missing)
     if not missing:
         return
     output = any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing)
@@ -305,6 +333,7 @@ def _check_missing(comparison: Comparison, where: str, stored: Format) -> Iterat
             "right for a new head; otherwise the checkpoint is another model's",
         )
         return
+    num_saved = sum(tensor.kind != "transient" for tensor in comparison.tensors.values())
     hint = "the checkpoint is another model's, or not complete; config.json says what the model has"
     if output and len(missing) == 1:
         hint = 'set "tie_word_embeddings": true in config.json if the head shares the embedding'
@@ -312,8 +341,7 @@ def _check_missing(comparison: Comparison, where: str, stored: Format) -> Iterat
         "checkpoint-missing-key",
         "error",
         where,
-        f"{len(missing)} of {len(comparison.tensors)} tensors of {comparison.title} are not in the checkpoint: "
-        f"{fold_names(missing)}",
+        f"{len(missing)} of {num_saved} tensors of {comparison.title} are not in the checkpoint: {fold_names(missing)}",
         hint,
     )
 
