@@ -31,16 +31,16 @@ Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "tor
 Target = Literal["peft", "diffusers", "kohya", "comfyui"]
 """Whose names they can get."""
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 F = TypeVar("F")
 G = TypeVar("G")
 
 
 @dataclass(frozen=True, slots=True)
-class Sourced(Generic[T]):
+class Sourced(Generic[T_co]):
     """A setting, and how it is known."""
 
-    value: T
+    value: T_co
     """The setting itself."""
     source: str
     """For people: "--alpha", "header lora_adapter_metadata", "A has 16 rows", …"""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Sourced
-from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.sidecars import Sidecars, by_pattern
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
@@ -21,10 +21,13 @@ _UNIT_SCALE: Mapping[Convention, str] = {
     "kohya": "kohya's convention: scale 1 where no alpha is written",
 }
 """Whose loaders take a missing alpha for a scale of 1. PEFT's do not: they take 8."""
+F = TypeVar("F")
+ReadScalar = Callable[[TensorEntry], float | None]
+"""Returns the number that a tensor of one element holds."""
 Fields = Mapping[str, Sourced[object]]
 
 
-def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, reader: TensorReader) -> Adapter[TensorEntry]:
+def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, read_scalar: ReadScalar) -> Adapter[TensorEntry]:
     """Add what sidecars, headers and scalar tensors say; what nothing says stays None.
 
     Raises:
@@ -40,7 +43,7 @@ def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, reader: Tens
     done = []
     for module in modules:
         component = sidecars.components.get(module.path.partition(".")[0])
-        done.append(_with_alpha(module, component or settings, adapter.convention, sidecars, reader))
+        done.append(_with_alpha(module, component or settings, adapter.convention, sidecars, read_scalar))
     named = sorted({m.parameter and f"{m.path}.{m.parameter}" for m in done if m.parameter != "weight"})
     if named and "" not in named and "target_parameters" not in settings:
         settings = {**settings, "target_parameters": Sourced(named, "shapes of the base model's parameters")}
@@ -103,7 +106,7 @@ def _with_rank(
     return replace(module, rank=_config_rank(module, settings))
 
 
-def _config_rank(module: AdapterModule[TensorEntry], settings: Fields) -> Sourced[int] | None:
+def _config_rank(module: AdapterModule[F], settings: Fields) -> Sourced[int] | None:
     """Return the rank that PEFT's configuration gives a module."""
     path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
     patterns = settings.get("rank_pattern")
@@ -115,7 +118,7 @@ def _config_rank(module: AdapterModule[TensorEntry], settings: Fields) -> Source
     return None if rank is None or not rank.value else Sourced(_whole(rank.value, "r"), rank.source)
 
 
-def config_rank(module: AdapterModule[TensorEntry], settings: Fields) -> int | None:
+def config_rank(module: AdapterModule[F], settings: Fields) -> int | None:
     """Return the rank that the settings give a module, whatever its tensors have; None where they do not say."""
     found = _config_rank(module, settings)
     return None if found is None else found.value
@@ -132,7 +135,7 @@ def _with_alpha(
     settings: Fields,
     convention: Convention,
     sidecars: Sidecars,
-    reader: TensorReader,
+    read_scalar: ReadScalar,
 ) -> AdapterModule[TensorEntry]:
     rslora = settings.get("use_rslora")
     if rslora is not None and not isinstance(rslora.value, bool):
@@ -141,7 +144,7 @@ def _with_alpha(
     entry = factors.pop("alpha", None)
     module = replace(module, factors=factors, use_rslora=module.family == "lora" and bool(rslora and rslora.value))
     if entry is not None:
-        value = reader.read_scalar(entry)
+        value = read_scalar(entry)
         if value is None:
             raise UnreadableError(
                 f"alpha {escape_name(entry.fqn)!r} is {entry.dtype.name} of shape {list(entry.shape)}, not one number"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.adapters.adapter import Adapter, Convention
+from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
 from ckpt_tools.adapters.assemble import Named, assemble
 from ckpt_tools.adapters.keys import parse_key, refused_kind
 from ckpt_tools.adapters.known import add_settings
@@ -55,6 +55,7 @@ def read_adapter(
     format: Format | None = None,  # noqa: A002 - the option's name
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    settings: Mapping[str, Sourced[object]] | None = None,
 ) -> Iterator[OpenedAdapter]:
     """Open `path` and describe the adapter that it holds. Nothing but headers and scalars (alphas) is read.
 
@@ -65,6 +66,7 @@ def read_adapter(
         format: Overrides what would be detected.
         include: Globs of the names to look at; all by default.
         exclude: Globs of the names to leave out.
+        settings: Fields of PEFT's configuration that the user gives; they go before those of files.
 
     Raises:
         UnreadableError: No adapter here, one of a kind that is not supported, or a damaged source.
@@ -75,6 +77,7 @@ def read_adapter(
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
         metadata = _header_metadata(opened)
         sidecars = read_sidecars(location.sidecars, metadata)
+        sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})})
         _refuse_type(sidecars, path)
         named = _name(opened, path)
         is_training = opened.checkpoint.format in ("dcp", "hf-sharded")
@@ -88,10 +91,10 @@ def read_adapter(
             path=path,
         )
         adapter = replace(adapter, name=name, left_out=_left_out(opened, named, adapter))
-        yield OpenedAdapter(opened, add_settings(adapter, sidecars, TensorReader(opened)))
+        yield OpenedAdapter(opened, add_settings(adapter, sidecars, TensorReader(opened).read_scalar))
 
 
-def load(adapter: Adapter[TensorEntry], opened: Opened) -> Adapter[torch.Tensor]:
+def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | None = None) -> Adapter[torch.Tensor]:
     """Read the adapter's tensors, and no other byte.
 
     Memory: the adapter. CRC-32s are checked where the source records them.
@@ -99,7 +102,7 @@ def load(adapter: Adapter[TensorEntry], opened: Opened) -> Adapter[torch.Tensor]
     Raises:
         UnreadableError: Incomplete, truncated or damaged.
     """
-    reader = TensorReader(opened)
+    reader = reader or TensorReader(opened)
     return adapter.with_modules(
         tuple(
             module.with_factors({role: to_torch(reader, entry) for role, entry in module.factors.items()})

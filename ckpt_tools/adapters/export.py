@@ -1,0 +1,349 @@
+"""Take an adapter out of whatever holds it, and write it for an ecosystem."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tools.adapters.adapter import Adapter, Sourced, Target
+from ckpt_tools.adapters.base import read_base
+from ckpt_tools.adapters.family_settings import InexpressibleError
+from ckpt_tools.adapters.forms import (
+    architecture_of,
+    as_loras,
+    dtype_of,
+    error_notes,
+    summary,
+    target_of,
+    tensor_bytes,
+    through_diffusers,
+    unflatten_paths,
+)
+from ckpt_tools.adapters.infer import BaseModel, Config, infer_config, with_alpha
+from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
+from ckpt_tools.adapters.locate import PEFT_FILE
+from ckpt_tools.adapters.naming import to_target
+from ckpt_tools.adapters.overrides import parse_overrides
+from ckpt_tools.adapters.payload import TensorReader
+from ckpt_tools.adapters.peft_files import config_text, from_one_model, peft_names, peft_shape
+from ckpt_tools.adapters.read import OpenedAdapter, load, read_adapter
+from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG
+from ckpt_tools.adapters.values import Values, look_at
+from ckpt_tools.adapters.write import Item, Output, staged, write
+from ckpt_tools.checkpoint import Finding, Format, TensorEntry
+from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.errors import UsageError
+from ckpt_tools.execute import Progress
+from ckpt_tools.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
+from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.storage.staging import check_destination
+from ckpt_tools.text import escape_name
+
+_NATIVE_ROOT = "diffusion_model."
+"""Of the names that a diffusion model's authors give its modules."""
+_BASE_BYTES = 64 << 20
+"""Of the interpreter and the modules, in estimates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What an export did, or would do."""
+
+    conversion: Conversion
+    """Files, bytes, seconds."""
+    config: Mapping[str, Sourced[object]]
+    """The configuration, every value with its source; what is known of it for targets that have none."""
+    findings: tuple[Finding, ...]
+    """What is wrong with the adapter; nothing is written when one of them is an error."""
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong that keeps the adapter from being written."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+
+Factor = Any
+"""A `TensorEntry`, whose bytes are moved, or a `torch.Tensor` that a conversion made."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One export under way."""
+
+    read: OpenedAdapter
+    destination: str
+    reader: TensorReader
+    start: float
+    dtype: str
+    notes: list[str]
+    seen: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Name of an item → the module and the role that its bytes are of, where they still are to be looked at."""
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def has_error(self) -> bool:
+        """Is there a reason not to write?"""
+        return any(finding.severity == "error" for finding in self.findings)
+
+
+def export_lora(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: str = "peft",
+    alpha: float | None = None,
+    base_model: str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    adapter: str | None = None,
+    config: Sequence[str] = (),
+    architecture: str | None = None,
+    svd_rank: int | None = None,
+    dtype: str = "keep",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[int], Progress] | None = None,
+    format: Format | None = None,  # noqa: A002 - the option's name
+) -> Export:
+    """Export an adapter; reads its tensors and no others.
+
+    Args:
+        source: A checkpoint or file that holds an adapter (see `read_adapter`).
+        destination: The directory to create.
+        to: "peft", "diffusers", "kohya" or "comfyui".
+        alpha: Goes before every alpha that is found.
+        base_model: Hub id of the base model, for the configuration.
+        base: The base model, or its config's directory: names of targets are proven against it.
+        adapter: Which one, when there are several.
+        config: "FIELD=VALUE" of PEFT's configuration, for what nothing else tells.
+        architecture: The model family, where names do not tell it.
+        svd_rank: Rank of an approximation, for what the target cannot express exactly.
+        dtype: "keep", or cast to "bf16", "f16" or "f32".
+        include: Globs of the names to look at.
+        exclude: Globs of the names to leave out.
+        overwrite: Replace an existing destination once the new one is durable.
+        dry_run: Say what would be written; values are not looked at.
+        progress: Makes the receiver of progress.
+        format: Overrides what would be detected.
+
+    Raises:
+        UsageError: Something is not known and changes the result, or the target cannot express the adapter.
+        UnreadableError: No adapter here, or a damaged source.
+        DestinationExistsError: The destination exists.
+    """
+    start = time.monotonic()
+    ecosystem = target_of(to)
+    if dtype not in DTYPES:
+        raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
+    target = os.fspath(destination)
+    with read_adapter(
+        os.fspath(source),
+        adapter_name=adapter,
+        format=format,
+        include=include,
+        exclude=exclude,
+        settings=parse_overrides(config),
+    ) as read:
+        check_separate(read.opened, target)
+        check_destination(target, overwrite=overwrite)
+        if overwrite:
+            check_replaceable(target)
+        model = read_base(base) if base is not None else _base_in(read.adapter)
+        whole = with_alpha(read.adapter, alpha)
+        run = _Run(
+            read=read,
+            destination=target,
+            reader=TensorReader(read.opened),
+            start=start,
+            dtype=dtype,
+            notes=["left out: " + ", ".join(whole.left_out)] if whole.left_out else [],
+        )
+        nothing = Output(file="", items=(), metadata={}, documents={})
+        if to == "peft":
+            whole = _on_its_model(run, whole, model, architecture, svd_rank)
+        run.findings += check_structure(whole, base=model.shapes if model and to == "peft" else None, repairs=True)
+        if run.has_error:
+            return _export(run, nothing, {}, dry_run=dry_run)
+        if to == "peft":
+            output, known = _for_peft(run, whole, model, base_model, svd_rank)
+        else:
+            output, known = _for_others(run, whole, ecosystem, model, base_model, architecture, svd_rank)
+        if run.has_error or dry_run:
+            return _export(run, output, known, dry_run=dry_run)
+        return _publish(run, whole, output, known, overwrite=overwrite, progress=progress)
+
+
+def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
+    """Return the base model that a training checkpoint holds beside the adapter."""
+    if not adapter.base_shapes:
+        return None
+    return BaseModel(shapes=adapter.base_shapes, source="the base model in the source")
+
+
+# For PEFT: names, and nothing else where that is enough
+
+
+def _on_its_model(
+    run: _Run,
+    adapter: Adapter[TensorEntry],
+    base: BaseModel | None,
+    architecture: str | None,
+    svd_rank: int | None,
+) -> Adapter[Factor]:
+    """Return the adapter under the module paths of the model that PEFT would put it on."""
+    placed, prefix = from_one_model(adapter)
+    if prefix is not None:
+        run.notes.append(f"the modules are those of {prefix!r} in a pipeline: load the adapter into that model")
+    if adapter.convention == "torchtitan":
+        raise UsageError(
+            "the adapter has the module names of torchtune or torchtitan, whose rotary embeddings order the rows of "
+            "q and k otherwise than transformers does",
+            where=escape_name(adapter.modules[0].path),
+            hint="let the trainer export it (torchtune's checkpointer writes PEFT's format)",
+        )
+    if adapter.convention in ("kohya", "comfyui") or any(m.path.startswith(_NATIVE_ROOT) for m in adapter.modules):
+        if base is not None and all("." not in module.path for module in adapter.modules):
+            return unflatten_paths(placed, base.shapes)
+        loaded = load(adapter, run.read.opened, run.reader)
+        run.findings += check_adapter(loaded, repairs=True)
+        return loaded if run.has_error else through_diffusers(loaded, run.notes, architecture, svd_rank)
+    return placed
+
+
+def _for_peft(
+    run: _Run, adapter: Adapter[Factor], base: BaseModel | None, base_model: str | None, svd_rank: int | None
+) -> tuple[Output, Config]:
+    try:
+        config = infer_config(adapter, shape_of=_shape, base=base, base_model=base_model)
+    except InexpressibleError:
+        # Not as it is; perhaps as a LoRA.
+        loaded = adapter if _is_loaded(adapter) else load(adapter, run.read.opened, run.reader)
+        run.findings += check_adapter(loaded)
+        if run.has_error:
+            return Output(file="", items=(), metadata={}, documents={}), {}
+        adapter = as_loras(loaded, run.notes, svd_rank, base.shapes if base else {})
+        config = infer_config(adapter, shape_of=_shape, base=base, base_model=base_model)
+    items = []
+    for name, number, role in peft_names(adapter):
+        module = adapter.modules[number]
+        factor = module.factors[role]
+        items.append(_item(run, name, factor, peft_shape(module, role, _shape(factor))))
+        run.seen[name] = (number, role)
+    documents = {ADAPTER_CONFIG: config_text(config)}
+    return Output(file=PEFT_FILE, items=items, metadata={"format": "pt"}, documents=documents), config
+
+
+def _is_loaded(adapter: Adapter[Factor]) -> bool:
+    return not any(isinstance(factor, TensorEntry) for module in adapter.modules for factor in module.factors.values())
+
+
+def _shape(factor: Factor) -> tuple[int, ...]:
+    return tuple(factor.shape)
+
+
+def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
+    stored = factor.dtype if isinstance(factor, TensorEntry) else dtype_of(factor)
+
+    def read() -> memoryview:
+        return run.reader.read(factor) if isinstance(factor, TensorEntry) else tensor_bytes(factor)
+
+    return Item(name=name, shape=shape, dtype=_wanted(stored, run.dtype), stored=stored, read=read)
+
+
+def _wanted(stored: DType, dtype: str) -> DType:
+    return BY_NAME[dtype.upper()] if dtype != "keep" and stored.is_float else stored
+
+
+# For the others: names by tables, and torch
+
+
+def _for_others(
+    run: _Run,
+    adapter: Adapter[TensorEntry],
+    to: Target,
+    base: BaseModel | None,
+    base_model: str | None,
+    architecture: str | None,
+    svd_rank: int | None,
+) -> tuple[Output, Config]:
+    loaded = load(adapter, run.read.opened, run.reader)
+    run.findings += check_adapter(loaded, repairs=True)
+    known = summary(adapter, base_model)
+    if run.has_error:
+        return Output(file="", items=(), metadata={}, documents={}), known
+    written = to_target(
+        loaded,
+        to,
+        architecture=architecture_of(architecture),
+        base_names=None if base is None else tuple(base.shapes),
+        svd_rank=svd_rank,
+    )
+    run.notes += written.notes
+    run.notes += error_notes(written.errors)
+    items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
+    return Output(file=written.file, items=items, metadata=written.metadata, documents={}), known
+
+
+# Writing
+
+
+def _publish(
+    run: _Run,
+    adapter: Adapter[Factor],
+    output: Output,
+    config: Config,
+    *,
+    overwrite: bool,
+    progress: Callable[[int], Progress] | None,
+) -> Export:
+    total = sum(item.entry.nbytes for item in output.items)
+    advance = progress(total) if progress is not None else None
+    values: dict[tuple[int, str], Values | None] = {}
+
+    def see(item: Item, content: memoryview) -> None:
+        if item.name in run.seen:
+            values[run.seen[item.name]] = look_at(content, item.stored)
+        if advance is not None:
+            advance(item.entry.nbytes)
+
+    check_space(sum(nbytes for _, nbytes in output.sizes()), run.destination)
+    with staged(run.destination, overwrite=overwrite) as staging:
+        write(output, staging, see=see)
+        if values:
+            run.findings += check_values(adapter, values)
+        run.read.opened.source.check_unchanged()
+        if run.has_error:
+            return _export(run, output, config)
+        staging.publish()
+        if staging.left_behind is not None:
+            run.notes.append(f"what was there before could not be removed: {escape_name(staging.left_behind)}")
+    return _export(run, output, config, published=True)
+
+
+def _export(run: _Run, output: Output, config: Config, *, dry_run: bool = False, published: bool = False) -> Export:
+    files = output.sizes() if output.items and (published or dry_run) else ()
+    written = sum(nbytes for _, nbytes in files)
+    opened = run.read.opened
+    return Export(
+        conversion=Conversion(
+            source=opened.source.root,
+            destination=run.destination,
+            num_tensors=len(output.items),
+            bytes_read=run.reader.bytes_read,
+            bytes_written=written,
+            seconds=time.monotonic() - run.start,
+            peak_rss_bytes=_BASE_BYTES if dry_run else peak_rss_bytes(),
+            files=files,
+            verified=published,
+            checked={"crcs": run.reader.chunks_checked} if published else {},
+            notes=tuple(run.notes),
+            dry_run=dry_run,
+            published=published,
+        ),
+        config=config,
+        findings=tuple(run.findings),
+    )

@@ -1,0 +1,287 @@
+"""What an adapter's configuration must be, from its tensors and from what is known beside them. Pure.
+
+Every value says where it comes from. What the tensors do not tell, and what changes the result, is asked for: a wrong
+alpha or a wrong kind of rotation gives an adapter that loads, and does something else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ckpt_tools.adapters import family_settings
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.peft_fields import OWN_FIELDS, PEFT_TYPES, has_field
+from ckpt_tools.adapters.target_modules import exact_pattern, matched, minimal_saved, minimal_suffixes, parents_of
+from ckpt_tools.errors import UsageError
+from ckpt_tools.text import escape_name
+
+F = TypeVar("F")
+Config = dict[str, Sourced[object]]
+"""Field of adapter_config.json → value and source."""
+SCALED = ("lora", "loha", "lokr")
+"""Families with an alpha and a rank."""
+_MAX_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """What is known of the base model."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Parameter → shape."""
+    source: str
+    """For people: "--base", "the base model in the source"."""
+    task_type: Sourced[object] | None = None
+    """PEFT's task type, by the architecture in its config.json."""
+
+
+def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
+    """Return the adapter with an alpha in every module that needs one.
+
+    Args:
+        adapter: As read.
+        alpha: The user's; it goes before everything that was found.
+
+    Raises:
+        UsageError: An alpha is needed and nothing says it, or none is needed.
+    """
+    scaled = [module for module in adapter.modules if module.family in SCALED]
+    if alpha is not None and not scaled:
+        raise UsageError("--alpha is for LoRA, LoHa and LoKr, and there is none here", hint="leave it out")
+    missing = [
+        module for module in scaled if module.alpha is None and alpha is None and not _is_unscaled(module, adapter)
+    ]
+    if missing:
+        raise UsageError(
+            f"alpha of {_some(missing)} is not known: it is in no tensor, header or file beside it",
+            where="--alpha",
+            hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
+            "changes every output",
+        )
+    if alpha is None:
+        return adapter
+    given = Sourced(float(alpha), "--alpha")
+    return adapter.with_modules(
+        tuple(replace(module, alpha=given) if module.family in SCALED else module for module in adapter.modules)
+    )
+
+
+def _is_unscaled(module: AdapterModule[F], adapter: Adapter[F]) -> bool:
+    """LyCORIS does not scale a LoKr whose two factors are full."""
+    return adapter.convention != "peft" and module.family == "lokr" and {"w1", "w2"} <= module.factors.keys()
+
+
+def _some(modules: Sequence[AdapterModule[F]]) -> str:
+    shown = ", ".join(escape_name(module.path) for module in modules[:_MAX_SHOWN])
+    more = len(modules) - _MAX_SHOWN
+    return f"{len(modules)} modules ({shown}{f' and {more} more' if more > 0 else ''})"
+
+
+def infer_config(
+    adapter: Adapter[F],
+    *,
+    shape_of: Callable[[F], tuple[int, ...]],
+    base: BaseModel | None = None,
+    base_model: str | None = None,
+) -> Config:
+    """Return PEFT's configuration for an adapter.
+
+    Args:
+        adapter: With alphas (`with_alpha`), under the base model's module paths.
+        shape_of: The shape of a factor.
+        base: The base model, against which the names of targets are proven.
+        base_model: Hub id or path of the base model, to be written.
+
+    Raises:
+        UsageError: PEFT cannot express it in one configuration, or something that changes the result is not known.
+    """
+    family = _only_family(adapter)
+    kind = PEFT_TYPES[family]
+    modules = [module for module in adapter.modules if module.family == family]
+    config: Config = {"peft_type": Sourced(kind, _type_source(modules))}
+    config |= _identity(adapter, base, base_model)
+    if family in SCALED:
+        config |= _ranks_and_alphas(adapter, modules)
+    config |= family_settings.infer(adapter, family, modules, shape_of, base.shapes if base else {})
+    config |= _targets(adapter, modules, base)
+    config |= _saved(adapter, modules, base)
+    for name, found in adapter.settings.items():
+        if name not in config and name not in OWN_FIELDS and has_field(kind, name):
+            config[name] = found
+    config["inference_mode"] = Sourced(True, "an exported adapter is not being trained")
+    return config
+
+
+def _only_family(adapter: Adapter[F]) -> str:
+    families = Counter(module.family for module in adapter.modules if module.family != "saved")
+    if not families:
+        raise UsageError(
+            "there are trained modules here, and no adapter's factors",
+            hint="`ckpt gather` takes tensors out of a checkpoint",
+        )
+    if "full" in families:
+        raise UsageError(
+            f"PEFT has no form for full differences ({families['full']} modules)",
+            hint="put them into the base: ckpt merge-lora BASE ADAPTER DST",
+        )
+    if len(families) > 1:
+        raise UsageError(
+            f"PEFT has one type for an adapter, and here are {' and '.join(sorted(families))}",
+            hint="export them one by one, with --include and --exclude",
+        )
+    return next(iter(families))
+
+
+def _type_source(modules: Sequence[AdapterModule[F]]) -> str:
+    roles = sorted(modules[0].factors)
+    return f"factors {', '.join(roles)}"
+
+
+def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | None) -> Config:
+    config: Config = {}
+    settings = adapter.settings
+    if base_model is not None:
+        config["base_model_name_or_path"] = Sourced(base_model, "--base-model")
+    else:
+        config["base_model_name_or_path"] = settings.get("base_model_name_or_path", Sourced(None, "nothing says it"))
+    task = settings.get("task_type") or (base.task_type if base else None)
+    config["task_type"] = task or Sourced(None, "nothing says it")
+    return config
+
+
+def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Config:
+    """Put the most frequent rank and alpha in front, and the others into patterns that match one module each."""
+    ranks: dict[str, Sourced[int]] = {}
+    alphas: dict[str, Sourced[float]] = {}
+    for module in modules:
+        path = pattern_path(module)
+        if module.rank is None:
+            raise UsageError(
+                f"the rank of {escape_name(module.path)!r} is not known: its factors do not tell",
+                hint="give the one of the training run: --config r=VALUE",
+            )
+        ranks[path] = module.rank
+        if module.alpha is not None:
+            alphas[path] = module.alpha
+    name = "lora_alpha" if modules[0].family == "lora" else "alpha"
+    config: Config = {}
+    for key, patterns, values in (("r", "rank_pattern", ranks), (name, "alpha_pattern", alphas)):
+        counts = Counter(found.value for found in values.values())
+        # The first of the most frequent ones in the order of the modules; what is alike is said alike.
+        common = counts.most_common(1)[0][0]
+        first = next(found for found in values.values() if found.value == common)
+        rest = {path: found for path, found in values.items() if found.value != common}
+        few = f" in {counts[common]} of {len(values)} modules" if rest else ""
+        config[key] = Sourced(_plain(common), first.source + few)
+        sources = sorted({found.source for found in rest.values()})
+        config[patterns] = Sourced(
+            {f"^{_escaped(path)}": _plain(found.value) for path, found in rest.items()},
+            ", ".join(sources[:_MAX_SHOWN]) if rest else "all modules are alike",
+        )
+    if modules[0].family == "lora":
+        rslora = {module.use_rslora for module in modules}
+        if len(rslora) > 1:
+            raise UsageError("some modules have use_rslora and some not, which PEFT has one setting for")
+        known = adapter.settings.get("use_rslora")
+        source = known.source if known else "alpha is the numerator of alpha/r (else: --config use_rslora=true)"
+        config["use_rslora"] = Sourced(rslora.pop(), source)
+    return config
+
+
+def pattern_path(module: AdapterModule[F]) -> str:
+    """Return the name by which PEFT's patterns know a module, or a parameter of one."""
+    return module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
+
+
+def _escaped(path: str) -> str:
+    return re.escape(path).replace(r"\-", "-")
+
+
+def _plain(value: float) -> float:
+    """PEFT writes alphas as whole numbers where they are."""
+    return int(value) if float(value).is_integer() else value
+
+
+def _targets(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
+    parameters = sorted({pattern_path(module) for module in modules if module.parameter != "weight"})
+    adapted = sorted({module.path for module in modules if module.parameter == "weight"})
+    known = adapter.settings.get("target_parameters")
+    config: Config = {}
+    if parameters:
+        if known is None:
+            raise UsageError(
+                "the factors belong to parameters of modules (PEFT's target_parameters), and nothing says to which",
+                where=escape_name(parameters[0]),
+                hint='--config \'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]\', as in '
+                "the training run, or --base",
+            )
+        config["target_parameters"] = known
+    if not adapted:
+        config["target_modules"] = Sourced([], "only parameters are adapted")
+        return config
+    settled = adapter.settings.get("target_modules")
+    all_modules = parents_of(base.shapes) if base is not None else frozenset()
+    if base is not None:
+        suffixes = minimal_suffixes(adapted, all_modules)
+        if suffixes is not None:
+            config["target_modules"] = Sourced(
+                list(suffixes), f"proven to match exactly these modules of {base.source}"
+            )
+        else:
+            pattern = exact_pattern(adapted)
+            config["target_modules"] = Sourced(
+                pattern, f"no list of names matches exactly these modules of {base.source}"
+            )
+    elif settled is not None and _covers(settled.value, adapted):
+        config["target_modules"] = settled
+        for name in ("exclude_modules", "layers_to_transform", "layers_pattern"):
+            if name in adapter.settings:
+                config[name] = adapter.settings[name]
+    else:
+        config["target_modules"] = Sourced(list(adapted), "paths of the adapted modules")
+    return config
+
+
+def _covers(target: object, adapted: Collection[str]) -> bool:
+    return all(matched(target, path) in (True, None) for path in adapted)
+
+
+def _saved(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
+    """Tell modules that are trained whole from biases that are trained beside an adapter."""
+    adapted = {module.path for module in modules}
+    whole: list[str] = []
+    biases: list[str] = []
+    known = adapter.settings.get("bias")
+    all_biases = known is not None and known.value == "all"
+    for module in adapter.modules:
+        if module.family != "saved":
+            continue
+        if set(module.factors) == {"bias"} and (module.path in adapted or all_biases):
+            biases.append(module.path)
+        elif module.path not in adapted:  # else an embedding that PEFT saved with its adapter
+            whole.append(module.path)
+    config: Config = {}
+    family = modules[0].family
+    if known is not None and known.value not in (None, "none"):
+        config["bias"] = known
+    elif has_field(PEFT_TYPES[family], "bias"):
+        own: Sourced[object] = Sourced(f"{family}_only", "trained biases of adapted modules")
+        config["bias"] = own if biases else Sourced("none", "no trained biases")
+    settled = adapter.settings.get("modules_to_save")
+    if not whole:
+        config["modules_to_save"] = Sourced(None, "no modules are trained whole")
+    elif settled is not None and isinstance(settled.value, list) and _saves(settled.value, whole):
+        config["modules_to_save"] = settled
+    else:
+        names: Collection[str] = minimal_saved(whole, parents_of(base.shapes) if base is not None else ())
+        config["modules_to_save"] = Sourced(list(names), "modules whose tensors are whole")
+    return config
+
+
+def _saves(names: list[object], whole: Collection[str]) -> bool:
+    """Do the names of modules_to_save stand for all modules that are saved whole?"""
+    return all(any(isinstance(name, str) and name and f".{name}." in f".{path}." for name in names) for path in whole)
