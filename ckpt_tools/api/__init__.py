@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ckpt_tools.adapters.export import export_lora
 from ckpt_tools.api.conversions import gather, reshard, shard
+from ckpt_tools.api.estimating import estimate
 from ckpt_tools.api.pushing import push
 from ckpt_tools.api.reading import diff, inspect, open_checkpoint, verify
 from ckpt_tools.api.training import smoke
@@ -12,6 +14,8 @@ __all__ = [
     "ProgressFactory",
     "default_num_workers",
     "diff",
+    "estimate",
+    "export_lora",
     "gather",
     "inspect",
     "open_checkpoint",

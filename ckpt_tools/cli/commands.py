@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from ckpt_tools.cli.diff import diff
 from ckpt_tools.cli.env import env
+from ckpt_tools.cli.estimate import estimate
+from ckpt_tools.cli.export_lora import export_lora
 from ckpt_tools.cli.gather import gather
 from ckpt_tools.cli.inspect import inspect
 from ckpt_tools.cli.push import push
@@ -21,6 +23,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "verify": verify,
     "diff": diff,
     "smoke": smoke,
+    "estimate": estimate,
+    "export-lora": export_lora,
     "push": push,
     "env": env,
 }

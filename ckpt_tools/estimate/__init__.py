@@ -1,0 +1,13 @@
+"""How much memory a training run takes on one rank, before a GPU is booked.
+
+`run_estimate` starts a process that imports torch and tracks a model that is never allocated; the caller stays light.
+Where there is no config, a formula answers from a few figures. Importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.estimate.options import Case, EstimateOptions
+from ckpt_tools.estimate.report import CaseEstimate, Estimate, Memory
+from ckpt_tools.estimate.run import run_estimate
+
+__all__ = ["Case", "CaseEstimate", "Estimate", "EstimateOptions", "Memory", "run_estimate"]

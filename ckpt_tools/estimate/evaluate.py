@@ -1,0 +1,121 @@
+"""From cases to an estimate: formula and tracker side by side, what fits, and what to change when nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ckpt_tools.estimate import formula
+from ckpt_tools.estimate.figures import Figures
+from ckpt_tools.estimate.margin import margin_of
+from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, Case, EstimateOptions, cases_of
+from ckpt_tools.estimate.report import CaseEstimate, Memory, Proposal
+from ckpt_tools.layout import Mesh
+
+Track = Callable[[Case], Memory | str]
+"""Returns what was tracked, or why it cannot be."""
+_HOPELESS = 1.25
+"""A proposal that by the formula needs so many times the device's memory is not worth a tracked step."""
+_MAX_TRACKED = 4
+"""Proposals that are tracked at most: each costs seconds."""
+MIN_SEQ_LEN = 256
+"""Shorter sequences are not proposed."""
+
+
+def evaluate(figures: Figures, options: EstimateOptions, track: Track) -> tuple[CaseEstimate, ...]:
+    """Return the estimate of every case that `options` ask for."""
+    return tuple(_estimate(figures, case, options.gpu_memory, track) for case in cases_of(options))
+
+
+def _estimate(figures: Figures, case: Case, gpu_memory: int | None, track: Track) -> CaseEstimate:
+    by_formula = formula.estimate(figures, case)
+    found = track(case)
+    tracked, why_not = (None, found) if isinstance(found, str) else (found, None)
+    return _judged(case, by_formula, tracked, why_not, gpu_memory)
+
+
+def _judged(
+    case: Case, by_formula: Memory, tracked: Memory | None, why_not: str | None, gpu_memory: int | None
+) -> CaseEstimate:
+    peak = (tracked or by_formula).peak
+    margin = margin_of(peak, case.mesh)
+    return CaseEstimate(
+        case=case,
+        formula=by_formula,
+        tracked=tracked,
+        why_not_tracked=why_not,
+        margin=margin,
+        fits=None if gpu_memory is None else peak + margin.total <= gpu_memory,
+    )
+
+
+def propose(
+    figures: Figures, options: EstimateOptions, cases: tuple[CaseEstimate, ...], track: Track
+) -> tuple[Proposal, ...]:
+    """Try changes, the cheapest first, until one fits; nothing to do when something fits already.
+
+    Every proposal is computed: tracked, or by the formula where that is all there is or says that it is hopeless.
+    """
+    if options.gpu_memory is None or any(case.fits for case in cases):
+        return ()
+    start = min(cases, key=lambda case: case.needed).case
+    proposals: list[Proposal] = []
+    num_tracked = 0
+    for what, case in _changes(start):
+        if any(case == done.case for done in (*cases, *(proposal.estimate for proposal in proposals))):
+            continue
+        by_formula = formula.estimate(figures, case)
+        needed = by_formula.peak + margin_of(by_formula.peak, case.mesh).total
+        found: Memory | str = "by the formula it is far from fitting"
+        if needed < _HOPELESS * options.gpu_memory:
+            found = track(case) if num_tracked < _MAX_TRACKED else "enough proposals were tracked"
+            num_tracked += not isinstance(found, str)
+        tracked, why_not = (None, found) if isinstance(found, str) else (found, None)
+        proposals.append(Proposal(what=what, estimate=_judged(case, by_formula, tracked, why_not, options.gpu_memory)))
+        if proposals[-1].estimate.fits:
+            break
+    return tuple(proposals)
+
+
+def _changes(start: Case) -> Iterator[tuple[str, Case]]:
+    """Yield changes of `start`, what costs least first: compute, hardware, what is trained, speed, data."""
+    checkpointing = replace(start, activation_checkpointing=True)
+    if not start.activation_checkpointing:
+        yield "--activation-checkpointing", checkpointing
+    base, words = start, ""
+    if start.strategy != "full_shard":
+        base, words = _sharded(start), "--strategy full_shard"
+        yield words, base
+    if not start.activation_checkpointing:
+        base = replace(base, activation_checkpointing=True)
+        words = f"{words} --activation-checkpointing".strip()
+        yield words, base
+    for factor in (2, 4, 8):
+        mesh = _more(base.mesh, factor)
+        yield f"{words} --mesh {mesh}".strip(), replace(base, mesh=mesh)
+    if base.lora is None:
+        adapted = replace(base, lora=DEFAULT_LORA_RANK)
+        yield f"{words} --lora".strip(), adapted
+    else:
+        adapted = base
+    added = "" if base.lora is not None else " --lora"
+    if base.quantize is None:
+        yield f"{words}{added} --quantize nf4".strip(), replace(adapted, quantize="nf4")
+    if not base.offload:
+        yield f"{words} --offload".strip(), replace(base, offload=True)
+    length = base.seq_len // 2
+    while length >= MIN_SEQ_LEN:
+        yield f"{words} --seq-len {length}".strip(), replace(base, seq_len=length)
+        length //= 2
+    last = replace(adapted, quantize="nf4", offload=True, seq_len=min(base.seq_len, MIN_SEQ_LEN))
+    yield f"{words}{added} --quantize nf4 --offload --seq-len {last.seq_len}".strip(), last
+
+
+def _sharded(case: Case) -> Case:
+    tail = tuple((name, size) for name, size in case.mesh.axes if name == "tp")
+    num = case.mesh.world_size // case.mesh.size("tp")
+    return replace(case, strategy="full_shard", mesh=Mesh((("dp_shard", num), *tail)))
+
+
+def _more(mesh: Mesh, factor: int) -> Mesh:
+    return Mesh(tuple((name, size * factor if name == "dp_shard" else size) for name, size in mesh.axes))

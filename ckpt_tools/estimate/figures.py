@@ -1,0 +1,173 @@
+"""What the formula needs to know of a model: counts, and the sizes of its matrices. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.text import escape_name
+
+_NUMBER = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
+_OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|output)\.weight$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|tok_embeddings|shared)\.weight$")
+DEFAULT_VOCAB = 32000
+"""Rows of the output layer when only `--params` describes the model: Llama's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A kind of block: the unit that FSDP gathers."""
+
+    count: int
+    """How many there are."""
+    params: int
+    """Parameters of one."""
+    matrices: int
+    """Parameters of its linear layers' weights, which is what adapters and quantisation go for."""
+    outputs: int
+    """O: outputs of its linear layers, summed up."""
+    matrix_sides: int
+    """Inputs plus outputs of its linear layers, summed up: an adapter of rank 1 has as many parameters."""
+    hidden: int
+    """h: width of its input."""
+    widest: int
+    """Parameters of its largest linear layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """A model in numbers."""
+
+    params: int
+    """P."""
+    blocks: tuple[Block, ...]
+    """Every kind of block; without one the root is all there is."""
+    hidden: int
+    """h of the root."""
+    vocab: int
+    """V: rows of the output layer, 0 for none."""
+
+    @property
+    def largest(self) -> Block:
+        """The block with the most parameters."""
+        if self.blocks:
+            return max(self.blocks, key=lambda block: block.params)
+        return Block(count=0, params=0, matrices=0, outputs=0, matrix_sides=0, hidden=self.hidden, widest=0)
+
+    @property
+    def num_blocks(self) -> int:
+        """L."""
+        return sum(block.count for block in self.blocks)
+
+    @property
+    def root(self) -> int:
+        """R: parameters in no block."""
+        return self.params - sum(block.count * block.params for block in self.blocks)
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return asdict(self)
+
+
+def figures_from_counts(*, params: int, layers: int, hidden: int, vocab: int | None) -> Figures:
+    """Return the figures of a decoder like Llama's with so many parameters.
+
+    Every block has four h × h matrices for attention and three for the gated feed-forward network, which get what is
+    left; embeddings and output layer are two V × h matrices.
+
+    Raises:
+        UsageError: The parts come to more than the whole.
+    """
+    rows = DEFAULT_VOCAB if vocab is None else vocab
+    root = 2 * rows * hidden + hidden
+    each = (params - root) // layers
+    attention = 4 * hidden * hidden
+    inner = (each - attention - 2 * hidden) // (3 * hidden)
+    if inner < 1:
+        raise UsageError(
+            f"{params} parameters are too few for {layers} layers of width {hidden} and {rows} words",
+            hint="check --layers and --hidden, or add --vocab",
+        )
+    block = Block(
+        count=layers,
+        params=each,
+        matrices=attention + 3 * inner * hidden,
+        outputs=5 * hidden + 2 * inner,
+        matrix_sides=8 * hidden + 3 * (hidden + inner),
+        hidden=hidden,
+        widest=max(hidden * hidden, inner * hidden),
+    )
+    return Figures(params=params, blocks=(block,), hidden=hidden, vocab=rows)
+
+
+def figures_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Figures, tuple[str, ...]]:
+    """Return the figures of a model by the names and shapes of its tensors, and what they leave open.
+
+    Blocks are the members of the outermost numbered lists (`layers.0.`, `transformer_blocks.0.`) in which at least
+    two members look alike. A weight with two dims is a linear layer's, (out, in).
+
+    Raises:
+        UsageError: There is no such list.
+    """
+    members: dict[tuple[str, int], dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        match = _NUMBER.match(name)
+        if match is not None:
+            members[match[1], int(match[2])][match[3]] = shape
+    looks = Counter((key[0], tuple(sorted(parts.items()))) for key, parts in members.items())
+    kinds = [(dict(parts), count) for (_, parts), count in looks.items() if count > 1]
+    if not kinds:
+        raise UsageError(
+            "no repeated blocks in these tensors, and nothing says what FSDP would wrap",
+            hint="write --params, --layers and --hidden instead",
+        )
+    notes: list[str] = []
+    blocks = []
+    for parts, count in kinds:
+        blocks.append(block_of(parts.values(), count, _matrices(parts)))
+        deep = sum(math.prod(shape) for shape in parts.values() if len(shape) > 2)
+        if 2 * deep > blocks[-1].params:
+            notes.append("more than half of a block is no matrix: its activations are not in the formula")
+    hidden = blocks[0].hidden
+    vocab = next((shape[0] for name, shape in shapes.items() if len(shape) == 2 and _OUTPUT.search(name)), 0)
+    if not vocab:
+        vocab = next((shape[0] for name, shape in shapes.items() if len(shape) == 2 and _EMBEDDING.search(name)), 0)
+    params = sum(map(math.prod, shapes.values()))
+    return Figures(params=params, blocks=tuple(blocks), hidden=hidden, vocab=vocab), tuple(dict.fromkeys(notes))
+
+
+def _matrices(parts: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int]]:
+    return [(shape[0], shape[1]) for name, shape in parts.items() if len(shape) == 2 and name.endswith("weight")]
+
+
+def block_of(shapes: Iterable[Sequence[int]], count: int, matrices: Sequence[tuple[int, int]]) -> Block:
+    """Return the figures of a block.
+
+    Args:
+        shapes: Of all its parameters.
+        count: How many there are of its kind.
+        matrices: (out, in) of its linear layers.
+    """
+    sides = Counter(side for pair in matrices for side in pair)
+    return Block(
+        count=count,
+        params=sum(math.prod(shape) for shape in shapes),
+        matrices=sum(out * into for out, into in matrices),
+        outputs=sum(out for out, _ in matrices),
+        matrix_sides=sum(out + into for out, into in matrices),
+        # What most matrices have in common is the width of the stream that they read from and write to.
+        hidden=max(sides, key=lambda side: (sides[side], -side), default=0),
+        widest=max((out * into for out, into in matrices), default=0),
+    )
+
+
+def figures_from_json(document: Mapping[str, object]) -> Figures:
+    """Return what `Figures.to_json` wrote."""
+    blocks = document["blocks"]
+    if not isinstance(blocks, list):
+        raise UsageError("figures without blocks", where=escape_name(str(document)[:80]))
+    return Figures(**{**document, "blocks": tuple(Block(**block) for block in blocks)})  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""Memory of one rank by arithmetic alone: the second opinion, and the only one where nothing can be tracked.
+
+All results are bytes of the rank that holds the most. Letters:
+
+    P  parameters of the model        T  parameters that are trained      F  = P − T of them, frozen
+    B  parameters of the largest block (what FSDP gathers at once)        B' those of them that are trained
+    R  parameters in no block: the root's (embeddings, last norm, output) R' those of them that are trained
+    Q  parameters that are quantised  L  number of blocks                 N  ranks that share a parameter
+    m  bytes of a trained parameter between steps (master dtype)          q  the same for a frozen one
+    c  bytes of a gathered parameter (param dtype)   r  bytes of a gradient on its way (reduce dtype)
+    k  values of optimizer state per trained value   t  tokens of a step: sequence length × batch size
+    h  width of the hidden state      O  outputs of all matrices of a block, summed up      V  rows of the output layer
+
+Held all the time, per rank:
+
+    params     (T·m + F·q) / N       with nf4: Q/2 / N packed, and 0.127 bits per weight of scales on every rank
+    grads      T·m / N               from a block's backward to the end of the step
+    optimizer  k·T·m / N
+
+Activations. A block keeps what its matrices put out, once as it comes and once behind the element-wise operation that
+follows, and the input of its norms: t·c·(2·O + 2·h). For a Llama block (O = 5·h + 2·f) these are 12·h + 4·f values per
+token, against 11·h + 4·f that PyTorch keeps. With activation checkpointing every block keeps t·c·h, its input, and one
+block at a time all of it. The loss keeps t·V·(c + 4 + 4): logits, in f32, and their logarithms.
+
+Gathered, when parameters are resharded: c·(R + 2·B), the root, a block and the next one, which is fetched early; when
+they are kept: c·P, and c·B for the buffer that the next one arrives in. nf4 blocks are gathered packed, and one matrix
+at a time is unpacked.
+
+The peak is the largest of four moments:
+
+    loss       what is held + gathered + all activations + the loss' own, once more t·V·4 for its gradient
+    first      backward of the last block: what is held + gathered + its gradients B'·(c + r) and the output's
+               + all activations
+    last       backward of the first block: the same with the gradients of all others, and its own activations alone
+    step       what is held + all gradients + two copies of this rank's part of the largest matrix
+
+With offload, parameters, gradients and optimizer state are not on the device, and B·(m + r)/N passes through it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_tools.estimate.figures import Figures
+from ckpt_tools.estimate.options import DTYPE_BYTES, OPTIMIZERS, Case
+from ckpt_tools.estimate.report import Memory
+
+NF4_BYTES = 0.5
+"""Of a packed weight."""
+NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
+"""Per weight: an 8-bit scale for 64 weights, and an f32 scale for 256 of those (double quantisation)."""
+STEP_COPIES = 2
+"""Temporary copies of one parameter in a step that goes parameter by parameter (`foreach=False`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The letters that depend on the case, in elements and bytes."""
+
+    trained: int
+    """T."""
+    frozen: int
+    """F."""
+    block_trained: int
+    """B'."""
+    root_trained: int
+    """R'."""
+    quantised: int
+    """Q."""
+
+
+def terms_of(figures: Figures, case: Case) -> Terms:
+    """Return what is trained, frozen and quantised in `case`."""
+    largest = figures.largest
+    if case.lora is None:
+        return Terms(
+            trained=figures.params, frozen=0, block_trained=largest.params, root_trained=figures.root, quantised=0
+        )
+    adapters = [case.lora * block.matrix_sides for block in figures.blocks]
+    quantised = sum(block.count * block.matrices for block in figures.blocks) if case.quantize else 0
+    return Terms(
+        trained=sum(block.count * adapter for block, adapter in zip(figures.blocks, adapters, strict=True)),
+        frozen=figures.params,
+        block_trained=case.lora * largest.matrix_sides,
+        root_trained=0,
+        quantised=quantised,
+    )
+
+
+def estimate(figures: Figures, case: Case) -> Memory:
+    """Return the memory of one rank.
+
+    Args:
+        figures: Of the model.
+        case: How it is trained. A tensor-parallel axis divides parameters and activations alike.
+
+    Returns:
+        Bytes; `at_peak` adds up to `peak`.
+    """
+    terms = terms_of(figures, case)
+    tp = case.mesh.size("tp")
+    shards = case.num_shards * tp
+    c, r, m = (DTYPE_BYTES[name] for name in (case.param_dtype, case.reduce_dtype, case.master_dtype))
+    q = m if case.lora is None else DTYPE_BYTES[case.frozen_dtype]
+    plain = terms.frozen - terms.quantised
+    params = (terms.trained * m + plain * q + terms.quantised * NF4_BYTES) / shards
+    params += terms.quantised * NF4_SCALE_BYTES / tp
+    grads = terms.trained * m / shards
+    optimizer = OPTIMIZERS[case.optimizer] * grads
+
+    largest = figures.largest
+    block = largest.params * c / tp
+    whole = (figures.params + (terms.trained if case.lora else 0)) * c / tp
+    unpacked = 0.0
+    if case.quantize:
+        block = (largest.matrices * NF4_BYTES + (largest.params - largest.matrices) * c) / tp
+        whole -= terms.quantised * (c - NF4_BYTES) / tp
+        unpacked = largest.widest * c / tp
+    block += terms.block_trained * c / tp if case.lora else 0
+    root = figures.root * c / tp
+    gathered = whole + block if case.is_kept else root + 2 * block
+    gathered += unpacked
+
+    tokens = case.seq_len * case.batch_size
+    acts = [tokens * c * (2 * each.outputs + 2 * each.hidden) / tp for each in figures.blocks]
+    one = max(acts, default=0.0)
+    saved = sum((each.count * act for each, act in zip(figures.blocks, acts, strict=True)), start=0.0)
+    if case.activation_checkpointing:
+        saved = float(sum(tokens * c * each.hidden * each.count for each in figures.blocks))
+    else:
+        one = 0.0
+    loss = tokens * figures.vocab * (c + 8) / tp
+
+    flying = terms.block_trained * (c + r) / tp + min(terms.root_trained, figures.vocab * figures.hidden) * c / tp
+    others = max(0.0, grads - (terms.block_trained + terms.root_trained) * m / shards)
+    biggest = max(largest.widest, figures.vocab * figures.hidden) if case.lora is None else terms.block_trained
+    step = STEP_COPIES * biggest * m / shards
+    early = gathered - (0 if not case.is_kept else block)
+    late = unpacked + flying + root + (block if case.is_kept else 2 * block)
+    moments = (
+        # grads, gathered, activations, step
+        (0.0, early, saved + loss + tokens * figures.vocab * 4 / tp, 0.0),
+        (0.0, gathered + flying, saved + one, 0.0),
+        (others, late, one + saved / max(1, figures.num_blocks), 0.0),
+        (grads, 0.0, 0.0, step),
+    )
+    held = 0.0 if case.offload else params + optimizer
+    passing = largest.params * (q + (r if case.lora is None else 0)) / shards if case.offload else 0.0
+
+    def total(moment: tuple[float, float, float, float]) -> float:
+        if case.offload:
+            return passing + moment[1] + moment[2]
+        return held + sum(moment)
+
+    best = max(moments, key=total)
+    at_peak = {
+        "params": 0 if case.offload else round(params),
+        "grads": 0 if case.offload else round(best[0]),
+        "optimizer": 0 if case.offload else round(optimizer),
+        "activations": round(best[2]),
+        "gathered": round(best[1] + passing),
+        "step": 0 if case.offload else round(best[3]),
+    }
+    return Memory(
+        params=round(params),
+        grads=round(grads),
+        optimizer=round(optimizer),
+        activations=round(saved + max(loss, one)),
+        gathered=round(gathered + flying + passing),
+        peak=sum(at_peak.values()),
+        host=round(params + grads + optimizer) if case.offload else 0,
+        at_peak=at_peak,
+    )

@@ -1,0 +1,138 @@
+"""The model of one case, on the meta device: built from its config, cast, with adapters, sharded. Imports torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ckpt_tools.estimate.figures import Block, Figures, block_of
+from ckpt_tools.estimate.options import Case
+from ckpt_tools.fsdp2 import Precision, add_lora, find_blocks, parse_policy, shard_model
+from ckpt_tools.fsdp2.mesh import TP_AXIS
+from ckpt_tools.smoke.blueprint import linear_layers
+from ckpt_tools.smoke.recipe import BATCH_SIZE, Batch, Recipe
+
+_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+def build(recipe: Recipe, case: Case) -> nn.Module:
+    """Return the model on meta, in the dtypes that its parameters have between steps, adapters added."""
+    with torch.device("meta"):
+        model = recipe.build()
+    cast(model, _DTYPES[case.master_dtype if case.lora is None else case.frozen_dtype])
+    if case.lora is None:
+        return model
+    config = {
+        "peft_type": "LORA",
+        "r": case.lora,
+        "lora_alpha": 2 * case.lora,
+        "target_modules": linear_layers(model),
+    }
+    adapted: nn.Module = add_lora(model, config)
+    cast(adapted, _DTYPES[case.master_dtype], trained=True)
+    return adapted.train()
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, recipe: Recipe, case: Case) -> None:
+    """Shard `model` as ckpt's own runs do."""
+    precision = Precision(param_dtype=_DTYPES[case.param_dtype], reduce_dtype=_DTYPES[case.reduce_dtype])
+    policy = parse_policy(case.strategy, precision=precision, cpu_offload=case.offload)
+    shard_model(
+        model,
+        mesh,
+        policy,
+        blocks=recipe.blocks(model),
+        forward_methods=recipe.forward_methods(model),
+        tp_plan=recipe.tp_plan(model) if case.mesh.size(TP_AXIS) > 1 else None,
+        activation_checkpointing=case.activation_checkpointing,
+    )
+
+
+def cast(model: nn.Module, dtype: torch.dtype, *, trained: bool = False) -> None:
+    """Give the floating-point parameters of `model` (only the trained ones, if so) this dtype; ties stay."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):  # noqa: SLF001 - setattr would register it anew
+            if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            if trained and not parameter.requires_grad:
+                continue
+            if id(parameter) not in made:
+                other = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+                other.__dict__.update(parameter.__dict__)
+                made[id(parameter)] = other
+            module._parameters[name] = made[id(parameter)]  # noqa: SLF001
+
+
+def figures_of(recipe: Recipe) -> Figures:
+    """Return the figures of a recipe's model."""
+    with torch.device("meta"):
+        model = recipe.build()
+    kinds: Counter[Block] = Counter()
+    for name in find_blocks(model, recipe.blocks(model)):
+        block = model.get_submodule(name)
+        matrices = [sides for module in block.modules() if (sides := _sides(module)) is not None]
+        kinds[block_of((tuple(p.shape) for p in block.parameters()), 1, matrices)] += 1
+    blocks = tuple(
+        Block(
+            count=count,
+            params=kind.params,
+            matrices=kind.matrices,
+            outputs=kind.outputs,
+            matrix_sides=kind.matrix_sides,
+            hidden=kind.hidden,
+            widest=kind.widest,
+        )
+        for kind, count in kinds.items()
+    )
+    get_output = getattr(model, "get_output_embeddings", None)
+    output = get_output() if callable(get_output) else None
+    weight = getattr(output, "weight", None)
+    vocab = int(weight.shape[0]) if isinstance(weight, torch.Tensor) else 0
+    hidden = blocks[0].hidden if blocks else 0
+    return Figures(params=sum(p.numel() for p in model.parameters()), blocks=blocks, hidden=hidden, vocab=vocab)
+
+
+def _sides(module: nn.Module) -> tuple[int, int] | None:
+    """Return (out, in) of a linear layer."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or isinstance(module, nn.Embedding):
+        return None
+    out, into = weight.shape
+    # GPT-2's keeps its weight the other way round.
+    return (into, out) if type(module).__name__ == "Conv1D" else (out, into)
+
+
+def batch_of(recipe: Recipe, model: nn.Module, case: Case) -> Batch:
+    """Return the recipe's batch, grown (or cut) to the case's samples and tokens."""
+    batch = recipe.batch(model, 0)
+    # What stands for an image comes first and stays whole; text follows, and is as long as it takes.
+    may_cut = "pixel_values" not in batch
+    return {name: _grown(tensor, case, may_cut=may_cut) for name, tensor in batch.items()}
+
+
+def _grown(tensor: torch.Tensor, case: Case, *, may_cut: bool) -> torch.Tensor:
+    if tensor.dim() and tensor.shape[0] == BATCH_SIZE:
+        tensor = tensor[:1].expand(case.batch_size, *tensor.shape[1:])
+    if tensor.dim() == 2 and not tensor.is_floating_point():
+        missing = case.seq_len - tensor.shape[1]
+        if missing > 0:
+            tensor = torch.cat([tensor, tensor[:, -1:].expand(-1, missing)], dim=1)
+        elif may_cut:
+            tensor = tensor[:, : case.seq_len]
+    return tensor.contiguous()
+
+
+def notes_of(recipe: Recipe, case: Case) -> tuple[str, ...]:
+    """Return what an estimate of this model leaves out."""
+    with torch.device("meta"):
+        model = recipe.build()
+    notes = list(recipe.notes_on(recipe.batch(model, 0)))
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < case.seq_len:
+        notes.append(f"the config has {positions} positions, and {case.seq_len} tokens are more")
+    return tuple(notes)

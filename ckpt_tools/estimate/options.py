@@ -1,0 +1,297 @@
+"""What to estimate: one model, and one or several ways to train it. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.layout import Mesh, parse_mesh
+
+STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
+"""From the one that needs the most memory; side by side they stand in this order."""
+ALIASES: Mapping[str, str] = {
+    "ddp": "no_shard",
+    "zero2": "shard_grad_op",
+    "zero3": "full_shard",
+    "hsdp": "hybrid_shard",
+    "_hybrid_shard_zero2": "hybrid_shard_zero2",
+    "1": "full_shard",
+    "2": "shard_grad_op",
+    "3": "no_shard",
+    "4": "hybrid_shard",
+    "5": "hybrid_shard_zero2",
+}
+"""FSDP1's names and accelerate's numbers, as `fsdp2.parse_strategy` takes them."""
+DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "f16": 2, "f32": 4}
+"""Bytes of an element by the names that options take."""
+OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+"""Values of state per trained value; they have the dtype of the parameter."""
+CUT_AXES = ("dp_replicate", "dp_shard", "tp")
+"""Axes that a live model can have (`fsdp2.shard_model`)."""
+DEFAULT_WORLD_SIZE = 8
+"""Ranks when nothing says how many: one node."""
+NODE_SIZE = 8
+"""Ranks that hybrid_shard cuts over when the mesh does not say."""
+DEFAULT_LORA_RANK = 16
+"""Rank of the adapters when nothing says it."""
+_DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way to train the model."""
+
+    strategy: str = "full_shard"
+    """One of `STRATEGIES`, or hybrid_shard_zero2: hybrid_shard whose parameters stay after forward."""
+    mesh: Mesh = _DEFAULT_MESH
+    """All ranks, over dp_replicate, dp_shard and tp."""
+    activation_checkpointing: bool = False
+    """Blocks run again in backward instead of keeping their activations."""
+    lora: int | None = None
+    """Rank of adapters on all linear layers but the output's; None trains every parameter."""
+    quantize: str | None = None
+    """"nf4" for 4-bit frozen linear layers."""
+    offload: bool = False
+    """Parameters, gradients and optimizer state live in host memory."""
+    seq_len: int = 2048
+    """Tokens of a sample."""
+    batch_size: int = 1
+    """Samples per data-parallel rank."""
+    param_dtype: str = "bf16"
+    """Of the gathered parameters, hence of computation."""
+    reduce_dtype: str = "f32"
+    """In which gradients are averaged."""
+    master_dtype: str = "f32"
+    """Of the trained parameters between steps, hence of gradients and optimizer state."""
+    frozen_dtype: str = "bf16"
+    """Of the frozen parameters between steps."""
+    optimizer: str = "adamw"
+    """One of `OPTIMIZERS`."""
+
+    @property
+    def num_shards(self) -> int:
+        """N: over how many ranks FSDP cuts a parameter."""
+        return 1 if self.strategy == "no_shard" else self.mesh.size("dp_shard")
+
+    @property
+    def is_kept(self) -> bool:
+        """Do gathered parameters stay from forward to backward?"""
+        return self.strategy in ("no_shard", "shard_grad_op", "hybrid_shard_zero2")
+
+    @property
+    def label(self) -> str:
+        """The strategy, and what is added to it."""
+        extra = ["checkpointing"] if self.activation_checkpointing else []
+        if self.lora is not None:
+            extra.append(f"{'QLoRA' if self.quantize else 'LoRA'} r{self.lora}")
+        if self.offload:
+            extra.append("offload")
+        return " + ".join([self.strategy, *extra])
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return asdict(self) | {"mesh": str(self.mesh)}
+
+
+def case_from_json(document: Mapping[str, object]) -> Case:
+    """Return what `Case.to_json` wrote."""
+    return Case(**{**document, "mesh": parse_mesh(str(document["mesh"]))})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateOptions:
+    """What `ckpt estimate` is asked.
+
+    Raises:
+        UsageError: A value that no run could have.
+    """
+
+    model: str | None = None
+    """A config.json or its directory, or a checkpoint of any format."""
+    params: int | None = None
+    """Number of parameters, instead of a model."""
+    layers: int | None = None
+    """Blocks, with `params`."""
+    hidden: int | None = None
+    """Width, with `params`."""
+    vocab: int | None = None
+    """Rows of the output layer, with `params`; 0 for none."""
+    mesh: str | None = None
+    """For example "dp_shard=8"."""
+    world_size: int | None = None
+    """Number of ranks."""
+    strategies: tuple[str, ...] = ()
+    """Side by side; "all" stands for `STRATEGIES`; none for what suits the mesh."""
+    activation_checkpointing: tuple[bool, ...] = (False,)
+    """(False, True) shows both."""
+    gpu_memory: int | None = None
+    """Bytes that a device has."""
+    case: Case = field(default_factory=Case)
+    """Everything else; its strategy, mesh and checkpointing are not read."""
+    advise: bool = True
+    """Look for changes that fit, when nothing does."""
+
+    def __post_init__(self) -> None:
+        _check_source(self)
+        case = self.case
+        for option, value in (("--seq-len", case.seq_len), ("--batch-size", case.batch_size)):
+            if value < 1:
+                raise UsageError(f"{option} {value} is nothing to train on", hint=f"{option} takes 1 or more")
+        for option, dtype in (
+            ("--param-dtype", case.param_dtype),
+            ("--reduce-dtype", case.reduce_dtype),
+            ("--master-dtype", case.master_dtype),
+            ("--frozen-dtype", case.frozen_dtype),
+        ):
+            if dtype not in DTYPE_BYTES:
+                raise UsageError(f"{dtype!r} is not a dtype", hint=f"{option} takes {', '.join(DTYPE_BYTES)}")
+        if case.optimizer not in OPTIMIZERS:
+            raise UsageError(
+                f"the state of {case.optimizer!r} is not known", hint=f"--optimizer takes {', '.join(OPTIMIZERS)}"
+            )
+        if case.lora is not None and case.lora < 1:
+            raise UsageError(f"adapters of rank {case.lora} are none", hint="--lora takes for example 16")
+        if case.quantize not in (None, "nf4"):
+            raise UsageError(f"{case.quantize!r} is not a quantisation", hint="--quantize takes nf4")
+        if case.quantize is not None and case.lora is None:
+            raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
+        if self.gpu_memory is not None and self.gpu_memory < 1:
+            raise UsageError(f"a device of {self.gpu_memory} bytes holds nothing", hint="--gpu-memory takes 80GB")
+        if not self.activation_checkpointing:
+            raise UsageError("nothing to estimate: neither with nor without activation checkpointing")
+        cases_of(self)
+
+    def to_text(self) -> str:
+        """Return it as text for another process."""
+        return json.dumps(asdict(self) | {"case": self.case.to_json()})
+
+
+def _check_source(options: EstimateOptions) -> None:
+    figures = {"--params": options.params, "--layers": options.layers, "--hidden": options.hidden}
+    given = [name for name, value in figures.items() if value is not None]
+    if options.model is not None:
+        extra = given + (["--vocab"] if options.vocab is not None else [])
+        if extra:
+            raise UsageError(f"MODEL says what {', '.join(extra)} would say", hint="drop one of them")
+        return
+    if len(given) < len(figures):
+        missing = [name for name in figures if name not in given]
+        raise UsageError(
+            f"nothing says how large the model is: {', '.join(missing)} missing" if given else "no model",
+            hint="name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096",
+        )
+    for name, value in (*figures.items(), ("--vocab", options.vocab)):
+        if value is not None and value < (0 if name == "--vocab" else 1):
+            raise UsageError(f"{name} {value} describes no model")
+
+
+def parse_options(text: str) -> EstimateOptions:
+    """Return what `EstimateOptions.to_text` wrote."""
+    document = json.loads(text)
+    for name in ("strategies", "activation_checkpointing"):
+        document[name] = tuple(document[name])
+    return EstimateOptions(**{**document, "case": case_from_json(document["case"])})
+
+
+def parse_strategy(text: str) -> str:
+    """Return one of `STRATEGIES`, or hybrid_shard_zero2, for any spelling of it.
+
+    Raises:
+        UsageError: No strategy.
+    """
+    key = text.strip().lower().replace("-", "_").removeprefix("shardingstrategy.")
+    name = ALIASES.get(key, key)
+    if name not in (*STRATEGIES, "hybrid_shard_zero2"):
+        raise UsageError(
+            f"{text!r} is not a strategy", hint=f"the strategies are {', '.join(STRATEGIES)}; all is all of them"
+        )
+    return name
+
+
+def cases_of(options: EstimateOptions) -> tuple[Case, ...]:
+    """Return every combination that is asked for, strategies first.
+
+    Raises:
+        UsageError: A mesh that is none, or that the one strategy named cannot have.
+    """
+    world = options.world_size
+    given = None
+    if options.mesh is not None:
+        needs = "-1" in options.mesh.replace(" ", "").replace("=", ",").split(",")
+        given = parse_mesh(options.mesh, world_size=(world or DEFAULT_WORLD_SIZE) if needs else world)
+        for name, _ in given.axes:
+            if name not in CUT_AXES:
+                raise UsageError(
+                    f"memory along the axis {name} is not known",
+                    where=f"--mesh {options.mesh}",
+                    hint=f"leave it out: estimate takes {', '.join(CUT_AXES)}",
+                )
+        world = given.world_size
+    world = world or DEFAULT_WORLD_SIZE
+    names = [parse_strategy(text) for text in options.strategies if text != "all"]
+    if "all" in options.strategies:
+        names = [name for name in STRATEGIES if name != "hybrid_shard" or _can_split(given, world)]
+    if not names:
+        names = [natural_strategy(given)]
+    names = list(dict.fromkeys(names))
+    is_one = len(names) == 1
+    return tuple(
+        replace(
+            options.case, strategy=name, mesh=mesh_for(name, given, world, strict=is_one), activation_checkpointing=ac
+        )
+        for name in names
+        for ac in options.activation_checkpointing
+    )
+
+
+def natural_strategy(mesh: Mesh | None) -> str:
+    """Return what a mesh is usually for."""
+    names = {name for name, _ in mesh.axes} if mesh is not None else set()
+    if "dp_replicate" not in names:
+        return "full_shard"
+    return "hybrid_shard" if "dp_shard" in names else "no_shard"
+
+
+def _can_split(given: Mesh | None, world: int) -> bool:
+    others = given.size("tp") if given is not None else 1
+    return (world // others) % 2 == 0
+
+
+def mesh_for(strategy: str, given: Mesh | None, world: int, *, strict: bool) -> Mesh:
+    """Return the mesh on which `strategy` uses all ranks.
+
+    Args:
+        strategy: As `parse_strategy` returns it.
+        given: The user's; its data-parallel axes are put together anew where the strategy needs others.
+        world: Number of ranks.
+        strict: Refuse instead of putting them together anew.
+
+    Raises:
+        UsageError: The strategy cannot use these ranks.
+    """
+    wanted = ("dp_replicate", "dp_shard") if strategy.startswith("hybrid") else ("dp_shard",)
+    if strategy == "no_shard":
+        wanted = ("dp_replicate",)
+    tail = tuple((name, size) for name, size in given.axes if name == "tp") if given is not None else ()
+    dp = tuple((name, size) for name, size in given.axes if name != "tp") if given is not None else ()
+    if given is not None and tuple(name for name, _ in dp) == wanted:
+        return given
+    # A world over dp_shard alone can be told to copy instead of cutting, as smoke does.
+    if given is not None and strict and dp and not (strategy == "no_shard" and len(dp) == 1):
+        names = ", ".join(name for name, _ in dp)
+        raise UsageError(
+            f"{strategy} needs {' and '.join(wanted)}, and the mesh has {names}",
+            where=f"--mesh {given}",
+            hint=f"write for example {','.join(f'{name}=2' for name in wanted)}, or drop --strategy",
+        )
+    num = world
+    for _, size in tail:
+        num //= size
+    if not strategy.startswith("hybrid"):
+        return Mesh(((wanted[0], num), *tail))
+    if num % 2:
+        raise UsageError(f"hybrid_shard needs an even number of ranks, not {num}", hint="or say --mesh")
+    shard = NODE_SIZE if num > NODE_SIZE and num % NODE_SIZE == 0 else num // 2
+    return Mesh((("dp_replicate", num // shard), ("dp_shard", shard), *tail))

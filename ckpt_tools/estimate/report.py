@@ -1,0 +1,187 @@
+"""What an estimate says, as values and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt_tools.estimate.margin import Margin
+from ckpt_tools.estimate.options import Case, case_from_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory of the rank that holds the most, in bytes.
+
+    The first five are each the most that it takes at any time; they do so at different times, and `peak` is less than
+    their sum.
+    """
+
+    params: int
+    """This rank's part of the parameters, trained and frozen, and the buffers."""
+    grads: int
+    """This rank's part of the gradients, once backward is over."""
+    optimizer: int
+    """State of the optimizer between steps."""
+    activations: int
+    """Inputs, what forward keeps for backward, and what backward computes with."""
+    gathered: int
+    """Parameters gathered from other ranks and gradients on their way to them."""
+    peak: int
+    """The most at any time, on the device."""
+    host: int = 0
+    """Held in host memory instead (offload)."""
+    at_peak: Mapping[str, int] = field(default_factory=dict)
+    """What `peak` is made of: the five above, and "step", what the optimizer's step needs for itself."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return asdict(self) | {"at_peak": dict(self.at_peak)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseEstimate:
+    """One way to train the model, and what it takes."""
+
+    case: Case
+    formula: Memory
+    """By arithmetic."""
+    tracked: Memory | None
+    """By PyTorch's tracker, of a step that was run without data."""
+    why_not_tracked: str | None = None
+    """When it was not."""
+    margin: Margin
+    """Beside the tensors."""
+    fits: bool | None = None
+    """Do peak and margin fit in the device? None when nothing says how large it is."""
+
+    @property
+    def per_rank(self) -> Memory:
+        """What counts: what was tracked, else the formula."""
+        return self.tracked or self.formula
+
+    @property
+    def needed(self) -> int:
+        """Peak and margin, in bytes."""
+        return self.per_rank.peak + self.margin.total
+
+    @property
+    def difference(self) -> float | None:
+        """How far the formula's peak is from the tracked one, relative to that."""
+        if self.tracked is None or not self.tracked.peak:
+            return None
+        return (self.formula.peak - self.tracked.peak) / self.tracked.peak
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return {
+            "strategy": self.case.strategy,
+            "mesh": str(self.case.mesh),
+            "label": self.case.label,
+            "case": self.case.to_json(),
+            "method": "formula" if self.tracked is None else "tracked",
+            "per_rank": self.per_rank.to_json(),
+            "formula": self.formula.to_json(),
+            "tracked": None if self.tracked is None else self.tracked.to_json(),
+            "difference": self.difference,
+            "why_not_tracked": self.why_not_tracked,
+            "margin": self.margin.to_json(),
+            "needed": self.needed,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A change that was tried because nothing fitted."""
+
+    what: str
+    """The change, in words and options."""
+    estimate: CaseEstimate
+    """What it comes to."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return {"what": self.what, **self.estimate.to_json()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What `run_estimate` found."""
+
+    model: str
+    """What was estimated, and where its sizes come from."""
+    params: int
+    """Parameters of the model."""
+    cases: tuple[CaseEstimate, ...]
+    """Every way that was asked for."""
+    gpu_memory: int | None = None
+    """Bytes of a device."""
+    proposals: tuple[Proposal, ...] = ()
+    """When nothing fits: what was tried, and the first that fits last."""
+    notes: tuple[str, ...] = ()
+    """What the numbers do not cover."""
+    seconds: float = 0.0
+    """What the estimate took."""
+    peak_rss_bytes: int = 0
+    """Memory of the process that tracked, at most."""
+
+    @property
+    def per_rank(self) -> Memory:
+        """Of the first way."""
+        return self.cases[0].per_rank
+
+    @property
+    def fits(self) -> bool | None:
+        """Does any way fit? None when nothing says how large a device is."""
+        if self.gpu_memory is None:
+            return None
+        return any(case.fits for case in self.cases)
+
+    @property
+    def advice(self) -> Proposal | None:
+        """The cheapest change that fits."""
+        return next((proposal for proposal in self.proposals if proposal.estimate.fits), None)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON document (without the schema version)."""
+        return {
+            "model": self.model,
+            "params": self.params,
+            "per_rank": self.per_rank.to_json(),
+            "strategies": [case.to_json() for case in self.cases],
+            "gpu_memory": self.gpu_memory,
+            "fits": self.fits,
+            "advice": None if self.advice is None else self.advice.to_json(),
+            "proposals": [proposal.to_json() for proposal in self.proposals],
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 3),
+            "peak_rss_bytes": self.peak_rss_bytes,
+        }
+
+
+def estimate_from_json(document: Mapping[str, Any]) -> Estimate:
+    """Return the estimate that `Estimate.to_json` wrote."""
+    return Estimate(
+        model=document["model"],
+        params=document["params"],
+        cases=tuple(map(_case, document["strategies"])),
+        gpu_memory=document["gpu_memory"],
+        proposals=tuple(Proposal(what=item["what"], estimate=_case(item)) for item in document["proposals"]),
+        notes=tuple(document["notes"]),
+        seconds=document["seconds"],
+        peak_rss_bytes=document["peak_rss_bytes"],
+    )
+
+
+def _case(document: Mapping[str, Any]) -> CaseEstimate:
+    margin = {name: value for name, value in document["margin"].items() if name != "total"}
+    return CaseEstimate(
+        case=case_from_json(document["case"]),
+        formula=Memory(**document["formula"]),
+        tracked=None if document["tracked"] is None else Memory(**document["tracked"]),
+        why_not_tracked=document["why_not_tracked"],
+        margin=Margin(**margin),
+        fits=document["fits"],
+    )

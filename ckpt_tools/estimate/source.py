@@ -1,0 +1,63 @@
+"""Where the sizes of a model come from: its config, a few figures, or a checkpoint's headers. No torch."""
+
+from __future__ import annotations
+
+import os
+
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_from_shapes
+from ckpt_tools.estimate.options import EstimateOptions
+from ckpt_tools.opening import open_path
+from ckpt_tools.text import escape_name
+from ckpt_tools.transform import is_optimizer
+
+CONFIG_NAME = "config.json"
+
+
+def config_path(options: EstimateOptions) -> str | None:
+    """Return the config.json that `options.model` means, None when there is none.
+
+    Raises:
+        UsageError: There is nothing at all.
+    """
+    path = options.model
+    if path is None:
+        return None
+    if os.path.isdir(path):
+        config = os.path.join(path, CONFIG_NAME)
+        return config if os.path.isfile(config) else None
+    if not os.path.exists(path):
+        raise UsageError(
+            "there is no such file or directory",
+            where=escape_name(path),
+            hint="name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096",
+        )
+    return path if path.endswith(".json") and not path.endswith(".index.json") else None
+
+
+def find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...]]:
+    """Return what is estimated, its figures, and what they leave open: without a config.
+
+    Raises:
+        UsageError: Neither figures nor a checkpoint with blocks.
+        UnreadableError: The checkpoint cannot be described.
+    """
+    if options.model is None:
+        if options.params is None or options.layers is None or options.hidden is None:
+            raise UsageError("nothing says how large the model is", hint="--params, --layers and --hidden")
+        figures = figures_from_counts(
+            params=options.params, layers=options.layers, hidden=options.hidden, vocab=options.vocab
+        )
+        title = f"{options.layers} layers of width {options.hidden}"
+        return title, figures, ("a decoder like Llama's is assumed: gated feed-forward network, two embeddings",)
+    try:
+        with open_path(options.model) as opened:
+            shapes = {entry.fqn: entry.shape for entry in opened.checkpoint.tensors if not is_optimizer(entry)}
+    except CkptError as error:
+        if error.hint is None:
+            error.hint = "name a config.json or its directory, or write --params, --layers and --hidden"
+        raise
+    figures, notes = figures_from_shapes(shapes)
+    kinds = ", ".join(f"{block.count} of {block.params:,} parameters" for block in figures.blocks)
+    title = f"{escape_name(options.model)}: {len(shapes)} tensors, blocks: {kinds}"
+    return title, figures, ("sizes are those of the checkpoint's tensors", *notes)
