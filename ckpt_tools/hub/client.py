@@ -29,6 +29,8 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 """Where the hub is unless HF_ENDPOINT says otherwise."""
 WAITS_S = (1.0, 2.0, 4.0, 8.0)
 """Pauses between the tries of one request: five tries."""
+MAX_CONNECTS = 3
+"""Tries to reach a hub that does not even take the connection."""
 MAX_WAIT_S = 120.0
 """The longest pause that the hub may ask for (Retry-After); a longer one ends the command."""
 CONNECT_TIMEOUT_S = 30.0
@@ -146,7 +148,7 @@ class Hub:
         work: Callable[[], T],
         *,
         namespace_only: bool = False,
-        may_repeat: Callable[[Failure], bool] = lambda failure: failure.is_transient,
+        may_repeat: Callable[[Failure], bool] = lambda _: True,
     ) -> T:
         """Do what talks to the hub, again when that may help.
 
@@ -160,7 +162,9 @@ class Hub:
             except client_errors() as error:
                 failure = to_failure(error, self.account.token)
                 asked_s = failure.retry_after_s or 0.0
-                if pause_s is None or asked_s > MAX_WAIT_S or not may_repeat(failure):
+                is_away = not failure.was_sent and attempt == MAX_CONNECTS
+                is_hopeless = is_away or asked_s > MAX_WAIT_S or not (failure.is_transient and may_repeat(failure))
+                if pause_s is None or is_hopeless:
                     place = self.place(doing, namespace_only=namespace_only)
                     raise to_error(failure, place, attempts=attempt) from None
             self.pause(doing, max(pause_s, asked_s))

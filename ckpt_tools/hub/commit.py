@@ -50,7 +50,7 @@ def upload(
     """Upload the large files, and return what the commit adds; nobody sees any of it before the commit.
 
     Raises:
-        UnreadableError: A file changed since the plan was made.
+        CkptError: A file changed since the plan was made; nothing was committed.
         HubError: An upload failed for good.
     """
     from huggingface_hub import CommitOperationAdd
@@ -77,7 +77,11 @@ def upload(
 
     # The client repeats every request of its own; once more as a whole costs little, as it skips what has arrived.
     hub.call("uploading", send, may_repeat=lambda failure: failure.status is None and failure.was_sent)
-    source.check_unchanged()
+    try:
+        source.check_unchanged()
+    except CkptError as error:
+        error.what += "; nothing was committed"
+        raise
     for addition in additions:
         if addition.upload_info.sha256.hex() != local[addition.path_in_repo].sha256:
             raise changed(addition.path_in_repo)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.hub.plan import LocalFile
@@ -167,7 +167,7 @@ def read_whole(source: Source, file: LocalFile) -> bytes:
     """Return a file that is kept inside of git, as it was when it was digested.
 
     Raises:
-        UnreadableError: It holds something else by now.
+        CkptError: It holds something else by now.
     """
     if file.content is not None:
         return file.content
@@ -177,9 +177,9 @@ def read_whole(source: Source, file: LocalFile) -> bytes:
     return content
 
 
-def changed(path: str) -> UnreadableError:
+def changed(path: str) -> CkptError:
     """Return the error for a file that is written to while it is pushed."""
-    return UnreadableError(
+    return CkptError(
         "the file changed while it was pushed; nothing was committed",
         where=escape_name(path),
         hint="wait until its writer has finished, then run the command again",

@@ -1,0 +1,540 @@
+"""`ckpt push` against a hub: what is sent, what is not, what is proven, and what is never shown."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from hub.conftest import states
+from hub.local_hub import READ_TOKEN, WRITE_TOKEN, Fault, Hub
+from samples import MODEL, safetensors_bytes, shard_model, write_model
+
+from ckpt_tools import api
+
+# The client uploads with an argument that its own HTTP library finds old-fashioned.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+WEIGHTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+OTHERS = ("config.json", "model.safetensors.index.json", "tokenizer.json")
+
+
+def local_files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_push_new_repository_creates_it_and_proves_what_arrived(hub: Hub, push_json, model: Path):
+    before = local_files(model)
+    document = push_json(model, "me/model")
+    assert document["ok"] is True
+    assert document["created"] is True
+    assert document["private"] is False
+    assert states(document) == dict.fromkeys((*WEIGHTS, *OTHERS, "README.md"), "new")
+    assert {file["path"] for file in document["files"] if file["mode"] == "lfs"} == set(WEIGHTS)
+    stored = hub.files("me/model")
+    assert {path: stored[path] for path in before} == before
+    assert document["commit"] == hub.repos["me/model"].refs["main"]
+    assert hub.repos["me/model"].at("main").parent == document["parent"]
+    # Every byte was asked for again, at the commit and not at the branch, which may have moved on.
+    read = [r.path for r in hub.requests if r.method == "GET" and "/resolve/" in r.path]
+    assert sorted(read) == sorted(f"/me/model/resolve/{document['commit']}/{path}" for path in stored)
+    assert document["checked"] == {"files": 6, "bytes": sum(map(len, stored.values()))}
+    assert local_files(model) == before  # the card is sent, not written
+
+
+def test_push_dry_run_changes_nothing_and_shows_every_state(hub: Hub, push_json, model: Path):
+    same, other = (model / "config.json").read_bytes(), b"something else"
+    hub.make("me/model", {"config.json": same, "tokenizer.json": other, WEIGHTS[0]: (model / WEIGHTS[0]).read_bytes()})
+    document = push_json(model, "me/model", "-n", "--no-card")
+    assert states(document) == {
+        "config.json": "unchanged",
+        "tokenizer.json": "changed",
+        WEIGHTS[0]: "unchanged",
+        WEIGHTS[1]: "new",
+        "model.safetensors.index.json": "new",
+    }
+    sizes = {name: (model / name).stat().st_size for name in states(document)}
+    assert document["sent_bytes"] == sum(sizes[n] for n, state in states(document).items() if state != "unchanged")
+    assert {file["path"]: file["nbytes"] for file in document["files"]} == sizes
+    assert document["commit"] is None
+    assert document["dry_run"] is True
+    assert hub.writes == []
+    assert len(hub.repos["me/model"].commits) == 1
+
+
+def test_push_dry_run_of_a_new_repository_does_not_create_it(hub: Hub, push, model: Path):
+    code, out, _ = push(model, "me/model", "--dry-run", "--private")
+    assert code == 0
+    assert "me/model, private: would create it; 6 new" in out
+    assert hub.repos == {}
+    assert hub.writes == []
+
+
+def test_push_again_sends_nothing_and_check_all_reads_everything(hub: Hub, push_json, model: Path):
+    first = push_json(model, "me/model")
+    hub.requests.clear()
+    document = push_json(model, "me/model")
+    assert set(states(document).values()) == {"unchanged"}
+    assert document["commit"] is None
+    assert document["parent"] == first["commit"]
+    assert document["checked"]["files"] == 0
+    assert hub.writes == []
+    assert push_json(model, "me/model", "--check", "all")["checked"]["files"] == 6
+
+
+def test_push_changed_file_sends_only_that(hub: Hub, push_json, model: Path):
+    push_json(model, "me/model")
+    hub.requests.clear()
+    (model / "tokenizer.json").write_bytes(b'{"a": 1}\n')
+    document = push_json(model, "me/model", "--commit-message", "A new tokenizer\n\nFor a reason.")
+    assert [path for path, state in states(document).items() if state != "unchanged"] == ["tokenizer.json"]
+    assert hub.puts() == []
+    assert document["checked"]["files"] == 1
+    assert hub.repos["me/model"].at("main").title.startswith("A new tokenizer")
+    assert hub.files("me/model")["tokenizer.json"] == b'{"a": 1}\n'
+
+
+def test_push_bare_name_is_one_of_the_users_own(hub: Hub, push_json, model: Path):
+    assert push_json(model, "model")["repo"] == "me/model"
+    assert list(hub.repos) == ["me/model"]
+
+
+def test_push_pull_request_leaves_main_alone(hub: Hub, push_json, model: Path):
+    repo = hub.make("org/model", {"config.json": b"{}"})
+    head = repo.refs["main"]
+    document = push_json(model, "org/model", "--create-pr")
+    assert document["pull_request"] == f"{hub.url}/org/model/discussions/1"
+    assert repo.refs["main"] == head
+    assert repo.commits[document["commit"]].parent == head
+    assert hub.files("org/model", "refs/pr/1")[WEIGHTS[0]] == (model / WEIGHTS[0]).read_bytes()
+    assert document["checked"]["files"] == 6
+
+
+def test_push_without_the_right_to_write_points_to_pull_requests(hub: Hub, push_json, model: Path, monkeypatch):
+    repo = hub.make("org/model", {"config.json": b"{}"})
+    monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
+    error = push_json(model, "org/model", code=1)
+    assert "may not write to org/model" in error["what"]
+    assert "--create-pr" in error["hint"]
+    assert push_json(model, "org/model", "--create-pr")["pull_request"] is not None
+    assert len(repo.commits) == 2
+    assert "may not create repositories in org" in push_json(model, "org/other", code=1)["what"]
+
+
+def test_push_revision_goes_to_that_branch(hub: Hub, push_json, model: Path):
+    repo = hub.make("me/model")
+    repo.refs["next"] = repo.refs["main"]
+    document = push_json(model, "me/model", "--revision", "next")
+    assert document["revision"] == "next"
+    assert repo.refs["next"] == document["commit"] != repo.refs["main"]
+
+
+def test_push_private_creates_private(hub: Hub, push_json, model: Path):
+    assert push_json(model, "me/model", "--private")["private"] is True
+    assert hub.repos["me/model"].private is True
+
+
+def test_push_private_into_public_repository_is_refused(hub: Hub, push_json, model: Path):
+    hub.make("me/model", private=False)
+    error = push_json(model, "me/model", "--private", code=1)
+    assert "is public" in error["what"]
+    assert hub.writes == []
+
+
+def test_push_large_file_in_parts_arrives_whole(hub: Hub, push_json, tmp_path: Path):
+    hub.multipart_over = 1000
+    model = write_model(tmp_path / "model", {"weight": ("F32", (1000,), os.urandom(4000))})
+    assert push_json(model, "me/model")["ok"] is True
+    assert len(hub.puts()) == 5
+    assert hub.files("me/model")["model.safetensors"] == (model / "model.safetensors").read_bytes()
+
+
+def test_push_token_does_not_go_to_another_host(hub: Hub, push_json, model: Path):
+    hub.redirect_large = True
+    assert push_json(model, "me/model")["checked"]["files"] == 6
+    elsewhere = [r for r in hub.requests if r.host == "localhost"]
+    assert len(elsewhere) == 2
+    assert all(r.token is None for r in elsewhere)
+    assert all(r.token is None for r in hub.puts())
+
+
+def test_push_sharded_checkpoint_goes_with_its_metadata(hub: Hub, push_json, tmp_path: Path):
+    run = shard_model(tmp_path)
+    document = push_json(run, "me/run")
+    assert ".metadata" in hub.files("me/run")
+    assert any("ckpt gather" in text for text in document["notes"])
+
+
+# --- what is left out, and what is refused before anything is sent
+
+
+def test_push_leaves_out_hidden_files_and_foreign_links_and_says_so(hub: Hub, push_json, model: Path, tmp_path: Path):
+    (model / ".env").write_text("SECRET=1")
+    (model / ".git").mkdir()
+    (model / ".git" / "config").write_text("x")
+    (model / ".ckpt-journal").write_text("x")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "private.txt").write_text("x")
+    (model / "linked").symlink_to(tmp_path / "elsewhere")
+    document = push_json(model, "me/model")
+    assert {row["path"]: row["why"] for row in document["left_out"]} == {
+        ".env": "hidden",
+        ".git/": "hidden",
+        ".ckpt-journal": "hidden",
+        "linked": "a link to a directory",
+    }
+    assert set(hub.files("me/model")) == {*WEIGHTS, *OTHERS, "README.md"}
+
+
+def test_push_link_out_of_the_directory_is_refused(hub: Hub, push_json, model: Path, tmp_path: Path):
+    (tmp_path / "secret").write_text("x")
+    (model / "notes.txt").symlink_to(tmp_path / "secret")
+    error = push_json(model, "me/model", code=4)
+    assert "leads out" in error["what"]
+    assert hub.requests == []
+
+
+def test_push_include_and_exclude_choose_files(hub: Hub, push_json, model: Path):
+    (model / "logs").mkdir()
+    (model / "logs" / "a.log").write_text("x")
+    (model / "logs" / "b.txt").write_text("y")
+    document = push_json(model, "me/model", "--exclude", "*.log", "--exclude", "tokenizer.json")
+    assert set(hub.files("me/model")) == {*WEIGHTS, *OTHERS[:2], "README.md", "logs/b.txt"}
+    assert {"path": "logs/a.log", "why": "--exclude"} in document["left_out"]
+    push_json(model, "me/other", "--include", "logs/*.log")
+    assert set(hub.files("me/other")) == {"logs/a.log"}
+    error = push_json(model, "me/model", "--include", "*.gguf", code=2)
+    assert "matches no file" in error["what"]
+
+
+def test_push_choice_that_tears_a_checkpoint_apart_is_refused(hub: Hub, push_json, model: Path):
+    error = push_json(model, "me/model", "--exclude", WEIGHTS[1], code=2)
+    assert WEIGHTS[1] in error["what"]
+    assert hub.repos == {}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no-index", "no-header"])
+def test_push_broken_model_is_refused_before_anything_is_sent(hub: Hub, push_json, model: Path, damage: str):
+    part = model / WEIGHTS[1]
+    if damage == "truncated":
+        part.write_bytes(part.read_bytes()[:-5])
+    elif damage == "missing":
+        part.unlink()
+    elif damage == "no-index":
+        (model / "model.safetensors.index.json").unlink()
+    else:
+        part.write_bytes(b"\0" * 40)
+    push_json(model, "me/model", code=4)
+    assert hub.requests == []
+
+
+def test_push_model_that_its_manifest_contradicts_is_refused(hub: Hub, push_json, tmp_path: Path):
+    run = shard_model(tmp_path)
+    api.gather(run, tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    error = push_json(tmp_path / "out", "me/model", code=4)
+    assert "is not what was written" in error["what"]
+    assert hub.requests == []
+
+
+def test_push_adapter_without_config_is_refused(hub: Hub, push_json, tmp_path: Path):
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    (directory / "adapter_model.safetensors").write_bytes(safetensors_bytes(MODEL))
+    assert "adapter_config.json is missing" in push_json(directory, "me/a", code=2)["what"]
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "is left out" in push_json(directory, "me/a", "--exclude", "adapter_config.json", code=2)["what"]
+    (directory / "adapter_model.safetensors").unlink()
+    assert "without an adapter" in push_json(directory, "me/a", code=4)["what"]
+    assert hub.requests == []
+
+
+def test_push_stale_weights_are_named_and_deleted_on_request(hub: Hub, push_json, model: Path):
+    hub.make("me/model", {"model.safetensors": b"old", "other/model.safetensors": b"another", "notes.md": b"x"})
+    dry = push_json(model, "me/model", "-n")
+    assert any("model.safetensors; a loader may take those" in text for text in dry["notes"])
+    document = push_json(model, "me/model", "--delete-stale")
+    assert states(document)["model.safetensors"] == "deleted"
+    held = hub.files("me/model")
+    assert "model.safetensors" not in held
+    assert {"other/model.safetensors", "notes.md"} <= set(held)
+
+
+def test_push_file_the_hub_ignores_is_refused(hub: Hub, push_json, model: Path):
+    hub.make("me/model")
+    hub.ignored = {WEIGHTS[0]}
+    assert states(push_json(model, "me/model", "-n"))[WEIGHTS[0]] == "ignored"
+    error = push_json(model, "me/model", code=1)
+    assert ".gitignore leaves out" in error["what"]
+    assert hub.writes == []
+
+
+def test_push_impossible_arguments_are_usage_errors(hub: Hub, push_json, model: Path, tmp_path: Path, monkeypatch):
+    assert "cannot name a repository" in push_json(model, "a/b/c", code=2)["what"]
+    assert "cannot name a repository" in push_json(model, "me/..", code=2)["what"]
+    assert "against main" in push_json(model, "me/m", "--create-pr", "--revision", "x", code=2)["what"]
+    assert "cannot be checked" in push_json(model, "me/m", "--check", "x", code=2)["what"]
+    assert "takes a directory" in push_json(model / "config.json", "me/m", code=2)["what"]
+    assert "no such directory" in push_json(tmp_path / "nothing", "me/m", code=4)["what"]
+    assert "address" in push_json(model, "me/m", "--endpoint", "localhost:1", code=2)["what"]
+    monkeypatch.setenv("HF_TOKEN", "hf_with a space")
+    assert "characters that no token has" in push_json(model, "me/m", code=2)["what"]
+    assert hub.requests == []
+
+
+# --- what goes wrong on the way
+
+
+def test_push_commit_in_between_is_not_run_over(hub: Hub, push_json, model: Path):
+    repo = hub.make("me/model")
+
+    def somebody_else() -> None:
+        repo.add("main", dict(repo.at("main").files), parent=repo.refs["main"], title="theirs")
+
+    hub.faults.append(Fault("/commit/main", kind="act", act=somebody_else))
+    error = push_json(model, "me/model", code=1)
+    assert "somebody else committed to main meanwhile" in error["what"]
+    assert repo.at("main").title == "theirs"
+    hub.requests.clear()
+    assert push_json(model, "me/model")["ok"] is True
+    assert hub.puts() == []  # what had been uploaded is not sent again
+
+
+@pytest.mark.parametrize(
+    "where", ["revision/main", "repos/create", "tree/", "preupload", "batch", "PUT", "commit/main", "resolve"]
+)
+def test_push_busy_hub_is_asked_again(hub: Hub, push_json, model: Path, naps: list[float], where: str):
+    hub.faults.append(Fault(where, status=503, times=2))
+    assert push_json(model, "me/model")["ok"] is True
+    assert len(naps) >= 2
+    assert len(hub.repos["me/model"].commits) == 2
+
+
+@pytest.mark.parametrize("where", ["PUT", "commit/main", "batch", "resolve.*safetensors"])
+def test_push_cut_connection_is_survived(hub: Hub, push_json, model: Path, naps: list[float], where: str):
+    hub.faults.append(Fault(where, kind="cut", times=2))
+    assert push_json(model, "me/model")["ok"] is True
+    assert len(hub.repos["me/model"].commits) == 2
+
+
+def test_push_answer_to_the_commit_lost_is_recognised(hub: Hub, push_json, model: Path, naps: list[float]):
+    hub.faults.append(Fault("/commit/main", kind="lost"))
+    document = push_json(model, "me/model")
+    assert document["ok"] is True
+    assert any("answer to the commit got lost" in text for text in document["notes"])
+    assert len(hub.repos["me/model"].commits) == 2
+    assert document["commit"] == hub.repos["me/model"].refs["main"]
+
+
+def test_push_answer_to_a_pull_request_lost_is_not_asked_again(hub: Hub, push_json, model: Path, naps: list[float]):
+    repo = hub.make("me/model")
+    hub.faults.append(Fault("/commit/main", kind="lost"))
+    error = push_json(model, "me/model", "--create-pr", code=1)
+    assert "/me/model/discussions" in error["hint"]
+    assert sum(ref.startswith("refs/pr/") for ref in repo.refs) == 1
+
+
+def test_push_download_cut_in_the_middle_goes_on(hub: Hub, push_json, tmp_path: Path, naps: list[float]):
+    model = write_model(tmp_path / "model", {"weight": ("F32", (1_000_000,), os.urandom(4_000_000))})
+    hub.faults.append(Fault("GET .*resolve.*safetensors", kind="truncate", times=1))
+    document = push_json(model, "me/model")
+    assert document["ok"] is True
+    assert document["checked"]["bytes"] == sum(map(len, hub.files("me/model").values()))
+
+
+def test_push_wrong_bytes_on_the_hub_are_findings(hub: Hub, push_json, model: Path):
+    hub.corrupt = {hashlib.sha256((model / WEIGHTS[0]).read_bytes()).hexdigest()}
+    document = push_json(model, "me/model", code=3)
+    assert document["ok"] is False
+    assert [(f["code"], f["where"]) for f in document["findings"]] == [("arrived-different", WEIGHTS[0])]
+    # Names and digests alone do not show it, and say that they have not looked.
+    blind = push_json(model, "me/model", "--check", "names")
+    assert any("not read back" in text for text in blind["notes"])
+    assert push_json(model, "me/model", "--check", "all", code=3)["ok"] is False
+
+
+def test_push_file_missing_after_the_commit_is_a_finding(hub: Hub, push_json, model: Path):
+    repo = hub.make("me/model")
+
+    def lose() -> None:
+        del repo.at("main").files["tokenizer.json"]
+
+    hub.faults.append(Fault("GET /api/models/me/model/revision/[0-9a-f]{40}", kind="act", act=lose))
+    document = push_json(model, "me/model", code=3)
+    assert [(f["code"], f["where"]) for f in document["findings"]] == [("not-arrived", "tokenizer.json")]
+
+
+def test_push_file_changed_meanwhile_is_not_committed(hub: Hub, push_json, model: Path):
+    weights = model / WEIGHTS[0]
+
+    def train_on() -> None:
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+
+    hub.make("me/model")
+    hub.faults.append(Fault("preupload", kind="act", act=train_on))
+    error = push_json(model, "me/model", code=1)
+    assert "changed while it was" in error["what"]
+    assert "nothing was committed" in error["what"]
+    assert len(hub.repos["me/model"].commits) == 1
+
+
+def test_push_failed_upload_resumes_without_sending_again(hub: Hub, push_json, model: Path, naps: list[float]):
+    second = hashlib.sha256((model / WEIGHTS[1]).read_bytes()).hexdigest()
+    hub.faults.append(Fault(f"PUT /store/{second}", status=500, times=1000))
+    error = push_json(model, "me/model", code=1)
+    assert "uploading" in error["what"]
+    assert "500" in error["what"]
+    assert len(hub.repos["me/model"].commits) == 1
+    hub.faults.clear()
+    hub.requests.clear()
+    assert push_json(model, "me/model")["ok"] is True
+    assert [r.path for r in hub.puts()] == [f"/store/{second}"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "hint"),
+    [
+        (Fault("commit", status=401), "does not accept the token", "settings/tokens"),
+        (Fault("repos/create", status=403), "may not create repositories in me", "settings/tokens"),
+        (Fault("commit", status=403), "may not write to me/model", "--create-pr"),
+        (
+            Fault("batch", status=403, body={"error": "Private repository storage limit reached"}),
+            "no room",
+            "billing",
+        ),
+        (Fault("repos/create", status=402), "not paid for", "billing"),
+        (Fault("commit", status=404, headers={"X-Error-Code": "RepoNotFound"}), "no such repository", "name"),
+        (Fault("commit", status=409), "another change is under way", "in a minute"),
+        (Fault("PUT", status=413), "too large", "--max-shard-size"),
+        (Fault("commit", status=412), "somebody else committed", "run the command again"),
+        (
+            Fault("commit", status=422, body={"error": "bad file name"}),
+            "status 422 (the hub says: bad file name)",
+            None,
+        ),
+        (Fault("commit", status=503, times=99), "failed with status 503 after 5 tries", "again later"),
+        (Fault("commit", kind="cut", times=99), "connection to the hub broke after 5 tries", "run the command again"),
+        (Fault("PUT", kind="cut", times=999), "connection to the hub broke", "run the command again"),
+        (Fault("revision/main", status=429, headers={"Retry-After": "86400"}), "it asks for 86400 s", "later"),
+        (Fault("PUT", status=503, headers={"Retry-After": "86400"}, times=9), "failed with status 503", "later"),
+        (Fault("preupload", status=200, body={"files": [{"path": 3}]}), "makes no sense", None),
+        (Fault("batch", status=200, body={"objects": 3}), "uploading: ValueError", None),
+    ],
+    ids=lambda value: f"{value.match}-{value.kind}-{value.status}" if isinstance(value, Fault) else None,
+)
+def test_push_refusal_is_a_clear_error(
+    hub: Hub, push_json, model: Path, naps, fault: Fault, what: str, hint: str | None
+):
+    hub.faults.append(fault)
+    error = push_json(model, "me/model", code=1)
+    assert error["code"] == "hub"
+    assert what in error["what"]
+    assert "me/model" in error["where"]
+    assert (hint is None) == (error["hint"] is None) or hint in error["hint"]
+    assert max(naps, default=0) <= 120
+    assert "me/model" not in hub.repos or len(hub.repos["me/model"].commits) == 1
+
+
+def test_push_hub_that_asks_for_patience_gets_it(hub: Hub, push_json, model: Path, naps: list[float]):
+    hub.faults.append(Fault("revision/main", status=429, headers={"Retry-After": "37"}))
+    push_json(model, "me/model")
+    assert 37 in naps
+
+
+def test_push_revision_that_is_not_there_is_named(hub: Hub, push_json, model: Path):
+    assert "does not exist" in push_json(model, "me/model", "--revision", "next", code=1)["what"]
+    hub.make("me/model")
+    assert "has no revision 'next'" in push_json(model, "me/model", "--revision", "next", code=1)["what"]
+    assert hub.writes == []
+
+
+def test_push_failure_after_creation_says_that_the_repository_is_there(hub: Hub, push, model: Path):
+    hub.faults.append(Fault("commit", status=403))
+    code, _, err = push(model, "me/model")
+    assert code == 1
+    assert "note: the repository me/model was created, and is still empty" in err
+
+
+def test_push_check_that_breaks_off_says_what_is_done(hub: Hub, push, model: Path, naps):
+    hub.faults.append(Fault("GET .*resolve", status=500, times=99))
+    code, _, err = push(model, "me/model")
+    assert code == 1
+    assert f"the commit {hub.repos['me/model'].refs['main']} was made" in err
+    assert "--check all" in err
+
+
+def test_push_hub_that_repeats_the_token_does_not_get_it_shown(hub: Hub, push, model: Path):
+    said = f"bad token {WRITE_TOKEN} and hf_AnotherTokenOfSomebody \x1b[31m https://s3.example/x?X-Amz-Signature=abc"
+    hub.faults.append(Fault("commit", status=422, body={"error": said}))
+    code, out, err = push(model, "me/model", "-v")
+    assert code == 1
+    assert "bad token ***" in err
+    for secret in ("hf_Another", "X-Amz-Signature", "\x1b"):
+        assert secret not in out + err
+
+
+def test_push_leaves_the_client_as_it_was(hub: Hub, push_json, model: Path):
+    import logging
+
+    from huggingface_hub.utils import are_progress_bars_disabled, get_session
+
+    before = (logging.getLogger("huggingface_hub").handlers[:], are_progress_bars_disabled())
+    push_json(model, "me/model")
+    session = get_session()
+    assert (logging.getLogger("huggingface_hub").handlers[:], are_progress_bars_disabled()) == before
+    assert session.timeout.read is None
+    assert session.event_hooks["response"] == []
+
+
+# --- as a user runs it
+
+
+def test_push_process_finds_token_and_endpoint_in_the_environment(hub: Hub, push_process, model: Path):
+    done = push_process(model, "me/model")
+    assert done.returncode == 0, done.stderr
+    assert "checked: 6 files" in done.stdout
+    assert hub.files("me/model")[WEIGHTS[0]] == (model / WEIGHTS[0]).read_bytes()
+
+
+def test_push_process_stored_token_is_used(hub: Hub, push_process, model: Path, tmp_path: Path):
+    (tmp_path / "hf-home").mkdir()
+    (tmp_path / "hf-home" / "token").write_text(WRITE_TOKEN + "\n")
+    done = push_process(model, "me/model", "-n", HF_TOKEN=None)
+    assert done.returncode == 0, done.stderr
+    assert {r.token for r in hub.requests if r.path.startswith("/api/models")} == {WRITE_TOKEN}
+
+
+def test_push_process_without_token_says_how_to_get_one(hub: Hub, push_process, model: Path):
+    done = push_process(model, "me/model", HF_TOKEN=None)
+    assert done.returncode == 1
+    assert "needs a token" in done.stderr
+    assert "hf auth login" in done.stderr
+    assert hub.requests == []
+
+
+def test_push_process_offline_says_so(hub: Hub, push_process, model: Path):
+    done = push_process(model, "me/model", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    assert "offline mode is on" in done.stderr
+    assert "unset HF_HUB_OFFLINE" in done.stderr
+    assert hub.requests == []
+
+
+def test_push_process_wrong_token_is_refused_and_not_shown(hub: Hub, push_process, model: Path):
+    done = push_process(model, "me/model", "-v", HF_TOKEN="hf_WrongWrongWrongWrong99")
+    assert done.returncode == 1
+    assert "does not accept the token" in done.stderr
+    assert "hf_WrongWrong" not in done.stderr + done.stdout
+
+
+def test_push_process_hub_that_is_away_is_a_clear_error(push_process, model: Path):
+    done = push_process(model, "me/model", "--endpoint", "http://127.0.0.1:9", HF_HUB_OFFLINE=None)
+    assert done.returncode == 1
+    assert "cannot reach the hub" in done.stderr
+    assert "Traceback" not in done.stderr
