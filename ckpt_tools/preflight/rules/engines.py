@@ -9,12 +9,8 @@ from ckpt_tools.preflight.rules.rule import Case, Rule, Setting, Violation, rule
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Section of an accelerate config → the distributed_type that reads it."""
 
-_STAGES = (
-    "parallelism_config.parallelism_config_pp_size",
-    "distributed_config.pp_size",
-    "pipeline_parallel_size",
-)
-"""How a config of transformers, accelerate or axolotl can ask for pipeline stages."""
+_STAGES = "distributed_config.pp_size"
+"""How arguments for transformers ask for pipeline stages."""
 
 AI_PROCESS = "config.process[0]"
 
@@ -146,7 +142,7 @@ def no_pipeline(case: Case) -> Iterator[Violation]:
     """Source: `transformers/distributed/configuration_utils.py:_validate_mesh_config`."""
     if not case.is_fsdp:
         return
-    found = case.first(*_STAGES)
+    found = case.get(_STAGES)
     size, key = case.axis("pp"), case.axis_key("pp")
     if size <= 1 and found is not None and type(found.value) is int:
         size, key = found.value, found.key

@@ -15,6 +15,11 @@ _NAMED = 3
 """Tensors that a message names."""
 
 
+def _wrap_key(case: Case) -> str:
+    found = case.fsdp_option("transformer_layer_cls_to_wrap")
+    return found.key if found is not None else case.key("wrap_classes")
+
+
 @rule(
     "CKPT040",
     "error",
@@ -24,7 +29,7 @@ _NAMED = 3
     frameworks=HF,
 )
 def wrap_classes_exist(case: Case) -> Iterator[Violation]:
-    """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_auto_wrap_policy`; for verl the same in `wrap_policy`."""
+    """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_auto_wrap_policy`."""
     if case.facts is None or not case.is_fsdp or not case.spec.wrap_classes:
         return
     known = case.facts.module_classes
@@ -33,7 +38,7 @@ def wrap_classes_exist(case: Case) -> Iterator[Violation]:
             near = difflib.get_close_matches(name, [*case.facts.blocks, *known], n=1, cutoff=0.5)
             proposal = near[0] if near else (case.facts.blocks[0] if case.facts.blocks else None)
             yield Violation(
-                key=case.key("wrap_classes", "fsdp_config.transformer_layer_cls_to_wrap"),
+                key=_wrap_key(case),
                 what=f"no module of {case.facts.architecture or 'the model'} is a {shown(name)}",
                 fix=f"write {proposal}" if proposal else "see the model's own class names",
             )
@@ -57,7 +62,7 @@ def blocks_are_named(case: Case) -> Iterator[Violation]:
     missing = [name for name in facts.blocks if name in facts.module_classes and name not in case.spec.wrap_classes]
     if missing and len(missing) == len([name for name in facts.blocks if name in facts.module_classes]):
         yield Violation(
-            key=case.key("wrap_classes", "fsdp_config.transformer_layer_cls_to_wrap"),
+            key=_wrap_key(case),
             what=f"{', '.join(case.spec.wrap_classes)} is wrapped, the model's blocks are {', '.join(missing)}",
             fix=f"write {','.join(missing)}",
         )

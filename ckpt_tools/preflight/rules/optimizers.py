@@ -7,8 +7,23 @@ from collections.abc import Iterator
 from ckpt_tools.preflight.rules.engines import wants_fsdp
 from ckpt_tools.preflight.rules.rule import Case, Rule, Setting, Violation, rule
 
-_BNB = ("adamw_8bit", "adamw_bnb_8bit")
-_BNB_TP = ("paged_adamw_8bit", *_BNB)
+_BNB_TP = ("paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit")
+_BNB = (
+    *_BNB_TP,
+    "paged_adamw_32bit",
+    "ademamix",
+    "ademamix_8bit",
+    "paged_ademamix_8bit",
+    "paged_ademamix_32bit",
+    "lion_8bit",
+    "lion_32bit",
+    "paged_lion_8bit",
+    "paged_lion_32bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit",
+)
+"""Names of transformers' `OptimizerNames` that bitsandbytes implements."""
 
 
 def _optimizer(case: Case) -> Setting | None:
@@ -18,17 +33,17 @@ def _optimizer(case: Case) -> Setting | None:
 @rule(
     "CKPT080",
     "error",
-    "bitsandbytes' 8-bit AdamW under FSDP2",
-    why="Its CUDA kernels fail on DTensors",
-    fix="adamw_torch_8bit (torchao), or adamw_torch_fused",
+    "an optimizer of bitsandbytes under FSDP2",
+    why="Its kernels refuse DTensors in the first step: they have no sharding rule",
+    fix="adamw_torch_fused, or torchao's adamw_torch_8bit",
     frameworks=("axolotl", "trainer"),
 )
-def eight_bit_fsdp2(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `check_fsdp2_w_8bit_optimizer`; Trainer builds the same optimizer for the same names."""
+def bitsandbytes_fsdp2(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_fsdp2_w_8bit_optimizer` (of which Trainer builds the same); bitsandbytes 0.50 itself."""
     found = _optimizer(case)
     if found is not None and case.is_fsdp2 and found.text in _BNB:
-        fix = "adamw_torch_8bit" if case.framework == "axolotl" else "adamw_torch_fused"
-        yield Violation(key=found.key, what=f"{found} under FSDP2", fix=f"{found.key}: {fix}")
+        fix = f"{found.key}: adamw_torch_8bit" if "8bit" in found.text else f"{found.key}: adamw_torch_fused"
+        yield Violation(key=found.key, what=f"{found} under FSDP2", fix=fix)
 
 
 @rule(
@@ -61,7 +76,7 @@ def eight_bit_tp(case: Case) -> Iterator[Violation]:
     found, tp = _optimizer(case), case.get("tensor_parallel_size")
     if found is None or tp is None or type(tp.value) is not int or tp.value <= 1 or found.text not in _BNB_TP:
         return
-    if not (case.is_fsdp2 and found.text in _BNB):  # CKPT080 has it
+    if not case.is_fsdp2:  # CKPT080 has it
         yield Violation(key=found.key, what=f"{found} with {tp}", fix=f"{found.key}: adamw_torch_fused")
 
 
@@ -108,4 +123,4 @@ def galore(case: Case) -> Iterator[Violation]:
         )
 
 
-RULES: tuple[Rule, ...] = (eight_bit_fsdp2, eight_bit_offload, eight_bit_tp, engine_has_optimizer, galore)
+RULES: tuple[Rule, ...] = (bitsandbytes_fsdp2, eight_bit_offload, eight_bit_tp, engine_has_optimizer, galore)

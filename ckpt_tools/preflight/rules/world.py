@@ -231,7 +231,7 @@ def needs_ranks(case: Case) -> Iterator[Violation]:
 
 @rule(
     "CKPT008",
-    "error",
+    "warning",
     "the processes do not spread evenly over the machines",
     why="`accelerate launch` starts num_processes // num_machines on each machine: fewer ranks than the config says",
     fix="make num_processes (of all machines together) a multiple of num_machines",
