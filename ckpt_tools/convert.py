@@ -70,6 +70,8 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     if job.use_dtensor:
         check_space(needed, job.destination)
         return _run_with_dtensor(job, start)
+    if job.prepare is not None:
+        job.prepare()
     metadata = b""
     if job.target.format == "dcp":
         metadata = build_metadata(job.target.tensors, job.target.blobs)

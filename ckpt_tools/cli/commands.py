@@ -10,6 +10,7 @@ from ckpt_tools.cli.estimate import estimate
 from ckpt_tools.cli.export_lora import export_lora
 from ckpt_tools.cli.gather import gather
 from ckpt_tools.cli.inspect import inspect
+from ckpt_tools.cli.merge_lora import merge_lora
 from ckpt_tools.cli.push import push
 from ckpt_tools.cli.shard import reshard, shard
 from ckpt_tools.cli.smoke import smoke
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "smoke": smoke,
     "estimate": estimate,
     "export-lora": export_lora,
+    "merge-lora": merge_lora,
     "push": push,
     "env": env,
 }

@@ -9,14 +9,14 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, overload
 
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
-from ckpt_tools.layout import Box, Grid
+from ckpt_tools.layout import Box
 from ckpt_tools.text import escape_name
 
 METADATA_NAME = ".metadata"
@@ -111,7 +111,32 @@ def _resolve_chunk(entry: TensorEntry, chunk: Chunk, reader: Reader) -> Chunk:
     return Chunk(box=chunk.box, span=span, strides=head.strides, crc32=head.crc32)
 
 
-def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Grid], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
+class Cut(Protocol):
+    """How a tensor is cut: `layout.Grid`, or the cells that another checkpoint has."""
+
+    @property
+    def cells(self) -> tuple[tuple[int, Box], ...]:
+        """(rank, box) of every distinct box."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCells:
+    """The boxes of a checkpoint, on the ranks that hold them there."""
+
+    cells: tuple[tuple[int, Box], ...]
+    """(rank, box) of every distinct box."""
+
+
+def kept_cells(entry: TensorEntry) -> KeptCells:
+    """Return the distinct chunks of a stored tensor and the ranks of their files; rank 0 where a name says none."""
+    ranks: dict[Box, int] = {}
+    for chunk in entry.chunks:
+        rank = parse_rank(chunk.span.file) or 0
+        ranks[chunk.box] = min(rank, ranks.get(chunk.box, rank))
+    return KeptCells(tuple((rank, box) for box, rank in ranks.items()))
+
+
+def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Cut], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
     """Describe the files that hold `tensors` cut by `grids`: one per rank, items in the tensors' order.
 
     Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file.

@@ -1,0 +1,260 @@
+"""Merge an adapter into its base, streaming: the plan and the executor of every conversion, with edits on the way."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.infer import with_alpha
+from ckpt_tools.adapters.integrity import check_structure
+from ckpt_tools.adapters.loading import Loading
+from ckpt_tools.adapters.matching import Match, match_modules
+from ckpt_tools.adapters.read import OpenedAdapter
+from ckpt_tools.adapters.slots import some
+from ckpt_tools.adapters.tensor_edit import TensorEdit
+from ckpt_tools.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.digest import digest_bytes
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.execute import scan
+from ckpt_tools.formats import dcp
+from ckpt_tools.job import Job, cast_target, check_separate
+from ckpt_tools.opening import Opened
+from ckpt_tools.text import escape_name
+from ckpt_tools.to_hf import gathering_job
+from ckpt_tools.to_mesh import notes_on
+from ckpt_tools.transform import find_model, is_optimizer, plain_names
+
+
+class MergeUnchangedError(CkptError):
+    """Tensors come out as they were, although the adapter changes them."""
+
+    exit_code = 3
+    code = "merge-unchanged"
+
+
+class AdapterRefusedError(CkptError):
+    """Something is wrong with the adapter itself."""
+
+    exit_code = 3
+    code = "adapter"
+
+
+@contextmanager
+def merging_job(
+    base: Opened,
+    read: OpenedAdapter,
+    destination: str,
+    *,
+    dtype: str,
+    scale: float,
+    alpha: float | None,
+    max_shard_size: str | None,
+    num_workers: int,
+) -> Iterator[Job]:
+    """Yield the job that writes the base with the adapter merged into it.
+
+    A base of safetensors files gives safetensors files, under the base's file names unless `dtype` or
+    `max_shard_size` ask for others. A DCP checkpoint gives one with the same chunks on the same ranks; optimizer
+    state, which belongs to other weights, is left out.
+
+    Raises:
+        UsageError: A module that does not fit the base, an alpha that is not known, a scale that is not defined.
+        AdapterRefusedError: The adapter is broken.
+    """
+    check_separate(read.opened, destination)
+    adapter = with_alpha(read.adapter, alpha)
+    _refuse_broken(adapter)
+    job = _job(base, destination, dtype=dtype, max_shard_size=max_shard_size)
+    match = match_modules(adapter, plain_names(job.source))
+    _check_scale(adapter, scale)
+    loading = Loading(adapter, read.opened)
+    targets = {entry.fqn: entry.dtype for entry in job.target.tensors}
+    entries = {entry.fqn: entry for entry in job.source.tensors}
+    turns = threading.Lock()
+    edits = {
+        fqn: TensorEdit(entries[fqn], targets[fqn], parts, loading.wait, scale, base.source, turns)
+        for fqn, parts in match.parts.items()
+    }
+    job.edits = edits
+    job.notes += _notes(adapter, match, scale)
+    job.prepare = lambda: _prepare(job, adapter, read, loading, scale, num_workers)
+
+    def accept() -> None:
+        read.opened.source.check_unchanged()
+        job.notes += _judge(adapter, edits)
+
+    job.accept = accept
+    try:
+        yield job
+    finally:
+        loading.close()
+
+
+def _prepare(
+    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: Loading, scale: float, num_workers: int
+) -> None:
+    """Begin to load the adapter, and say what identifies the result."""
+    loading.start()
+    entries = [read.opened.resolve(entry) for module in adapter.modules for entry in module.factors.values()]
+    digests = scan(entries, read.opened.source, num_workers=num_workers).digests
+    modules = [
+        (
+            module.path,
+            module.parameter,
+            module.family,
+            {role: digests[entry.fqn] for role, entry in module.factors.items()},
+            None if module.alpha is None else module.alpha.value,
+            None if module.rank is None else module.rank.value,
+            module.use_rslora,
+        )
+        for module in adapter.modules
+    ]
+    settings = {name: repr(found.value) for name, found in sorted(adapter.settings.items())}
+    state = (modules, settings, adapter.convention, scale)
+    job.recipe = digest_bytes(json.dumps(state).encode())
+
+
+def _refuse_broken(adapter: Adapter[TensorEntry]) -> None:
+    errors = [finding for finding in check_structure(adapter, repairs=True) if finding.severity == "error"]
+    if errors:
+        shown = some([f"{finding.code}: {finding.where}: {finding.what}" for finding in errors])
+        raise AdapterRefusedError(
+            f"the adapter has {len(errors)} error{'s' if len(errors) > 1 else ''}: {shown}", hint=errors[0].hint
+        )
+
+
+def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
+    if scale == 1.0:
+        return
+    for module in adapter.modules:
+        if module.is_dora or module.family in ("oft", "boft"):
+            what = "DoRA" if module.is_dora else module.family.upper()
+            raise UsageError(
+                f"a multiple of {what} is not defined ({escape_name(module.path)})",
+                where="--scale",
+                hint="leave out --scale",
+            )
+
+
+# What is written
+
+
+def _job(base: Opened, destination: str, *, dtype: str, max_shard_size: str | None) -> Job:
+    if base.checkpoint.format != "dcp":
+        return gathering_job(
+            base,
+            destination,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            strip="auto",
+            assets=None,
+            like=None,
+            include=(),
+            exclude=(),
+        )
+    if max_shard_size is not None:
+        raise UsageError(
+            "--max-shard-size is for safetensors files, and the base is a DCP checkpoint",
+            hint="leave it out, and `ckpt gather` the result",
+        )
+    return _dcp_job(base, destination, dtype)
+
+
+def _dcp_job(base: Opened, destination: str, dtype: str) -> Job:
+    model, _ = find_model(base.checkpoint)
+    source = replace(model, tensors=tuple(map(base.resolve, model.tensors)), blobs=())
+    target = cast_target(source, dtype)
+    grids = {entry.fqn: dcp.kept_cells(entry) for entry in target.tensors}
+    kept = {entry.fqn for entry in source.tensors}
+    placements = base.checkpoint.placements or {}
+    return Job(
+        opened=base,
+        source=source,
+        target=dcp.place(target.tensors, grids),
+        destination=destination,
+        assets=[(base.source, asset) for asset in base.checkpoint.assets],
+        mesh=base.checkpoint.mesh,
+        placements={fqn: placed for fqn, placed in placements.items() if fqn in kept},
+        notes=[*notes_on(base), *_omitted(base.checkpoint, kept)],
+    )
+
+
+def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
+    others = [entry for entry in checkpoint.tensors if entry.fqn not in kept]
+    optimizer = sum(map(is_optimizer, others))
+    notes = []
+    if optimizer:
+        notes.append(f"left out {optimizer} tensors of optimizer state: it belongs to the weights before the merge")
+    if len(others) > optimizer:
+        notes.append(f"left out {len(others) - optimizer} tensors that are not the model's")
+    if checkpoint.blobs:
+        notes.append(f"left out {len(checkpoint.blobs)} items that are no tensors")
+    return notes
+
+
+# What is said
+
+
+def _notes(adapter: Adapter[TensorEntry], match: Match, scale: float) -> list[str]:
+    families = sorted({_label(module) for module in adapter.modules})
+    notes = [f"merged {len(adapter.modules)} modules ({', '.join(families)}) into {len(match.parts)} tensors"]
+    alphas = {
+        (m.alpha.value, m.alpha.source) for m in adapter.modules if m.alpha is not None and m.family not in _ROTATIONS
+    }
+    if alphas:
+        notes.append("alpha " + some([f"{value:g} ({source})" for value, source in sorted(alphas)]))
+    if scale != 1.0:
+        notes.append(f"times {scale:g} (--scale)")
+        if any(module.family == "saved" for module in adapter.modules):
+            notes.append("tensors that the adapter holds whole were taken as they are: --scale does not apply to them")
+    if adapter.left_out:
+        notes.append("left out of the adapter's source: " + ", ".join(adapter.left_out))
+    return [*notes, *match.notes]
+
+
+_ROTATIONS = ("oft", "boft")
+
+
+def _label(module: AdapterModule[TensorEntry]) -> str:
+    if module.is_dora:
+        return f"DoRA of {module.family}" if module.family != "lora" else "DoRA"
+    return "rsLoRA" if module.use_rslora else module.family
+
+
+def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> list[str]:
+    """Refuse a merge that changes nothing where it should.
+
+    Raises:
+        MergeUnchangedError: With the names.
+    """
+    lost: list[str] = []
+    idle: list[str] = []
+    for fqn, edit in edits.items():
+        for part, changed, should in zip(edit.parts, edit.has_changed, edit.should_change, strict=True):
+            if not changed and part.count:
+                (lost if should else idle).append(_name_of(fqn, adapter.modules[part.module], edit))
+    total = sum(len(edit.parts) for edit in edits.values())
+    if lost:
+        dtypes = sorted({edit.dtype.name for edit in edits.values()})
+        raise MergeUnchangedError(
+            f"{len(lost)} of {total} adapted tensors come out as they were: the changes are smaller than a step of "
+            f"{' or '.join(dtypes)}: {some(lost)}",
+            hint="--dtype f32 keeps them; if they should be larger, is --alpha right?",
+        )
+    if len(idle) == total:
+        raise MergeUnchangedError(
+            "the result equals the base: the adapter's factors are zero, or multiply to zero",
+            hint="`ckpt check-lora ADAPTER` says more; was the adapter saved before it was trained?",
+        )
+    saved = [name for name in idle if name]
+    return [f"{len(saved)} of {total} tensors get no change: the adapter's factors for them are zero"] if saved else []
+
+
+def _name_of(fqn: str, module: AdapterModule[TensorEntry], edit: TensorEdit) -> str:
+    if len(edit.parts) == 1:
+        return escape_name(fqn)
+    return f"{escape_name(fqn)} ({escape_name(module.path)})"
