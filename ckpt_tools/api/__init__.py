@@ -7,6 +7,7 @@ from ckpt_tools.adapters.export import export_lora
 from ckpt_tools.api.conversions import gather, reshard, shard
 from ckpt_tools.api.estimating import estimate
 from ckpt_tools.api.merging import merge_lora
+from ckpt_tools.api.preflighting import preflight
 from ckpt_tools.api.pushing import push
 from ckpt_tools.api.reading import diff, inspect, open_checkpoint, verify
 from ckpt_tools.api.training import smoke
@@ -23,6 +24,7 @@ __all__ = [
     "inspect",
     "merge_lora",
     "open_checkpoint",
+    "preflight",
     "push",
     "reshard",
     "shard",

@@ -98,6 +98,8 @@ def fold_spec(
     """
     if spec.engine == "deepspeed":
         return Fold(options=None, notes=(), why_not="DeepSpeed distributes the model, and the smoke run tries FSDP2")
+    if spec.engine == "other":
+        return Fold(options=None, notes=(), why_not="the smoke run tries FSDP2, and this config has another engine")
     notes: list[str] = []
     if spec.engine == "none":
         return Fold(options=None, notes=(), why_not="nothing distributes the model: there is one process")

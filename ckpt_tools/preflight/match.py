@@ -13,14 +13,9 @@ from ckpt_tools.infer import infer_mesh
 from ckpt_tools.layout import FSDP_AXIS, Mesh
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.preflight.child import call_in_child
-from ckpt_tools.preflight.names_match import (
-    Comparison,
-    check_adapters,
-    check_dtypes,
-    check_names,
-    comparison_from_json,
-    is_native_titan,
-)
+from ckpt_tools.preflight.comparison import Comparison, comparison_from_json
+from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
+from ckpt_tools.preflight.names_match import check_names, is_native_titan
 from ckpt_tools.preflight.reads import RankReads, reads_from_json
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name

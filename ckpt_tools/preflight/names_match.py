@@ -1,19 +1,16 @@
-"""Names, shapes and dtypes of a checkpoint against those of the model: findings. Pure; no torch."""
+"""Names and shapes of a checkpoint against those of the model: findings. Pure; no torch."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
 
 from ckpt_tools.checkpoint import Finding, Format, Severity
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.preflight.comparison import Comparison
 from ckpt_tools.preflight.spec import Framework
 from ckpt_tools.text import escape_name
 from ckpt_tools.transform import WRAPPERS, strip_wrappers
-from ckpt_tools.units import format_size
 
 DCP_ROOTS: Mapping[str, str] = {"accelerate": "model.", "trainer": "model.", "axolotl": "model.", "torchtitan": ""}
 """What the names of a DCP checkpoint must begin with for the trainer to find them. Source: `load_fsdp_model` of
@@ -27,90 +24,6 @@ _DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 _PEFT_ROOT = re.compile(r"(^|\.)base_model\.model\.")
 _PEFT_PARTS = re.compile(r"\.(base_layer|modules_to_save\.[^.]+|original_module)(?=\.)")
-
-Kind = Literal["parameter", "buffer", "transient"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTensor:
-    """A tensor of the model."""
-
-    dtype: str
-    """As the model is built, in safetensors' spelling."""
-    shape: tuple[int, ...]
-    kind: Kind
-    """"buffer" is saved, "transient" is a buffer that is not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundTensor:
-    """What the checkpoint has for a name of the model."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    fqns: tuple[str, ...]
-    """Its names there; several when the model fuses them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """A model cut down, and whether it runs by itself."""
-
-    path: str | None
-    """Its config.json; None when nothing could be cut so that it runs."""
-    num_elems: int = 0
-    """Its parameters."""
-    why: str = ""
-    """Why there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """A model, and which of a checkpoint's tensors belong to it (what `meta_model.compare` says)."""
-
-    title: str
-    """Class of the model."""
-    base_prefix: str
-    """What transformers adds to or takes from a file's names by itself."""
-    num_elems: int
-    """Parameters of the model, shared ones counted once."""
-    tensors: Mapping[str, ModelTensor]
-    """By name."""
-    ties: tuple[tuple[str, ...], ...]
-    """Names of one and the same parameter."""
-    found: Mapping[str, FoundTensor] = field(default_factory=dict)
-    """By the model's name."""
-    left: tuple[str, ...] = ()
-    """FQNs of the checkpoint that the model does not have."""
-    adapters: tuple[str, ...] = ()
-    """FQNs of adapters' factors."""
-    refused: tuple[str, str | None] | None = None
-    """Why names could not be matched at all, and a hint."""
-    trial: Trial | None = None
-    """What was found to run in place of a large model; None when it was not looked for, or need not be."""
-
-
-def comparison_from_json(document: Mapping[str, Any]) -> Comparison:
-    """Return what `meta_model.compare` described."""
-    refused = document.get("refused")
-    return Comparison(
-        title=document["title"],
-        base_prefix=document["base_prefix"],
-        num_elems=document["num_elems"],
-        tensors={
-            name: ModelTensor(dtype=t["dtype"], shape=tuple(t["shape"]), kind=t["kind"])
-            for name, t in document["tensors"].items()
-        },
-        ties=tuple(map(tuple, document["ties"])),
-        found={
-            name: FoundTensor(dtype=t["dtype"], shape=tuple(t["shape"]), fqns=tuple(t["fqns"]))
-            for name, t in document.get("found", {}).items()
-        },
-        left=tuple(document.get("left", ())),
-        adapters=tuple(document.get("adapters", ())),
-        refused=None if refused is None else (refused["what"], refused["hint"]),
-        trial=Trial(**document["trial"]) if "trial" in document else None,
-    )
 
 
 def check_names(
@@ -132,7 +45,7 @@ def check_names(
     """
     if comparison.refused is not None:
         what, hint = comparison.refused
-        yield _finding("checkpoint-unexpected-key", "error", where, what, hint)
+        yield make_finding("checkpoint-unexpected-key", "error", where, what, hint)
         return
     if not comparison.found:
         yield from _nothing(comparison, where, framework)
@@ -143,7 +56,8 @@ def check_names(
     yield from _check_shapes(comparison, where)
 
 
-def _finding(code: str, severity: Severity, where: str, what: str, hint: str | None = None) -> Finding:
+def make_finding(code: str, severity: Severity, where: str, what: str, hint: str | None = None) -> Finding:
+    """Return a finding."""
     return Finding(code=code, severity=severity, where=where, what=what, hint=hint)
 
 
@@ -169,7 +83,7 @@ def _nothing(comparison: Comparison, where: str, framework: Framework) -> Iterat
     if framework == "torchtitan" and is_native_titan(names):
         return  # not comparable; the report says so
     expected = next(iter(comparison.tensors), "none")
-    yield _finding(
+    yield make_finding(
         "checkpoint-missing-key",
         "error",
         where,
@@ -221,7 +135,7 @@ def _check_prefix(
     extra, lacking, wrapped = _roots(comparison)
     by_peft = any(without_peft(fqn) != fqn for found in comparison.found.values() for fqn in found.fqns)
     if by_peft and stored != "dcp":
-        yield _finding(
+        yield make_finding(
             "checkpoint-prefix",
             "error",
             where,
@@ -231,7 +145,7 @@ def _check_prefix(
     if stored == "dcp":
         yield from _check_dcp_root(extra, lacking, where, framework, mesh)
     elif lacking is not None and lacking != comparison.base_prefix:
-        yield _finding(
+        yield make_finding(
             "checkpoint-prefix",
             "error",
             where,
@@ -239,7 +153,7 @@ def _check_prefix(
             f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none",
         )
     elif extra and extra != comparison.base_prefix:
-        yield _finding(
+        yield make_finding(
             "checkpoint-prefix",
             "error",
             where,
@@ -253,7 +167,7 @@ def _check_prefix(
         hint = "save the model that the wrappers hold: accelerator.unwrap_model(model).state_dict()"
         if stored == "dcp" or at_root is not None:
             hint = f"ckpt gather {where} NEW --strip-prefix {'auto' if stored == 'dcp' else at_root}"
-        yield _finding(
+        yield make_finding(
             "checkpoint-prefix",
             severity,
             where,
@@ -268,7 +182,7 @@ def _check_dcp_root(
 ) -> Iterator[Finding]:
     wanted = DCP_ROOTS.get(framework)
     if framework == "torchtitan":
-        yield _finding(
+        yield make_finding(
             "checkpoint-naming",
             "warning",
             where,
@@ -280,7 +194,9 @@ def _check_dcp_root(
     root = extra if lacking is None else f"(without {lacking})"
     if wanted is None:
         if root:
-            yield _finding("checkpoint-prefix", "info", where, f"names begin with {root!r} in front of the model's own")
+            yield make_finding(
+                "checkpoint-prefix", "info", where, f"names begin with {root!r} in front of the model's own"
+            )
         return
     if root == wanted:
         return
@@ -290,7 +206,7 @@ def _check_dcp_root(
         hint = f"ckpt reshard {where} NEW --mesh {mesh} --prefix {missing}"
     else:
         hint = f"ckpt gather {where} HF --strip-prefix auto, then ckpt shard HF NEW --mesh {mesh} --prefix {wanted}"
-    yield _finding(
+    yield make_finding(
         "checkpoint-prefix",
         "error",
         where,
@@ -305,12 +221,12 @@ def _check_missing(comparison: Comparison, where: str, stored: Format) -> Iterat
     told = [name for name in absent if name in tied and any(other in comparison.found for other in tied[name])]
     for name in told:
         others = [other for other in tied[name] if other in comparison.found]
-        yield _finding(
+        yield make_finding(
             "checkpoint-tied", "info", where, f"{name} is not stored: the model shares it with {others[0]}, which is"
         )
     buffers = [name for name in absent if comparison.tensors[name].kind == "buffer"]
     if buffers:
-        yield _finding(
+        yield make_finding(
             "checkpoint-buffer",
             "warning",
             where,
@@ -324,7 +240,7 @@ def _check_missing(comparison: Comparison, where: str, stored: Format) -> Iterat
         return
     output = any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing)
     if is_head and stored != "dcp" and not output:
-        yield _finding(
+        yield make_finding(
             "checkpoint-missing-key",
             "warning",
             where,
@@ -337,7 +253,7 @@ def _check_missing(comparison: Comparison, where: str, stored: Format) -> Iterat
     hint = "the checkpoint is another model's, or not complete; config.json says what the model has"
     if output and len(missing) == 1:
         hint = 'set "tie_word_embeddings": true in config.json if the head shares the embedding'
-    yield _finding(
+    yield make_finding(
         "checkpoint-missing-key",
         "error",
         where,
@@ -362,14 +278,14 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
         else:
             others.append(fqn)
     if buffers:
-        yield _finding(
+        yield make_finding(
             "checkpoint-buffer",
             "info",
             where,
             f"{len(buffers)} stored buffers are ignored, since the model makes them anew: {fold_names(buffers)}",
         )
     if stacked:
-        yield _finding(
+        yield make_finding(
             "checkpoint-unexpected-key",
             "error",
             where,
@@ -378,7 +294,7 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
             "correct num_hidden_layers (num_experts, …) in config.json, or take the checkpoint of this config",
         )
     if others:
-        yield _finding(
+        yield make_finding(
             "checkpoint-unexpected-key",
             "warning",
             where,
@@ -400,7 +316,7 @@ def _check_shapes(comparison: Comparison, where: str) -> Iterator[Finding]:
     hint = "config.json and checkpoint are of different models"
     if len(expected) == len(found.shape) == 2 and expected[1:] == found.shape[1:] and len(wrong) <= 2:
         hint = f'if the vocabulary was resized, write "vocab_size": {found.shape[0]} in config.json'
-    yield _finding(
+    yield make_finding(
         "checkpoint-shape",
         "error",
         where,
@@ -408,114 +324,3 @@ def _check_shapes(comparison: Comparison, where: str) -> Iterator[Finding]:
         f"the model has {list(expected)}" + (f"; also {fold_names(n for n, _ in wrong[1:])}" if wrong[1:] else ""),
         hint,
     )
-
-
-_STORED = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
-
-
-def check_dtypes(
-    comparison: Comparison, *, where: str, param_dtype: str | None, master_dtype: str | None, key: str
-) -> Iterator[Finding]:
-    """Yield what becomes of the checkpoint's dtypes in the run.
-
-    Args:
-        comparison: Model and checkpoint.
-        where: The checkpoint, for messages.
-        param_dtype: bf16, f16 or f32: what the run computes in.
-        master_dtype: Of the parameters that the optimizer updates.
-        key: The config's key that says so.
-    """
-    num_bytes: Counter[str] = Counter()
-    packed: list[str] = []
-    for name, found in comparison.found.items():
-        dtype = BY_NAME[found.dtype]
-        num_elems = 1
-        for length in found.shape:
-            num_elems *= length
-        num_bytes[found.dtype] += num_elems * dtype.bits // 8
-        wanted = comparison.tensors.get(name)
-        if wanted is not None and BY_NAME[wanted.dtype].is_float and not dtype.is_float:
-            packed.append(name)
-    if packed:
-        kinds = ", ".join(sorted({comparison.found[name].dtype for name in packed}))
-        yield _finding(
-            "checkpoint-dtype",
-            "error",
-            where,
-            f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}",
-            "a quantised checkpoint is not trained as it is: start from the one that it was made of",
-        )
-    floats = {name: size for name, size in num_bytes.items() if BY_NAME[name].is_float}
-    if not floats:
-        return
-    total = ", ".join(f"{format_size(size)} of {name}" for name, size in sorted(floats.items()))
-    computed = _STORED.get(param_dtype or "")
-    if computed is not None and {computed, *floats} >= {"F16", "BF16"}:
-        yield _finding(
-            "checkpoint-dtype",
-            "warning",
-            where,
-            f"the checkpoint is {total}, and {key} computes in {param_dtype}: between F16 and BF16 either the range "
-            "or the precision does not survive",
-            "compute in the dtype of the checkpoint, or start from an F32 one",
-        )
-    elif len(floats) > 1:
-        yield _finding("checkpoint-dtype", "info", where, f"several dtypes are stored: {total}")
-    master = _STORED.get(master_dtype or "")
-    if master == "F32" and set(floats) & {"F16", "BF16"}:
-        yield _finding(
-            "checkpoint-dtype",
-            "info",
-            where,
-            f"the checkpoint is {total}; the optimizer's copy is F32, twice as large",
-        )
-
-
-def check_adapters(
-    comparison: Comparison,
-    shapes: Mapping[str, Sequence[int]],
-    *,
-    where: str,
-    rank: int | None,
-    has_adapter: bool,
-    key: str,
-) -> Iterator[Finding]:
-    """Yield what is to be said about adapters in the checkpoint.
-
-    Args:
-        comparison: Model and checkpoint.
-        shapes: FQN → shape of the checkpoint's tensors.
-        where: The checkpoint, for messages.
-        rank: r of the run's adapter.
-        has_adapter: The run trains one.
-        key: The config's key of its rank.
-    """
-    if not comparison.adapters:
-        return
-    count = len(comparison.adapters)
-    if not has_adapter:
-        alone = not comparison.found
-        yield _finding(
-            "checkpoint-adapter",
-            "error",
-            where,
-            f"{'an adapter, not a model' if alone else 'the model and an adapter in one'}: {count} tensors such as "
-            f"{escape_name(comparison.adapters[0])}; the config trains no adapter, and they would be ignored",
-            f"merge it first: ckpt merge-lora BASE {where} NEW",
-        )
-        return
-    ranks = {
-        min(shapes[fqn]) for fqn in comparison.adapters if fqn in shapes and len(shapes[fqn]) == 2 and "lora_A" in fqn
-    }
-    if rank is not None and ranks and ranks != {rank}:
-        yield _finding(
-            "checkpoint-adapter",
-            "error",
-            where,
-            f"the adapter in it has rank {', '.join(map(str, sorted(ranks)))}, {key} says {rank}",
-            f"set {key} to the rank of the checkpoint",
-        )
-    elif not comparison.found:
-        yield _finding(
-            "checkpoint-adapter", "info", where, f"{count} tensors of an adapter; the base model's are not in it"
-        )

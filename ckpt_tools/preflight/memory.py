@@ -1,0 +1,249 @@
+"""Will it fit: a spec as what `ckpt estimate` is asked, and the answer as findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run_estimate
+from ckpt_tools.layout import FSDP_AXIS, Mesh
+from ckpt_tools.preflight.match import shard_mesh
+from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_size
+
+_DTYPES = ("bf16", "f16", "f32")
+_DEFAULT_SEQ_LEN = 2048
+_DEFAULT_RANK = 16
+_OPTIMIZERS: Mapping[str, str] = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}
+_LESS_STATE = re.compile(r"8bit|4bit|fp8|paged|adafactor|lion|muon|galore|apollo|came|prodigy|schedule", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryQuestion:
+    """What is estimated for a spec."""
+
+    options: EstimateOptions | None
+    """None: nothing is."""
+    notes: tuple[str, ...] = ()
+    """In what the estimate differs from the spec."""
+    why_not: str = ""
+    """Why `options` is None."""
+
+
+def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None) -> MemoryQuestion:
+    """Return what to estimate for a spec.
+
+    Args:
+        spec: What the config asks for.
+        model: A config.json, its directory, or a checkpoint whose headers tell the sizes.
+        gpu_memory: Bytes of a device.
+    """
+    if spec.engine == "deepspeed":
+        return MemoryQuestion(options=None, why_not="DeepSpeed's memory is not estimated")
+    if spec.mesh is None:
+        return MemoryQuestion(options=None, why_not="the mesh is not known: pass --world-size")
+    if spec.mesh.size("pp") > 1:
+        return MemoryQuestion(options=None, why_not="the stages of a pipeline are not estimated")
+    notes: list[str] = []
+    mesh = _mesh(spec)
+    strategy = _strategy(spec, mesh)
+    seq_len = spec.seq_len or _DEFAULT_SEQ_LEN
+    if spec.seq_len is None:
+        notes.append(f"samples of {seq_len} tokens are assumed: the config does not say how long they are")
+    context = spec.mesh.size("cp")
+    if context > 1:
+        seq_len = -(-seq_len // context)
+        notes.append(f"each rank has {seq_len} tokens of a sample: cp={context} cuts it")
+    if spec.mesh.size("ep") > 1 or spec.axes.get("ep", 1) > 1:
+        notes.append("experts are counted as if FSDP cut them like everything else")
+    lora = _lora(spec, notes)
+    case = Case(
+        strategy=strategy,
+        mesh=mesh,
+        activation_checkpointing=spec.activation_checkpointing,
+        lora=lora,
+        quantize=_quantize(spec, lora, notes),
+        offload=_offload(spec, notes),
+        seq_len=seq_len,
+        batch_size=spec.batch_size or 1,
+        param_dtype=_dtype(spec.param_dtype or spec.master_dtype, "f32", "computation", notes),
+        reduce_dtype=_dtype(spec.reduce_dtype or spec.param_dtype or spec.master_dtype, "f32", "gradients", notes),
+        master_dtype=_dtype(spec.master_dtype, "f32", "parameters", notes),
+        frozen_dtype=_dtype(spec.master_dtype or spec.param_dtype, "bf16", "frozen parameters", notes),
+        optimizer=_optimizer(spec, notes),
+    )
+    options = EstimateOptions(
+        model=model,
+        mesh=str(mesh),
+        strategies=(strategy,),
+        activation_checkpointing=(spec.activation_checkpointing,),
+        gpu_memory=gpu_memory,
+        case=case,
+    )
+    return MemoryQuestion(options=options, notes=tuple(notes))
+
+
+def _mesh(spec: ParallelSpec) -> Mesh:
+    mesh = shard_mesh(spec.mesh) or Mesh(((FSDP_AXIS, 1),))
+    if spec.engine in ("ddp", "none") and mesh.size(FSDP_AXIS) > 1:
+        mesh = Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in mesh.axes))
+    return mesh
+
+
+def _strategy(spec: ParallelSpec, mesh: Mesh) -> str:
+    replicates, shards = mesh.size("dp_replicate") > 1, mesh.size(FSDP_AXIS) > 1
+    kept = spec.strategy == "shard_grad_op" or spec.reshard_after_forward is False
+    if replicates and shards:
+        return "hybrid_shard_zero2" if kept else "hybrid_shard"
+    if replicates:
+        return "no_shard"
+    return "shard_grad_op" if kept else "full_shard"
+
+
+def _dtype(value: str | None, default: str, what: str, notes: list[str]) -> str:
+    if value is None or value in _DTYPES:
+        return value or default
+    notes.append(f"{what} in {escape_name(value)} is counted as bf16")
+    return "bf16"
+
+
+def _lora(spec: ParallelSpec, notes: list[str]) -> int | None:
+    if spec.adapter is None:
+        return None
+    if spec.adapter.kind != "lora":
+        notes.append(f"the adapter ({escape_name(spec.adapter.kind)}) is counted as LoRA")
+    if spec.adapter.rank is None:
+        notes.append(f"adapters of rank {_DEFAULT_RANK} are assumed")
+    return spec.adapter.rank or _DEFAULT_RANK
+
+
+def _quantize(spec: ParallelSpec, lora: int | None, notes: list[str]) -> str | None:
+    if spec.quantize is None:
+        return None
+    if spec.quantize == "nf4" and lora is not None:
+        return "nf4"
+    notes.append(f"weights quantised to {escape_name(spec.quantize)} are counted as if they were not: it takes less")
+    return None
+
+
+def _offload(spec: ParallelSpec, notes: list[str]) -> bool:
+    if spec.offload_optimizer and not spec.offload_params:
+        notes.append("the optimizer's state, which is offloaded, is counted: it takes less")
+    return spec.offload_params
+
+
+def _optimizer(spec: ParallelSpec, notes: list[str]) -> str:
+    name = (spec.optimizer or "adamw").lower()
+    for prefix in ("adamw", "adam", "sgd"):
+        if name.startswith(prefix) and not _LESS_STATE.search(name):
+            return _OPTIMIZERS[prefix]
+    less = ": it takes less" if _LESS_STATE.search(name) else ""
+    notes.append(f"the state of {escape_name(spec.optimizer or '')} is counted as AdamW's{less}")
+    return "adamw"
+
+
+def estimate_memory(question: MemoryQuestion) -> Estimate | None:
+    """Run the estimate.
+
+    Raises:
+        CkptError: The model cannot be estimated.
+    """
+    return None if question.options is None else run_estimate(question.options)
+
+
+def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:
+    """Return what an estimate means for the run: an error when it does not fit."""
+    if estimate.fits is not False or estimate.gpu_memory is None:
+        return ()
+    found = min(estimate.cases, key=lambda one: one.needed)
+    advice = estimate.advice
+    if advice is not None:
+        hint = f"{in_own_words(advice.what, spec)}: then it needs {format_size(advice.estimate.needed)}, and fits"
+    else:
+        hint = f"nothing that was tried fits ({len(estimate.proposals)} changes): take more ranks, or a smaller model"
+    key = next(
+        (spec.keys[name] for name in ("strategy", "mesh", "axes.dp_shard", "world_size") if name in spec.keys), ""
+    )
+    return (
+        Finding(
+            code="memory-does-not-fit",
+            severity="error",
+            where=key or "memory",
+            what=f"{found.case.label} on {found.case.mesh} needs {format_size(found.needed)} on a rank "
+            f"({format_size(found.per_rank.peak)} at the peak and a margin of {format_size(found.margin.total)}), "
+            f"and a device has {format_size(estimate.gpu_memory)}",
+            hint=hint,
+        ),
+    )
+
+
+_PHRASES: Mapping[str, tuple[str, str]] = {
+    "--activation-checkpointing": ("activation_checkpointing", "checkpoint activations"),
+    "--strategy full_shard": (
+        "reshard_after_forward",
+        "shard parameters, gradients and optimizer state over all ranks",
+    ),
+    "--lora": ("adapter", f"train LoRA adapters of rank {_DEFAULT_RANK}"),
+    "--quantize nf4": ("quantize", "quantise the frozen weights to nf4"),
+    "--offload": ("offload_params", "offload parameters to host memory"),
+}
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "accelerate": {
+        "activation_checkpointing": "fsdp_config.fsdp_activation_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.fsdp_reshard_after_forward: true",
+        "offload_params": "fsdp_config.fsdp_offload_params: true",
+    },
+    "trainer": {
+        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.cpu_offload: true",
+    },
+    "torchtitan": {
+        "activation_checkpointing": "activation_checkpoint.mode: full",
+        "reshard_after_forward": "parallelism.fsdp_reshard_after_forward: always",
+        "offload_params": "training.enable_cpu_offload: true",
+    },
+    "axolotl": {
+        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.offload_params: true",
+        "adapter": "adapter: lora",
+        "quantize": "adapter: qlora, load_in_4bit: true",
+    },
+    "ai-toolkit": {
+        "activation_checkpointing": "train.gradient_checkpointing: true",
+        "reshard_after_forward": "train.fsdp_sharding: full",
+        "offload_params": "train.fsdp_cpu_offload: true",
+        "adapter": "network.type: lora",
+    },
+    "verl": {
+        "activation_checkpointing": "model.enable_gradient_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.offload_policy: true",
+    },
+    "openrlhf": {"activation_checkpointing": "--gradient_checkpointing", "adapter": f"--lora_rank {_DEFAULT_RANK}"},
+}
+"""Framework → field of the spec → what to write in its config."""
+
+
+def in_own_words(change: str, spec: ParallelSpec) -> str:
+    """Return a change that an estimate proposes (options of `ckpt estimate`) in the words of the config."""
+    written = _KEYS.get(spec.framework, {})
+    parts = []
+    rest = change
+    for option, (name, phrase) in _PHRASES.items():
+        if option in rest:
+            rest = rest.replace(option, " ")
+            parts.append(phrase + (f" ({written[name]})" if name in written else ""))
+    words = rest.split()
+    for option, value in pairwise(words):
+        if option == "--seq-len":
+            key = spec.keys.get("seq_len")
+            parts.append(f"shorten samples to {value} tokens" + (f" ({key})" if key else ""))
+        elif option == "--mesh":
+            parts.append(f"use more ranks: {value}")
+    return " and ".join(parts) or change

@@ -1,0 +1,92 @@
+"""What a preflight says, as values and as the JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.estimate import Estimate
+from ckpt_tools.preflight.match import CheckpointMatch
+from ckpt_tools.preflight.spec import Framework, ParallelSpec
+from ckpt_tools.smoke import SmokeReport
+from ckpt_tools.verify import Verification
+from ckpt_tools.verify import to_json as verification_to_json
+
+CheckName = Literal["config", "rules", "memory", "checkpoint", "smoke"]
+CHECKS: tuple[CheckName, ...] = ("config", "rules", "memory", "checkpoint", "smoke")
+"""In the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """One of the checks."""
+
+    name: CheckName
+    ok: bool | None
+    """None: it was not made."""
+    seconds: float
+    what: str
+    """What was checked, found, or why it was not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightReport:
+    """What `preflight` found."""
+
+    config: str
+    """The config, as the user named it."""
+    framework: Framework
+    """Whose config it is."""
+    mesh: str | None
+    """The run's mesh; None when the number of ranks is not known, or does not fit."""
+    spec: ParallelSpec
+    """What the config asks for."""
+    checks: tuple[CheckResult, ...]
+    """One per name of `CHECKS`."""
+    findings: tuple[Finding, ...]
+    """Of all checks."""
+    estimate: Estimate | None = None
+    verify: Verification | None = None
+    """Of the checkpoint's structure."""
+    checkpoint: CheckpointMatch | None = None
+    smoke: SmokeReport | None = None
+    not_checked: tuple[str, ...] = ()
+    """What a green report says nothing about."""
+    notes: tuple[str, ...] = ()
+    """On what terms something was checked: assumptions of the estimate, what the smoke run folded."""
+
+    @property
+    def ok(self) -> bool:
+        """True without an error, and when no check failed."""
+        failed = any(check.ok is False for check in self.checks)
+        return not failed and not any(finding.severity == "error" for finding in self.findings)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON document (without the schema version)."""
+        return {
+            "ok": self.ok,
+            "config": self.config,
+            "framework": self.framework,
+            "mesh": self.mesh,
+            "spec": _spec_json(self.spec),
+            "checks": [asdict(check) for check in self.checks],
+            "findings": [asdict(finding) for finding in self.findings],
+            "estimate": None if self.estimate is None else self.estimate.to_json(),
+            "verify": None if self.verify is None else verification_to_json(self.verify),
+            "checkpoint": None if self.checkpoint is None else self.checkpoint.to_json(),
+            "smoke": None if self.smoke is None else self.smoke.to_json(),
+            "not_checked": list(self.not_checked),
+            "notes": list(self.notes),
+        }
+
+
+def _spec_json(spec: ParallelSpec) -> dict[str, object]:
+    document = {name: getattr(spec, name) for name in spec.__slots__}
+    document["mesh"] = None if spec.mesh is None else dict(spec.mesh.axes)
+    document["adapter"] = None if spec.adapter is None else asdict(spec.adapter)
+    return {
+        name: dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+        for name, value in document.items()
+    }

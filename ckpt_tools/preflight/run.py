@@ -1,0 +1,304 @@
+"""Everything that can be known of a run before it is started: config, rules, memory, checkpoint, a smoke run."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import CkptError
+from ckpt_tools.estimate import Estimate
+from ckpt_tools.preflight.comparison import Comparison
+from ckpt_tools.preflight.configs import Config, read_config
+from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_spec, write_cuts
+from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, describe_model
+from ckpt_tools.preflight.memory import MemoryQuestion, ask, check_memory, estimate_memory
+from ckpt_tools.preflight.model_facts import ModelFacts, read_facts
+from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
+from ckpt_tools.preflight.rules import RULES, check_rules
+from ckpt_tools.preflight.sources import Sources, find_sources
+from ckpt_tools.preflight.spec import Framework, ParallelSpec
+from ckpt_tools.smoke import SmokeReport, run_smoke
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_size
+
+OnCheck = Callable[[str, str], None]
+"""Told about progress: the check, and "begun", "done" or "failed"."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """What is checked, and what was found so far."""
+
+    on_check: OnCheck | None
+    findings: list[Finding] = field(default_factory=list)
+    checks: dict[CheckName, CheckResult] = field(default_factory=dict)
+    not_checked: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def check(self, name: CheckName) -> Iterator[_Check]:
+        """Make one check: its block says what was found."""
+        start = time.perf_counter()
+        if self.on_check is not None:
+            self.on_check(name, "begun")
+        check = _Check()
+        yield check
+        seconds = check.seconds if check.seconds is not None else time.perf_counter() - start
+        failed = any(finding.severity == "error" for finding in check.findings)
+        ok = False if failed else True if check.was_made else None
+        if check.why_not:
+            self.not_checked.append(f"{_TITLES[name]}: {check.why_not}")
+        self.findings += check.findings
+        self.checks[name] = CheckResult(name=name, ok=ok, seconds=round(seconds, 3), what=check.what or check.why_not)
+        if self.on_check is not None:
+            self.on_check(name, "failed" if failed else "done")
+
+
+@dataclass(slots=True)
+class _Check:
+    """What one check says of itself."""
+
+    findings: tuple[Finding, ...] = ()
+    what: str = ""
+    why_not: str = ""
+    """Why it was not made, or not to its end."""
+    was_made: bool = False
+    seconds: float | None = None
+    """Where it ran elsewhere."""
+
+
+_TITLES = {
+    "config": "the config",
+    "rules": "rules on the model",
+    "memory": "whether it fits",
+    "checkpoint": "the checkpoint",
+    "smoke": "a smoke run",
+}
+
+
+def preflight(
+    config_path: str,
+    *,
+    framework: Framework | None = None,
+    model: str | None = None,
+    checkpoint: str | None = None,
+    world_size: int | None = None,
+    gpu_memory: int | None = None,
+    smoke: bool = True,
+    on_check: OnCheck | None = None,
+) -> PreflightReport:
+    """Check a trainer's config against the model, the checkpoint and the machines, and say what is wrong.
+
+    Args:
+        config_path: The config of a trainer; a script or text file with the command line for OpenRLHF.
+        framework: Whose it is; found out by default.
+        model: Directory of the model, with its config.json; what the config names by default.
+        checkpoint: What is loaded; what the config resumes from, or the model's weights, by default.
+        world_size: Number of ranks; what the config says by default.
+        gpu_memory: Bytes that a device has.
+        smoke: Train a few steps of a cut-down model on this machine.
+        on_check: Told when a check begins and ends: its name, and "begun", "done" or "failed".
+
+    Raises:
+        UsageError: The config is nobody's, or what was passed is not there.
+        UnreadableError: The config cannot be read.
+    """
+    flight = _Flight(on_check)
+    with flight.check("config") as check:
+        config = read_config(config_path, framework=framework, world_size=world_size)
+        spec = config.spec
+        sources = find_sources(spec, config_path=config_path, model=model, checkpoint=checkpoint)
+        check.findings, check.what, check.was_made = config.findings, describe_spec(spec), True
+    flight.not_checked += sources.not_checked
+    question = _question(spec, sources, gpu_memory)
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
+        # Both the estimate and the comparison wait for processes of their own.
+        estimating = pool.submit(_estimate, question)
+        with flight.check("rules") as check:
+            _check_rules(check, config, sources)
+        with flight.check("checkpoint") as check:
+            cuts = write_cuts(sources.model, workdir) if smoke and sources.model is not None else ()
+            match, comparison = _check_checkpoint(check, flight, spec, sources, cuts)
+        with flight.check("memory") as check:
+            estimate = _check_memory(check, flight, spec, question, estimating, gpu_memory)
+        with flight.check("smoke") as check:
+            report = _smoke(check, flight, spec, sources, match, comparison) if smoke else None
+            if not smoke:
+                check.why_not = "--no-smoke"
+    return PreflightReport(
+        config=config_path,
+        framework=config.framework,
+        mesh=None if spec.mesh is None else str(spec.mesh),
+        spec=spec,
+        checks=tuple(flight.checks[name] for name in CHECKS),
+        findings=tuple(dict.fromkeys(flight.findings)),
+        estimate=estimate,
+        verify=None if match is None else match.verify,
+        checkpoint=match,
+        smoke=report,
+        not_checked=tuple(dict.fromkeys(flight.not_checked)),
+        notes=tuple(dict.fromkeys(flight.notes)),
+    )
+
+
+def describe_spec(spec: ParallelSpec) -> str:
+    """Return engine, strategy, mesh and precision in a line."""
+    parts: list[str] = [spec.engine]
+    if spec.strategy is not None:
+        parts.append(spec.strategy)
+    parts.append(f"on {spec.mesh}" if spec.mesh is not None else "on an unknown mesh")
+    dtypes = [f"{name} {value}" for name, value in _precision(spec) if value is not None]
+    parts += [", ".join(dtypes)] if dtypes else []
+    if spec.adapter is not None:
+        rank = "" if spec.adapter.rank is None else f" r{spec.adapter.rank}"
+        parts.append(f"{escape_name(spec.adapter.kind)}{rank}" + (f" on {spec.quantize}" if spec.quantize else ""))
+    return ", ".join(parts)
+
+
+def _precision(spec: ParallelSpec) -> tuple[tuple[str, str | None], ...]:
+    return (("compute", spec.param_dtype), ("reduce", spec.reduce_dtype), ("master", spec.master_dtype))
+
+
+def _check_rules(check: _Check, config: Config, sources: Sources) -> None:
+    facts: ModelFacts | None = None
+    if sources.model is not None:
+        try:
+            facts = read_facts(sources.model)
+        except CkptError as error:
+            check.why_not = error.what
+    check.findings = check_rules(config, facts)
+    count = sum(config.framework in rule.frameworks for rule in RULES)
+    told = "" if facts is not None else ", without those on the model"
+    check.what, check.was_made = f"{count} rules for {config.framework}{told}", True
+
+
+def _question(spec: ParallelSpec, sources: Sources, gpu_memory: int | None) -> MemoryQuestion:
+    if sources.model is None:
+        return MemoryQuestion(options=None, why_not="there is no config.json of the model")
+    try:
+        return ask(spec, model=sources.model, gpu_memory=gpu_memory)
+    except CkptError as error:
+        return MemoryQuestion(options=None, why_not=error.what)
+
+
+def _estimate(question: MemoryQuestion) -> Estimate | CkptError | None:
+    try:
+        return estimate_memory(question)
+    except CkptError as error:
+        return error
+
+
+def _check_memory(
+    check: _Check,
+    flight: _Flight,
+    spec: ParallelSpec,
+    question: MemoryQuestion,
+    estimating: Future[Estimate | CkptError | None],
+    gpu_memory: int | None,
+) -> Estimate | None:
+    found = estimating.result()
+    if not isinstance(found, Estimate):
+        check.why_not = question.why_not if found is None else found.what
+        return None
+    flight.notes += [f"memory: {note}" for note in (*question.notes, *found.notes)]
+    check.seconds = found.seconds
+    case = min(found.cases, key=lambda one: one.needed)
+    check.what = f"{format_size(case.needed)} on a rank, with a margin of {format_size(case.margin.total)}"
+    if gpu_memory is None:
+        flight.not_checked.append("whether it fits: nothing says how large a device is (--gpu-memory 80GB)")
+        return found
+    check.findings, check.was_made = check_memory(found, spec), True
+    check.what += f"; a device has {format_size(gpu_memory)}"
+    return found
+
+
+def _check_checkpoint(
+    check: _Check, flight: _Flight, spec: ParallelSpec, sources: Sources, cuts: Sequence[str]
+) -> tuple[CheckpointMatch | None, Comparison | None]:
+    if sources.checkpoint is not None:
+        match = check_checkpoint(
+            sources.checkpoint, spec, model=sources.model, resumes=sources.resumes, cuts=cuts, max_elems=MAX_ELEMS
+        )
+        check.findings, check.was_made = match.findings, True
+        flight.not_checked += match.not_checked
+        check.what = _describe_match(match)
+        return match, match.comparison
+    check.what = "there is none"
+    if sources.model is None or not cuts:
+        return None, None
+    try:
+        return None, describe_model(sources.model, cuts=cuts, max_elems=MAX_ELEMS)
+    except CkptError as error:
+        flight.not_checked.append(f"the model's names and shapes: {error.what}")
+        return None, None
+
+
+def _describe_match(match: CheckpointMatch) -> str:
+    parts = [escape_name(match.path)]
+    if match.verify is not None:
+        parts.append(f"{match.verify.tensors} tensors")
+    if match.comparison is not None:
+        parts.append(f"{len(match.comparison.found)} of them the model's")
+    return ", ".join(parts)
+
+
+def _smoke(
+    check: _Check,
+    flight: _Flight,
+    spec: ParallelSpec,
+    sources: Sources,
+    match: CheckpointMatch | None,
+    comparison: Comparison | None,
+) -> SmokeReport | None:
+    if sources.model is None:
+        check.why_not = "there is no config.json of the model"
+        return None
+    if comparison is None:
+        check.why_not = "the model could not be built"
+        return None
+    model, source = sources.model, None
+    notes = []
+    trial = comparison.trial
+    if trial is not None:
+        if trial.path is None:
+            check.why_not = (
+                f"the model has {comparison.num_elems / 1e9:.1f} G parameters and cannot be cut down: {trial.why}"
+            )
+            return None
+        model = trial.path
+        notes.append(f"{comparison.title} is cut down: {describe_chosen(sources.model, model)}")
+    elif match is not None and match.ok and comparison.found:
+        source = match.path
+    elif match is not None:
+        notes.append("the checkpoint is not loaded: what is wrong with it is above")
+    fold = fold_spec(spec, model=model, source=source)
+    if fold.options is None:
+        check.why_not = fold.why_not
+        return None
+    try:
+        report = run_smoke(fold.options)
+    except CkptError as error:
+        check.why_not = error.what + (f" ({error.where})" if error.where else "")
+        return None
+    report = replace(report, source=escape_name(source or sources.model))
+    flight.notes += [f"smoke: {note}" for note in (*notes, *fold.notes, *report.notes)]
+    check.findings, check.was_made = _smoke_findings(report), True
+    check.what = f"{report.model} on {report.mesh}, {report.strategy}"
+    if report.losses:
+        check.what += f": loss {report.losses[0]:.4f} → {report.losses[-1]:.4f}"
+    return report
+
+
+def _smoke_findings(report: SmokeReport) -> tuple[Finding, ...]:
+    """Return what the run found; a phase that failed without a word is one more finding."""
+    findings = report.findings
+    if report.ok or any(finding.severity == "error" for finding in findings):
+        return findings
+    failed = [phase.name for phase in report.phases if phase.ok is False]
+    what = f"these phases failed: {', '.join(failed)}"
+    return (*findings, Finding(code="smoke-failed", severity="error", where="smoke", what=what))

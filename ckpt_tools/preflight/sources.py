@@ -1,0 +1,148 @@
+"""Where the model and the checkpoint of a run lie on this machine: what was passed, or what the config names."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.text import escape_name
+
+CONFIG_NAME = "config.json"
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What there is to look at."""
+
+    model: str | None = None
+    """Directory with a transformers config.json, or the file."""
+    weights: str | None = None
+    """Where the base model's weights are, when they are here."""
+    checkpoint: str | None = None
+    """What to load: what was passed, else what the config resumes from, else the base model's weights."""
+    resumes: bool = False
+    """`checkpoint` is what the run goes on from, with its optimizer state."""
+    not_checked: tuple[str, ...] = ()
+    """What is not here, and how to bring it."""
+
+
+def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, checkpoint: str | None) -> Sources:
+    """Find the model's directory and the checkpoint.
+
+    A path of the config counts from the working directory, as for the trainer, then from the config's own. A hub id
+    is looked up in the local cache; nothing is downloaded.
+
+    Args:
+        spec: What the config says.
+        config_path: The config itself.
+        model: `--model`.
+        checkpoint: `--checkpoint`.
+
+    Raises:
+        UsageError: What was passed is not there, or is no model.
+    """
+    if checkpoint is not None and not os.path.lexists(checkpoint):
+        raise UsageError("there is no such checkpoint", where=escape_name(checkpoint), hint="--checkpoint takes a path")
+    missing: list[str] = []
+    directory = _find_model(spec, config_path, model, missing)
+    described = None if directory is None else _described(directory, missing, passed=model is not None)
+    weights = directory if directory is not None and _has_weights(directory) else None
+    resumes = False
+    if checkpoint is not None:
+        resumes = spec.resume_from is not None
+    elif spec.resume_from is not None:
+        checkpoint = _existing(spec.resume_from, config_path)
+        resumes = checkpoint is not None
+        if checkpoint is None:
+            key = spec.keys.get("resume_from", "the config")
+            missing.append(
+                f"the checkpoint that {key} resumes from ({escape_name(spec.resume_from)}), which is not here: "
+                "pass --checkpoint"
+            )
+    if checkpoint is None:
+        checkpoint = weights
+    if checkpoint is None and spec.resume_from is None:
+        missing.append("a checkpoint: there are no weights here (--checkpoint SRC, or a --model directory with them)")
+    return Sources(model=described, weights=weights, checkpoint=checkpoint, resumes=resumes, not_checked=tuple(missing))
+
+
+def _find_model(spec: ParallelSpec, config_path: str, model: str | None, missing: list[str]) -> str | None:
+    if model is not None:
+        if not os.path.exists(model):
+            raise UsageError("there is no such model", where=escape_name(model), hint="--model takes a directory")
+        return model
+    if spec.model is None:
+        missing.append("the model: the config does not name one, and --model DIR is not given")
+        return None
+    found = _existing(spec.model, config_path) or _cached(spec.model)
+    if found is None:
+        key = spec.keys.get("model", "the config")
+        missing.append(
+            f"the model: {key} names {escape_name(spec.model)}, which is not on this machine; pass --model DIR"
+        )
+    return found
+
+
+def _existing(path: str, config_path: str) -> str | None:
+    beside = os.path.join(os.path.dirname(os.path.abspath(config_path)), path)
+    return next((one for one in (path, beside) if os.path.exists(one)), None)
+
+
+def _cached(name: str) -> str | None:
+    """Return the snapshot of a hub id in the local cache, if its config is there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, CONFIG_NAME)
+    except HFValidationError:  # it is no hub id either
+        return None
+    return os.path.dirname(found) if isinstance(found, str) else None
+
+
+def _described(directory: str, missing: list[str], *, passed: bool) -> str | None:
+    """Return `directory` when its config.json describes a transformers model; say what it is otherwise."""
+    path = os.path.join(directory, CONFIG_NAME) if os.path.isdir(directory) else directory
+    where = escape_name(directory)
+    if os.path.isfile(os.path.join(directory, "model_index.json")):
+        missing.append(f"the model's classes, names and shapes: {where} is a diffusers pipeline")
+        return None
+    if not os.path.isfile(path) or not path.endswith(".json"):
+        if passed:
+            raise UsageError(
+                "there is no config.json of a model",
+                where=where,
+                hint="--model takes the directory that the model was downloaded to, or its config.json",
+            )
+        missing.append(f"the model's classes, names and shapes: there is no config.json in {where}")
+        return None
+    document = _read(path)
+    if not isinstance(document, dict):
+        raise UsageError("config.json is not a JSON object", where=where)
+    if not document.get("architectures"):
+        kind = document.get("_class_name")
+        what = f"describes a {escape_name(kind)} of diffusers" if isinstance(kind, str) else "names no architecture"
+        missing.append(f"the model's classes, names and shapes: {where} {what}, and transformers builds none")
+        return None
+    return directory
+
+
+def _read(path: str) -> object:
+    try:
+        with open(path, "rb") as file:
+            return json.loads(file.read(_MAX_CONFIG_BYTES).decode())
+    except OSError as error:
+        raise CkptError(f"cannot read: {error.strerror}", where=escape_name(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"config.json is not valid JSON: {error}", where=escape_name(path)) from error
+
+
+def _has_weights(directory: str) -> bool:
+    if not os.path.isdir(directory):
+        return False
+    return any(is_weights(name) and name.endswith((".safetensors", ".metadata")) for name in os.listdir(directory))
