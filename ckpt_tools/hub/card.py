@@ -149,7 +149,19 @@ def _merge(existing: str, keys: dict[str, object]) -> str:
     if match is None:
         return f"---{newline}{added}---{newline}{newline}{existing}"
     at = match.start("end")
-    return existing[:at] + added + existing[at:]
+    merged = existing[:at] + added + existing[at:]
+    try:
+        is_sound = read_front_matter(merged) == {**keys, **known}
+    except UnreadableError:
+        is_sound = False
+    # A mapping in braces, or one that ends in "...", takes no more lines: it stays as it is.
+    return merged if is_sound else existing
+
+
+def missing_keys(facts: CardFacts, text: str) -> tuple[str, ...]:
+    """Return the keys that `facts` know and the front matter of a card does not have."""
+    known = read_front_matter(text)
+    return tuple(key for key in _front_matter(facts) if key not in known)
 
 
 def _body(facts: CardFacts, repo: str) -> str:

@@ -13,6 +13,7 @@ from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.hf import INDEX_SUFFIX, SHARDED_FILE
 from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.hub.dead import refuse_dead
 from ckpt_tools.opening import Opened, open_path, read_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -61,6 +62,8 @@ def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: i
     """
     top = {path for path in chosen if "/" not in path}
     _check_adapter(source, top)
+    for name in sorted(top & {ADAPTER_WEIGHTS[0], DIFFUSERS_LORA}):
+        refuse_dead(source, read_file(source, name))
     num_tensors = 0
     for directory in _directories(chosen):
         num_tensors += _check_checkpoint(source, directory, chosen, num_workers)

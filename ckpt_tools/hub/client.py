@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from ckpt_tools.errors import HubError, LimitError, UsageError
 from ckpt_tools.execute import Progress
-from ckpt_tools.hub.answers import Failure, Place, scrub, to_error
+from ckpt_tools.hub.answers import Failure, Place, to_error
 from ckpt_tools.hub.plan import Answer, LocalFile, Remote, RemoteFile
+from ckpt_tools.hub.session import MAX_WAIT_S, Say, bound_session, client_errors, client_utils, to_failure
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 T = TypeVar("T")
-Say = Callable[[str], None]
-"""Told what takes long, for people."""
-
 DEFAULT_ENDPOINT = "https://huggingface.co"
 """Where the hub is unless HF_ENDPOINT says otherwise."""
 WAITS_S = (1.0, 2.0, 4.0, 8.0)
 """Pauses between the tries of one request: five tries."""
 MAX_CONNECTS = 3
 """Tries to reach a hub that does not even take the connection."""
-MAX_WAIT_S = 120.0
-"""The longest pause that the hub may ask for (Retry-After); a longer one ends the command."""
-CONNECT_TIMEOUT_S = 30.0
-"""Without an answer at all."""
-SILENCE_TIMEOUT_S = 300.0
-"""Without a byte in either direction; a large commit takes the hub a minute. The client's own default is for ever."""
 BLOCK_BYTES = 1 << 20
 """Read at a time."""
 ASK_FILES = 256
@@ -156,7 +146,7 @@ class Hub:
             HubError: It failed for good.
         """
         for attempt, pause_s in enumerate((*WAITS_S, None), start=1):
-            _bound_session()
+            bound_session()
             try:
                 return work()
             except client_errors() as error:
@@ -321,120 +311,3 @@ def _question(file: LocalFile, sample: bytes) -> dict[str, object]:
     import base64
 
     return {"path": file.path, "sample": base64.b64encode(sample).decode("ascii"), "size": file.nbytes}
-
-
-def client_utils() -> Any:  # noqa: ANN401 - the module re-exports its names in a way that type checkers do not see
-    """Return the client's own building blocks."""
-    return importlib.import_module("huggingface_hub.utils")
-
-
-def client_errors() -> tuple[type[Exception], ...]:
-    """Return what the client raises when the hub refuses, is away or answers nonsense."""
-    import httpx2
-
-    return (httpx2.HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
-
-
-def to_failure(error: BaseException, token: str | None) -> Failure:
-    """Return what an exception of the client means."""
-    while isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload's thread wraps what it met
-        error = error.__cause__
-    kind = type(error).__name__
-    response = getattr(error, "response", None)
-    if response is not None:
-        headers = response.headers
-        message = getattr(error, "server_message", None) or headers.get("X-Error-Message") or ""
-        return Failure(
-            status=response.status_code,
-            code=headers.get("X-Error-Code"),
-            message=scrub(str(message), token),
-            retry_after_s=_retry_after(headers),
-        )
-    message = scrub(str(error) or kind, token)
-    if kind == "OfflineModeIsEnabled":
-        return Failure(status=None, code=None, message="offline mode is on: unset HF_HUB_OFFLINE", is_lasting=True)
-    if _is_transport(error):
-        was_sent = kind not in ("ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol")
-        return Failure(status=None, code=None, message=message, was_sent=was_sent)
-    return Failure(status=None, code=None, message=f"{kind}: {message}", is_lasting=True)
-
-
-def _is_transport(error: BaseException) -> bool:
-    """Did the network fail, rather than the hub or the client?"""
-    import httpx2
-
-    return isinstance(error, (httpx2.HTTPError, ConnectionError, TimeoutError))
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    text = headers.get("Retry-After", "").strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
-    limit = client_utils().parse_ratelimit_headers(headers)
-    return float(limit.reset_in_seconds) if limit is not None and limit.remaining == 0 else None
-
-
-def _bound_session() -> None:
-    """Give the client's connections an end to waiting; it replaces them after some errors, so before every request."""
-    import httpx2
-
-    session = client_utils().get_session()
-    if session.timeout == httpx2.Timeout(None):
-        session.timeout = httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    hooks = session.event_hooks
-    if _refuse_long_waits not in hooks["response"]:
-        hooks["response"].append(_refuse_long_waits)
-        session.event_hooks = hooks
-
-
-def _unbound_session() -> None:
-    """Leave the client as it was: it is shared with whatever else runs in this process."""
-    import httpx2
-
-    session = client_utils().get_session()
-    if session.timeout == httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S):
-        session.timeout = httpx2.Timeout(None)
-    hooks = session.event_hooks
-    hooks["response"] = [hook for hook in hooks["response"] if hook is not _refuse_long_waits]
-    session.event_hooks = hooks
-
-
-def _refuse_long_waits(response: Any) -> None:  # noqa: ANN401 - an httpx2.Response
-    """End what the client would otherwise sleep through: it waits as long as it is told, be it a day."""
-    asked_s = _retry_after(response.headers) if response.status_code in (429, 503) else None
-    if asked_s is not None and asked_s > MAX_WAIT_S:
-        raise _LongWaitError(response)
-
-
-class _LongWaitError(RuntimeError):
-    """The hub asks for a pause that is longer than anybody waits at a prompt."""
-
-    def __init__(self, response: Any) -> None:  # noqa: ANN401
-        super().__init__("the hub asks for a long pause")
-        self.response = response
-
-
-@contextmanager
-def quiet_client(token: str | None, say: Say, *, bars: bool) -> Iterator[None]:
-    """Pass on what the client logs without its secrets, and let it draw no progress bars unless they are wanted."""
-    import logging
-
-    utils = client_utils()
-
-    class Relay(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            say(scrub(record.getMessage(), token))
-
-    logger = logging.getLogger("huggingface_hub")
-    handlers, propagate, relay = logger.handlers[:], logger.propagate, Relay(logging.WARNING)
-    logger.handlers, logger.propagate = [relay], False
-    hide = not bars and not utils.are_progress_bars_disabled()
-    if hide:
-        utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        _unbound_session()
-        logger.handlers, logger.propagate = handlers, propagate
-        if hide:
-            utils.enable_progress_bars()

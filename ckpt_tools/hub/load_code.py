@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from dataclasses import dataclass
 
@@ -50,7 +51,11 @@ def load_code(library: str | None, *, repo: str, base_model: str | None, load: L
 
 
 def _class(name: str | None, default: str) -> str:
-    return name if name is not None and _IDENTIFIER.fullmatch(name) else default
+    return name if name is not None and _is_class(name) else default
+
+
+def _is_class(name: str) -> bool:
+    return _IDENTIFIER.fullmatch(name) is not None and not keyword.iskeyword(name)
 
 
 def _peft(repo: str, base: str, load: LoadFacts) -> str:
@@ -76,7 +81,7 @@ def _diffusers(repo: str, base: str, load: LoadFacts) -> str | None:
         )
     if load.is_pipeline:
         return f'from diffusers import DiffusionPipeline\n\npipeline = DiffusionPipeline.from_pretrained("{repo}")\n'
-    if load.model_class is not None and _IDENTIFIER.fullmatch(load.model_class):
+    if load.model_class is not None and _is_class(load.model_class):
         return f'from diffusers import {load.model_class}\n\nmodel = {load.model_class}.from_pretrained("{repo}")\n'
     return None
 

@@ -10,13 +10,22 @@ from typing import Literal
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import HubError, UsageError
 from ckpt_tools.execute import Progress
-from ckpt_tools.hub.card import CARD_NAME, MAX_CARD_BYTES, CardFacts, build_card, read_front_matter
+from ckpt_tools.hub.card import (
+    CARD_NAME,
+    MAX_CARD_BYTES,
+    CardFacts,
+    build_card,
+    hub_id_of,
+    missing_keys,
+    read_front_matter,
+)
 from ckpt_tools.hub.check import LocalCheck, check_directory
-from ckpt_tools.hub.client import Hub, Say, find_account, quiet_client
+from ckpt_tools.hub.client import Hub, find_account
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.files import digest_files, file_of_bytes, list_directory, read_start
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
+from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -96,6 +105,9 @@ class Push:
         options = self.options
         if options.create_pr and options.revision not in (None, "main"):
             raise UsageError("a pull request is made against main", hint="leave --revision out, or --create-pr")
+        named = options.card.base_model if isinstance(options.card, CardFacts) else None
+        if named is not None and hub_id_of(named) != named:
+            raise UsageError(f"{escape_name(named)!r} is no hub id", hint="--base-model takes ORG/NAME")
         start = time.monotonic()
         account = find_account(endpoint=options.endpoint, token=options.token)
         with (
@@ -191,8 +203,10 @@ class Push:
             self._notes += facts.notes
         if text is None and facts.is_empty:
             return local
-        content = build_card(facts, repo=hub.repo, existing=text).encode("utf-8")
-        return dict(sorted((local | {CARD_NAME: file_of_bytes(CARD_NAME, content)}).items()))
+        card = build_card(facts, repo=hub.repo, existing=text)
+        if missing := missing_keys(facts, card):
+            self._notes.append(f"{CARD_NAME} is written in a way that takes no more keys: add {', '.join(missing)}")
+        return dict(sorted((local | {CARD_NAME: file_of_bytes(CARD_NAME, card.encode("utf-8"))}).items()))
 
     def _plan(self, hub: Hub, source: Source, local: dict[str, LocalFile], remote: Remote) -> tuple[PlannedFile, ...]:
         answers = {}

@@ -1,0 +1,246 @@
+"""The model card: what it says, what it leaves alone, and that its code runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hub.conftest import states
+from hub.local_hub import Hub
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import safetensors_bytes, tensor
+
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.hub.card import CardFacts, build_card, hub_id_of, missing_keys, read_front_matter
+from ckpt_tools.hub.load_code import LoadFacts
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+FACTS = CardFacts(
+    base_model="org/base",
+    library="peft",
+    tags=("lora",),
+    pipeline_tag="text-generation",
+    license="apache-2.0",
+    load=LoadFacts(is_adapter=True, auto_class="AutoModelForCausalLM"),
+    settings=(("lora_alpha", "16", "--alpha"),),
+)
+
+
+def front(text: str) -> dict:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def write_adapter(directory: Path, **config: object) -> Path:
+    """A PEFT adapter that nothing is wrong with."""
+    directory.mkdir(parents=True)
+    fqn = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    factors = {fqn.format("A"): tensor("F32", 4, 8, seed=1), fqn.format("B"): tensor("F32", 8, 4, seed=2)}
+    (directory / "adapter_model.safetensors").write_bytes(safetensors_bytes(factors))
+    known = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(known | config))
+    return directory
+
+
+def test_card_says_what_is_known():
+    text = build_card(FACTS, repo="me/my-lora")
+    assert front(text) == {
+        "base_model": "org/base",
+        "library_name": "peft",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["base_model:adapter:org/base", "lora"],
+    }
+    assert "# my-lora" in text
+    assert 'PeftModel.from_pretrained(base, "me/my-lora")' in text
+    assert "| lora&#95;alpha | 16 | --alpha |" in text
+
+
+def test_card_without_facts_claims_nothing():
+    text = build_card(CardFacts(), repo="me/x")
+    assert text == "# x\n"
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_card_of_the_user_keeps_every_letter(newline: str):
+    lines = ("---", "# mine", "license:   mit   # really", "tags: [a]", "---", "", "Hello {}", "")
+    theirs = newline.join(lines)
+    text = build_card(FACTS, repo="me/x", existing=theirs)
+    added = f"base_model: org/base{newline}library_name: peft{newline}pipeline_tag: text-generation{newline}"
+    head, tail = theirs[: theirs.rindex("---")], theirs[theirs.rindex("---") :]
+    assert text == head + added + tail
+    assert build_card(FACTS, repo="me/x", existing=text) == text
+
+
+def test_card_without_front_matter_gets_one_in_front():
+    text = build_card(FACTS, repo="me/x", existing="# Mine\n\n---\n\nText\n")
+    assert text.endswith("---\n\n# Mine\n\n---\n\nText\n")
+    assert front(text)["base_model"] == "org/base"
+
+
+@pytest.mark.parametrize("bad", ["---\n- a\n---\n", "---\na: [\n---\n", "---\na: !!python/object:os.system {}\n---\n"])
+def test_card_with_bad_front_matter_is_refused(bad: str):
+    with pytest.raises(UnreadableError, match="front matter"):
+        build_card(FACTS, repo="me/x", existing=bad)
+
+
+@given(st.text(max_size=80), st.text(max_size=80))
+def test_card_names_from_files_are_no_markup(name: str, value: str):
+    """Whatever a config says: the front matter stays its own, and no link, tag, table cell or heading comes to be."""
+    facts = CardFacts(title=name, library="peft", settings=((name, value, "config"),), load=LoadFacts(auto_class=name))
+    text = build_card(facts, repo="me/x")
+    assert front(text) == {"library_name": "peft"}
+    body = text.split("---\n", 2)[2]
+    code = re.search(r"```python\n(.*?)```", body, re.DOTALL)[1]
+    compile(code, "card", "exec")
+    rest = body.replace(code, "")
+    assert not re.search(r"[<>\[\]`*\\]", rest.replace("```python\n```", ""))
+    rows = [line for line in rest.splitlines() if line.startswith("|")]
+    assert len(rows) == 3
+    assert all(row.count("|") == 4 for row in rows)
+    assert sum(line.startswith("#") for line in rest.splitlines()) == 3
+
+
+@given(
+    st.dictionaries(st.sampled_from(["license", "tags", "x"]), st.text(max_size=20), min_size=1), st.text(max_size=60)
+)
+def test_card_merged_is_valid_and_says_both(keys: dict[str, str], body: str):
+    theirs = f"---\n{yaml.safe_dump(keys)}---\n{body}"
+    merged = build_card(FACTS, repo="me/x", existing=theirs)
+    assert read_front_matter(merged) == {**read_front_matter(build_card(FACTS, repo="me/x")), **keys}
+    assert merged.endswith(f"---\n{body}")
+    assert missing_keys(FACTS, merged) == ()
+
+
+@pytest.mark.parametrize("closed", ["{license: mit}", "license: mit\n..."])
+def test_card_whose_mapping_is_closed_stays_as_it_is(closed: str):
+    theirs = f"---\n{closed}\n---\nText\n"
+    assert build_card(FACTS, repo="me/x", existing=theirs) == theirs
+    assert "base_model" in missing_keys(FACTS, theirs)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("/data/models/llama", None),
+        ("./base/model", None),
+        ("../base", None),
+        ("base", None),
+        ("a/b/c", None),
+        ("org/../x", None),
+        ("org/name\nlicense: mit", None),
+        ("C:\\models\\base", None),
+        ("/root/.cache/huggingface/hub/models--org--base-7B/snapshots/0123/", "org/base-7B"),
+    ],
+)
+def test_hub_id_of_path_is_none(text: str, expected: str | None):
+    assert hub_id_of(text) == expected
+
+
+def test_push_adapter_card_comes_from_its_config(hub: Hub, push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base", use_dora=True)
+    document = push_json(adapter, "me/lora", "--license", "mit")
+    card = hub.files("me/lora")["README.md"].decode()
+    assert front(card)["base_model"] == "org/base"
+    assert front(card)["license"] == "mit"
+    assert "AutoModelForCausalLM" in card
+    assert "| use&#95;dora | True | adapter&#95;config.json |" in card
+    assert document["notes"] == []
+
+
+def test_push_local_base_model_is_left_out_and_said(hub: Hub, push_json, tmp_path: Path, monkeypatch):
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for number, path in enumerate(("/data/models/base", "models/base")):
+        adapter = write_adapter(tmp_path / f"adapter{number}", base_model_name_or_path=path)
+        document = push_json(adapter, f"me/lora{number}")
+        assert any(f"local path ({path})" in text for text in document["notes"])
+        card = hub.files(f"me/lora{number}")["README.md"].decode()
+        assert "base_model" not in front(card)
+        assert path not in card
+    document = push_json(adapter, "me/named", "--base-model", "org/base")
+    assert front(hub.files("me/named")["README.md"].decode())["base_model"] == "org/base"
+    assert document["notes"] == []
+    assert "no hub id" in push_json(adapter, "me/other", "--base-model", "/data/base", code=2)["what"]
+
+
+def test_push_card_written_on_the_hub_is_kept(hub: Hub, push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base")
+    push_json(adapter, "me/lora")
+    mine = b"---\nlicense: mit\n---\nWhat I wrote in the browser.\n"
+    hub.make("me/lora", {"README.md": mine})
+    assert states(push_json(adapter, "me/lora"))["README.md"] == "changed"
+    card = hub.files("me/lora")["README.md"].decode()
+    assert card.endswith("---\nWhat I wrote in the browser.\n")
+    assert front(card)["license"] == "mit"
+    assert front(card)["base_model"] == "org/base"
+    assert states(push_json(adapter, "me/lora"))["README.md"] == "unchanged"
+
+
+def test_push_no_card_leaves_the_readme_alone(hub: Hub, push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "adapter")
+    (adapter / "README.md").write_bytes(b"Mine\n")
+    push_json(adapter, "me/lora", "--no-card")
+    assert hub.files("me/lora")["README.md"] == b"Mine\n"
+    push_json(adapter, "me/bare", "--exclude", "README.md")
+    assert "README.md" not in hub.files("me/bare")
+    push_json(adapter, "me/lora")
+    assert hub.files("me/lora")["README.md"].endswith(b"---\n\nMine\n")
+    assert (adapter / "README.md").read_bytes() == b"Mine\n"
+
+
+def test_push_dead_adapter_is_refused(hub: Hub, push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "adapter")
+    fqn = "base_model.model.q_proj.lora_{}.weight"
+    zero = ("F32", (8, 4), bytes(128))
+    factors = {fqn.format("A"): tensor("F32", 4, 8), fqn.format("B"): zero}
+    (adapter / "adapter_model.safetensors").write_bytes(safetensors_bytes(factors))
+    assert "changes nothing" in push_json(adapter, "me/lora", code=4)["what"]
+    factors[fqn.format("B")] = ("F32", (0,), b"")
+    (adapter / "adapter_model.safetensors").write_bytes(safetensors_bytes(factors))
+    assert "are empty" in push_json(adapter, "me/lora", code=4)["what"]
+    assert hub.requests == []
+
+
+MAKE = """
+import json, torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+base = LlamaForCausalLM(config)
+base.save_pretrained("base")
+lora = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+model = get_peft_model(base, lora)
+model.peft_config["default"].base_model_name_or_path = "org/base"
+model.save_pretrained("adapter")
+print(json.dumps(model.eval()(torch.arange(8)[None]).logits.flatten().tolist()))
+"""
+"""Saves a base model and an adapter that does something, and prints the adapter's outputs."""
+
+
+def test_pushed_adapter_loads_by_the_code_of_its_card(hub: Hub, push_json, environment, tmp_path: Path):
+    """Base and adapter go to the hub; the card's code block, as it is, gives the adapter's outputs."""
+    made = subprocess.run([sys.executable, "-c", MAKE], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stderr
+    expected = json.loads(made.stdout.splitlines()[-1])
+    push_json(tmp_path / "base", "org/base", "--no-card")
+    push_json(tmp_path / "adapter", "me/lora", "--exclude", "README.md")  # PEFT's own template
+    (tmp_path / "adapter" / "README.md").unlink()
+    assert states(push_json(tmp_path / "adapter", "me/lora"))["README.md"] == "new"
+    card = hub.files("me/lora")["README.md"].decode()
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    code += "import json, torch\nprint(json.dumps(model.eval()(torch.arange(8)[None]).logits.flatten().tolist()))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
