@@ -144,8 +144,8 @@ def no_pipeline(case: Case) -> Iterator[Violation]:
         return
     found = case.get(_STAGES)
     size, key = case.axis("pp"), case.axis_key("pp")
-    if size <= 1 and found is not None and type(found.value) is int:
-        size, key = found.value, found.key
+    if size <= 1 and found is not None and found.count is not None:
+        size, key = found.count, found.key
     if size > 1:
         yield Violation(key=key, what=f"FSDP with {size} pipeline stages", fix=f"{key}: 1")
 
@@ -209,7 +209,7 @@ def no_low_vram(case: Case) -> Iterator[Violation]:
 def shard_without_fsdp(case: Case) -> Iterator[Violation]:
     """Source: axolotl `_get_parallel_config_kwargs`."""
     size = case.get("dp_shard_size")
-    if size is not None and type(size.value) is int and size.value > 1 and wants_fsdp(case) is None:
+    if size is not None and case.count("dp_shard_size") > 1 and wants_fsdp(case) is None:
         yield Violation(
             key="dp_shard_size",
             what=f"dp_shard_size: {size.value}, but there is no fsdp_config",

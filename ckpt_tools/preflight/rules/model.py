@@ -170,11 +170,11 @@ def same_dim(case: Case) -> Iterator[Violation]:
 )
 def tied_on_cpu(case: Case) -> Iterator[Violation]:
     """Source: verl `workers/fsdp_workers.py` (`use_meta_tensor=not tie_word_embeddings`)."""
-    facts, ranks = case.facts, case.get("trainer.n_gpus_per_node")
+    facts = case.facts
     if facts is None or not facts.tied_embeddings or not case.is_fsdp or facts.num_params is None:
         return
     width = 2 if case.spec.master_dtype in ("bf16", "f16") else 4
-    local = ranks.value if ranks is not None and type(ranks.value) is int else 8
+    local = case.count("trainer.n_gpus_per_node", 8)
     nbytes = facts.num_params * width * local
     if nbytes > _HOST_BYTES:
         yield Violation(

@@ -74,7 +74,7 @@ def eight_bit_offload(case: Case) -> Iterator[Violation]:
 def eight_bit_tp(case: Case) -> Iterator[Violation]:
     """Source: axolotl `check_tensor_parallel_optimizer`."""
     found, tp = _optimizer(case), case.get("tensor_parallel_size")
-    if found is None or tp is None or type(tp.value) is not int or tp.value <= 1 or found.text not in _BNB_TP:
+    if found is None or tp is None or case.count(tp.key) <= 1 or found.text not in _BNB_TP:
         return
     if not case.is_fsdp2:  # CKPT080 has it
         yield Violation(key=found.key, what=f"{found} with {tp}", fix=f"{found.key}: adamw_torch_fused")

@@ -233,7 +233,7 @@ def matching_policy(case: Case) -> Iterator[Violation]:
     "CKPT028",
     "warning",
     "nothing wraps the blocks of the model",
-    why="All parameters are one group: every rank gathers the whole model in forward, and memory is that of DDP",
+    why="All blocks are one group: every rank gathers the whole model in forward, and keeps it until backward",
     fix="auto_wrap_policy: TRANSFORMER_BASED_WRAP",
     frameworks=HF,
 )
@@ -245,9 +245,9 @@ def blocks_are_wrapped(case: Case) -> Iterator[Violation]:
     smallest = case.fsdp_option("min_num_params")
     key = found.key if found is not None else _spelling(case, "auto_wrap_policy")
     if policy is None:
-        yield Violation(key=key, what=f"no {key}: FSDP has one group, the whole model", fix=f"{key}: {_POLICIES[0]}")
+        yield Violation(key=key, what=f"no {key}: all blocks are one FSDP group", fix=f"{key}: {_POLICIES[0]}")
     elif policy == "NO_WRAP":
-        yield Violation(key=key, what="NO_WRAP: FSDP has one group, the whole model", fix=f"{key}: {_POLICIES[0]}")
+        yield Violation(key=key, what="NO_WRAP: all blocks are one FSDP group", fix=f"{key}: {_POLICIES[0]}")
     elif policy == "SIZE_BASED_WRAP" and case.framework == "trainer" and (smallest is None or smallest.value == 0):
         yield Violation(
             key=key,

@@ -157,10 +157,7 @@ def ep_combination(case: Case) -> Iterator[Violation]:
     ep, world = case.axis("ep"), case.spec.world_size
     if ep <= 1 or world is None:
         return
-    sizes = {
-        name: found.value if (found := case.get(name)) is not None and type(found.value) is int else 1
-        for name in ("dp_shard_size", "context_parallel_size", "tensor_parallel_size")
-    }
+    sizes = {name: case.count(name) for name in ("dp_shard_size", "context_parallel_size", "tensor_parallel_size")}
     shard, cp, tp = sizes.values()
     if tp > 1:
         yield Violation(
@@ -211,10 +208,10 @@ def sequence_parts(case: Case) -> Iterator[Violation]:
     elif case.framework == "verl":
         size = case.first(f"{_ACTOR}.ulysses_sequence_parallel_size")
         padding = case.get("actor_rollout_ref.model.use_remove_padding")
-        if size is not None and type(size.value) is int and size.value > 1 and padding is not None and padding.is_off:
+        if size is not None and (size.count or 1) > 1 and padding is not None and padding.is_off:
             yield Violation(
                 key=size.key,
-                what=f"ulysses_sequence_parallel_size={size.value} needs use_remove_padding",
+                what=f"ulysses_sequence_parallel_size={size.text} needs use_remove_padding",
                 fix="actor_rollout_ref.model.use_remove_padding: true",
             )
     else:
@@ -229,7 +226,7 @@ def sequence_parts(case: Case) -> Iterator[Violation]:
 
 def _axolotl_sequence(case: Case) -> Iterator[Violation]:
     size = case.first("context_parallel_size", "sequence_parallel_degree")
-    if size is None or type(size.value) is not int or size.value <= 1:
+    if size is None or (size.count or 1) <= 1:
         return
     kernel, old = case.get("attn_implementation"), case.get("flash_attention")
     dsa = case.get("use_glm_dsa_kernels")
@@ -241,7 +238,7 @@ def _axolotl_sequence(case: Case) -> Iterator[Violation]:
             key=size.key, what=f"{size} needs flash attention", fix="attn_implementation: flash_attention_2"
         )
     packing, batch = case.get("sample_packing"), case.get("micro_batch_size")
-    if packing is not None and packing.is_on and batch is not None and type(batch.value) is int and batch.value > 1:
+    if packing is not None and packing.is_on and batch is not None and (batch.count or 1) > 1:
         yield Violation(
             key="micro_batch_size",
             what=f"{size} with packed samples takes one sample at a time, the config has {batch}",
@@ -264,8 +261,7 @@ def stages_have_layers(case: Case) -> Iterator[Violation]:
         return
     weights = 0
     for name in ("first_stage_less_layers", "last_stage_less_layers"):
-        found = case.get(f"parallelism.pipeline_parallel_{name}")
-        weights += found.value if found is not None and type(found.value) is int else 1
+        weights += case.count(f"parallelism.pipeline_parallel_{name}")
     if pp > layers + weights:
         yield Violation(
             key=case.axis_key("pp"), what=f"pp={pp} stages for {layers} layers", fix=f"{case.axis_key('pp')}: {layers}"

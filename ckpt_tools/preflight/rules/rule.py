@@ -36,6 +36,10 @@ class Config(Protocol):
         raise NotImplementedError
 
 
+_MAX_DIGITS = 18
+"""Digits of a number that is written as text."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One option as the file says it."""
@@ -58,6 +62,14 @@ class Setting:
         if isinstance(self.value, str):
             return self.value.strip().lower() in ("0", "false", "f", "no", "n", "off")
         return self.value is False or (type(self.value) is int and self.value == 0)
+
+    @property
+    def count(self) -> int | None:
+        """The value as a whole number, which may be written as text; None for anything else."""
+        if type(self.value) is int:
+            return self.value
+        digits = self.value.strip() if isinstance(self.value, str) else ""
+        return int(digits) if len(digits) <= _MAX_DIGITS and digits.removeprefix("-").isdecimal() else None
 
     @property
     def text(self) -> str:
@@ -124,6 +136,11 @@ class Case:
         if size == -1 and self.spec.mesh is not None:
             return dict(self.spec.mesh.axes).get(name, 1)
         return size
+
+    def count(self, path: str, default: int = 1) -> int:
+        """Return the whole number at a dotted path, or `default` where there is none."""
+        found = self.get(path)
+        return default if found is None or found.count is None else found.count
 
     @property
     def shard_ranks(self) -> int:

@@ -99,19 +99,19 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
     """Look for sizes below 1."""
     for path in _SIZES.get(case.framework, ()):
         found = case.get(path)
-        if found is not None and type(found.value) is int and found.value < 1:
+        if found is not None and case.count(path) < 1:
             yield Violation(
-                key=path, what=f"{found.value} ranks, at least 1 is needed", fix=f"{path}: 1 switches it off"
+                key=path, what=f"{shown(found.value)} ranks, at least 1 is needed", fix=f"{path}: 1 switches it off"
             )
     lone = {
         "torchtitan": "parallelism.data_parallel_shard_degree",
         "verl": "actor_rollout_ref.actor.fsdp_config.fsdp_size",
     }.get(case.framework)
     found = case.get(lone) if lone else None
-    if found is not None and type(found.value) is int and (found.value == 0 or found.value < -1):
+    if found is not None and (case.count(found.key) == 0 or case.count(found.key) < -1):
         yield Violation(
             key=found.key,
-            what=f"{found.value} ranks, -1 or at least 1 is needed",
+            what=f"{shown(found.value)} ranks, -1 or at least 1 is needed",
             fix=f"{found.key}: -1 takes the rest",
         )
 
@@ -239,11 +239,8 @@ def needs_ranks(case: Case) -> Iterator[Violation]:
 )
 def even_machines(case: Case) -> Iterator[Violation]:
     """Source: `accelerate/utils/launch.py:prepare_multi_gpu_env`."""
-    processes, machines = case.get("num_processes"), case.get("num_machines")
-    if processes is None or machines is None:
-        return
-    ranks, count = processes.value, machines.value
-    if type(ranks) is int and type(count) is int and count > 0 and ranks > 0 and ranks % count:
+    ranks, count = case.count("num_processes", 0), case.count("num_machines")
+    if count > 0 and ranks > 0 and ranks % count:
         yield Violation(
             key="num_processes",
             what=f"{ranks} processes on {count} machines: {ranks // count} start on each, and {ranks % count} never",
@@ -265,11 +262,7 @@ def other_world(case: Case) -> Iterator[Violation]:
         keys: tuple[str, ...] = ("num_processes",)
     else:
         keys = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    found = [case.get(key) for key in keys]
-    sizes = [one.value for one in found if one is not None and type(one.value) is int]
-    if len(sizes) != len(keys):
-        return
-    ranks = math.prod(size for size in sizes if isinstance(size, int))
+    ranks = math.prod(case.count(key, 0) for key in keys)  # 0 where the file does not say
     if ranks > 0 and case.spec.world_size not in (None, ranks):
         yield Violation(
             key=keys[0],
