@@ -250,6 +250,7 @@ def _oft(
     for name, when in (
         ("use_cayley_neumann", None),
         ("num_cayley_neumann_terms", "use_cayley_neumann"),
+        ("peft_version", "use_cayley_neumann"),  # before 0.18 PEFT computed another rotation
         ("coft", None),
         ("eps", "coft"),
     ):
@@ -257,6 +258,8 @@ def _oft(
             config[name] = adapter.settings[name]
         elif when is None:
             asked.append(f"{name}=true|false")
+        elif name == "peft_version" and "peft_type" in adapter.settings:
+            continue  # PEFT's own file without it is older than 0.18, and PEFT warns
         elif when in config and config[when].value is True:
             asked.append(f"{name}=VALUE")
     if asked:
@@ -279,22 +282,26 @@ def _oft_size(adapter: Adapter[F], blocks: Sequence[tuple[int, int]], *, is_shar
     sizes, counts = {size for _, size in blocks}, {count for count, _ in blocks}
     known = {name: adapter.settings[name] for name in ("r", "oft_block_size") if name in adapter.settings}
     size = known.get("oft_block_size")
-    if size is not None and isinstance(size.value, int) and size.value > 0:
-        sizes = {size.value, *sizes}
-    for wanted in sorted(sizes, reverse=True):
-        if is_shared and len(sizes) > 1:
-            break
-        if all(is_shared or _adjusted(count * own, wanted) == own for count, own in blocks):
-            source = size.source if size is not None and size.value == wanted else "columns of R"
-            return {"oft_block_size": Sourced(wanted, source), "r": Sourced(0, "the size of the blocks is set")}
-    if not is_shared:
-        for wanted in sorted(counts):
-            if all(count * own % wanted == 0 and own == count * own // wanted for count, own in blocks):
-                return {"r": Sourced(wanted, "rows of R"), "oft_block_size": Sourced(0, "the number of blocks is set")}
+    by_number = {"oft_block_size": Sourced(0, "the number of blocks is set")}
+    if len(sizes) == 1 or is_shared:
+        if len(sizes) == 1:
+            return _by_size(sizes.pop(), size)
+    elif len(counts) == 1:
+        return {"r": Sourced(counts.pop(), "rows of R"), **by_number}
+    else:
+        given = [size.value] if size is not None and isinstance(size.value, int) and size.value > 0 else []
+        for wanted in (*given, *sorted(sizes, reverse=True)):
+            if all(_adjusted(count * own, wanted) == own for count, own in blocks):
+                return _by_size(wanted, size)
     raise UsageError(
         "neither one block size nor one number of blocks gives all modules the shapes that they have",
         hint="export them one by one, with --include and --exclude",
     )
+
+
+def _by_size(wanted: int, known: Sourced[object] | None) -> Config:
+    source = known.source if known is not None and known.value == wanted else "columns of R"
+    return {"oft_block_size": Sourced(wanted, source), "r": Sourced(0, "the size of the blocks is set")}
 
 
 def _boft(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> Config:

@@ -253,33 +253,46 @@ def _covers(target: object, adapted: Collection[str]) -> bool:
 def _saved(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
     """Tell modules that are trained whole from biases that are trained beside an adapter."""
     adapted = {module.path for module in modules}
-    whole: list[str] = []
-    biases: list[str] = []
-    known = adapter.settings.get("bias")
-    all_biases = known is not None and known.value == "all"
-    for module in adapter.modules:
-        if module.family != "saved":
-            continue
-        if set(module.factors) == {"bias"} and (module.path in adapted or all_biases):
-            biases.append(module.path)
-        elif module.path not in adapted:  # else an embedding that PEFT saved with its adapter
-            whole.append(module.path)
+    saved = [module for module in adapter.modules if module.family == "saved"]
+    biases = [module.path for module in saved if set(module.factors) == {"bias"}]
+    # Of an adapted module PEFT saves an embedding's weight along with the factors.
+    whole = [module for module in saved if module.path not in adapted and module.path not in biases]
     config: Config = {}
     family = modules[0].family
+    known = adapter.settings.get("bias")
     if known is not None and known.value not in (None, "none"):
         config["bias"] = known
     elif has_field(PEFT_TYPES[family], "bias"):
-        own: Sourced[object] = Sourced(f"{family}_only", "trained biases of adapted modules")
-        config["bias"] = own if biases else Sourced("none", "no trained biases")
+        kind = f"{family}_only" if set(biases) <= adapted else "all"
+        config["bias"] = Sourced(kind, "trained biases") if biases else Sourced("none", "no trained biases")
     settled = adapter.settings.get("modules_to_save")
+    paths = [module.path for module in whole]
     if not whole:
         config["modules_to_save"] = Sourced(None, "no modules are trained whole")
-    elif settled is not None and isinstance(settled.value, list) and _saves(settled.value, whole):
+    elif settled is not None and isinstance(settled.value, list) and _saves(settled.value, paths):
         config["modules_to_save"] = settled
+    elif "peft_type" in adapter.settings:
+        # PEFT's own choice: embeddings that were resized are saved, and are no modules_to_save.
+        config["modules_to_save"] = settled or Sourced(None, adapter.settings["peft_type"].source)
     else:
-        names: Collection[str] = minimal_saved(whole, parents_of(base.shapes) if base is not None else ())
+        _check_whole(whole, base)
+        names = minimal_saved(paths, parents_of(base.shapes) if base is not None else ())
         config["modules_to_save"] = Sourced(list(names), "modules whose tensors are whole")
     return config
+
+
+def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> None:
+    """PEFT loads every parameter of a module in modules_to_save, or fails."""
+    for module in whole:
+        own = [name for name in (base.shapes if base else ()) if name.startswith(f"{module.path}.")]
+        absent = [name for name in own if name[len(module.path) + 1 :] not in module.factors]
+        if absent and base is not None:
+            raise UsageError(
+                f"{escape_name(module.path)!r} was trained in part: {escape_name(absent[0])!r} is not among what was "
+                "trained, and PEFT saves modules whole",
+                where=base.source,
+                hint="--exclude its tensors, if they need not come along",
+            )
 
 
 def _saves(names: list[object], whole: Collection[str]) -> bool:

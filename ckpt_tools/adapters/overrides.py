@@ -14,6 +14,10 @@ _INFERRED = ("peft_type", "inference_mode", "rank_pattern", "alpha_pattern", "lo
 """Not to be given: tensors, or other options, say them."""
 
 
+_TEXT = ("peft_version", "revision", "task_type", "base_model_name_or_path", "bias", "megatron_core")
+"""Fields that are text, even where it looks like a number."""
+
+
 def parse_overrides(given: Sequence[str]) -> Mapping[str, Sourced[object]]:
     """Return field → value; a value is JSON where it is any, else text.
 
@@ -32,7 +36,7 @@ def parse_overrides(given: Sequence[str]) -> Mapping[str, Sourced[object]]:
             raise UsageError(f"{escape_name(name)} {what}", where="--config")
         if name in found:
             raise UsageError(f"{name} is given twice", where="--config")
-        found[name] = Sourced(_value(value), "--config")
+        found[name] = Sourced(value if name in _TEXT else _value(value), "--config")
     return found
 
 

@@ -211,13 +211,15 @@ def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[li
 
 def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
     keys = [item.key for item in named if item.key is not None]
+    if any(key.adapter is not None for key in keys) or any(_PEFT_ROOT in item.entry.fqn for item in named):
+        return "peft"
     styles = Counter(key.style for key in keys if not key.is_weak)
     paths = [key.path for key in keys]
     if styles["torchtitan"]:
         return "torchtitan"
     if any(path.startswith("diffusion_model.") for path in paths):
         return "ai-toolkit" if sidecars.is_ai_toolkit else "comfyui"
-    if all("." not in path for path in paths) and not any(item.entry.fqn.startswith(_PEFT_ROOT) for item in named):
+    if all("." not in path for path in paths):
         return "kohya"
     if sidecars.is_ai_toolkit:
         return "ai-toolkit"

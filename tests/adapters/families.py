@@ -1,0 +1,260 @@
+"""Every family that PEFT has here, on small real models; saved from two FSDP2 ranks as trainers do."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+SCALED = ("lora_", "hada_", "lokr_", "oft_", "boft_", "modules_to_save", "bias")
+LLAMA = dict(target_modules=["q_proj", "v_proj", "down_proj"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One adapter: how it is made and saved, and what ckpt has to be told."""
+
+    config: dict
+    model: str = "llama"
+    save: str = "model"
+    """"model": everything under model.; "trainable": adapters only; "optim": with optimizer state; "flat": no root."""
+    sidecar: bool = False
+    """PEFT's configuration is put beside the checkpoint."""
+    options: dict = field(default_factory=dict)
+    """Of `export_lora`."""
+    trained: tuple[str, ...] = ()
+    """Parts of names that are trained beside the factors."""
+
+
+OFT = ("use_cayley_neumann=true", "num_cayley_neumann_terms=5", "coft=false", "peft_version=0.21.0")
+
+CASES = {
+    "lora": Case({"peft_type": "LORA", "r": 3, "lora_alpha": 12, **LLAMA}, options={"alpha": 12}),
+    "lora-trainable-only": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **LLAMA}, save="trainable", options={"alpha": 8}
+    ),
+    "lora-optim": Case({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **LLAMA}, save="optim", options={"alpha": 8}),
+    "lora-flat": Case({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **LLAMA}, save="flat", options={"alpha": 8}),
+    "rslora": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, **LLAMA},
+        options={"alpha": 8, "config": ("use_rslora=true",)},
+    ),
+    "rank-pattern": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"layers.1.self_attn.q_proj": 7}, **LLAMA},
+        options={"alpha": 8},
+    ),
+    "alpha-pattern": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {r"layers\.\d\.mlp\.down_proj": 3}, **LLAMA},
+        sidecar=True,
+    ),
+    "dora": Case({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True, **LLAMA}, options={"alpha": 8}),
+    "dora-embedding": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["embed_tokens", "k_proj"]},
+        options={"alpha": 8},
+    ),
+    "embedding": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "lm_head"]},
+        options={"alpha": 8},
+    ),
+    "modules-to-save": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "modules_to_save": ["lm_head", "norm"], **LLAMA},
+        options={"alpha": 8},
+        trained=("modules_to_save",),
+    ),
+    "bias-own": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "lora_only", **LLAMA},
+        save="trainable",
+        options={"alpha": 8},
+        trained=("base_layer.bias",),
+    ),
+    "bias-all": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "all", **LLAMA},
+        save="optim",
+        options={"alpha": 8},
+        trained=(".bias",),
+    ),
+    "bias-of-the-config": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "all", **LLAMA}, sidecar=True, trained=(".bias",)
+    ),
+    "lora-bias": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_bias": True, "target_modules": ["q_proj"]}, options={"alpha": 8}
+    ),
+    "loha": Case({"peft_type": "LOHA", "r": 4, "alpha": 6, **LLAMA}, options={"alpha": 6}),
+    "lokr": Case({"peft_type": "LOKR", "r": 2, "alpha": 6, **LLAMA}, options={"alpha": 6}),
+    "lokr-both": Case(
+        {"peft_type": "LOKR", "r": 1, "alpha": 2, "decompose_both": True, "decompose_factor": 4, **LLAMA},
+        options={"alpha": 2},
+    ),
+    "lokr-full": Case(
+        {"peft_type": "LOKR", "r": 32, "alpha": 16, **LLAMA}, options={"alpha": 16, "config": ("r=32",)}
+    ),
+    "oft": Case({"peft_type": "OFT", "oft_block_size": 8, **LLAMA}, options={"config": OFT}),
+    "oft-by-number": Case(
+        {"peft_type": "OFT", "r": 4, "oft_block_size": 0, "use_cayley_neumann": False, **LLAMA},
+        options={"config": ("use_cayley_neumann=false", "coft=false")},
+    ),
+    "oft-shared": Case(
+        {"peft_type": "OFT", "oft_block_size": 8, "block_share": True, "coft": True, "eps": 0.5, **LLAMA}, sidecar=True
+    ),
+    "boft": Case({"peft_type": "BOFT", "boft_block_size": 4, **LLAMA}),
+    "boft-by-number": Case({"peft_type": "BOFT", "boft_block_size": 0, "boft_block_num": 4, **LLAMA}),
+    "conv-lora": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["projection", "query"]},
+        model="vit",
+        options={"alpha": 8},
+    ),
+    "conv-dora": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["projection", "query"]},
+        model="vit",
+        options={"alpha": 8},
+    ),
+    "conv-loha": Case(
+        {"peft_type": "LOHA", "r": 4, "alpha": 8, "use_effective_conv2d": True, "target_modules": ["projection", "key"]},
+        model="vit",
+        options={"alpha": 8},
+    ),
+    "conv-lokr": Case(
+        {"peft_type": "LOKR", "r": 2, "alpha": 8, "target_modules": ["projection", "value"]},
+        model="vit",
+        options={"alpha": 8},
+    ),
+    "conv-lokr-tucker": Case(
+        {"peft_type": "LOKR", "r": 2, "alpha": 8, "use_effective_conv2d": True, "target_modules": ["projection"]},
+        model="vit",
+        options={"alpha": 8},
+    ),
+    "conv-oft": Case(
+        {"peft_type": "OFT", "oft_block_size": 8, "target_modules": ["projection", "query"]},
+        model="vit",
+        options={"config": OFT},
+    ),
+    "conv-boft": Case(
+        {"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["projection", "query"]}, model="vit"
+    ),
+    "conv1d-transposed": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+        model="gpt2",
+        options={"alpha": 8, "config": ("fan_in_fan_out=true",)},
+    ),
+    "experts": Case(
+        {
+            "peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+        model="moe",
+        options={"alpha": 8},
+    ),
+    "experts-trainable-only": Case(
+        {
+            "peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": [],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+        model="moe",
+        save="trainable",
+        options={
+            "alpha": 8,
+            "config": ("r=2", 'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]'),
+        },
+    ),
+}  # fmt: skip
+
+
+def build(kind: str):
+    """A small model with the same random weights in every process."""
+    import transformers as t
+
+    small = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    torch.manual_seed(5)
+    if kind == "llama":
+        config = t.LlamaConfig(**small, vocab_size=40, num_key_value_heads=2, attention_bias=True)
+        return t.LlamaForCausalLM(config).eval()
+    if kind == "vit":
+        return t.ViTForImageClassification(t.ViTConfig(**small, image_size=16, patch_size=4, num_labels=3)).eval()
+    if kind == "gpt2":
+        return t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=40, n_positions=16)).eval()
+    config = t.Qwen3MoeConfig(
+        **small, vocab_size=40, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    return t.Qwen3MoeForCausalLM(config).eval()
+
+
+def inputs(kind: str) -> dict[str, torch.Tensor]:
+    """What the model is asked."""
+    generator = torch.Generator().manual_seed(1)
+    if kind == "vit":
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    return {"input_ids": torch.randint(0, 40, (2, 7), generator=generator)}
+
+
+def outputs(model, kind: str) -> torch.Tensor:
+    """What it answers."""
+    with torch.no_grad():
+        return model(**inputs(kind)).logits
+
+
+def adapt(case: Case, adapter_name: str = "default"):
+    """The model with a random adapter that changes something."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+
+    config = dict(case.config)
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[config.pop("peft_type")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(build(case.model), kind(**config), adapter_name=adapter_name)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator) * 0.2
+                around = parameter if any(part in name for part in ("magnitude", "boft_s", *case.trained)) else 0.0
+                parameter.copy_(around + noise)
+    return model.eval()
+
+
+def save_all(rank: int, world_size: int, directory: str) -> None:
+    """On every rank: shard every case's model with FSDP2, and save it."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+    for name, case in CASES.items():
+        model = adapt(case)
+        if rank == 0:
+            Path(directory, name).mkdir()
+            save_file({"logits": outputs(model, case.model).contiguous()}, Path(directory, name, "logits.safetensors"))
+        blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
+        assert blocks
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        options = StateDictOptions(ignore_frozen_params=case.save == "trainable")
+        state = get_model_state_dict(model, options=options)
+        whole = state if case.save == "flat" else {"model": state}
+        if case.save == "optim":
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+            model(**inputs(case.model)).logits.float().square().mean().backward()
+            optimizer.step()
+            whole["optim"] = get_optimizer_state_dict(model, optimizer)
+        dist.barrier()
+        path = os.path.join(directory, name, "dcp")
+        dcp.save(whole, checkpoint_id=path)
+        if rank == 0 and case.sidecar:
+            document = {key: value for key, value in model.peft_config["default"].to_dict().items()}
+            document = {key: sorted(v) if isinstance(v, set) else v for key, v in document.items()}
+            Path(path, "adapter_config.json").write_text(json.dumps(document, default=str))
+
+
+BLOCKS = ("LlamaDecoderLayer", "ViTLayer", "GPT2Block", "Qwen3MoeDecoderLayer")
