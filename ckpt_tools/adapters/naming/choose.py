@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, ArchitectureName, candidates, detect_architecture
-from ckpt_tools.adapters.naming.resolve import readings
+from ckpt_tools.adapters.naming.resolve import is_language_model_path, readings
+from ckpt_tools.adapters.naming.shapes import S, columns_of, rows_of
 from ckpt_tools.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
+from ckpt_tools.text import escape_name
 
 _HEADERS = {
     "ss_base_model_version": {each.base_version: name for name, each in ARCHITECTURES.items()},
@@ -19,8 +18,29 @@ _HEADERS = {
 }
 
 
+def choose_from_headers(
+    adapter: Adapter[S], *, base_names: Collection[str] | None
+) -> ArchitectureName | Literal["llm"] | None:
+    """Return the one family that an adapter is for, or None where several are possible or none is known."""
+    if base_names is not None and (found := detect_architecture(_modules(base_names))) is not None:
+        return found
+    paths = [module.path for module in adapter.modules]
+    possible = candidates(paths)
+    if not possible:
+        return "llm" if any(is_language_model_path(path) for path in paths) else None
+    said = _by_header(adapter)
+    if said in possible:
+        return said
+    possible = _by_shape(adapter, possible)
+    return possible[0] if len(possible) == 1 else None
+
+
+def _modules(base_names: Collection[str]) -> list[str]:
+    return [name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name for name in base_names]
+
+
 def choose_architectures(
-    adapter: Adapter[torch.Tensor],
+    adapter: Adapter[S],
     *,
     architecture: ArchitectureName | Literal["llm"] | None,
     base_names: Collection[str] | None,
@@ -32,13 +52,11 @@ def choose_architectures(
     """
     paths = [module.path for module in adapter.modules]
     if architecture is None and base_names is not None:
-        architecture = detect_architecture(
-            name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name for name in base_names
-        )
+        architecture = detect_architecture(_modules(base_names))
     if architecture == "llm" or (architecture is None and detect_architecture(paths) == "llm"):
         raise UsageError(
             "diffusers, kohya and ComfyUI have no names for the modules of a language model",
-            where=paths[0] if paths else None,
+            where=escape_name(paths[0]) if paths else None,
             hint="--to peft is what transformers, vLLM and PEFT read",
         )
     if architecture is not None:
@@ -51,7 +69,7 @@ def choose_architectures(
     if not found:
         raise UsageError(
             "the adapter's modules are of no model family that ckpt has names for",
-            where=paths[0] if paths else None,
+            where=escape_name(paths[0]) if paths else None,
             hint=f"known are {', '.join(each.title for each in ARCHITECTURES.values())}",
         )
     said = _by_header(adapter)
@@ -60,17 +78,15 @@ def choose_architectures(
     return _by_shape(adapter, found) if len(found) > 1 else found
 
 
-def _by_header(adapter: Adapter[torch.Tensor]) -> ArchitectureName | None:
+def _by_header(adapter: Adapter[S]) -> ArchitectureName | None:
     for key, names in _HEADERS.items():
         if key in adapter.settings and (name := names.get(str(adapter.settings[key].value))) is not None:
             return name
     return None
 
 
-def _by_shape(adapter: Adapter[torch.Tensor], found: tuple[ArchitectureName, ...]) -> tuple[ArchitectureName, ...]:
+def _by_shape(adapter: Adapter[S], found: tuple[ArchitectureName, ...]) -> tuple[ArchitectureName, ...]:
     """FLUX.1 and FLUX.2 share names, but not the width of their MLPs."""
-    from ckpt_tools.adapters.naming.rows import columns_of, rows_of
-
     fitting = list(found)
     for module in adapter.modules:
         rows, columns = rows_of(module), columns_of(module)

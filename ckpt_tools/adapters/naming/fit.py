@@ -11,7 +11,8 @@ from ckpt_tools.adapters import equivalents
 from ckpt_tools.adapters.adapter import Convention, Family, Sourced
 from ckpt_tools.adapters.delta import Setting, magnitude_is_by_column, rank_of, scale_of
 from ckpt_tools.adapters.naming.placing import Placed
-from ckpt_tools.adapters.naming.rows import InexpressibleError, Module, columns_of, refuse, rows_of
+from ckpt_tools.adapters.naming.rows import InexpressibleError, Module, refuse
+from ckpt_tools.adapters.naming.shapes import columns_of, rows_of
 
 _FLOAT32 = 2.0**-20
 """Relative error that is not reported."""

@@ -13,13 +13,12 @@ from ckpt_tools.adapters.naming.resolve import Place, place
 from ckpt_tools.adapters.naming.rows import (
     InexpressibleError,
     Module,
-    columns_of,
     join,
     refuse,
-    rows_of,
     split,
     swap_halves,
 )
+from ckpt_tools.adapters.naming.shapes import columns_of, rows_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 

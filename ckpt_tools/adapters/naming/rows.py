@@ -248,34 +248,3 @@ def _row_roles(module: Module) -> tuple[str, ...]:
     if module.family not in _BY_OUT or module.factors.keys() & {"A_embedding", "B_embedding"}:
         raise refuse(module, "its factors have no rows of the weight")
     return tuple(role for role in _BY_OUT[module.family] if role in module.factors)
-
-
-def rows_of(module: Module) -> int | None:
-    """Return out, where the factors tell."""
-    factors = module.factors
-    if module.family == "lora" and "B" in factors:
-        return factors["B"].shape[0]
-    if module.family == "loha":
-        return factors["w1_a"].shape[1 if "t1" in factors else 0]
-    if module.family == "lokr":
-        left = factors["w1" if "w1" in factors else "w1_a"].shape[0]
-        right = factors["w2"].shape[0] if "w2" in factors else factors["w2_a"].shape[1 if "t2" in factors else 0]
-        return left * right
-    if module.family == "full" and factors.keys() & {"diff", "diff_b"}:
-        return factors["diff" if "diff" in factors else "diff_b"].shape[0]
-    return None
-
-
-def columns_of(module: Module) -> int | None:
-    """Return in (without a kernel), where the factors tell."""
-    factors = module.factors
-    if module.family == "lora" and "A" in factors:
-        return factors["A"].shape[1]
-    if module.family == "loha":
-        return factors["w1_b"].shape[1]
-    if module.family == "lokr":
-        left = factors["w1" if "w1" in factors else "w1_b"].shape[1]
-        return left * factors["w2" if "w2" in factors else "w2_b"].shape[1]
-    if module.family == "full" and "diff" in factors and factors["diff"].ndim > 1:
-        return factors["diff"].shape[1]
-    return None

@@ -56,6 +56,16 @@ class Match:
     part: int | None
     """Which of the rule's diffusers modules it is; None for the native module."""
 
+    @property
+    def is_native(self) -> bool:
+        """Is it the authors' name?"""
+        return self.part is None or self.rule.diffusers == (self.rule.native,)
+
+    @property
+    def is_diffusers(self) -> bool:
+        """Is it diffusers' name?"""
+        return self.part is not None or self.rule.diffusers == (self.rule.native,)
+
     def native(self) -> str:
         """Return the native path."""
         return fill(self.rule.native, self.numbers)

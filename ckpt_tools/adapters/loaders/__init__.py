@@ -1,0 +1,35 @@
+"""Loaders of adapters, simulated by their key rules: what they map, leave out silently, or refuse. No torch.
+
+`simulate` says of a file whether a loader takes it and whether that changes anything, without the loader's library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ckpt_tools.adapters.loaders import comfyui, diffusers, kohya, peft, vllm
+from ckpt_tools.adapters.loaders.loading import AdapterFile, Loader, LoaderReport, Rules, TensorHead, report
+
+__all__ = ["LOADERS", "AdapterFile", "Loader", "LoaderReport", "TensorHead", "simulate"]
+
+LOADERS: Mapping[Loader, Rules] = MappingProxyType(
+    {
+        "peft": peft.load,
+        "diffusers": diffusers.load,
+        "comfyui": comfyui.load,
+        "kohya": kohya.load,
+        "vllm": vllm.load,
+    }
+)
+"""Rules by loader."""
+
+
+def simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
+    """Say what a loader would make of an adapter.
+
+    Args:
+        file: Its names, shapes and header, and what stands beside it.
+        loader: Whose rules.
+    """
+    return report(loader, LOADERS[loader], file)

@@ -1,0 +1,53 @@
+"""What kohya's sd-scripts do with an adapter's names when they load network weights, with LyCORIS beside them.
+
+Source: github.com/kohya-ss/sd-scripts, networks/lora.py, lora_flux.py, lora_sd3.py (`create_network_from_weights`);
+lycoris-lora 4.1, kohya.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading
+from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
+
+_SUFFIX = re.compile(
+    r"(?P<module>[^.]+)\.(?P<suffix>lora_(?:up|down|mid)\.weight|alpha|dora_scale|hada_\w+|lokr_\w+|diff|diff_b"
+    r"|oft_blocks|oft_diag|rescale)"
+)
+_PLAIN = ("lora_up.weight", "lora_down.weight", "alpha")
+
+
+def load(file: AdapterFile, loading: Loading) -> None:
+    """Apply kohya's rules."""
+    if file.architecture is None:
+        loading.say(
+            "loader-unchecked", "warning", file.file, "the names do not tell the model family", "--base tells it"
+        )
+        return
+    if file.architecture == "llm" or file.architecture == "flux2":
+        what = "language models" if file.architecture == "llm" else "FLUX.2"
+        loading.ignored |= dict.fromkeys(file.tensors, f"kohya's sd-scripts have no {what}")
+        return
+    architecture = ARCHITECTURES[file.architecture]
+    needs_lycoris = False
+    for name in file.tensors:
+        hit = _SUFFIX.fullmatch(name)
+        if hit is None:
+            continue
+        for part in architecture.parts:
+            prefix = f"{part.kohya[0]}_"
+            rest = hit["module"].removeprefix(prefix)
+            if not hit["module"].startswith(prefix):
+                continue
+            match = next((each for each in part.names.find(rest) if each.native().replace(".", "_") == rest), None)
+            if match is not None:
+                loading.use(name, f"{part.component}.{match.native()}")
+                needs_lycoris |= hit["suffix"] not in _PLAIN
+    if needs_lycoris:
+        loading.say(
+            "loader-needs",
+            "info",
+            file.file,
+            "kohya's networks.lora has plain LoRA alone: load it with --network_module lycoris.kohya",
+        )

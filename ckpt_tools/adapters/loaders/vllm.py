@@ -1,0 +1,91 @@
+"""What vLLM does with a PEFT adapter (`--enable-lora`).
+
+Source: github.com/vllm-project/vllm, vllm/lora/peft_helper.py, lora_model.py, utils.py, worker_manager.py; issues
+#9280 (modules_to_save), #2847 (rank), #21500 (lm_head).
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.target_modules import parents_of
+
+_ROOT = "base_model.model."
+_NAME = re.compile(r"(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])")
+_DEFAULT_RANK = 16
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that --max-lora-rank takes."""
+_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings")
+
+
+def load(file: AdapterFile, loading: Loading) -> None:
+    """Apply vLLM's rules.
+
+    Raises:
+        RejectedError: It raises.
+    """
+    config = file.config
+    if config is None:
+        raise RejectedError("there is no adapter_config.json beside it")
+    if file.file != "adapter_model.safetensors":
+        raise RejectedError(f"it looks for adapter_model.safetensors, and this is {file.file}")
+    missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
+    if missing:
+        raise RejectedError(f"adapter_config.json lacks {', '.join(missing)}")
+    if config.get("peft_type") != "LORA":
+        raise RejectedError(f"peft_type is {config.get('peft_type')!r}, it has LORA alone")
+    if config.get("modules_to_save"):
+        raise RejectedError("modules_to_save must be empty")
+    if config.get("use_dora"):
+        raise RejectedError("it does not support DoRA")
+    _check_rank(file, config.get("r"), loading)
+    modules = parents_of(file.base) if file.base is not None else None
+    embeddings = set()
+    for name in file.tensors:
+        hit = _NAME.fullmatch(name)
+        if hit is None:
+            raise RejectedError(f"{name} is an unsupported LoRA weight")
+        module = hit["module"].removeprefix(_ROOT)
+        if modules is not None and module not in modules:
+            loading.ignored[name] = "the base model has no such module"
+            continue
+        if module.rpartition(".")[2] in _EMBEDDINGS:
+            embeddings.add(module)
+        loading.use(name, module)
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        if config.get(pattern):
+            loading.say(
+                "loader-misreads",
+                "error",
+                "adapter_config.json",
+                f"vLLM takes r and lora_alpha for every module and ignores {pattern}: some modules get a wrong scale",
+                "ckpt merge-lora BASE ADAPTER DST, and serve the merged model",
+            )
+    if embeddings:
+        loading.say(
+            "loader-needs",
+            "warning",
+            min(embeddings),
+            "vLLM takes adapters of embeddings and of lm_head for some models only, and refuses them for others",
+        )
+
+
+def _check_rank(file: AdapterFile, rank: object, loading: Loading) -> None:
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise RejectedError(f"r is {rank!r}")
+    largest = max(
+        (head.shape[0] for name, head in file.tensors.items() if name.endswith("lora_A.weight") and head.shape),
+        default=rank,
+    )
+    rank = max(rank, largest)
+    if rank > _RANKS[-1]:
+        raise RejectedError(f"its rank is {rank}, the most is {_RANKS[-1]}")
+    if rank > _DEFAULT_RANK:
+        needed = next(each for each in _RANKS if each >= rank)
+        loading.say(
+            "loader-needs",
+            "info",
+            file.file,
+            f"rank {rank} is above vLLM's default of {_DEFAULT_RANK}: start it with --max-lora-rank {needed}",
+        )

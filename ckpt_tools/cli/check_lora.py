@@ -1,0 +1,130 @@
+"""`ckpt check-lora`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt_tools import api
+from ckpt_tools.adapters.check import LoraCheck, to_json
+from ckpt_tools.adapters.loaders import LoaderReport
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.cli import options
+from ckpt_tools.cli.output import note, print_json, say
+from ckpt_tools.cli.values import format_of
+from ckpt_tools.text import escape_name
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC", help="What holds the adapter: a safetensors file, a PEFT directory, a training checkpoint."
+    ),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base", envvar="CKPT_BASE", metavar="DIR", help="The base model: modules and shapes are held against it."
+    ),
+]
+For = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--for",
+        envvar="CKPT_FOR",
+        metavar="peft|diffusers|comfyui|kohya|vllm",
+        help="Whose key rules must take the adapter, whole (repeatable); by default any of them.",
+    ),
+]
+AdapterName = Annotated[
+    str | None, typer.Option("--adapter", envvar="CKPT_ADAPTER", metavar="NAME", help="Which one, of several.")
+]
+Architecture = Annotated[
+    str | None,
+    typer.Option(
+        "--architecture",
+        envvar="CKPT_ARCHITECTURE",
+        metavar="flux1|flux2|sdxl|sd3|llm",
+        help="Model family, where the names do not tell it.",
+    ),
+]
+_MAX_SHOWN = 20
+
+
+def check_lora(
+    source: Source,
+    base: Base = None,
+    loaders: For = None,
+    adapter: AdapterName = None,
+    architecture: Architecture = None,
+    from_format: options.From = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Check an adapter: is it whole, and will peft, diffusers, ComfyUI, kohya or vLLM load it and change anything?"""
+    result = api.check_lora(
+        source,
+        base=base,
+        loaders=loaders or (),
+        adapter=adapter,
+        architecture=architecture,
+        format=format_of(from_format),
+    )
+    if json:
+        print_json(to_json(result))
+        return 0 if result.ok else 3
+    shown = result.findings if verbose else result.findings[:_MAX_SHOWN]
+    for finding in shown:
+        _say_finding(finding)
+    if len(shown) < len(result.findings):
+        say(f"… and {len(result.findings) - len(shown)} more findings (-v shows all)")
+    if not quiet:
+        _say_adapter(result, verbose=verbose)
+        if result.loaders:
+            _say_loaders(result, verbose=verbose)
+        for text in result.not_checked:
+            note(f"not checked: {text}")
+        say(f"{escape_name(source)}: {'ok' if result.ok else 'NOT ok'}")
+    return 0 if result.ok else 3
+
+
+def _say_finding(finding: Finding, indent: str = "") -> None:
+    say(f"{indent}{finding.severity}: {finding.code}: {finding.what}")
+    say(f"{indent}   at: {finding.where}")
+    if finding.hint is not None:
+        say(f"{indent} hint: {finding.hint}")
+
+
+def _say_adapter(result: LoraCheck, *, verbose: bool) -> None:
+    alpha = "not known" if result.alpha is None else f"{result.alpha.value:g} ({escape_name(result.alpha.source)})"
+    ranks = " (others differ)" if len(result.ranks) > 1 else ""
+    alphas = " (others differ)" if len(result.alphas) > 1 else ""
+    family = "" if result.architecture is None else f", for {result.architecture}"
+    say(f"{result.kind} of {result.num_modules} modules{family}, in {result.convention}'s names")
+    say(f"rank {result.rank if result.rank is not None else 'none'}{ranks}, alpha {alpha}{alphas}")
+    targets = result.targets if verbose else result.targets[:8]
+    more = f" … and {len(result.targets) - len(targets)} more" if len(targets) < len(result.targets) else ""
+    say(f"targets: {', '.join(map(escape_name, targets))}{more}")
+
+
+def _say_loaders(result: LoraCheck, *, verbose: bool) -> None:
+    told = set(result.findings)
+    for report in result.loaders:
+        total = report.num_matched + len(report.unmatched)
+        counts = f"{report.num_matched} of {total} tensors, {len(report.matched)} modules"
+        say(f"{report.loader:>9}: {_verdict(report)}" + (f" ({counts})" if report.loads else ""))
+        if verbose:
+            for finding in report.findings:
+                if finding not in told:
+                    _say_finding(finding, indent=" " * 11)
+
+
+def _verdict(report: LoaderReport) -> str:
+    if report.loads is None:
+        return "cannot be told"
+    if not report.loads:
+        return "refuses it"
+    if not report.changes:
+        return "loads nothing, and says at most a warning"
+    return "loads it, whole" if report.is_whole else "loads it, but not as it is meant"
