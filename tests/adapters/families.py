@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-SCALED = ("lora_", "hada_", "lokr_", "oft_", "boft_", "modules_to_save", "bias")
-LLAMA = dict(target_modules=["q_proj", "v_proj", "down_proj"])
+LLAMA = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,8 @@ CASES = {
         {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "all", **LLAMA}, sidecar=True, trained=(".bias",)
     ),
     "lora-bias": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_bias": True, "target_modules": ["q_proj"]}, options={"alpha": 8}
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_bias": True, "target_modules": ["q_proj"]},
+        options={"alpha": 8},
     ),
     "loha": Case({"peft_type": "LOHA", "r": 4, "alpha": 6, **LLAMA}, options={"alpha": 6}),
     "lokr": Case({"peft_type": "LOKR", "r": 2, "alpha": 6, **LLAMA}, options={"alpha": 6}),
@@ -113,7 +113,7 @@ CASES = {
         options={"alpha": 8},
     ),
     "conv-loha": Case(
-        {"peft_type": "LOHA", "r": 4, "alpha": 8, "use_effective_conv2d": True, "target_modules": ["projection", "key"]},
+        {"peft_type": "LOHA", "r": 4, "alpha": 8, "use_effective_conv2d": True, "target_modules": ["projection"]},
         model="vit",
         options={"alpha": 8},
     ),
@@ -163,11 +163,20 @@ CASES = {
 }  # fmt: skip
 
 
+def save_dcp(state: dict, path) -> None:
+    """Save from one process, as a trainer without a group does."""
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=path)
+
+
 def build(kind: str):
     """A small model with the same random weights in every process."""
     import transformers as t
 
-    small = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(5)
     if kind == "llama":
         config = t.LlamaConfig(**small, vocab_size=40, num_key_value_heads=2, attention_bias=True)
@@ -252,8 +261,8 @@ def save_all(rank: int, world_size: int, directory: str) -> None:
         path = os.path.join(directory, name, "dcp")
         dcp.save(whole, checkpoint_id=path)
         if rank == 0 and case.sidecar:
-            document = {key: value for key, value in model.peft_config["default"].to_dict().items()}
-            document = {key: sorted(v) if isinstance(v, set) else v for key, v in document.items()}
+            settings = model.peft_config["default"].to_dict().items()
+            document = {key: sorted(v) if isinstance(v, set) else v for key, v in settings}
             Path(path, "adapter_config.json").write_text(json.dumps(document, default=str))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -12,6 +15,9 @@ from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file
 
 from ckpt_tools import api
+from ckpt_tools.cli import main
+from ckpt_tools.errors import DestinationExistsError, UsageError
+from ckpt_tools.storage.source import Source
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +51,143 @@ def test_adapter_of_two_ranks_exported_to_peft_answers_as_before(saved, tmp_path
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config == {field: found.value for field, found in result.config.items()}
     assert all(found.source for found in result.config.values())
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint in which the adapter is a hundredth."""
+    path = tmp_path_factory.mktemp("large") / "dcp"
+    state = {}
+    for layer in range(8):
+        root = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        state[f"{root}.base_layer.weight"] = torch.randn(1024, 1024)
+        state[f"{root}.lora_A.default.weight"] = torch.randn(16, 1024)
+        state[f"{root}.lora_B.default.weight"] = torch.randn(1024, 16)
+    state["base_model.model.lm_head.weight"] = torch.randn(4096, 1024)
+    families.save_dcp({"model": state}, path)
+    return path
+
+
+def test_export_from_a_large_checkpoint_reads_the_adapter_and_the_metadata(large, tmp_path, monkeypatch):
+    spans = []
+    read_into = Source.read_into
+
+    def noting(self, file, offset, buffer):
+        if self.root == str(large):
+            spans.append((file, len(buffer)))
+        read_into(self, file, offset, buffer)
+
+    monkeypatch.setattr(Source, "read_into", noting)
+    result = api.export_lora(large, tmp_path / "out", alpha=8)
+    adapter = 8 * 2 * 16 * 1024 * 4
+    assert result.conversion.bytes_read == adapter
+    metadata = (large / ".metadata").stat().st_size
+    data = sum(nbytes for file, nbytes in spans if file != ".metadata")
+    assert adapter <= data <= 1.1 * adapter
+    assert sum(nbytes for file, nbytes in spans if file == ".metadata") <= metadata
+    assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_size < 1.1 * adapter
+
+
+def test_export_to_peft_imports_no_torch(large, tmp_path):
+    code = (
+        "import sys; from ckpt_tools.cli import main; "
+        f"code = main(['export-lora', {str(large)!r}, {str(tmp_path / 'out')!r}, '--alpha', '8', '-q']); "
+        "assert 'torch' not in sys.modules and 'numpy' in sys.modules; sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def export_json(capsys, *argv):
+    code = main(["export-lora", *map(str, argv), "--json"])
+    shown = capsys.readouterr()
+    return code, json.loads(shown.out or shown.err)
+
+
+def test_command_says_where_every_setting_comes_from(large, tmp_path, capsys):
+    code, document = export_json(capsys, large, tmp_path / "out", "--alpha", 8, "--base-model", "org/base")
+    assert code == 0
+    assert document["num_tensors"] == 16
+    assert document["files"] == ["adapter_model.safetensors", "adapter_config.json"]
+    assert document["verified"] is True
+    assert document["checked"] == {"crcs": 16}
+    assert document["findings"] == []
+    config = document["config"]
+    assert config["lora_alpha"] == {"value": 8, "source": "--alpha"}
+    assert config["r"] == {"value": 16, "source": "A has 16 rows"}
+    assert config["base_model_name_or_path"] == {"value": "org/base", "source": "--base-model"}
+    assert config["target_modules"]["value"] == ["q_proj"]
+    assert "the base model in the source" in config["target_modules"]["source"]
+    assert document["notes"] == ["left out: 9 tensors of the base model"]
+
+
+def test_command_without_an_alpha_asks_for_it(large, tmp_path, capsys):
+    code, document = export_json(capsys, large, tmp_path / "out")
+    assert code == 2
+    assert "alpha of 8 modules" in document["error"]["what"]
+    assert "--alpha VALUE" in document["error"]["hint"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_lists_the_files_and_writes_nothing(large, tmp_path, capsys):
+    code, document = export_json(capsys, large, tmp_path / "out", "--alpha", 8, "--dry-run")
+    assert code == 0
+    planned = {each["file"]: each["nbytes"] for each in document["plan"]["files"]}
+    assert not list(tmp_path.iterdir())
+    api.export_lora(large, tmp_path / "out", alpha=8)
+    assert planned == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+
+
+def test_export_replaces_a_destination_only_when_told(large, tmp_path):
+    api.export_lora(large, tmp_path / "out", alpha=8)
+    with pytest.raises(DestinationExistsError):
+        api.export_lora(large, tmp_path / "out", alpha=4)
+    api.export_lora(large, tmp_path / "out", alpha=4, overwrite=True)
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("f16", torch.float16), ("keep", torch.float32)])
+def test_export_casts_when_told(large, tmp_path, dtype, kind):
+    api.export_lora(large, tmp_path / "keep", alpha=8)
+    api.export_lora(large, tmp_path / "out", alpha=8, dtype=dtype)
+    expected = load_file(tmp_path / "keep" / "adapter_model.safetensors")
+    for name, tensor in load_file(tmp_path / "out" / "adapter_model.safetensors").items():
+        assert tensor.dtype == kind
+        assert torch.equal(tensor, expected[name].to(kind))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"to": "onnx"}, "'onnx' is no ecosystem"),
+        ({"dtype": "int8"}, "'int8' is not a dtype"),
+        ({"adapter": "other"}, "no adapter 'other' here: it holds default"),
+        ({"config": ["r"]}, "'r' is not FIELD=VALUE"),
+        ({"config": ["rang=4"]}, "rang is no field of PEFT's configuration"),
+        ({"config": ["lora_alpha=4"]}, "lora_alpha has an option of its own"),
+        ({"config": ["rank_pattern={}"]}, "rank_pattern is worked out from the tensors"),
+        ({"config": ["r=4", "r=5"]}, "r is given twice"),
+    ],
+)
+def test_export_with_options_that_cannot_be_meant_is_refused(large, tmp_path, options, what):
+    with pytest.raises(UsageError) as caught:
+        api.export_lora(large, tmp_path / "out", **({"alpha": 8} | options))
+    assert what in caught.value.what
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_of_a_damaged_chunk_is_refused(large, tmp_path):
+    from ckpt_tools.adapters.read import read_adapter
+    from ckpt_tools.errors import UnreadableError
+
+    shutil.copytree(large, tmp_path / "dcp")
+    with read_adapter(str(tmp_path / "dcp")) as (opened, adapter):
+        span = opened.resolve(adapter.modules[3].factors["B"]).chunks[0].span
+    with open(tmp_path / "dcp" / span.file, "r+b") as file:
+        file.seek(span.offset + span.nbytes // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(UnreadableError, match="is damaged: CRC-32"):
+        api.export_lora(tmp_path / "dcp", tmp_path / "out", alpha=8)
+    assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
