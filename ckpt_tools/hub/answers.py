@@ -87,7 +87,7 @@ def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | 
     tries = f" after {attempts} tries" if attempts > 1 else ""
     status = failure.status
     if failure.is_lasting:
-        return f"{place.doing}: {failure.message}", _QUOTA_HINT if _QUOTA.search(failure.message) else None
+        return f"{place.doing}: {failure.message}", _hint_of(failure.message)
     if status is None:
         return _unreachable(failure, place, tries)
     rights = _explain_rights(failure, place, says)
@@ -116,6 +116,13 @@ def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | 
             "run the command again later: what was uploaded is not sent again",
         )
     return (f"{place.doing}: the hub refused with status {status}{says}", None)
+
+
+def _hint_of(message: str) -> str | None:
+    if _QUOTA.search(message):
+        return _QUOTA_HINT
+    # A hub of one's own may know nothing of Xet, which the client prefers wherever it is installed.
+    return "if this hub has no Xet storage: HF_HUB_DISABLE_XET=1" if "xet" in message.lower() else None
 
 
 def _explain_rights(failure: Failure, place: Place, says: str) -> tuple[str, str | None] | None:

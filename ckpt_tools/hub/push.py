@@ -248,8 +248,10 @@ class Push:
         total = sum(plan.nbytes for plan in sending)
         self.say(f"sending {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
         pr = self.options.create_pr
+        is_uploaded = False
         try:
             additions = upload(hub, source, planned, local, create_pr=pr, num_workers=self.num_workers)
+            is_uploaded = True
             done = commit(
                 hub,
                 additions,
@@ -260,8 +262,12 @@ class Push:
                 create_pr=pr,
             )
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                where = f"{hub.account.endpoint}/{hub.repo}"
+                error.add_note(f"see at {where} whether it was committed" if is_uploaded else "nothing was committed")
+                error.add_note("run the command again: what was uploaded is not sent again")
             if created:
-                error.add_note(f"the repository {hub.repo} was created, and is still empty")
+                error.add_note(f"the repository {hub.repo} was created")
             raise
         self._notes += done.notes
         return done

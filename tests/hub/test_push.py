@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -458,7 +463,7 @@ def test_push_failure_after_creation_says_that_the_repository_is_there(hub: Hub,
     hub.faults.append(Fault("commit", status=403))
     code, _, err = push(model, "me/model")
     assert code == 1
-    assert "note: the repository me/model was created, and is still empty" in err
+    assert "note: the repository me/model was created" in err
 
 
 def test_push_check_that_breaks_off_says_what_is_done(hub: Hub, push, model: Path, naps):
@@ -538,3 +543,20 @@ def test_push_process_hub_that_is_away_is_a_clear_error(push_process, model: Pat
     assert done.returncode == 1
     assert "cannot reach the hub" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_push_process_interrupted_says_that_nothing_was_committed(hub: Hub, environment, tmp_path: Path):
+    model = write_model(tmp_path / "model")
+    has_ended = threading.Event()
+    hub.faults.append(Fault("PUT", kind="act", act=lambda: has_ended.wait(60)))
+    command = [sys.executable, "-m", "ckpt_tools", "push", str(model), "me/model"]
+    with subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True) as process:
+        while not hub.puts() and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    has_ended.set()
+    assert process.returncode == 130
+    assert "Error: interrupted; nothing was committed" in err
+    assert "not sent again" in err
+    assert len(hub.repos["me/model"].commits) == 1
