@@ -10,8 +10,8 @@ from ckpt_tools.layout import Mesh
 
 Framework = Literal["accelerate", "trainer", "torchtitan", "axolotl", "ai-toolkit", "verl", "openrlhf"]
 """Whose config it is; "trainer" is transformers' TrainingArguments."""
-Engine = Literal["fsdp2", "fsdp1", "ddp", "deepspeed", "none"]
-"""What distributes the model."""
+Engine = Literal["fsdp2", "fsdp1", "ddp", "deepspeed", "none", "other"]
+"""What distributes the model; "other" is Megatron, XLA and the like, which are named and not described."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,18 @@ MAX_DEPTH = 32
 _TAG = "tag:yaml.org,2002:"
 _NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]{0,14})")
 _FRACTION = re.compile(r"[-+]?[0-9]{1,15}\.[0-9]{0,15}")
+_MAX_NUMBER_CHARS = 64
 
 
-def load_yaml(text: str) -> object:
+def load_yaml(text: str, *, full: bool = False) -> object:
     """Return what a YAML document says, in dicts with text for keys, lists, str, int, float, bool and None.
 
-    Dates and numbers in other notations stay the text that they are.
+    Dates stay the text that they are, and so do fractions in other notations.
+
+    Args:
+        text: The document.
+        full: Take what PyYAML's own loader takes and files of rules do not need: numbers in every notation
+            (`100_000`, `2.0e-5`), and mappings that are merged with `<<`.
 
     Raises:
         ValueError: Not YAML, or more than a file of rules needs; the message says what, in one line or several.
@@ -36,12 +42,13 @@ def load_yaml(text: str) -> object:
         raise ValueError("nested too deep") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    return None if node is None else _Builder().build(node, 0)
+    return None if node is None else _Builder(full=full).build(node, 0)
 
 
 class _Builder:
-    def __init__(self) -> None:
+    def __init__(self, *, full: bool) -> None:
         self._num_nodes = 0
+        self._full = full
 
     def build(self, node: yaml.Node, depth: int) -> object:
         """Return the value of a node."""
@@ -52,7 +59,7 @@ class _Builder:
             raise ValueError(f"more than {MAX_DEPTH} mappings and lists inside one another{node.start_mark}")
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.ScalarNode):
-            return _scalar(kind, node)
+            return _any_number(kind, node) if self._full and kind in ("int", "float") else _scalar(kind, node)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
             return [self.build(item, depth + 1) for item in node.value]
         if isinstance(node, yaml.MappingNode) and kind == "map":
@@ -61,14 +68,41 @@ class _Builder:
 
     def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, object]:
         result: dict[str, object] = {}
+        merged: dict[str, object] = {}
         for key_node, value_node in node.value:
+            if self._full and key_node.tag == f"{_TAG}merge":
+                merged = self._merge(value_node, depth) | merged
+                continue
             key = self.build(key_node, depth + 1)
             if not isinstance(key, str):
                 raise ValueError(f"a key that is not text{key_node.start_mark}")  # noqa: TRY004 - the content's fault
             if key in result:
                 raise ValueError(f"the key {key[:100]!r} is written twice{key_node.start_mark}")
             result[key] = self.build(value_node, depth + 1)
+        return merged | result
+
+    def _merge(self, node: yaml.Node, depth: int) -> dict[str, object]:
+        """Return what `<<` adds: a mapping, or several, of which the first wins."""
+        value = self.build(node, depth + 1)
+        result: dict[str, object] = {}
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, dict):
+                raise ValueError(f"`<<` takes mappings{node.start_mark}")  # noqa: TRY004 - the content's fault
+            result = item | result
         return result
+
+
+def _any_number(kind: str, node: yaml.ScalarNode) -> object:
+    if len(node.value) > _MAX_NUMBER_CHARS:
+        raise ValueError(f"a number of {len(node.value)} characters{node.start_mark}")
+    constructor = yaml.constructor.SafeConstructor()
+    try:
+        number: int | float = (
+            constructor.construct_yaml_int(node) if kind == "int" else constructor.construct_yaml_float(node)
+        )
+    except (ValueError, IndexError) as error:  # `!!int` before what is none
+        raise _unknown(node) from error
+    return number
 
 
 def _scalar(kind: str, node: yaml.ScalarNode) -> object:

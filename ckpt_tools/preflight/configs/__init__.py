@@ -1,0 +1,6 @@
+"""Seven trainers' configs, read into one `ParallelSpec`. Importing this package imports pydantic, and no trainer."""
+
+from ckpt_tools.preflight.configs.config import Config
+from ckpt_tools.preflight.configs.read import read_config
+
+__all__ = ["Config", "read_config"]

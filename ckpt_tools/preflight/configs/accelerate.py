@@ -1,0 +1,221 @@
+"""accelerate's YAML, as `accelerate config` writes it and `accelerate launch --config_file` reads it.
+
+Source: accelerate 1.15: `commands/config/config_args.py:ClusterConfig`, `commands/launch.py:launch_command_parser` and
+`_validate_launch_command` (defaults; keys of `fsdp_config` with and without `fsdp_`), `utils/launch.py`,
+`utils/dataclasses.py:FullyShardedDataParallelPlugin`, `parallelism_config.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.dtypes import dtype_name
+from ckpt_tools.preflight.configs.fsdp_plugin import (
+    STRATEGIES,
+    FsdpOptions,
+    PluginDefaults,
+    option_key,
+    strategy_name,
+    strip_prefix,
+    with_plugin,
+)
+from ckpt_tools.preflight.configs.mesh import build_mesh
+from ckpt_tools.preflight.configs.schema import Count, Section, Truth, Word, validate, words
+from ckpt_tools.preflight.spec import Engine, ParallelSpec
+
+DEFAULTS = PluginDefaults(
+    version=1,
+    auto_wrap_policy=None,
+    min_num_params=10**8,
+    full_state_dict=False,
+    cpu_ram_efficient_loading=True,
+)
+"""Source: the defaults of `accelerate launch`'s command line, which the file overrides."""
+_SIZES = "parallelism_config.parallelism_config_{}_size"
+_NO_ENGINE = ("", "NO")
+
+
+class AccelerateFsdp(FsdpOptions):
+    """`fsdp_config`; each key with or without `fsdp_`."""
+
+    known: ClassVar[frozenset[str]] = frozenset(("backward_prefetch", "forward_prefetch", "ignored_modules"))
+
+    offload_params: Truth | None = None
+    # A name or a number; the rules look at it.
+    sharding_strategy: Any = None
+    activation_checkpointing_offload: Truth | None = None
+
+
+class Parallelism(Section):
+    """`parallelism_config`."""
+
+    known: ClassVar[frozenset[str]] = frozenset(
+        f"parallelism_config_{name}"
+        for name in ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable")
+    ) | {"parallelism_config_sp_attn_implementation"}
+
+    parallelism_config_dp_replicate_size: Count | None = None
+    parallelism_config_dp_shard_size: Count | None = None
+    parallelism_config_tp_size: Count | None = None
+    parallelism_config_cp_size: Count | None = None
+    parallelism_config_sp_size: Count | None = None
+
+
+class DeepSpeed(Section):
+    """`deepspeed_config`."""
+
+    known: ClassVar[frozenset[str]] = words(
+        """deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher
+        deepspeed_moe_layer_cls_names gradient_accumulation_steps gradient_clipping offload_optimizer_nvme_path
+        offload_param_nvme_path zero3_init_flag zero3_save_16bit_model"""
+    )
+
+    deepspeed_config_file: Word | None = None
+    zero_stage: Count | None = None
+    offload_optimizer_device: Word | None = None
+    offload_param_device: Word | None = None
+
+
+class Accelerate(Section):
+    """The file."""
+
+    unknown: ClassVar[Severity | None] = "error"  # the launcher raises ValueError
+    known: ClassVar[frozenset[str]] = words(
+        """compute_environment debug downcast_bf16 dynamo_backend dynamo_config enable_cpu_affinity fp8_config gpu_ids
+        machine_rank main_process_ip main_process_port main_training_function megatron_lm_config mpirun_config
+        rdzv_backend same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone command_file
+        commands use_cpu fp16"""
+    )
+
+    distributed_type: Word | None = None
+    mixed_precision: Word | None = None
+    num_processes: Count | None = None
+    num_machines: Count | None = None
+    fsdp_config: AccelerateFsdp | None = None
+    parallelism_config: Parallelism | None = None
+    deepspeed_config: DeepSpeed | None = None
+
+
+def looks_like(values: Mapping[str, object]) -> bool:
+    """Is this accelerate's?"""
+    return "distributed_type" in values or ("compute_environment" in values and "num_processes" in values)
+
+
+def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
+    """Read a config.
+
+    Args:
+        values: The file.
+        world_size: Ranks; None for what the file says.
+    """
+    normal, spell = strip_prefix(values)
+    raw, findings = validate(Accelerate, normal, spell=spell)
+    if values.get("distributed_type") is None:
+        findings += (_no_type(),)
+    kind = (raw.distributed_type or "").upper()
+    options = raw.fsdp_config or AccelerateFsdp()
+    engine = _engine(kind, options)
+    declared = raw.num_processes if raw.num_processes is not None and raw.num_processes > 0 else None
+    world = world_size or declared or (1 if kind == "NO" else None)
+    strategy = strategy_name(STRATEGIES[0] if options.sharding_strategy is None else options.sharding_strategy)
+    axes = _axes(engine, raw, strategy)
+    precision = (raw.mixed_precision or "no").lower()
+    mixed = "bf16" if precision == "fp8" else dtype_name(precision)
+    is_fsdp = engine in ("fsdp1", "fsdp2")
+    speed = raw.deepspeed_config or DeepSpeed()
+    is_speed = engine == "deepspeed"
+    spec = ParallelSpec(
+        framework="accelerate",
+        engine=engine,
+        world_size=world,
+        axes=axes,
+        # DeepSpeed makes the groups of its own sequence parallelism.
+        mesh=None if engine == "other" or axes.get("sp", 1) > 1 else build_mesh(axes, world),
+        strategy=_zero_strategy(speed.zero_stage) if is_speed else None,
+        param_dtype=mixed,
+        # FSDP averages in the dtype that computes; under DDP gradients are as wide as the parameters.
+        reduce_dtype=mixed if is_fsdp else None,
+        # What is trained is widened before it is sharded (`fsdp2_prepare_model`); ZeRO keeps a copy.
+        master_dtype="f32" if mixed is not None and engine in ("fsdp2", "deepspeed") else None,
+        offload_params=is_speed and speed.offload_param_device in ("cpu", "nvme"),
+        offload_optimizer=is_speed and speed.offload_optimizer_device in ("cpu", "nvme"),
+        keys=_keys(values, axes, engine),
+    )
+    spec = with_plugin(
+        spec,
+        options,
+        values,
+        DEFAULTS,
+        strategy=strategy or STRATEGIES[0],
+        reshard=options.reshard_after_forward,
+        offloads=bool(options.offload_params),
+    )
+    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+
+
+def _no_type() -> Finding:
+    return Finding(
+        code="missing-key",
+        severity="error",
+        where="distributed_type",
+        what="distributed_type is missing, and accelerate refuses a file without it",
+        hint="distributed_type: FSDP",
+    )
+
+
+def _engine(kind: str, options: FsdpOptions) -> Engine:
+    if kind == "FSDP":
+        return "fsdp2" if options.version == 2 else "fsdp1"
+    if kind.startswith("MULTI_"):
+        return "ddp"
+    if kind == "DEEPSPEED":
+        return "deepspeed"
+    return "none" if kind in _NO_ENGINE else "other"
+
+
+def _axes(engine: Engine, raw: Accelerate, strategy: str | None) -> dict[str, int]:
+    """Return the axes. Without a `parallelism_config`, or with an empty one, FSDP shards over all ranks."""
+    section = raw.parallelism_config
+    if section is not None and section.model_dump(exclude_none=True):
+        sizes = {
+            "dp_replicate": section.parallelism_config_dp_replicate_size,
+            "dp_shard": section.parallelism_config_dp_shard_size,
+            "cp": section.parallelism_config_cp_size,
+            "sp": section.parallelism_config_sp_size,
+            "tp": section.parallelism_config_tp_size,
+        }
+        axes = {axis: 1 if size is None else size for axis, size in sizes.items()}
+        # `_validate_accelerator` makes replicas of all ranks where every size is 1.
+        return {"dp_replicate": -1} if engine == "ddp" and set(axes.values()) == {1} else axes
+    if engine == "ddp" or (engine == "fsdp1" and strategy == "NO_SHARD"):
+        return {"dp_replicate": -1}
+    if engine == "fsdp1" and strategy is not None and strategy.startswith("HYBRID"):
+        # FSDP1 shards inside a machine and replicates over machines.
+        return {"dp_replicate": raw.num_machines or 1, "dp_shard": -1}
+    return {"dp_shard": -1} if engine in ("fsdp1", "fsdp2", "deepspeed") else {}
+
+
+def _keys(values: Mapping[str, object], axes: Mapping[str, int], engine: Engine) -> dict[str, str]:
+    paths: dict[str, str | None] = {
+        "engine": first_key(values, "distributed_type"),
+        "world_size": first_key(values, "num_processes"),
+        **{f"axes.{axis}": first_key(values, _SIZES.format(axis)) for axis in axes},
+        **{name: first_key(values, "mixed_precision") for name in ("param_dtype", "reduce_dtype", "master_dtype")},
+    }
+    if engine == "deepspeed":
+        paths["strategy"] = first_key(values, "deepspeed_config.zero_stage")
+        paths["offload_params"] = first_key(values, "deepspeed_config.offload_param_device")
+        paths["offload_optimizer"] = first_key(values, "deepspeed_config.offload_optimizer_device")
+    elif engine in ("fsdp1", "fsdp2"):
+        name = "sharding_strategy" if engine == "fsdp1" else "reshard_after_forward"
+        paths["strategy"] = paths["reshard_after_forward"] = option_key(values, name)
+        paths["offload_params"] = option_key(values, "offload_params")
+    return {field: path for field, path in paths.items() if path is not None}
+
+
+def _zero_strategy(stage: int | None) -> str | None:
+    """Return a ZeRO stage in the words of FSDP; stage 1 has none. The launcher's default is 2."""
+    return {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}.get(2 if stage is None else stage)

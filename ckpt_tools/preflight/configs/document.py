@@ -1,0 +1,162 @@
+"""A config's file → plain values, or the words of the commands in it. Nothing is expanded, imported or executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.errors import LimitError, StorageError, UnreadableError
+from ckpt_tools.preflight.configs.commands import split_commands
+from ckpt_tools.rules.plain_yaml import load_yaml
+from ckpt_tools.text import escape_name
+
+MAX_BYTES = 1 << 20
+"""Longest config that is read; real ones have some kilobytes."""
+MAX_DEPTH = 64
+"""Mappings and lists inside one another."""
+
+_OPTION = re.compile(r"(^|\s)--[A-Za-z][\w.-]*")
+_OVERRIDE = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/]+)+=", re.MULTILINE)
+_SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A file: either `values` or `commands`."""
+
+    path: str
+    """As the user named it."""
+    values: Mapping[str, object] | None = None
+    """A mapping, from YAML, JSON or TOML."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """The words of each command, from a shell script or a list of options."""
+
+
+def read_document(path: str) -> Document:
+    """Read a config.
+
+    The ending decides what it is: .yaml, .yml, .json, .toml, .sh; other files are looked at.
+
+    Raises:
+        UnreadableError: There is no such file, or it is none of these.
+        LimitError: Beyond `MAX_BYTES`.
+        StorageError: The system could not read it.
+    """
+    text = _read_text(path)
+    ending = os.path.splitext(path)[1].lower()
+    if ending in _SHELLS or text.startswith("#!"):
+        return _commands(path, text)
+    if ending == ".json":
+        return _mapping(path, "JSON", parse_json(text, path))
+    if ending == ".toml":
+        return _mapping(path, "TOML", _parse_toml(text, path))
+    if ending in (".yaml", ".yml"):
+        return _mapping(path, "YAML", _parse_yaml(text, path))
+    if text.lstrip().startswith("{"):
+        return _mapping(path, "JSON", parse_json(text, path))
+    try:
+        values = load_yaml(text, full=True)
+    except ValueError:
+        values = None
+    if isinstance(values, dict):
+        return Document(path=path, values=values)
+    if _OPTION.search(text) or _OVERRIDE.search(text):
+        return _commands(path, text)
+    raise UnreadableError(
+        "this is neither YAML, JSON or TOML with keys, nor a command line",
+        where=escape_name(path),
+        hint="give the config that the trainer reads, with its usual ending",
+    )
+
+
+def _commands(path: str, text: str) -> Document:
+    try:
+        return Document(path=path, commands=split_commands(text))
+    except ValueError as error:
+        raise UnreadableError(
+            f"this is not a shell script that can be read: {error}", where=escape_name(path)
+        ) from None
+
+
+def _mapping(path: str, kind: str, values: object) -> Document:
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else "a list" if isinstance(values, list) else "a single value"
+        raise UnreadableError(f"expected {kind} with keys, found {found}", where=escape_name(path))
+    return Document(path=path, values=values)
+
+
+def _read_text(path: str) -> str:
+    where = escape_name(path)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UnreadableError("no such file", where=where) from None
+    except IsADirectoryError:
+        raise UnreadableError("expected a config file, found a directory", where=where) from None
+    except ValueError as error:  # a NUL in the path
+        raise UnreadableError(f"this is not a path: {error}", where=where) from None
+    except OSError as error:
+        raise StorageError(f"cannot read the config: {error.strerror}", where=where) from error
+    if len(data) > MAX_BYTES:
+        raise LimitError(f"a config of more than {MAX_BYTES} bytes", where=where)
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"the config is not UTF-8 text: byte {error.start} is not", where=where) from None
+
+
+def parse_json(text: str, path: str) -> object:
+    """Return what a JSON document says.
+
+    Raises:
+        UnreadableError: Not JSON, a key twice, or nested too deep.
+    """
+    try:
+        values: object = json.loads(text, object_pairs_hook=_unique)
+        _check_depth(values, 0)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"not JSON: {_first_line(error)}", where=escape_name(path)) from None
+    return values
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {escape_name(twice)!r} is written twice")
+    return result
+
+
+def _check_depth(value: object, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} objects and arrays inside one another")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(item, depth + 1)
+
+
+def _parse_toml(text: str, path: str) -> object:
+    try:
+        values: object = tomllib.loads(text)
+        _check_depth(values, 0)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"not TOML: {_first_line(error)}", where=escape_name(path)) from None
+    return values
+
+
+def _parse_yaml(text: str, path: str) -> object:
+    try:
+        return load_yaml(text, full=True)
+    except ValueError as error:
+        raise UnreadableError(f"not YAML: {_first_line(error)}", where=escape_name(path)) from None
+
+
+def _first_line(error: Exception) -> str:
+    # PyYAML tells where in several lines, and shows pieces of the file.
+    lines = [escape_name(line.strip()) for line in str(error).splitlines() if line.strip()]
+    return ", ".join(lines[:4]) or "nested too deep"

@@ -1,0 +1,62 @@
+"""Axes as a config names them → the mesh of its ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ckpt_tools.layout import AXES, FSDP_AXIS, Mesh
+
+ORDER = ("pp", "dp_replicate", FSDP_AXIS, "cp", "tp")
+"""Rank order in accelerate, torchtitan and the others: tensor-parallel ranks are neighbours.
+
+Source: `accelerate/parallelism_config.py:_get_mesh`, torchtitan `ParallelDims.build_mesh`.
+"""
+
+
+def build_mesh(axes: Mapping[str, int], world_size: int | None, *, order: Sequence[str] = ORDER) -> Mesh | None:
+    """Return the mesh of `axes` over all ranks, or None where they do not fit together or nobody knows.
+
+    Args:
+        axes: Axis → ranks; -1 is the rest, for one axis. Axes that are not in `order` take no ranks of their own.
+        world_size: All ranks; None when not known.
+        order: Axes that take ranks, in rank order.
+    """
+    sizes = {name: axes.get(name, 1) for name in order if name in AXES}
+    rest = [name for name, size in sizes.items() if size == -1]
+    if any(size < 1 for size in sizes.values() if size != -1) or len(rest) > 1:
+        return None
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if rest:
+        if world_size is None or world_size % fixed:
+            return None
+        sizes[rest[0]] = world_size // fixed
+    elif world_size is not None and fixed != world_size:
+        return None
+    if all(size == 1 for size in sizes.values()):
+        return Mesh(((FSDP_AXIS, 1),))
+    return Mesh(tuple((name, size) for name, size in sizes.items() if size > 1))
+
+
+def resolved(axes: Mapping[str, int], mesh: Mesh | None, axis: str) -> int | None:
+    """Return the ranks of an axis; None where it is the rest of a world that is not known."""
+    size = axes.get(axis, 1)
+    if size != -1:
+        return size
+    return mesh.size(axis) if mesh is not None else None
+
+
+def sharding_strategy(axes: Mapping[str, int], mesh: Mesh | None, *, reshards: bool) -> str:
+    """Return the strategy of an FSDP2 mesh in the words of FSDP1.
+
+    Args:
+        axes: Axis → ranks.
+        mesh: Their mesh.
+        reshards: Are parameters given back after forward?
+    """
+    shard, cp, replicas = (resolved(axes, mesh, name) for name in (FSDP_AXIS, "cp", "dp_replicate"))
+    if shard == 1 and cp == 1:
+        return "no_shard"
+    if replicas is not None and replicas > 1:
+        return "hybrid_shard"
+    return "full_shard" if reshards else "shard_grad_op"
