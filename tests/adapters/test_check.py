@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,12 @@ import torch
 from adapters.image_models import COMPONENT, MODELS, adapter, linears, lora
 from adapters.test_diffusers import load as load_in_diffusers
 from safetensors.torch import save_file
+from torch import nn
 
-from ckpt_tools.adapters.loaders import AdapterFile, TensorHead, simulate
+from ckpt_tools.adapters.check import check_lora
+from ckpt_tools.adapters.loaders import AdapterFile, LoaderReport, TensorHead, simulate
 from ckpt_tools.adapters.naming import to_target
+from ckpt_tools.cli import main
 from ckpt_tools.dtypes import BY_TORCH_NAME
 
 Tensors = dict[str, torch.Tensor]
@@ -192,3 +199,319 @@ def test_simulated_diffusers_is_the_real_one(case: str, tmp_path: Path) -> None:
     assert report.loads is (truth is not None), report.findings
     if truth is not None:
         assert {path.partition(".")[2] for path in report.matched} == truth
+
+
+# PEFT: simulated against itself
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(8, 8), "v": nn.Linear(8, 8)}) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+        self.config = {"model_type": "toy", "tie_word_embeddings": False}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer["q"](x) + layer["v"](x)
+        return self.head(x)
+
+
+def peft_directory(directory: Path, **config: object) -> Path:
+    """An adapter that PEFT itself saved, with something in every factor."""
+    import peft
+
+    torch.manual_seed(0)
+    options = {"r": 2, "lora_alpha": 4, "target_modules": ["q"]} | config
+    model = peft.get_peft_model(Toy(), peft.LoraConfig(**options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    model.save_pretrained(directory)
+    return directory
+
+
+def edit(directory: Path, *, names: Mapping[str, str] | None = None, **config: object) -> None:
+    from safetensors.torch import load_file
+
+    file = directory / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for old, new in (names or {}).items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file)
+    path = directory / "adapter_config.json"
+    document = json.loads(path.read_text()) | config
+    path.write_text(json.dumps({key: value for key, value in document.items() if value != "REMOVED"}))
+
+
+def base_directory(directory: Path) -> Path:
+    directory.mkdir()
+    save_file(Toy().state_dict(), directory / "model.safetensors")
+    return directory
+
+
+PEFT_CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "as saved": ({}, {}),
+    "with a saved head": ({"modules_to_save": ["head"]}, {}),
+    "dora": ({"use_dora": True}, {}),
+    "dora forgotten": ({"use_dora": True}, {"use_dora": False}),
+    "adapter's name in the names": ({}, {"names": {".weight": ".default.weight"}}),
+    "another adapter's name in the names": ({}, {"names": {".weight": ".other.weight"}}),
+    "without the root": ({}, {"names": {"base_model.model.": ""}}),
+    "another root": ({}, {"names": {"base_model.model.": "module.base_model.model."}}),
+    "compiled": ({}, {"names": {"base_model.model.": "base_model.model._orig_mod."}}),
+    "targets too few": ({"target_modules": ["q", "v"]}, {"target_modules": ["q"]}),
+    "targets by pattern": ({"target_modules": r".*layers\.0\.(q|v)"}, {}),
+    "targets too many": ({}, {"target_modules": ["q", "v"]}),
+    "kohya's suffixes": ({}, {"names": {"lora_A": "lora_down", "lora_B": "lora_up"}}),
+    "another rank": ({}, {"r": 3}),
+    "rank pattern": ({"rank_pattern": {"layers.1.q": 3}}, {}),
+    "rank pattern forgotten": ({"rank_pattern": {"layers.1.q": 3}}, {"rank_pattern": {}}),
+}
+
+
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_simulated_peft_is_the_real_one(case: str, tmp_path: Path) -> None:
+    import peft
+
+    config, edits = PEFT_CASES[case]
+    directory = peft_directory(tmp_path / "adapter", **config)
+    edit(directory, **edits)
+    base = base_directory(tmp_path / "base")
+    document = json.loads((directory / "adapter_config.json").read_text())
+    from safetensors.torch import load_file
+
+    tensors = load_file(directory / "adapter_model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(base / "model.safetensors").items()}
+    file = describe(tensors, file="adapter_model.safetensors", config=document, architecture="llm", base=shapes)
+    report = simulate(file, "peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = peft.PeftModel.from_pretrained(Toy(), directory)
+        except Exception:
+            assert report.loads is False
+            return
+    assert report.loads is True
+    loaded = {
+        name.removeprefix("base_model.model.").partition(".lora_B")[0]
+        for name, parameter in model.named_parameters()
+        if "lora_B" in name and bool(parameter.ne(0).any())
+    }
+    assert {module for module in report.matched if module != "head"} == loaded
+    is_dora_lost = case == "dora forgotten"
+    assert report.is_whole is (bool(loaded) and not is_dora_lost and case != "targets too few")
+
+
+# ComfyUI: simulated against the simulation of its patching
+
+
+@pytest.mark.parametrize("target", ["kohya", "comfyui", "diffusers"])
+@pytest.mark.parametrize("name", ["flux1", "flux2", "sd3"])
+def test_simulated_comfyui_uses_the_names_that_its_key_map_has(name: str, target: str) -> None:
+    from adapters.comfyui_keys import patched
+    from adapters.test_naming import native_weights
+
+    tensors = written(name, target)
+    native = native_weights(name, MODELS[name][0]())
+    report = simulate(describe(tensors, architecture=name), "comfyui")
+    _, unused = patched(name, native, tensors)
+    assert set(report.unmatched) == unused
+
+
+def test_comfyui_leaves_out_peft_names_of_a_unet_and_peft_magnitudes() -> None:
+    unet = simulate(describe(written("sdxl", "diffusers", in_blocks), architecture="sdxl"), "comfyui")
+    assert any("attn1.to_q" in name for name in unet.unmatched)
+    assert not any("ff.net" in name for name in unet.unmatched)
+    dora = written("flux1", "diffusers", lambda path: path.endswith("to_q"), dora=True)
+    report = simulate(describe(dora, architecture="flux1"), "comfyui")
+    assert all(name.endswith("lora_magnitude_vector") for name in report.unmatched)
+    assert [finding.code for finding in report.findings] == ["loader-ignores"]
+
+
+# vLLM: its own rules, as documented
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "problem"),
+    [
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+        ({"use_dora": True}, {}, "DoRA"),
+        ({"peft_type": "LOHA"}, {}, "LOHA"),
+        ({"lora_alpha": "REMOVED"}, {}, "lacks lora_alpha"),
+        ({"r": 1024}, {}, "the most is 512"),
+        ({}, {"lora_B.weight": "lora_B.bias"}, "unsupported LoRA weight"),
+        ({}, {"lora_A.weight": "lora_A.default.weight"}, "unsupported LoRA weight"),
+    ],
+)
+def test_vllm_refuses_what_it_does_not_support(
+    config: dict[str, object], names: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    directory = peft_directory(tmp_path / "adapter")
+    edit(directory, names=names, **config)
+    result = check_lora(directory, loaders=["vllm"])
+    assert not result.ok
+    assert any(f.code == "loader-rejects" and problem in f.what for f in result.findings), result.findings
+
+
+def test_vllm_takes_a_plain_adapter_and_names_the_rank_it_needs(tmp_path: Path) -> None:
+    result = check_lora(peft_directory(tmp_path / "adapter"), loaders=["vllm"])
+    assert result.ok
+    assert result.loaders[0].is_whole
+    larger = check_lora(peft_directory(tmp_path / "larger", r=24), loaders=["vllm"])
+    assert larger.ok
+    assert "--max-lora-rank 32" in larger.findings[0].what
+
+
+def test_vllm_would_scale_a_rank_pattern_wrongly(tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "adapter", rank_pattern={"layers.1.q": 3})
+    result = check_lora(directory, loaders=["vllm"])
+    assert [finding.code for finding in result.findings] == ["loader-misreads"]
+
+
+# The command, and what users suffer
+
+
+def save_as(directory: Path, tensors: Tensors, file: str = DIFFUSERS_FILE) -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / file)
+    return directory
+
+
+def test_flux1_lora_a_under_diffusion_model_is_a_silent_no_op_in_diffusers(tmp_path: Path) -> None:
+    tensors = renamed(
+        {k: v for k, v in written("flux1", "comfyui", in_blocks).items() if not k.endswith(".alpha")},
+        ("lora_down", "lora_A"),
+        ("lora_up", "lora_B"),
+    )
+    result = check_lora(save_as(tmp_path / "a", tensors), loaders=["diffusers", "comfyui"])
+    assert result.architecture == "flux1"
+    codes = {report.loader: [finding.code for finding in report.findings] for report in result.loaders}
+    assert codes == {"diffusers": ["loader-no-op"], "comfyui": []}
+    assert not result.ok
+
+
+def test_flux2_unswapped_last_layer_is_said(tmp_path: Path) -> None:
+    result = check_lora(save_as(tmp_path / "a", written("flux2", "comfyui")), loaders=["diffusers"])
+    assert [finding.code for finding in result.findings] == ["loader-misreads", "loader-misreads"]
+    assert check_lora(save_as(tmp_path / "a", written("flux2", "comfyui", in_blocks)), loaders=["diffusers"]).ok
+
+
+def test_file_called_checkpoint_is_overlooked_by_diffusers(tmp_path: Path) -> None:
+    tensors = written("flux1", "diffusers", in_blocks)
+    directory = save_as(tmp_path / "a", tensors, "checkpoint-10.safetensors")
+    result = check_lora(directory, loaders=["diffusers"])
+    assert [finding.code for finding in result.findings] == ["loader-rejects"]
+    assert "checkpoint" in result.findings[0].what
+    assert check_lora(directory / "checkpoint-10.safetensors", loaders=["diffusers"]).ok
+
+
+def test_adapter_that_was_never_trained_is_an_error(tmp_path: Path) -> None:
+    tensors = {
+        name: torch.zeros_like(tensor) if "lora_B" in name else tensor
+        for name, tensor in written("sd3", "diffusers", in_blocks).items()
+    }
+    result = check_lora(save_as(tmp_path / "a", tensors))
+    assert [finding.code for finding in result.findings] == ["adapter-zero"]
+    assert not result.ok
+
+
+def test_truncated_factor_and_infinite_values_are_errors(tmp_path: Path) -> None:
+    tensors = written("sd3", "diffusers", in_blocks)
+    names = [name for name in tensors if "lora_A" in name]
+    tensors[names[0]] = tensors[names[0]][:0]
+    tensors[names[1]] = tensors[names[1]] * float("inf")
+    codes = {finding.code for finding in check_lora(save_as(tmp_path / "a", tensors)).findings}
+    assert {"adapter-truncated", "adapter-non-finite"} <= codes
+
+
+def test_base_tells_the_family_and_misses_foreign_modules(tmp_path: Path) -> None:
+    modules = [lora("lora_unet_double_blocks_0_img_attn_qkv", (96, 32)), lora("lora_unet_img_in", (32, 4))]
+    tensors: Tensors = {}
+    for module in modules:
+        tensors[f"{module.path}.lora_down.weight"] = module.factors["A"]
+        tensors[f"{module.path}.lora_up.weight"] = module.factors["B"]
+        tensors[f"{module.path}.alpha"] = torch.tensor(2.0)
+    source = save_as(tmp_path / "a", tensors, "x.safetensors")
+    without = check_lora(source, loaders=["comfyui"])
+    assert without.architecture is None
+    assert [finding.code for finding in without.findings] == ["loader-unchecked"]
+    base = save_as(tmp_path / "base", dict(MODELS["flux2"][0]().state_dict()), "model.safetensors")
+    result = check_lora(source, base=base, loaders=["comfyui"])
+    assert (result.architecture, result.ok) == ("flux2", True)
+    foreign = save_as(tmp_path / "sd3", dict(MODELS["sd3"][0]().state_dict()), "model.safetensors")
+    codes = [finding.code for finding in check_lora(source, base=foreign, loaders=["comfyui"]).findings]
+    assert "adapter-unmatched" in codes
+
+
+def test_command_prints_one_document_and_exits_3_for_findings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = peft_directory(tmp_path / "adapter", use_dora=True)
+    assert main(["check-lora", str(directory), "--for", "vllm", "--json"]) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert (document["ok"], document["type"], document["rank"]) == (False, "dora", 2)
+    assert document["alpha"]["value"] == 4
+    assert "adapter_config.json" in document["alpha"]["source"]
+    assert document["targets"] == ["layers.*.q"]
+    assert [finding["code"] for finding in document["findings"]] == ["loader-rejects"]
+    assert main(["check-lora", str(directory), "--for", "peft", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["loaders"][0]["matched_modules"] == 2
+    assert document["loaders"][0]["unmatched_tensors"] == 0
+
+
+def test_command_shows_every_loader_and_refuses_unknown_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = peft_directory(tmp_path / "adapter")
+    base = base_directory(tmp_path / "base")
+    assert main(["check-lora", str(directory), "--base", str(base)]) == 0
+    shown = capsys.readouterr().out
+    assert "peft: loads it, whole" in shown
+    assert "rank 2, alpha 4" in shown
+    assert main(["check-lora", str(directory), "--for", "webui"]) == 2
+    assert "webui" in capsys.readouterr().err
+
+
+def test_adapter_that_no_loader_takes_whole_is_an_error(tmp_path: Path) -> None:
+    tensors = renamed(written("flux1", "diffusers", in_blocks), ("transformer.", "module."))
+    result = check_lora(save_as(tmp_path / "a", tensors), architecture="flux1")
+    assert "loader-none" in {finding.code for finding in result.findings}
+    assert not result.ok
+
+
+def test_training_checkpoint_is_checked_but_no_loader_reads_it(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {
+        f"model.base_model.model.layers.0.q.lora_{side}.default.weight": torch.randn(shape)
+        for side, shape in (("A", (2, 8)), ("B", (8, 2)))
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    result = check_lora(tmp_path / "step-1")
+    assert result.ok
+    assert result.loaders == ()
+    assert any("export-lora" in text for text in result.not_checked)
+    assert [f.code for f in check_lora(tmp_path / "step-1", loaders=["vllm"]).findings] == ["loader-format"]
+
+
+def test_check_imports_no_torch(tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "adapter")
+    code = (
+        "import sys; from ckpt_tools.cli import main\n"
+        f"assert main(['check-lora', {str(directory)!r}, '--for', 'peft', '-q']) == 0\n"
+        "assert not {'torch', 'peft', 'diffusers', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_report_counts_a_tensor_once() -> None:
+    report = simulate(describe(written("flux2", "comfyui", in_blocks), architecture="flux2"), "diffusers")
+    assert isinstance(report, LoaderReport)
+    assert report.num_matched + len(report.unmatched) == len(written("flux2", "comfyui", in_blocks))
+    assert len(report.matched) > report.num_matched / 2  # q, k and v of one fused module

@@ -67,10 +67,8 @@ def _match(file: AdapterFile, config: Mapping[str, object], family: str, loading
                 loading.use(name, module)
             else:
                 loading.ignored[name] = "it is no factor, and modules_to_save does not name it"
-        elif key.adapter is not None and not inner.endswith(".weight"):
-            loading.ignored[name] = f"the adapter's name {key.adapter!r} is in the tensor's name"
-        elif re.search(r"\.lora_(?:A|B|magnitude_vector)\.[^.]+\.weight$", inner):
-            loading.ignored[name] = "the adapter's name is in the tensor's name"
+        elif key.adapter not in (None, "default"):
+            loading.ignored[name] = f"it is named for the adapter {key.adapter!r}, and PEFT loads as 'default'"
         elif key.style != "peft":
             loading.ignored[name] = "the suffix is not PEFT's"
         elif key.family != family:
