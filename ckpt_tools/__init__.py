@@ -1,4 +1,4 @@
-"""Checkpoints for PyTorch FSDP2: shard, gather, reshard, inspect, verify, diff.
+"""Checkpoints for PyTorch FSDP2: convert, inspect, verify, compare, try out before a run; adapters; the hub.
 
     import ckpt_tools
 
@@ -10,14 +10,29 @@ Importing the package loads neither torch nor numpy.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ckpt_tools import api
 from ckpt_tools._version import __version__
-from ckpt_tools.api import diff, gather, inspect, open_checkpoint, reshard, shard, smoke, verify
+from ckpt_tools.api import (
+    diff,
+    estimate,
+    gather,
+    inspect,
+    open_checkpoint,
+    preflight,
+    reshard,
+    shard,
+    smoke,
+    verify,
+)
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.diff import Difference
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
+    HubError,
     LimitError,
     UnreadableError,
     UsageError,
@@ -27,6 +42,9 @@ from ckpt_tools.layout import Box, Mesh, Placement, Replicate, Shard, parse_mesh
 from ckpt_tools.smoke import SmokeReport
 from ckpt_tools.summary import Summary
 from ckpt_tools.verify import Verification
+
+if TYPE_CHECKING:
+    from ckpt_tools.api import check_lora, export_lora, merge_lora, push
 
 __all__ = [
     "BlobEntry",
@@ -40,6 +58,7 @@ __all__ = [
     "DestinationExistsError",
     "Difference",
     "Finding",
+    "HubError",
     "LimitError",
     "Mesh",
     "Placement",
@@ -52,13 +71,26 @@ __all__ = [
     "UsageError",
     "Verification",
     "__version__",
+    "check_lora",
     "diff",
+    "estimate",
+    "export_lora",
     "gather",
     "inspect",
+    "merge_lora",
     "open_checkpoint",
     "parse_mesh",
+    "preflight",
+    "push",
     "reshard",
     "shard",
     "smoke",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        found: object = getattr(api, name)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,16 +15,6 @@ What `ckpt --help` and `ckpt COMMAND --help` print. How the commands work togeth
 """
 
 
-def command_names() -> list[str]:
-    """Names of the visible commands, in the order of `ckpt --help`."""
-    import typer.main
-
-    from ckpt_tools.cli.app import app
-
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return [name for name, command in commands.items() if not command.hidden]
-
-
 def help_text(*command: str) -> str:
     """What `ckpt COMMAND --help` prints."""
     from ckpt_tools.cli import main
@@ -39,5 +29,7 @@ def help_text(*command: str) -> str:
 
 def render() -> str:
     """The whole page."""
-    sections = [("ckpt", help_text()), *((f"ckpt {name}", help_text(name)) for name in command_names())]
+    from ckpt_tools.cli.commands import COMMANDS
+
+    sections = [("ckpt", help_text()), *((f"ckpt {name}", help_text(name)) for name in COMMANDS)]
     return "\n".join([HEAD, *(f"## {title}\n\n```text\n{text}\n```\n" for title, text in sections)])

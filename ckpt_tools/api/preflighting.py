@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from ckpt_tools.preflight.report import PreflightReport
-from ckpt_tools.preflight.spec import Framework
+import ckpt_tools.preflight as _preflight  # noqa: F401 - loaded later, it would take the name of the function
 from ckpt_tools.units import parse_size
+
+if TYPE_CHECKING:
+    from ckpt_tools.preflight.report import PreflightReport
+    from ckpt_tools.preflight.spec import Framework
 
 
 def preflight(

@@ -8,7 +8,7 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -20,22 +20,12 @@ from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.storage.signals import STOP_SIGNALS
 from ckpt_tools.text import escape_name
 
-EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify,
-diff, smoke), 4 not a complete, readable checkpoint, 5 destination exists, 130 interrupted."""
+EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff,
+smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable checkpoint, 5 destination exists,
+130 interrupted."""
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 """Values of an environment variable that set a flag, as in click."""
-
-app = typer.Typer(
-    name="ckpt",
-    help="Checkpoints for PyTorch FSDP2: shard, gather, reshard, inspect, verify and diff.",
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -43,11 +33,10 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Checkpoints for PyTorch FSDP2: shard, gather, reshard, inspect, verify and diff."""
+    """Checkpoints for PyTorch FSDP2: convert, inspect, verify, try out, adapters."""
 
 
 class _InterruptedError(CkptError):
@@ -72,14 +61,30 @@ def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-for _name, _command in commands.COMMANDS.items():
-    app.command(_name, epilog=EXIT_CODES)(_interruptible(_command))
+def build_app(names: Iterable[str]) -> typer.Typer:
+    """Return the application with the commands `names`, in their order."""
+    app = typer.Typer(
+        name="ckpt",
+        epilog=EXIT_CODES,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_root)
+    for name in names:
+        app.command(name, epilog=EXIT_CODES)(_interruptible(commands.load(name)))
+    return app
 
 
 @functools.cache
-def _click_command() -> Callable[..., object]:
-    """Return the application as typer builds it, once: it reads every signature anew."""
-    return typer.main.get_command(app)
+def _click_command(name: str | None) -> Callable[..., object]:
+    """Return the application as typer builds it, once: it reads every signature anew.
+
+    Args:
+        name: The one command that will be run; None for all of them (help, completion, a misspelt name).
+    """
+    return typer.main.get_command(build_app(commands.COMMANDS if name is None else [name]))
 
 
 def _is_set(argv: list[str], *names: str, variable: str) -> bool:
@@ -112,7 +117,8 @@ def _run_command(argv: list[str]) -> int:
     as_json = _is_set(argv, "--json", variable="CKPT_JSON")
     verbose = _is_set(argv, "-v", "--verbose", variable="CKPT_VERBOSE")
     try:
-        result = _click_command()(args=argv, prog_name="ckpt", standalone_mode=False)
+        name = argv[0] if argv and argv[0] in commands.COMMANDS else None
+        result = _click_command(name)(args=argv, prog_name="ckpt", standalone_mode=False)
     except typer.TyperException as error:
         code = int(error.exit_code)
         failure: CkptError = (

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import cast
 
-from ckpt_tools.cli.check_lora import check_lora
-from ckpt_tools.cli.diff import diff
-from ckpt_tools.cli.env import env
-from ckpt_tools.cli.estimate import estimate
-from ckpt_tools.cli.export_lora import export_lora
-from ckpt_tools.cli.gather import gather
-from ckpt_tools.cli.inspect import inspect
-from ckpt_tools.cli.merge_lora import merge_lora
-from ckpt_tools.cli.preflight import preflight
-from ckpt_tools.cli.push import push
-from ckpt_tools.cli.shard import reshard, shard
-from ckpt_tools.cli.smoke import smoke
-from ckpt_tools.cli.verify import verify
-
-COMMANDS: dict[str, Callable[..., int]] = {
-    "inspect": inspect,
-    "shard": shard,
-    "gather": gather,
-    "reshard": reshard,
-    "verify": verify,
-    "diff": diff,
-    "smoke": smoke,
-    "estimate": estimate,
-    "preflight": preflight,
-    "export-lora": export_lora,
-    "merge-lora": merge_lora,
-    "check-lora": check_lora,
-    "push": push,
-    "env": env,
+COMMANDS: dict[str, str] = {
+    "inspect": "inspect",
+    "shard": "shard",
+    "gather": "gather",
+    "reshard": "shard",
+    "verify": "verify",
+    "diff": "diff",
+    "smoke": "smoke",
+    "estimate": "estimate",
+    "preflight": "preflight",
+    "export-lora": "export_lora",
+    "merge-lora": "merge_lora",
+    "check-lora": "check_lora",
+    "push": "push",
+    "env": "env",
 }
-"""Name → function."""
+"""Name → module of this package that holds the function of that name. Loaded on use: nobody waits for the others."""
+
+
+def load(name: str) -> Callable[..., int]:
+    """Return the function of a command."""
+    module = import_module(f"ckpt_tools.cli.{COMMANDS[name]}")
+    return cast("Callable[..., int]", getattr(module, name.replace("-", "_")))
