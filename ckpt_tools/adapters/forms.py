@@ -75,7 +75,9 @@ def through_diffusers(
     Raises:
         UsageError: No architecture that is known, or something that cannot be said there.
     """
-    written = to_target(loaded, "diffusers", architecture=architecture_of(architecture), svd_rank=svd_rank)
+    written = to_target(
+        loaded, "diffusers", architecture=architecture_of(architecture), svd_rank=svd_rank, may_fuse=False
+    )
     notes += [*written.notes, *error_notes(written.errors)]
     named = [
         Named(

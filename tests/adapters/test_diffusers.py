@@ -158,3 +158,63 @@ def read_back(written: Written, convention: str) -> Adapter[torch.Tensor]:
             )
         )
     return adapter(modules, convention)
+
+
+def clip(*, with_projection: bool) -> nn.Module:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=20,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=32,
+        max_position_embeddings=8,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config).eval()
+
+
+def encoder_modules(model: nn.Module, component: str, kinds: tuple[str, ...]) -> list[AdapterModule[torch.Tensor]]:
+    """Loras of some layers, named as older transformers did, with `text_model.`; ranks that differ."""
+    return [
+        lora(f"{component}.{path if path.startswith('text_model') else 'text_model.' + path}", shape, rank=2 + i % 2)
+        for i, (path, shape) in enumerate(linears(model).items())
+        if path.endswith(kinds)
+    ]
+
+
+@pytest.mark.parametrize("through", ["diffusers", "kohya", "comfyui"])
+@pytest.mark.parametrize("kinds", [("q_proj", "fc1"), ("fc1", "fc2")], ids=["attention and mlp", "mlp alone"])
+def test_text_encoders_of_sdxl_change_by_their_delta(kinds: tuple[str, ...], through: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    bases = {"text_encoder": clip(with_projection=False), "text_encoder_2": clip(with_projection=True)}
+    unet = MODELS["sdxl"][0]()
+    modules = [module for name, model in bases.items() for module in encoder_modules(model, name, kinds)]
+    unet_module = lora("mid_block.attentions.0.proj_in", linears(unet)["mid_block.attentions.0.proj_in"])
+    given = adapter([*modules, unet_module])
+    if through != "diffusers":
+        given = read_back(to_target(given, through), through)
+    written = to_target(given, "diffusers")
+    expected = {name: copy.deepcopy(model) for name, model in bases.items()}
+    for module in modules:
+        component, _, path = module.path.partition(".")
+        model = expected[component]
+        path = path if hasattr(model, "text_model") else path.removeprefix("text_model.")
+        apply_to_model(model, [AdapterModule(**{**fields(module), "path": path})])
+    tokens = torch.tensor([[0, 5, 7, 1]])
+    with torch.no_grad():
+        before = {name: model(tokens)[0] for name, model in bases.items()}
+    load("sdxl", save(written, tmp_path), unet=unet, **bases)
+    for name, model in bases.items():
+        with torch.no_grad():
+            got, want = model(tokens)[0], expected[name](tokens)[0]
+        change = (want - before[name]).abs().max()
+        assert change > 1e-3
+        assert (got - want).abs().max() <= TOLERANCE * change
+
+
+def fields(module: AdapterModule[torch.Tensor]) -> dict[str, object]:
+    return {name: getattr(module, name) for name in ("path", "family", "factors", "rank", "alpha")}

@@ -5,11 +5,11 @@ Source: peft 0.21, peft_model.py, utils/save_and_load.py, tuners/tuners_utils.py
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from ckpt_tools.adapters.keys import parse_key
 from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.sidecars import by_pattern
 from ckpt_tools.adapters.target_modules import matched, parents_of
 
 FILE = "adapter_model.safetensors"
@@ -88,16 +88,9 @@ def _match(file: AdapterFile, config: Mapping[str, object], family: str, loading
 
 
 def _check_rank(name: str, path: str, shape: tuple[int, ...], config: Mapping[str, object]) -> None:
-    rank = config.get("r")
-    patterns = config.get("rank_pattern")
-    if isinstance(patterns, dict):
-        for pattern, value in patterns.items():
-            try:
-                if re.fullmatch(rf"(.*\.)?({pattern})", path):
-                    rank = value
-                    break
-            except re.error:
-                raise RejectedError(f"rank_pattern {pattern!r} is no regular expression") from None
+    found, rank = by_pattern(config.get("rank_pattern"), path, where="rank_pattern")
+    if not found:
+        rank = config.get("r")
     if isinstance(rank, int) and shape and shape[0] != rank and not config.get("target_parameters"):
         raise RejectedError(f"size mismatch: {name} has {shape[0]} rows, the configuration's rank is {rank}")
 

@@ -6,7 +6,7 @@ Importing this package imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +28,7 @@ def to_target(
     architecture: ArchitectureName | Literal["llm"] | None = None,
     base_names: Collection[str] | None = None,
     svd_rank: int | None = None,
+    may_fuse: bool = True,
 ) -> Written:
     """Write an adapter in the names of an ecosystem, exactly.
 
@@ -37,6 +38,8 @@ def to_target(
         architecture: The model family; told from the names by default.
         base_names: Names of the base's tensors, from which the family is told when the adapter's own do not tell.
         svd_rank: Rank of an approximation, for modules that cannot be expressed exactly; the error is reported.
+        may_fuse: diffusers fuses projections of FLUX.2 when it meets a LoKr of fused ones; False for the module paths
+            of the model as it is.
 
     Returns:
         File name, tensors, header and notes; `errors` has the modules that are not exact.
@@ -55,7 +58,7 @@ def to_target(
     results: list[Written] = []
     for name in found:
         try:
-            fitting = Fitting(svd_rank=svd_rank, convention=adapter.convention)
+            fitting = Fitting(svd_rank=svd_rank, convention=adapter.convention, may_fuse=may_fuse)
             results.append(writers[target](adapter, ARCHITECTURES[name], fitting))
         except UsageError:
             if len(found) == 1:
@@ -67,7 +70,20 @@ def to_target(
             where=adapter.modules[0].path,
             hint="say which with --architecture, or give the base model with --base",
         )
-    return results[0] if len(found) == 1 else _without_family(results[0])
+    chosen = results[0] if len(found) == 1 else _without_family(results[0])
+    return replace(chosen, tensors=_apart(chosen.tensors))
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Give every tensor memory of its own: safetensors' own writer refuses others."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        is_alone = memory not in seen and tensor.untyped_storage().nbytes() == tensor.nbytes
+        result[name] = tensor if is_alone else tensor.clone()
+        seen.add(memory)
+    return result
 
 
 def _is_same(one: Written, other: Written) -> bool:

@@ -26,6 +26,8 @@ class Fitting:
     """Rank of an approximation, where nothing exact exists; None to refuse."""
     convention: Convention | None = None
     """Whose tensors they were: decides on the axis of a magnitude that fits both."""
+    may_fuse: bool = True
+    """May modules be named that a model has only once its projections are fused?"""
     errors: dict[str, float] = field(default_factory=dict)
     """Module → error relative to the largest element of the change."""
     notes: list[str] = field(default_factory=list)
@@ -69,6 +71,15 @@ class Fitting:
             alpha=Sourced(float(rank), "alpha/r is in B"),
             use_rslora=False,
         )
+
+    def baked_lokr(self, module: Module) -> Module:
+        """Return a LoKr with its scale multiplied into the first factor."""
+        scale = scale_of(module)
+        if scale == 1.0:
+            return module
+        role = "w1" if "w1" in module.factors else "w1_a"
+        self._count("alpha/r multiplied into w1")
+        return replace(module, factors={**module.factors, role: self._times(module.path, module.factors[role], scale)})
 
     def _times(self, path: str, factor: torch.Tensor, scale: float) -> torch.Tensor:
         exact = factor.double() * scale

@@ -11,6 +11,7 @@ from ckpt_tools.adapters.adapter import Adapter, Family
 from ckpt_tools.adapters.naming import suffixes
 from ckpt_tools.adapters.naming.architecture import Architecture
 from ckpt_tools.adapters.naming.fit import Fitting, require
+from ckpt_tools.adapters.naming.lokr import place_lokr
 from ckpt_tools.adapters.naming.metadata import diffusers_metadata, kohya_metadata
 from ckpt_tools.adapters.naming.placing import Placed, in_diffusers, in_native, place_all
 from ckpt_tools.adapters.naming.rows import Module, refuse
@@ -26,7 +27,11 @@ def to_diffusers(adapter: Adapter[torch.Tensor], architecture: Architecture, fit
     Raises:
         UsageError: A module that diffusers does not load, or not as it is meant.
     """
-    placed = in_diffusers(place_all(adapter, architecture), as_lora=fitting.as_lora)
+    places = place_all(adapter, architecture)
+    whole = place_lokr(places, architecture) if fitting.may_fuse else None
+    if whole is not None:
+        return _lokr_file(whole, fitting)
+    placed = in_diffusers(places, as_lora=fitting.as_lora)
     fitted = [replace(each, module=_for_diffusers(each, architecture, fitting)) for each in placed]
     tensors: dict[str, torch.Tensor] = {}
     for each in fitted:
@@ -39,6 +44,16 @@ def to_diffusers(adapter: Adapter[torch.Tensor], architecture: Architecture, fit
         metadata=diffusers_metadata(fitted),
         notes=fitting.finish(),
         errors=fitting.errors,
+    )
+
+
+def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
+    """LoKr of FLUX.2; diffusers takes alpha for the rank here as well, and rebuilds the configuration by itself."""
+    tensors: dict[str, torch.Tensor] = {}
+    for each in placed:
+        _put(tensors, f"{each.part.component}.{each.module.path}", fitting.baked_lokr(each.module), suffixes.PEFT)
+    return Written(
+        file=DIFFUSERS_FILE, tensors=tensors, metadata={"format": "pt"}, notes=fitting.finish(), errors=fitting.errors
     )
 
 
