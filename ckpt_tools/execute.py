@@ -421,8 +421,10 @@ def execute(
         if file.head:
             head_bytes += staging.write(file.file, 0, [file.head])
     edits = edits or {}
+    tasks = [_Task(i, entry, copies, edits.get(entry.fqn)) for i, (entry, copies) in enumerate(group_by_tensor(files))]
+    tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
     run = _Run(
-        [_Task(i, entry, copies, edits.get(entry.fqn)) for i, (entry, copies) in enumerate(group_by_tensor(files))],
+        tasks,
         source,
         staging,
         progress,

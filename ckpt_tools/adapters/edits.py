@@ -19,7 +19,7 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.text import escape_name
 
-_PIECE_ELEMS = 1 << 17
+_PIECE_ELEMS = 1 << 18
 """Elements that are computed at once: small enough for a core's cache, large enough for its vector units."""
 
 
@@ -85,20 +85,17 @@ class Arithmetic:
                 if new.data_ptr() != rows.data_ptr():
                     rows.copy_(new)
         after = weight.to(self._after)
-        if not torch.isfinite(after.sum(dtype=torch.float32)):
-            self._check_finite(before, weight, after)
+        if not _is_finite(after) and _is_finite(before):
+            raise self._not_finite(weight)
         if not all(self.has_changed):
             self._look(row, before, weight, after)
         return after
 
-    def _check_finite(self, before: Tensor, weight: Tensor, after: Tensor) -> None:
-        """The sum of finite numbers may be too large as well: look at every element."""
-        if bool(torch.isfinite(after).all()) or not bool(torch.isfinite(before).all()):
-            return
+    def _not_finite(self, weight: Tensor) -> CkptError:
         what = "values that are not finite"
-        if bool(torch.isfinite(weight).all()):
+        if _is_finite(weight):
             what = f"values too large for {str(self._after).removeprefix('torch.')}"
-        raise CkptError(
+        return CkptError(
             f"tensor {escape_name(self._name)!r} would get {what}",
             where=escape_name(self._name),
             hint="`ckpt check-lora ADAPTER` looks for broken factors; --dtype bf16 or f32 has the range of float32",
@@ -133,6 +130,12 @@ def _change(part: Part, adapter: Adapter[Tensor], scale: float) -> Change:
         settings=adapter.settings,
     )
     return change_of(adapter.modules[part.module], part.shape, setting, part.role)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Several times as fast as torch.isfinite: a sum is rarely infinite, and 0 times what is not finite is not 0."""
+    total = tensor.sum(dtype=torch.float32)
+    return bool(torch.isfinite(total)) or float((tensor * 0).sum(dtype=torch.float32)) == 0.0
 
 
 def _torch_dtype(dtype: DType) -> torch.dtype:

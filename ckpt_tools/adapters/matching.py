@@ -62,7 +62,7 @@ def match_modules(adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEnt
         UsageError: A module that finds no tensor, that does not fit, or that is ambiguous; with the names.
     """
     slots = find_slots(tensors)
-    wanted = list(_wanted(adapter, tensors))
+    wanted = list(_wanted(adapter, slots))
     names, notes = resolve([name for _, _, name in wanted], slots, adapter.convention)
     given = {names[name]: adapter.modules[index] for index, role, name in wanted if role == "weight"}
     orientation = _Orientation(adapter, tensors)
@@ -87,30 +87,27 @@ class _MismatchError(Exception):
     """A module does not fit."""
 
 
-def _wanted(adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry]) -> Iterable[tuple[int, str, str]]:
+def _wanted(adapter: Adapter[TensorEntry], slots: Mapping[str, Slot]) -> Iterable[tuple[int, str, str]]:
     """Yield (module, role, name) of everything that the adapter changes."""
     for index, module in enumerate(adapter.modules):
         if module.family == "saved":
             yield from ((index, role, f"{module.path}.{role}") for role in module.factors)
             continue
         if set(module.factors) - set(_BIAS):
-            yield index, "weight", f"{module.path}.{module.parameter or _only_parameter(module, tensors)}"
+            yield index, "weight", f"{module.path}.{module.parameter or _only_parameter(module, slots)}"
         for factor, role in _BIAS.items():
             if factor in module.factors:
                 yield index, role, f"{module.path}.bias"
 
 
-def _only_parameter(module: Module, tensors: Mapping[str, TensorEntry]) -> str:
+def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
     """Return the one parameter of a module that the factors fit, where nothing says which it is.
 
     Raises:
         UsageError: None or several.
     """
-    own = [
-        name.rpartition(".")[2]
-        for name, entry in tensors.items()
-        if name.rpartition(".")[0] == module.path and _fits_stack(module, entry.shape)
-    ]
+    named = ((*name.rpartition("."), slot) for name, slot in slots.items())
+    own = [leaf for path, _, leaf, slot in named if path == module.path and _fits_stack(module, slot.shape)]
     if len(own) == 1:
         return own[0]
     raise UsageError(

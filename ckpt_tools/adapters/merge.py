@@ -201,7 +201,7 @@ def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
 
 def _notes(adapter: Adapter[TensorEntry], match: Match, scale: float) -> list[str]:
     families = sorted({_label(module) for module in adapter.modules})
-    notes = [f"merged {len(adapter.modules)} modules ({', '.join(families)}) into {len(match.parts)} tensors"]
+    notes = [f"{len(adapter.modules)} modules ({', '.join(families)}) change {len(match.parts)} tensors"]
     alphas = {
         (m.alpha.value, m.alpha.source) for m in adapter.modules if m.alpha is not None and m.family not in _ROTATIONS
     }

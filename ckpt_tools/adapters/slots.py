@@ -59,6 +59,17 @@ class Slot:
     num_experts: int = 1
     """Experts whose rows follow each other."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor, or of what a model would make of these tensors."""
+        first = self.rows[0].entry.shape
+        if len(self.rows) == 1:
+            return first
+        total = sum(rows.count for rows in self.rows)
+        return (
+            (self.num_experts, total // self.num_experts, *first[1:]) if self.num_experts > 1 else (total, *first[1:])
+        )
+
 
 def find_slots(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
     """Return every name under which an adapter could mean tensors of the base, parameter included.

@@ -1,0 +1,678 @@
+"""`merge_lora` against PEFT's merge_and_unload, on real files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from adapters.peft_world import randomise
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckpt_tools import api
+from ckpt_tools.cli import main
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+
+TOLERANCE = 1e-6
+"""Of float32 sums in another order."""
+
+
+def llama(**options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 40,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(sizes | options)))
+
+
+def save_model(model, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(path)
+    return path
+
+
+def adapt(model, config, path, *, seed=0):
+    """Write a random adapter of `model`; return what PEFT merges."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft_model = get_peft_model(copy.deepcopy(model), config)
+        markers = ("lora_", "hada_", "lokr_", "oft_R", "oft_embedding_R", "boft_", "modules_to_save")
+        randomise(peft_model, lambda name: any(marker in name for marker in markers), seed)
+        peft_model.save_pretrained(path)
+        merged = peft_model.merge_and_unload()
+    return {name: tensor.detach().clone() for name, tensor in merged.state_dict().items()}
+
+
+def tensors_of(path):
+    return {
+        name: tensor for file in sorted(Path(path).glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def assert_merged(destination, expected, base):
+    found = tensors_of(destination)
+    before = tensors_of(base)
+    assert found.keys() == before.keys()
+    changed = [name for name in found if not torch.equal(found[name], before[name])]
+    assert changed
+    for name, tensor in found.items():
+        assert float((tensor - expected[name]).abs().max()) <= TOLERANCE, name
+        if torch.equal(expected[name], before[name]):
+            assert torch.equal(tensor, before[name]), name
+
+
+def configs():
+    from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig
+
+    all_linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    loha = {"init_weights": False, "target_modules": all_linear}
+    return {
+        "lora": LoraConfig(r=4, lora_alpha=6, target_modules=[*all_linear, "embed_tokens"]),
+        "rslora": LoraConfig(r=4, lora_alpha=6, target_modules=all_linear, use_rslora=True),
+        "dora": LoraConfig(r=4, lora_alpha=6, target_modules=[*all_linear, "embed_tokens"], use_dora=True),
+        "patterns": LoraConfig(
+            r=4, lora_alpha=6, target_modules=all_linear, rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 7}
+        ),
+        "saved": LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        "loha": LoHaConfig(r=3, alpha=5, **loha),
+        "lokr": LoKrConfig(r=2, alpha=5, decompose_both=True, **loha),
+        "lokr full": LoKrConfig(r=64, alpha=5, **loha),
+        "oft": OFTConfig(oft_block_size=8, target_modules=all_linear, use_cayley_neumann=False),
+        "oft neumann": OFTConfig(oft_block_size=8, target_modules=all_linear, use_cayley_neumann=True),
+        "coft": OFTConfig(oft_block_size=8, target_modules=all_linear, coft=True, eps=1e-2),
+        "boft": BOFTConfig(boft_block_size=4, init_weights=False, target_modules=all_linear),
+    }
+
+
+FAMILIES = (
+    "lora",
+    "rslora",
+    "dora",
+    "patterns",
+    "saved",
+    "loha",
+    "lokr",
+    "lokr full",
+    "oft",
+    "oft neumann",
+    "coft",
+    "boft",
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merge_equals_merge_and_unload(tmp_path, family):
+    model = llama()
+    base = save_model(model, tmp_path / "base")
+    expected = adapt(model, configs()[family], tmp_path / "adapter")
+    result = api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
+    assert result.verified
+    assert_merged(tmp_path / "out", expected, base)
+    assert api.verify(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("family", ["lora", "dora", "oft"])
+def test_result_is_cast_once(tmp_path, family, dtype):
+    model = llama()
+    adapt(model, configs()[family], tmp_path / "adapter")
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float16
+    base = save_model(model.to(kind), tmp_path / "base")
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "kept")
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "wide", dtype="f32")
+    kept, wide = tensors_of(tmp_path / "kept"), tensors_of(tmp_path / "wide")
+    assert all(torch.equal(kept[name], wide[name].to(kind)) for name in kept)
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    other = "f16" if dtype == "bf16" else "bf16"
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "other", dtype=other)
+    cast = tensors_of(tmp_path / "other")
+    assert all(torch.equal(cast[name], wide[name].to(cast[name].dtype)) for name in cast)
+
+
+def test_bf16_merge_is_bitwise_that_of_peft(tmp_path):
+    """PEFT keeps the factors in float32 and adds them to the bf16 weight with one rounding."""
+    model = llama().to(torch.bfloat16)
+    base = save_model(model, tmp_path / "base")
+    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
+    linear = [name for name in found if "proj" in name]
+    assert linear
+    assert all(torch.equal(found[name], expected[name]) for name in linear)
+
+
+class Wide(nn.Module):
+    """Weights of several blocks of 4 MiB: by rows, long rows, a convolution, a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tall = nn.Linear(700, 3000, bias=False)
+        self.conv = nn.Conv2d(64, 1024, 5)
+        self.config = {"model_type": "wide"}
+
+
+@pytest.mark.parametrize("family", ["lora", "dora", "loha", "lokr", "oft"])
+def test_weights_of_many_blocks_equal_peft(tmp_path, family):
+    from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig
+
+    targets = {"target_modules": ["tall", "conv"]}
+    config = {
+        "lora": LoraConfig(r=3, lora_alpha=4, **targets),
+        "dora": LoraConfig(r=3, lora_alpha=4, use_dora=True, **targets),
+        "loha": LoHaConfig(r=3, alpha=4, init_weights=False, **targets),
+        "lokr": LoKrConfig(r=3, alpha=4, init_weights=False, **targets),
+        "oft": OFTConfig(oft_block_size=20, use_cayley_neumann=False, target_modules=["tall", "conv"]),
+    }[family]
+    torch.manual_seed(3)
+    model = Wide()
+    (tmp_path / "base").mkdir()
+    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    expected = adapt(model, config, tmp_path / "adapter")
+    api.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", num_workers=4)
+    assert_merged(tmp_path / "out", expected, tmp_path / "base")
+
+
+# Bases
+
+
+def test_single_file_base_keeps_names_of_files_and_header(tmp_path):
+    model = llama()
+    base = save_model(model, tmp_path / "base")
+    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    file = base / "model.safetensors"
+    api.merge_lora(file, tmp_path / "adapter", tmp_path / "out")
+    assert_merged(tmp_path / "out", expected, base)
+    written = (tmp_path / "out" / "model.safetensors").read_bytes()
+    head = 8 + int.from_bytes(written[:8], "little")
+    assert written[:head] == file.read_bytes()[:head]
+
+
+def test_max_shard_size_splits_files(tmp_path):
+    model = llama()
+    base = save_model(model, tmp_path / "base")
+    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "out", max_shard_size="20KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert_merged(tmp_path / "out", expected, base)
+
+
+def test_dcp_base_keeps_mesh_chunks_and_names(tmp_path):
+    model = llama()
+    base = save_model(model, tmp_path / "base")
+    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    api.shard(base, tmp_path / "dcp", mesh="dp_shard=2,tp=2", tp_plan="auto", prefix="model.")
+    result = api.merge_lora(tmp_path / "dcp", tmp_path / "adapter", tmp_path / "out")
+    before, after = api.open_checkpoint(tmp_path / "dcp"), api.open_checkpoint(tmp_path / "out")
+    layouts = [
+        {(e.fqn, e.dtype.name, tuple((c.box, c.span.file) for c in e.chunks)) for e in checkpoint.tensors}
+        for checkpoint in (before, after)
+    ]
+    assert layouts[0] == layouts[1]
+    assert (before.mesh, before.placements) == (after.mesh, after.placements)
+    assert result.checked["digests"] == len(after.tensors)  # what was read was what the manifest says
+    assert api.verify(tmp_path / "out").ok
+    api.gather(tmp_path / "out", tmp_path / "gathered")
+    assert_merged(tmp_path / "gathered", expected, base)
+
+
+def test_merged_dcp_does_not_claim_the_files_it_came_from(tmp_path):
+    model = llama()
+    base = save_model(model, tmp_path / "base")
+    adapt(model, configs()["lora"], tmp_path / "adapter")
+    api.shard(base, tmp_path / "dcp", mesh="dp_shard=2")
+    api.merge_lora(tmp_path / "dcp", tmp_path / "adapter", tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "ckpt_manifest.json").read_text())
+    assert manifest["origin"] is None
+    with pytest.raises(UsageError):
+        api.gather(tmp_path / "dcp", tmp_path / "x", like=tmp_path / "out")
+
+
+def test_trainer_checkpoint_loses_its_optimizer_and_says_so(tmp_path):
+    from torch.distributed.checkpoint import save
+
+    model = llama()
+    base = save_model(model, tmp_path / "base")
+    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    optimizer = {f"state.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
+    state = {"model": model.state_dict(), "optim": optimizer, "step": 7}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(state, checkpoint_id=str(tmp_path / "run"), no_dist=True)
+    result = api.merge_lora(tmp_path / "run", tmp_path / "adapter", tmp_path / "out")
+    assert any("of optimizer state: it belongs to the weights before" in note for note in result.notes)
+    fqns = [entry.fqn for entry in api.open_checkpoint(tmp_path / "out").tensors]
+    assert fqns == [f"model.{name}" for name in model.state_dict()]
+    api.gather(tmp_path / "out", tmp_path / "gathered")
+    assert_merged(tmp_path / "gathered", expected, base)
+
+
+# Names and shapes
+
+
+def write_adapter(path, factors, **config):
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {f"base_model.model.{name}": t.contiguous() for name, t in factors.items()}, path / "adapter_model.safetensors"
+    )
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["x"], "bias": "none"} | config
+    (path / "adapter_config.json").write_text(json.dumps(fields))
+    return path
+
+
+def write_base(path, tensors):
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def pair(out, columns, seed=0, r=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(r, columns, generator=generator), torch.randn(out, r, generator=generator)
+
+
+def test_split_adapter_merges_into_fused_base(tmp_path):
+    """Grouped-query attention: k and v are narrower, and only q and v are adapted."""
+    weight = torch.randn(8 + 4 + 4, 6)
+    gate_up = torch.randn(10, 6)
+    base = write_base(tmp_path / "base", {"l.qkv_proj.weight": weight, "l.gate_up_proj.weight": gate_up})
+    (qa, qb), (va, vb), (ua, ub) = pair(8, 6, 1), pair(4, 6, 2), pair(5, 6, 3)
+    factors = {"l.q_proj.lora_A.weight": qa, "l.q_proj.lora_B.weight": qb}
+    factors |= {"l.v_proj.lora_A.weight": va, "l.v_proj.lora_B.weight": vb}
+    factors |= {"l.up_proj.lora_A.weight": ua, "l.up_proj.lora_B.weight": ub}
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    api.merge_lora(base, adapter, tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
+    weight[:8] += 1.5 * qb @ qa
+    weight[12:] += 1.5 * vb @ va
+    gate_up[5:] += 1.5 * ub @ ua
+    assert torch.allclose(found["l.qkv_proj.weight"], weight, atol=TOLERANCE)
+    assert torch.allclose(found["l.gate_up_proj.weight"], gate_up, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_fused_adapter_merges_into_split_base(tmp_path, use_dora):
+    parts = {name: torch.randn(rows, 6) for name, rows in (("q", 8), ("k", 4), ("v", 4))}
+    base = write_base(tmp_path / "base", {f"l.{name}_proj.weight": tensor for name, tensor in parts.items()})
+    a, b = pair(16, 6)
+    factors = {"l.qkv_proj.lora_A.weight": a, "l.qkv_proj.lora_B.weight": b}
+    whole = torch.cat(list(parts.values())) + 1.5 * b @ a
+    if use_dora:
+        magnitude = 1 + torch.rand(16)
+        factors["l.qkv_proj.lora_magnitude_vector"] = magnitude
+        whole = magnitude[:, None] * whole / whole.norm(dim=1, keepdim=True)
+    adapter = write_adapter(tmp_path / "adapter", factors, use_dora=use_dora)
+    api.merge_lora(base, adapter, tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
+    for (name, _), expected in zip(parts.items(), whole.split([8, 4, 4]), strict=True):
+        assert torch.allclose(found[f"l.{name}_proj.weight"], expected, atol=TOLERANCE)
+
+
+def test_gpt2_with_its_transposed_weights_equals_peft(tmp_path):
+    from peft import LoraConfig
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8))
+    base = save_model(model, tmp_path / "base")
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
+    expected = adapt(model, config, tmp_path / "adapter")
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
+    assert_merged(tmp_path / "out", expected, base)
+
+
+def test_square_weights_that_may_be_transposed_are_refused_when_nothing_is_sure(tmp_path):
+    tensors = {"a.weight": torch.randn(4, 6), "b.weight": torch.randn(6, 6), "c.weight": torch.randn(6, 4)}
+    base = write_base(tmp_path / "base", tensors)
+    (aa, ab), (ba, bb), (ca, cb) = pair(6, 4), pair(6, 6), pair(6, 4)
+    factors = {"a.lora_A.weight": aa, "a.lora_B.weight": ab, "b.lora_A.weight": ba, "b.lora_B.weight": bb}
+    factors |= {"c.lora_A.weight": ca, "c.lora_B.weight": cb}
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    with pytest.raises(UsageError, match="the weight is square"):
+        api.merge_lora(base, adapter, tmp_path / "out")
+
+
+def moe_model():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=16,
+        intermediate_size=20,
+        moe_intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=3,
+        num_experts_per_tok=2,
+        vocab_size=20,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_equal_peft_whether_the_base_stacks_them_or_not(tmp_path, stacked):
+    from peft import LoraConfig
+
+    model = moe_model()
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj"], target_parameters=names)
+    expected = adapt(model, config, tmp_path / "adapter")
+    if stacked:
+        base = write_base(tmp_path / "base", {name: t.clone() for name, t in model.state_dict().items()})
+    else:
+        base = save_model(model, tmp_path / "base")
+    assert any("experts.0." in name for name in tensors_of(base)) != stacked
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
+    path = "model.layers.0.mlp.experts"
+    if not stacked:
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            found[f"{path}.{part}"] = torch.stack([found.pop(f"{path}.{i}.{part}.weight") for i in range(3)])
+        gate_up = torch.cat([found.pop(f"{path}.gate_proj"), found.pop(f"{path}.up_proj")], dim=1)
+        found[f"{path}.gate_up_proj"] = gate_up
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert float((tensor - expected[name]).abs().max()) <= TOLERANCE, name
+
+
+def test_kohya_names_find_their_modules(tmp_path):
+    weight = torch.randn(8, 6)
+    base = write_base(tmp_path / "base", {"blocks.0.attn.to_q.weight": weight, "other.weight": torch.randn(3)})
+    a, b = pair(8, 6)
+    name = "lora_unet_blocks_0_attn_to_q"
+    factors = {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b, f"{name}.alpha": torch.tensor(1.0)}
+    save_file(factors, tmp_path / "lora.safetensors")
+    api.merge_lora(base, tmp_path / "lora.safetensors", tmp_path / "out")
+    found = tensors_of(tmp_path / "out")["blocks.0.attn.to_q.weight"]
+    assert torch.allclose(found, weight + 0.5 * b @ a, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("algorithm", ["diag-oft", "dora by column"])
+def test_what_mixes_rows_is_computed_over_many_blocks(tmp_path, algorithm):
+    from ckpt_tools.adapters.adapter import AdapterModule, Sourced
+    from ckpt_tools.adapters.delta import Setting, new_weight
+
+    weight = torch.randn(2560, 640)
+    base = write_base(tmp_path / "base", {"blocks.to_q.weight": weight})
+    if algorithm == "diag-oft":
+        factors = {"blocks": 0.1 * torch.randn(320, 8, 8)}
+        module = AdapterModule(path="x", family="oft", factors=factors, alpha=Sourced(0.0, ""))
+        state = {"lora_unet_blocks_to_q.oft_blocks": factors["blocks"]}
+    else:
+        a, b = pair(2560, 640)
+        factors = {"A": a, "B": b, "magnitude": 1 + torch.rand(1, 640)}
+        module = AdapterModule(path="x", family="lora", factors=factors, alpha=Sourced(2.0, ""))
+        names = {"A": "lora_down.weight", "B": "lora_up.weight", "magnitude": "dora_scale"}
+        state = {f"lora_unet_blocks_to_q.{names[role]}": tensor for role, tensor in factors.items()}
+    save_file(state | {"lora_unet_blocks_to_q.alpha": torch.tensor(module.alpha.value)}, tmp_path / "x.safetensors")
+    api.merge_lora(base, tmp_path / "x.safetensors", tmp_path / "out", num_workers=3)
+    expected = new_weight(module, weight, Setting(convention="kohya"))
+    assert torch.allclose(tensors_of(tmp_path / "out")["blocks.to_q.weight"], expected, atol=TOLERANCE)
+
+
+def test_scale_multiplies_what_is_added(tmp_path):
+    weight = torch.randn(8, 6)
+    base = write_base(tmp_path / "base", {"x.weight": weight})
+    a, b = pair(8, 6)
+    adapter = write_adapter(tmp_path / "adapter", {"x.lora_A.weight": a, "x.lora_B.weight": b})
+    api.merge_lora(base, adapter, tmp_path / "out", scale=-0.5, alpha=8)
+    found = tensors_of(tmp_path / "out")["x.weight"]
+    assert torch.allclose(found, weight - 2 * b @ a, atol=TOLERANCE)
+
+
+# What is refused
+
+
+def simple(tmp_path, weight=None, **config):
+    weight = torch.randn(8, 6) if weight is None else weight
+    base = write_base(tmp_path / "base", {"x.weight": weight, "y.weight": torch.randn(8, 6)})
+    (a, b), (ya, yb) = pair(8, 6), pair(8, 6, 5)
+    factors = {"x.lora_A.weight": a, "x.lora_B.weight": b, "y.lora_A.weight": ya, "y.lora_B.weight": yb}
+    return base, factors
+
+
+def refused(kind, code, match, *args, **options):
+    with pytest.raises(kind, match=match) as caught:
+        api.merge_lora(*args, **options)
+    assert caught.value.exit_code == code
+    assert not Path(args[2]).exists()
+    return caught.value
+
+
+def test_change_that_bf16_rounds_away_is_refused(tmp_path):
+    base, factors = simple(tmp_path, torch.full((8, 6), 100.0).to(torch.bfloat16))
+    factors["x.lora_B.weight"] = factors["x.lora_B.weight"] * 1e-3
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    error = refused(
+        CkptError, 3, "1 of 2 adapted tensors come out as they were.*x.weight", base, adapter, tmp_path / "out"
+    )
+    assert error.code == "merge-unchanged"
+    api.merge_lora(base, adapter, tmp_path / "out", dtype="f32")
+
+
+def test_adapter_of_zeros_is_refused(tmp_path):
+    base, factors = simple(tmp_path)
+    factors = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in factors.items()}
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    error = refused(CkptError, 3, "the result equals the base", base, adapter, tmp_path / "out")
+    assert error.code == "merge-unchanged"
+
+
+def test_modules_with_zero_factors_beside_others_are_said(tmp_path):
+    base, factors = simple(tmp_path)
+    factors["x.lora_B.weight"].zero_()
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    result = api.merge_lora(base, adapter, tmp_path / "out")
+    assert any("1 of 2 tensors get no change" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_factors_that_are_not_finite_are_refused(tmp_path, bad):
+    base, factors = simple(tmp_path)
+    factors["x.lora_B.weight"][3, 1] = bad
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    refused(CkptError, 1, "values that are not finite", base, adapter, tmp_path / "out")
+
+
+def test_values_too_large_for_f16_are_refused(tmp_path):
+    base, factors = simple(tmp_path, torch.full((8, 6), 6e4))
+    factors["x.lora_B.weight"] *= 1e5
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    refused(CkptError, 1, "too large for float16", base, adapter, tmp_path / "out", dtype="f16")
+
+
+def test_modules_that_the_base_lacks_are_named(tmp_path):
+    base, factors = simple(tmp_path)
+    a, b = pair(8, 6)
+    adapter = write_adapter(tmp_path / "adapter", factors | {"z.q.lora_A.weight": a, "z.q.lora_B.weight": b})
+    refused(UsageError, 2, "1 of 3 adapted tensors are not in the base: z.q.weight", base, adapter, tmp_path / "out")
+
+
+def test_tied_head_is_explained(tmp_path):
+    base = write_base(tmp_path / "base", {"model.embed_tokens.weight": torch.randn(8, 6)})
+    a, b = pair(8, 6)
+    adapter = write_adapter(tmp_path / "adapter", {"lm_head.lora_A.weight": a, "lm_head.lora_B.weight": b})
+    error = refused(UsageError, 2, "lm_head.weight", base, adapter, tmp_path / "out")
+    assert "ties lm_head" in error.hint
+
+
+def test_module_of_another_shape_is_refused(tmp_path):
+    base, factors = simple(tmp_path)
+    factors["x.lora_A.weight"] = torch.randn(2, 7)
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    refused(
+        UsageError, 2, r"x: it changes 8 × 7 elements, the base's weight is \[8, 6\]", base, adapter, tmp_path / "out"
+    )
+
+
+def test_quantised_base_is_refused(tmp_path):
+    base, factors = simple(tmp_path, torch.randint(0, 9, (8, 6), dtype=torch.uint8))
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    refused(UsageError, 2, "the base's weight is U8: quantised", base, adapter, tmp_path / "out")
+
+
+def test_unknown_alpha_is_asked_for(tmp_path):
+    base, factors = simple(tmp_path)
+    adapter = write_adapter(tmp_path / "adapter", factors, lora_alpha=None)
+    error = refused(UsageError, 2, "alpha", base, adapter, tmp_path / "out")
+    assert "--alpha" in error.hint
+    api.merge_lora(base, adapter, tmp_path / "out", alpha=3)
+
+
+def test_truncated_factor_is_refused(tmp_path):
+    base, factors = simple(tmp_path)
+    factors["x.lora_B.weight"] = torch.zeros(0)
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    refused(CkptError, 3, "adapter-truncated", base, adapter, tmp_path / "out")
+
+
+def test_multiple_of_dora_is_refused(tmp_path):
+    base, factors = simple(tmp_path)
+    factors["x.lora_magnitude_vector"] = torch.ones(8)
+    adapter = write_adapter(tmp_path / "adapter", factors, use_dora=True)
+    refused(UsageError, 2, "a multiple of DoRA", base, adapter, tmp_path / "out", scale=0.5)
+
+
+def test_destination_around_the_adapter_is_refused(tmp_path):
+    base, factors = simple(tmp_path)
+    adapter = write_adapter(tmp_path / "runs" / "adapter", factors)
+    with pytest.raises(UsageError, match="must not contain each other"):
+        api.merge_lora(base, adapter, tmp_path / "runs", overwrite=True)
+    assert (adapter / "adapter_model.safetensors").exists()
+
+
+def test_damage_of_the_base_is_found_in_adapted_tensors_too(tmp_path):
+    model = llama()
+    base = save_model(model, tmp_path / "base")
+    adapt(model, configs()["lora"], tmp_path / "adapter")
+    api.shard(base, tmp_path / "dcp", mesh="dp_shard=2")
+    api.gather(tmp_path / "dcp", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    at = content.index(model.model.layers[0].mlp.up_proj.weight.detach().numpy().tobytes())
+    content[at + 4] ^= 1
+    file.write_bytes(content)
+    refused(
+        UnreadableError,
+        4,
+        "up_proj.*not what the manifest recorded",
+        tmp_path / "hf",
+        tmp_path / "adapter",
+        tmp_path / "out",
+    )
+    chunk = tmp_path / "dcp" / "__1_0.distcp"
+    content = bytearray(chunk.read_bytes())
+    rows = model.model.layers[0].mlp.up_proj.weight.detach()[24:].numpy().tobytes()
+    content[content.index(rows)] ^= 1
+    chunk.write_bytes(content)
+    refused(UnreadableError, 4, "CRC-32", tmp_path / "dcp", tmp_path / "adapter", tmp_path / "out")
+
+
+# Interruptions
+
+
+class Interrupt:
+    """A receiver of progress that presses Ctrl-C once so much is done."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self, total):
+        def advance(nbytes):
+            self.left -= nbytes
+            if self.left < 0:
+                raise KeyboardInterrupt
+
+        return advance
+
+
+def interrupted_base(tmp_path):
+    tensors = {f"l.{i}.weight": torch.randn(2048, 1024) for i in range(3)} | {"head": torch.randn(1024, 1024)}
+    base = write_base(tmp_path / "base", tensors)
+    factors = {}
+    for i in range(3):
+        a, b = pair(2048, 1024, i)
+        factors |= {f"l.{i}.lora_A.weight": a, f"l.{i}.lora_B.weight": b}
+    return base, write_adapter(tmp_path / "adapter", factors)
+
+
+def test_interrupted_merge_continues_and_gives_the_same_bytes(tmp_path):
+    base, adapter = interrupted_base(tmp_path)
+    api.merge_lora(base, adapter, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        api.merge_lora(base, adapter, tmp_path / "out", num_workers=1, progress=Interrupt(20 << 20))
+    result = api.merge_lora(base, adapter, tmp_path / "out", num_workers=1)
+    assert any("continued an interrupted run" in note for note in result.notes)
+    for name in ("model.safetensors", "ckpt_manifest.json"):
+        written = [(tmp_path / place / name).read_bytes() for place in ("whole", "out")]
+        assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("change", ["scale", "adapter"])
+def test_interrupted_merge_of_something_else_is_not_continued(tmp_path, change):
+    base, adapter = interrupted_base(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        api.merge_lora(base, adapter, tmp_path / "out", num_workers=1, progress=Interrupt(20 << 20))
+    scale = 0.5 if change == "scale" else 1.0
+    if change == "adapter":
+        factors = load_file(adapter / "adapter_model.safetensors")
+        factors["base_model.model.l.0.lora_B.weight"][0, 0] += 1
+        save_file(factors, adapter / "adapter_model.safetensors")
+    result = api.merge_lora(base, adapter, tmp_path / "out", scale=scale)
+    assert not any("continued" in note for note in result.notes)
+    assert any("removed what an interrupted run" in note for note in result.notes)
+    api.merge_lora(base, adapter, tmp_path / "whole", scale=scale)
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "model.safetensors"
+    ).read_bytes()
+
+
+# The command
+
+
+def test_command_reports_as_the_contract_says(tmp_path, capsys):
+    base, factors = simple(tmp_path)
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    args = ["merge-lora", str(base), str(adapter), str(tmp_path / "out"), "--json"]
+    assert main([*args, "--dry-run"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["plan"]["bytes"] > 0
+    assert not (tmp_path / "out").exists()
+    assert main(args) == 0
+    document = json.loads(capsys.readouterr().out)
+    fields = ("source", "destination", "num_tensors", "bytes_read", "bytes_written", "seconds", "files", "verified")
+    assert all(field in document for field in fields)
+    assert main(args) == 5
+    assert json.loads(capsys.readouterr().err)["error"]["code"] == "destination-exists"
+    assert main([*args, "--overwrite", "--scale", "nan"]) == 2
+    assert main([*args, "--overwrite", "--scale", "0"]) == 3
+    assert json.loads(capsys.readouterr().err.splitlines()[-1])["error"]["code"] == "merge-unchanged"
+
+
+def test_dry_run_imports_no_torch(tmp_path):
+    base, factors = simple(tmp_path)
+    adapter = write_adapter(tmp_path / "adapter", factors)
+    code = (
+        "import sys; from ckpt_tools.cli import main; "
+        f"assert main(['merge-lora', {str(base)!r}, {str(adapter)!r}, {str(tmp_path / 'out')!r}, '-n', '-q']) == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
