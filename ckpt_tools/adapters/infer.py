@@ -62,12 +62,23 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
             hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
             "changes every output",
         )
-    if alpha is None:
-        return adapter
-    given = Sourced(float(alpha), "--alpha")
+    given = None if alpha is None else Sourced(float(alpha), "--alpha")
     return adapter.with_modules(
-        tuple(replace(module, alpha=given) if module.family in SCALED else module for module in adapter.modules)
+        tuple(
+            _unscaled(module) if _is_unscaled(module, adapter) else _given(module, given) for module in adapter.modules
+        )
     )
+
+
+def _given(module: AdapterModule[F], alpha: Sourced[float] | None) -> AdapterModule[F]:
+    return module if alpha is None or module.family not in SCALED else replace(module, alpha=alpha)
+
+
+def _unscaled(module: AdapterModule[F]) -> AdapterModule[F]:
+    """Say a scale of 1 by a rank at which PEFT too builds both factors whole, and an alpha like it."""
+    rank = max(max(getattr(module.factors[role], "shape", (1,))[:2], default=1) for role in ("w1", "w2"))
+    why = "both factors are whole, which LyCORIS does not scale"
+    return replace(module, rank=Sourced(rank, why), alpha=Sourced(float(rank), why))
 
 
 def _is_unscaled(module: AdapterModule[F], adapter: Adapter[F]) -> bool:

@@ -10,9 +10,9 @@ import warnings
 
 import pytest
 import torch
-from adapters import families
+from adapters import families, lycoris_worlds
 from fsdp2.ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
@@ -191,3 +191,37 @@ def test_export_of_a_damaged_chunk_is_refused(large, tmp_path):
     with pytest.raises(UnreadableError, match="is damaged: CRC-32"):
         api.export_lora(tmp_path / "dcp", tmp_path / "out", alpha=8)
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "tolerance"),
+    [
+        ("lora", {}, 1e-6),  # PEFT adds to the output, LyCORIS to the weight
+        ("lora", {"use_tucker": True}, 1e-5),  # the core is multiplied into a factor
+        ("loha", {}, 1e-6),
+        ("loha", {"use_tucker": True}, 1e-6),
+        ("lokr", {}, 1e-6),
+        ("lokr", {"linear_dim": 1, "conv_dim": 1, "linear_alpha": 1}, 1e-6),
+        ("lokr", {"decompose_both": True, "linear_dim": 1, "conv_dim": 1}, 1e-6),
+        ("lora", {"weight_decompose": True, "wd_on_output": True}, 1e-5),
+        ("loha", {"weight_decompose": True, "wd_on_output": True}, 1e-5),
+    ],
+)
+def test_lycoris_file_exported_to_peft_answers_as_lycoris_does(tmp_path, algorithm, options, tolerance):
+    from peft import PeftModel
+
+    model, network = lycoris_worlds.adapt(algorithm, **options)
+    with torch.no_grad():
+        expected = model(*lycoris_worlds.inputs())
+    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, tmp_path / "n.safetensors")
+    save_file(lycoris_worlds.build().state_dict(), tmp_path / "base.safetensors")
+    result = api.export_lora(tmp_path / "n.safetensors", tmp_path / "out", base=tmp_path / "base.safetensors")
+    assert result.ok, result.findings
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reloaded = PeftModel.from_pretrained(lycoris_worlds.build(), tmp_path / "out").eval()
+        found = reloaded(*lycoris_worlds.inputs())
+    plain = lycoris_worlds.build()(*lycoris_worlds.inputs())
+    for ours, theirs, base in zip(found, expected, plain, strict=True):
+        assert not torch.allclose(base, theirs, atol=1e-2)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
