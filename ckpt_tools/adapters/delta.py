@@ -188,6 +188,11 @@ def _build(module: Module, factors: dict[str, Tensor], shape: tuple[int, ...], s
         return _oft(module, factors, rows, columns, setting)
     if module.family == "boft":
         return _boft(module, factors, rows, columns)
+    if module.family == "lokr" and setting.convention == "peft" and rank_of(module) is None:
+        raise UsageError(
+            f"the rank of {escape_name(module.path)} is not known: PEFT scales full factors by alpha/r as well",
+            hint="put PEFT's adapter_config.json beside the adapter",
+        )
     scale = scale_of(module, setting.num_experts) * setting.scale
     inner: Change
     if module.family == "lora":

@@ -332,6 +332,14 @@ def test_unknown_alpha_is_refused_not_guessed():
         scale_of(module)
 
 
+def test_peft_lokr_of_full_factors_without_its_rank_is_refused():
+    factors = {"w1": torch.ones(2, 2), "w2": torch.ones(3, 3)}
+    module = AdapterModule(path="x", family="lokr", factors=factors, alpha=Sourced(1.0, "--alpha"))
+    with pytest.raises(UsageError, match="the rank of x is not known"):
+        new_weight(module, torch.randn(6, 6), Setting(convention="peft"))
+    assert torch.equal(delta(module, (6, 6), Setting(convention="kohya")), torch.ones(6, 6))  # LyCORIS scales none
+
+
 @pytest.mark.parametrize("family", ["dora", "oft"])
 def test_multiple_of_what_is_no_sum_is_refused(family):
     lora = {"A": torch.ones(2, 4), "B": torch.ones(3, 2), "magnitude": torch.ones(3)}
