@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from ckpt_tools import api
 from ckpt_tools.adapters.export import Export
-from ckpt_tools.cli import options
-from ckpt_tools.cli.output import conversion_json, print_conversion, print_json, progress_of, say
+from ckpt_tools.cli import hub_options, options
+from ckpt_tools.cli.output import conversion_json, note, print_conversion, print_json, progress_of, say
+from ckpt_tools.cli.push import print_push
 from ckpt_tools.cli.values import format_of
+from ckpt_tools.errors import UsageError
+from ckpt_tools.hub.card import CardFacts, hub_id_of
+from ckpt_tools.hub.plan import PushResult
+from ckpt_tools.hub.push import result_json as push_json
 from ckpt_tools.text import escape_name
 
 Source = Annotated[
@@ -67,6 +73,12 @@ SvdRank = Annotated[
         help="Approximate what the format cannot express exactly; the error is reported.",
     ),
 ]
+Push = Annotated[
+    str | None,
+    typer.Option(
+        "--push", envvar="CKPT_PUSH", metavar="REPO", help="Then push it to the hub, as `ckpt push DST REPO` does."
+    ),
+]
 
 
 def export_lora(
@@ -83,6 +95,13 @@ def export_lora(
     dtype: options.DType = "keep",
     include: options.Include = None,
     exclude: options.Exclude = None,
+    push: Push = None,
+    private: hub_options.Private = False,
+    create_pr: hub_options.CreatePr = False,
+    revision: hub_options.Revision = None,
+    commit_message: hub_options.Message = None,
+    license: hub_options.License = None,  # noqa: A002 - the option's name
+    endpoint: hub_options.Endpoint = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     from_format: options.From = None,
@@ -92,6 +111,13 @@ def export_lora(
     verbose: options.Verbose = False,
 ) -> int:
     """Take a LoRA, or a relative of it, out of any checkpoint, and write it for an ecosystem; nothing else is read."""
+    if push is None and (private or create_pr or revision or commit_message or license or endpoint):
+        raise UsageError("nothing is pushed", hint="these options come with --push REPO")
+    if push is not None and dry_run:
+        raise UsageError(
+            "what would be pushed is known once it is written",
+            hint=f"leave --push out, or export first and then: ckpt push {escape_name(destination)} {push} -n",
+        )
     with progress_of(progress, quiet=quiet or json) as factory:
         result = api.export_lora(
             source,
@@ -112,11 +138,65 @@ def export_lora(
             progress=factory,
             format=format_of(from_format),
         )
-    if json:
-        print_json(export_json(result))
-    else:
+    if not json:
         _print(result, quiet=quiet, verbose=verbose)
-    return 0 if result.ok else 3
+    pushed = None
+    if push is not None and result.ok:
+        pushed = _push(
+            result,
+            push,
+            private=private,
+            create_pr=create_pr,
+            revision=revision,
+            commit_message=commit_message,
+            license=license,
+            endpoint=endpoint,
+            say=None if quiet or json else note,
+        )
+    if json:
+        document = export_json(result)
+        print_json(document if pushed is None else {**document, "push": push_json(pushed)})
+    elif pushed is not None:
+        print_push(pushed, quiet=quiet, verbose=verbose)
+    return 0 if result.ok and (pushed is None or pushed.ok) else 3
+
+
+def _push(
+    result: Export,
+    repo: str,
+    *,
+    private: bool,
+    create_pr: bool,
+    revision: str | None,
+    commit_message: str | None,
+    license: str | None,  # noqa: A002 - the option's name
+    endpoint: str | None,
+    say: Callable[[str], None] | None,
+) -> PushResult:
+    """Push what was exported; its card says where every setting came from."""
+    destination = result.conversion.destination
+    base = result.config.get("base_model_name_or_path")
+    facts = CardFacts(
+        base_model=hub_id_of(str(base.value)) if base is not None and base.value else None,
+        license=license,
+        settings=tuple((name, str(found.value), found.source) for name, found in result.config.items()),
+    )
+    try:
+        return api.push(
+            destination,
+            repo,
+            private=private,
+            create_pr=create_pr,
+            revision=revision,
+            commit_message=commit_message,
+            endpoint=endpoint,
+            card=facts,
+            say=say,
+        )
+    except BaseException as error:
+        shown = escape_name(destination)
+        error.add_note(f"the adapter is written and complete in {shown}; to send it: ckpt push {shown} {repo}")
+        raise
 
 
 def export_json(result: Export) -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ckpt_tools import api
-from ckpt_tools.cli import options
+from ckpt_tools.cli import hub_options, options
 from ckpt_tools.cli.output import note, print_json, progress_of, say
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts
@@ -21,31 +21,11 @@ Directory = Annotated[str, typer.Argument(metavar="DIR", help="What to push: a m
 Repo = Annotated[
     str, typer.Argument(metavar="REPO", help="NAMESPACE/NAME, or NAME for one of your own; created if new.")
 ]
-Private = Annotated[
-    bool, typer.Option("--private", envvar="CKPT_PRIVATE", help="Create it private; never send to a public one.")
-]
-CreatePr = Annotated[
-    bool, typer.Option("--create-pr", envvar="CKPT_CREATE_PR", help="Open a pull request instead of committing.")
-]
-Revision = Annotated[
-    str | None, typer.Option("--revision", envvar="CKPT_REVISION", metavar="BRANCH", help="main by default.")
-]
-Message = Annotated[
-    str | None, typer.Option("--commit-message", envvar="CKPT_COMMIT_MESSAGE", metavar="TEXT", help="Of the commit.")
-]
-Endpoint = Annotated[
-    str | None,
-    typer.Option("--endpoint", envvar="CKPT_ENDPOINT", metavar="URL", help="HF_ENDPOINT or huggingface.co by default."),
-]
 BaseModel = Annotated[
     str | None,
     typer.Option(
         "--base-model", envvar="CKPT_BASE_MODEL", metavar="ORG/NAME", help="For the model card: what it extends."
     ),
-]
-License = Annotated[
-    str | None,
-    typer.Option("--license", envvar="CKPT_LICENSE", metavar="NAME", help="For the model card: apache-2.0, …"),
 ]
 NoCard = Annotated[
     bool, typer.Option("--no-card", envvar="CKPT_NO_CARD", help="Make no model card, and add nothing to README.md.")
@@ -87,18 +67,18 @@ DryRun = Annotated[
 def push(
     directory: Directory,
     repo: Repo,
-    private: Private = False,
-    create_pr: CreatePr = False,
-    revision: Revision = None,
-    commit_message: Message = None,
+    private: hub_options.Private = False,
+    create_pr: hub_options.CreatePr = False,
+    revision: hub_options.Revision = None,
+    commit_message: hub_options.Message = None,
     base_model: BaseModel = None,
-    license: License = None,  # noqa: A002 - the option's name
+    license: hub_options.License = None,  # noqa: A002 - the option's name
     no_card: NoCard = False,
     include: Include = None,
     exclude: Exclude = None,
     delete_stale: DeleteStale = False,
     check: Check = "sent",
-    endpoint: Endpoint = None,
+    endpoint: hub_options.Endpoint = None,
     dry_run: DryRun = False,
     num_workers: options.NumWorkers = None,
     progress: options.ProgressMode = "auto",
@@ -136,7 +116,7 @@ def push(
     if json:
         print_json(result_json(result))
     else:
-        _print(result, quiet=quiet, verbose=verbose)
+        print_push(result, quiet=quiet, verbose=verbose)
     return 0 if result.ok else 3
 
 
@@ -150,7 +130,8 @@ def _level(text: str) -> CheckLevel:
 _MAX_SHOWN = 30
 
 
-def _print(result: PushResult, *, quiet: bool, verbose: bool) -> None:
+def print_push(result: PushResult, *, quiet: bool, verbose: bool) -> None:
+    """Show what was sent, and the proof that it arrived."""
     for finding in result.findings:
         say(f"{finding.severity}: {finding.code}: {finding.what}")
         say(f"   at: {finding.where}")

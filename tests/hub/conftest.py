@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -48,8 +49,8 @@ def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def push(environment, monkeypatch, tmp_path: Path, capsys):
-    """Run `ckpt push` in this process; returns (exit code, stdout, stderr)."""
+def run(environment, monkeypatch, tmp_path: Path, capsys):
+    """Run a command in this process; returns (exit code, stdout, stderr)."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -60,7 +61,7 @@ def push(environment, monkeypatch, tmp_path: Path, capsys):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
 
     def call(*argv: object) -> tuple[int, str, str]:
-        code = main(["push", *map(str, argv)])
+        code = main([*map(str, argv)])
         captured = capsys.readouterr()
         for text in (captured.out, captured.err):
             assert "Traceback" not in text or "-v" in argv
@@ -69,6 +70,12 @@ def push(environment, monkeypatch, tmp_path: Path, capsys):
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def push(run):
+    """Run `ckpt push` in this process; returns (exit code, stdout, stderr)."""
+    return functools.partial(run, "push")
 
 
 @pytest.fixture
