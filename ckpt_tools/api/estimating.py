@@ -28,6 +28,7 @@ def estimate(
     master_dtype: str = "f32",
     frozen_dtype: str = "bf16",
     optimizer: str = "adamw",
+    state_dtype: str | None = None,
     activation_checkpointing: bool | Literal["both"] = False,
     lora: int | None = None,
     quantize: str | None = None,
@@ -51,9 +52,10 @@ def estimate(
         batch_size: Samples per rank and step.
         param_dtype: "bf16", "f16" or "f32": what the ranks compute in.
         reduce_dtype: In what gradients are averaged.
-        master_dtype: In what trained parameters, their gradients and the optimizer's state are kept.
+        master_dtype: In what trained parameters and their gradients are kept.
         frozen_dtype: In what the frozen ones are kept, with `lora`.
         optimizer: "adamw", "adam", "sgd" or "sgd-momentum".
+        state_dtype: Of its state, where that is not `master_dtype`, as it is with PyTorch's own optimizers.
         activation_checkpointing: Compute activations again in backward; "both" shows it beside the default.
         lora: Rank of adapters on the frozen model.
         quantize: "nf4" for 4-bit frozen weights.
@@ -77,6 +79,7 @@ def estimate(
         master_dtype=master_dtype,
         frozen_dtype=frozen_dtype,
         optimizer=optimizer,
+        state_dtype=state_dtype,
     )
     options = EstimateOptions(
         model=None if model is None else os.fspath(model),

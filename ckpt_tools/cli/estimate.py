@@ -68,7 +68,7 @@ MasterDtype = Annotated[
         "--master-dtype",
         envvar="CKPT_MASTER_DTYPE",
         metavar="bf16|f16|f32",
-        help="Keep trained parameters, gradients and optimizer state in.",
+        help="Keep trained parameters and gradients in.",
     ),
 ]
 FrozenDtype = Annotated[
@@ -79,6 +79,15 @@ FrozenDtype = Annotated[
 ]
 Optimizer = Annotated[
     str, typer.Option("--optimizer", envvar="CKPT_OPTIMIZER", metavar="adamw|adam|sgd|sgd-momentum", help="Its state.")
+]
+StateDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--state-dtype",
+        envvar="CKPT_STATE_DTYPE",
+        metavar="bf16|f16|f32",
+        help="Its dtype, where it is not --master-dtype, as with PyTorch's own optimizers.",
+    ),
 ]
 Checkpointing = Annotated[
     bool | None,
@@ -132,6 +141,7 @@ def estimate(
     master_dtype: MasterDtype = "f32",
     frozen_dtype: FrozenDtype = "bf16",
     optimizer: Optimizer = "adamw",
+    state_dtype: StateDtype = None,
     activation_checkpointing: Checkpointing = None,
     lora: Lora = False,
     lora_rank: LoraRank = None,
@@ -164,6 +174,7 @@ def estimate(
         master_dtype=master_dtype,
         frozen_dtype=frozen_dtype,
         optimizer=optimizer,
+        state_dtype=state_dtype,
         activation_checkpointing="both" if shows_all else bool(activation_checkpointing),
         lora=lora_rank or (DEFAULT_LORA_RANK if lora else None),
         quantize=quantize,

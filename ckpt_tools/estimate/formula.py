@@ -8,27 +8,32 @@ All results are bytes of the rank that holds the most. Letters:
     Q  parameters that are quantised  L  number of blocks                 N  ranks that share a parameter
     m  bytes of a trained parameter between steps (master dtype)          q  the same for a frozen one
     c  bytes of a gathered parameter (param dtype)   r  bytes of a gradient on its way (reduce dtype)
-    k  values of optimizer state per trained value   t  tokens of a step: sequence length × batch size
+    k  values of optimizer state per trained value   o  bytes of one of them (m with PyTorch's own optimizers)
+    t  tokens of a step: sequence length × batch size
     h  width of the hidden state      O  outputs of all matrices of a block, summed up      V  rows of the output layer
 
 Held all the time, per rank:
 
     params     (T·m + F·q) / N       with nf4: Q/2 / N packed, and 0.127 bits per weight of scales on every rank
     grads      T·m / N               from a block's backward to the end of the step
-    optimizer  k·T·m / N
+    optimizer  k·T·o / N
 
 Activations. A block keeps what its matrices put out, once as it comes and once behind the element-wise operation that
 follows, and the input of its norms: t·c·(2·O + 2·h). For a Llama block (O = 5·h + 2·f) these are 12·h + 4·f values per
 token, against 11·h + 4·f that PyTorch keeps. With activation checkpointing every block keeps t·c·h, its input, and one
-block at a time all of it. The loss keeps t·V·(c + 4 + 4): logits, in f32, and their logarithms.
+block at a time all of it. The loss takes t·V·12: logarithms of probabilities in f32, and with them
+first the logits twice (as they come, and in f32), then two gradients in f32.
 
 Gathered, when parameters are resharded: c·(R + 2·B), the root, a block and the next one, which is fetched early; when
 they are kept: c·P, and c·B for the buffer that the next one arrives in. nf4 blocks are gathered packed, and one matrix
 at a time is unpacked.
 
+Tensor parallelism divides P, B, R and all that follows from them, and of a block's activations all but 8·h, its two
+norms', since every rank has these for all of h. The loss is computed on every rank.
+
 The peak is the largest of four moments:
 
-    loss       what is held + gathered + all activations + the loss' own, once more t·V·4 for its gradient
+    loss       what is held + gathered + all activations + the loss' own
     first      backward of the last block: what is held + gathered + its gradients B'·(c + r) and the output's
                + all activations
     last       backward of the first block: the same with the gradients of all others, and its own activations alone
@@ -41,7 +46,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt_tools.estimate.figures import Figures
+from ckpt_tools.estimate.figures import Block, Figures
 from ckpt_tools.estimate.options import DTYPE_BYTES, OPTIMIZERS, Case
 from ckpt_tools.estimate.report import Memory
 
@@ -49,6 +54,8 @@ NF4_BYTES = 0.5
 """Of a packed weight."""
 NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
 """Per weight: an 8-bit scale for 64 weights, and an f32 scale for 256 of those (double quantisation)."""
+LOSS_BYTES = 12
+"""Per token and word."""
 STEP_COPIES = 2
 """Temporary copies of one parameter in a step that goes parameter by parameter (`foreach=False`)."""
 
@@ -92,7 +99,7 @@ def estimate(figures: Figures, case: Case) -> Memory:
 
     Args:
         figures: Of the model.
-        case: How it is trained. A tensor-parallel axis divides parameters and activations alike.
+        case: How it is trained.
 
     Returns:
         Bytes; `at_peak` adds up to `peak`.
@@ -106,7 +113,7 @@ def estimate(figures: Figures, case: Case) -> Memory:
     params = (terms.trained * m + plain * q + terms.quantised * NF4_BYTES) / shards
     params += terms.quantised * NF4_SCALE_BYTES / tp
     grads = terms.trained * m / shards
-    optimizer = OPTIMIZERS[case.optimizer] * grads
+    optimizer = OPTIMIZERS[case.optimizer] * terms.trained * DTYPE_BYTES[case.state_dtype or case.master_dtype] / shards
 
     largest = figures.largest
     block = largest.params * c / tp
@@ -122,14 +129,14 @@ def estimate(figures: Figures, case: Case) -> Memory:
     gathered += unpacked
 
     tokens = case.seq_len * case.batch_size
-    acts = [tokens * c * (2 * each.outputs + 2 * each.hidden) / tp for each in figures.blocks]
+    acts = [tokens * c * _kept_values(each, tp) for each in figures.blocks]
     one = max(acts, default=0.0)
     saved = sum((each.count * act for each, act in zip(figures.blocks, acts, strict=True)), start=0.0)
     if case.activation_checkpointing:
         saved = float(sum(tokens * c * each.hidden * each.count for each in figures.blocks))
     else:
         one = 0.0
-    loss = tokens * figures.vocab * (c + 8) / tp
+    loss = tokens * figures.vocab * LOSS_BYTES
 
     flying = terms.block_trained * (c + r) / tp + min(terms.root_trained, figures.vocab * figures.hidden) * c / tp
     others = max(0.0, grads - (terms.block_trained + terms.root_trained) * m / shards)
@@ -139,7 +146,7 @@ def estimate(figures: Figures, case: Case) -> Memory:
     late = unpacked + flying + root + (block if case.is_kept else 2 * block)
     moments = (
         # grads, gathered, activations, step
-        (0.0, early, saved + loss + tokens * figures.vocab * 4 / tp, 0.0),
+        (0.0, early, saved + loss, 0.0),
         (0.0, gathered + flying, saved + one, 0.0),
         (others, late, one + saved / max(1, figures.num_blocks), 0.0),
         (grads, 0.0, 0.0, step),
@@ -171,3 +178,10 @@ def estimate(figures: Figures, case: Case) -> Memory:
         host=round(params + grads + optimizer) if case.offload else 0,
         at_peak=at_peak,
     )
+
+
+def _kept_values(block: Block, tp: int) -> float:
+    """Return how many values per token a block keeps for backward."""
+    values = 2 * block.outputs + 2 * block.hidden
+    whole = min(8 * block.hidden, values)
+    return whole + (values - whole) / tp

@@ -27,7 +27,7 @@ ALIASES: Mapping[str, str] = {
 DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "f16": 2, "f32": 4}
 """Bytes of an element by the names that options take."""
 OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
-"""Values of state per trained value; they have the dtype of the parameter."""
+"""Values of state per trained value."""
 CUT_AXES = ("dp_replicate", "dp_shard", "tp")
 """Axes that a live model can have (`fsdp2.shard_model`)."""
 DEFAULT_WORLD_SIZE = 8
@@ -69,6 +69,8 @@ class Case:
     """Of the frozen parameters between steps."""
     optimizer: str = "adamw"
     """One of `OPTIMIZERS`."""
+    state_dtype: str | None = None
+    """Of the optimizer's state; None is that of the trained parameters, as with PyTorch's own optimizers."""
 
     @property
     def num_shards(self) -> int:
@@ -147,6 +149,10 @@ class EstimateOptions:
         ):
             if dtype not in DTYPE_BYTES:
                 raise UsageError(f"{dtype!r} is not a dtype", hint=f"{option} takes {', '.join(DTYPE_BYTES)}")
+        if case.state_dtype is not None and case.state_dtype not in DTYPE_BYTES:
+            raise UsageError(
+                f"{case.state_dtype!r} is not a dtype", hint=f"--state-dtype takes {', '.join(DTYPE_BYTES)}"
+            )
         if case.optimizer not in OPTIMIZERS:
             raise UsageError(
                 f"the state of {case.optimizer!r} is not known", hint=f"--optimizer takes {', '.join(OPTIMIZERS)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 from ckpt_tools.errors import CkptError, UsageError
@@ -12,6 +13,7 @@ from ckpt_tools.text import escape_name
 from ckpt_tools.transform import is_optimizer
 
 CONFIG_NAME = "config.json"
+_MAX_CONFIG_BYTES = 16 << 20
 
 
 def config_path(options: EstimateOptions) -> str | None:
@@ -25,7 +27,7 @@ def config_path(options: EstimateOptions) -> str | None:
         return None
     if os.path.isdir(path):
         config = os.path.join(path, CONFIG_NAME)
-        return config if os.path.isfile(config) else None
+        return config if os.path.isfile(config) and _names_architecture(config) else None
     if not os.path.exists(path):
         raise UsageError(
             "there is no such file or directory",
@@ -33,6 +35,17 @@ def config_path(options: EstimateOptions) -> str | None:
             hint="name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096",
         )
     return path if path.endswith(".json") and not path.endswith(".index.json") else None
+
+
+def _names_architecture(config: str) -> bool:
+    """Is it a config of transformers? One of diffusers, beside its weights, is not: then these answer."""
+    with open(config, "rb") as file:
+        content = file.read(_MAX_CONFIG_BYTES)
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
+        return True  # building the model says what is wrong with it
+    return not isinstance(document, dict) or "_class_name" not in document or "architectures" in document
 
 
 def find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...]]:

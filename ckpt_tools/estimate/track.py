@@ -80,11 +80,13 @@ def track(recipe: Recipe, case: Case) -> Memory | str:
     """
     if case.quantize is not None:
         return "4-bit layers are not tracked"
+    if case.state_dtype not in (None, case.master_dtype):
+        return f"PyTorch's optimizers keep their state in the parameters' dtype, {case.master_dtype}"
     reason = refuse_torch()
     if reason is not None:
         return reason
     try:
-        with _fake_world(case.mesh) as mesh, warnings.catch_warnings():
+        with _fake_world(case.mesh) as mesh, _one_sample_a_row(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _track(recipe, case, mesh)
     except CkptError:
@@ -106,6 +108,34 @@ def _fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
         yield build_device_mesh(mesh)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _one_sample_a_row() -> Iterator[None]:
+    """Let transformers take rows of a batch for one sample each.
+
+    It looks into position ids for several, cannot without data, and would then make a mask of all pairs of tokens and
+    copies of the keys' and values' heads, which training on one sample a row does not.
+    """
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        yield
+        return
+    name = "find_packed_sequence_indices"
+    original = getattr(masking_utils, name, None)
+    if original is None:  # another version, which does not look
+        yield
+        return
+
+    def none_packed(position_ids: torch.Tensor) -> None:  # noqa: ARG001 - transformers' signature
+        return None
+
+    setattr(masking_utils, name, none_packed)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, original)
 
 
 def _track(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory:
@@ -160,8 +190,9 @@ def measure(model: nn.Module, batch: Batch, case: Case) -> Memory:
     with tracker:
         output = model(**batch)
         loss = output.loss if hasattr(output, "loss") else output
+        del output  # as trainers do: it holds the logits
         loss.backward()
-        del output, loss
+        del loss
         grads = tracker.now()["grads"]
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,92 @@
+"""What is predicted without data, against what real ranks take."""
+
+from __future__ import annotations
+
+import pytest
+from estimate.steps import case_of, predict, sizes, train
+from fsdp2.ranks import run_ranks
+
+from ckpt_tools.estimate import formula
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+JOBS = {
+    "no_shard": {"strategy": "no_shard", "mesh": "dp_replicate=2"},
+    "shard_grad_op": {"strategy": "shard_grad_op", "mesh": "dp_shard=2"},
+    "full_shard": {"strategy": "full_shard", "mesh": "dp_shard=2"},
+    "hybrid_shard": {"strategy": "hybrid_shard", "mesh": "dp_replicate=2,dp_shard=1"},
+    "f32": {"strategy": "full_shard", "mesh": "dp_shard=2", "param_dtype": "f32"},
+    "tp": {"strategy": "full_shard", "mesh": "dp_shard=1,tp=2"},
+    "lora": {"strategy": "full_shard", "mesh": "dp_shard=2", "lora": 8},
+    "offload": {"strategy": "full_shard", "mesh": "dp_shard=2", "offload": True},
+}
+JOBS |= {
+    f"{name} + checkpointing": job | {"activation_checkpointing": True}
+    for name, job in JOBS.items()
+    if name not in ("f32", "tp")
+}
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    (found,) = run_ranks(1, predict, list(JOBS.values()), backend=None, timeout=120)
+    return dict(zip(JOBS, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def real():
+    ranks = run_ranks(2, train, list(JOBS.values()), timeout=120)
+    return dict(zip(JOBS, (max(of_ranks) for of_ranks in zip(*ranks, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_tracked_peak_against_real_ranks_is_within_ten_percent(predicted, real, name):
+    memory = predicted[name]
+    assert not isinstance(memory, str), memory
+    # The promise is 10 %, and seen is 0.1 %. But offload counts copies that a CPU does not make, and when the buffers
+    # of tensor parallelism are freed depends on when the other rank answers.
+    assert memory.peak == pytest.approx(real[name], rel=0.10 if name.startswith(("offload", "tp")) else 0.02)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    (found,) = run_ranks(1, sizes, backend=None, timeout=120)
+    return found
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_formula_against_tracked_is_a_second_opinion(predicted, figures, name):
+    # Such a small model is the hard case: what the formula leaves out is large beside what it counts.
+    found = formula.estimate(figures, case_of(JOBS[name]))
+    print(name, found.peak / predicted[name].peak)
+    assert found.peak == pytest.approx(predicted[name].peak, rel=0.15)
+    for part in ("params", "grads", "optimizer"):
+        assert getattr(found, part) == pytest.approx(getattr(predicted[name], part), rel=0.01), part
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_peak_is_the_sum_of_its_parts(predicted, name):
+    memory = predicted[name]
+    assert sum(memory.at_peak.values()) == memory.peak
+    assert all(size >= 0 for size in memory.at_peak.values())
+    held = 0 if "offload" in name else memory.params + memory.optimizer
+    assert held < memory.peak <= held + memory.grads + memory.activations + memory.gathered + memory.at_peak["step"]
+
+
+def test_offload_keeps_in_host_memory_what_the_device_does_not_hold(predicted):
+    plain, offloaded = predicted["full_shard"], predicted["offload"]
+    assert offloaded.host == plain.params + plain.grads + plain.optimizer
+    assert plain.host == 0
+    assert {part: offloaded.at_peak[part] for part in ("params", "grads", "optimizer", "step")} == dict.fromkeys(
+        ("params", "grads", "optimizer", "step"), 0
+    )
+
+
+def test_formula_for_qlora_against_real_ranks_is_within_ten_percent(figures):
+    pytest.importorskip("bitsandbytes")
+    job = {"strategy": "full_shard", "mesh": "dp_shard=2", "lora": 8, "quantize": "nf4"}
+    real = max(peaks[0] for peaks in run_ranks(2, train, [job], timeout=120))
+    found = formula.estimate(figures, case_of(job))
+    print(found.peak / real)
+    assert found.peak == pytest.approx(real, rel=0.10)
