@@ -12,8 +12,9 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.infer import with_alpha
 from ckpt_tools.adapters.integrity import check_structure
 from ckpt_tools.adapters.loading import Loading
-from ckpt_tools.adapters.matching import Match, match_modules
+from ckpt_tools.adapters.matching import Match
 from ckpt_tools.adapters.read import OpenedAdapter
+from ckpt_tools.adapters.respell import match_any_spelling
 from ckpt_tools.adapters.slots import some
 from ckpt_tools.adapters.tensor_edit import TensorEdit
 from ckpt_tools.checkpoint import Checkpoint, TensorEntry
@@ -69,29 +70,38 @@ def merging_job(
     adapter = with_alpha(read.adapter, alpha)
     _refuse_broken(adapter)
     job = _job(base, destination, dtype=dtype, max_shard_size=max_shard_size)
-    match = match_modules(adapter, plain_names(job.source))
     _check_scale(adapter, scale)
     loading = Loading(adapter, read.opened)
+    try:
+        yield _with_edits(job, adapter, read, loading, scale, num_workers)
+    finally:
+        loading.close()
+
+
+def _with_edits(
+    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: Loading, scale: float, num_workers: int
+) -> Job:
+    """Add to a conversion what the adapter changes."""
+    stored = adapter
+    adapter, match, notes = match_any_spelling(stored, loading, plain_names(job.source))
+    job.notes += notes
     targets = {entry.fqn: entry.dtype for entry in job.target.tensors}
     entries = {entry.fqn: entry for entry in job.source.tensors}
     turns = threading.Lock()
     edits = {
-        fqn: TensorEdit(entries[fqn], targets[fqn], parts, loading.wait, scale, base.source, turns)
+        fqn: TensorEdit(entries[fqn], targets[fqn], parts, loading.wait, scale, job.opened.source, turns)
         for fqn, parts in match.parts.items()
     }
     job.edits = edits
     job.notes += _notes(adapter, match, scale)
-    job.prepare = lambda: _prepare(job, adapter, read, loading, scale, num_workers)
+    job.prepare = lambda: _prepare(job, stored, read, loading, scale, num_workers)
 
     def accept() -> None:
         read.opened.source.check_unchanged()
         job.notes += _judge(adapter, edits)
 
     job.accept = accept
-    try:
-        yield job
-    finally:
-        loading.close()
+    return job
 
 
 def _prepare(

@@ -404,6 +404,36 @@ def test_kohya_names_find_their_modules(tmp_path):
     assert torch.allclose(found, weight + 0.5 * b @ a, atol=TOLERANCE)
 
 
+def test_names_of_another_implementation_are_understood(tmp_path):
+    """An adapter in the names of FLUX' authors, q, k and v fused, on a base in diffusers' names."""
+    from adapters.image_models import flux1
+
+    base = write_base(tmp_path / "base", flux1().state_dict())
+    weights = tensors_of(base)
+    name = "transformer_blocks.1.attn.to_{}.weight"
+    width = weights[name.format("q")].shape[1]
+    a, b = pair(3 * width, width)
+    state = {"lora_unet_double_blocks_1_img_attn_qkv.lora_down.weight": a}
+    state |= {"lora_unet_double_blocks_1_img_attn_qkv.lora_up.weight": b}
+    state |= {"lora_unet_double_blocks_1_img_attn_qkv.alpha": torch.tensor(4.0)}
+    # The last layer's two halves change places between the two.
+    oa, ob = pair(2 * width, width, 4)
+    state |= {"lora_unet_final_layer_adaLN_modulation_1.lora_down.weight": oa}
+    state |= {"lora_unet_final_layer_adaLN_modulation_1.lora_up.weight": ob}
+    state |= {"lora_unet_final_layer_adaLN_modulation_1.alpha": torch.tensor(2.0)}
+    save_file(state, tmp_path / "lora.safetensors")
+    result = api.merge_lora(base, tmp_path / "lora.safetensors", tmp_path / "out")
+    assert any("diffusers' FLUX.1 names" in note or "diffusers' FLUX" in note for note in result.notes)
+    found = tensors_of(tmp_path / "out")
+    for part, rows in zip("qkv", (2 * b @ a).split(width), strict=True):
+        assert torch.allclose(found[name.format(part)], weights[name.format(part)] + rows, atol=2e-5)
+    first, second = (ob @ oa).split(width)
+    expected = weights["norm_out.linear.weight"] + torch.cat([second, first])
+    assert torch.allclose(found["norm_out.linear.weight"], expected, atol=2e-5)
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, weights[name])}
+    assert changed == {*(name.format(part) for part in "qkv"), "norm_out.linear.weight"}
+
+
 @pytest.mark.parametrize("algorithm", ["diag-oft", "dora by column"])
 def test_what_mixes_rows_is_computed_over_many_blocks(tmp_path, algorithm):
     from ckpt_tools.adapters.adapter import AdapterModule, Sourced
