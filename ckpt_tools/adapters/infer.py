@@ -288,7 +288,12 @@ def _saved(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseM
     else:
         _check_whole(whole, base)
         names = minimal_saved(paths, parents_of(base.shapes) if base is not None else ())
-        config["modules_to_save"] = Sourced(list(names), "modules whose tensors are whole")
+        config["modules_to_save"] = (
+            Sourced(list(names), "modules whose tensors are whole")
+            if names is not None
+            # PEFT loads tensors under the base's own names into the base.
+            else Sourced(None, "no list of names matches the modules alone; their tensors go into the base's own")
+        )
     return config
 
 

@@ -298,6 +298,7 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
     """
     idle: list[AdapterModule[F]] = []
     changing = 0
+    adapted = {module.path for module in adapter.modules if module.family != "saved"}
     for number, module in enumerate(adapter.modules):
         seen = {role: table.get((number, role)) for role in module.factors}
         for role, values in seen.items():
@@ -309,7 +310,7 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
                     "the training run has diverged: use a checkpoint from before",
                 )
         if module.family == "saved":
-            changing += 1
+            changing += module.path not in adapted  # else an embedding that PEFT saves along with its factors
             continue
         if _is_idle(module, {role: values for role, values in seen.items() if values is not None}):
             idle.append(module)

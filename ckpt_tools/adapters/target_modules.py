@@ -71,12 +71,22 @@ def matched(target: object, module: str) -> bool | None:
     return None
 
 
-def minimal_saved(saved: Collection[str], modules: Collection[str]) -> tuple[str, ...]:
-    """Return names for modules_to_save: whole paths, unless a last component matches exactly the same modules."""
+def minimal_saved(saved: Collection[str], modules: Collection[str]) -> tuple[str, ...] | None:
+    """Return names for modules_to_save: whole paths, or a last component that matches exactly the same modules.
+
+    Args:
+        saved: Paths to match.
+        modules: Paths of all modules of the model; empty when they are not known, and whole paths have to do.
+
+    Returns:
+        Sorted names; None when a whole path is the end of another module's.
+    """
     wanted = set(saved)
     chosen = set()
     for path in sorted(wanted):
-        leaf = path.rpartition(".")[2]
-        hits = {module for module in modules if module.endswith(leaf)}
-        chosen.add(leaf if modules and hits <= wanted and path in hits else path)
+        names = (path.rpartition(".")[2], path) if modules else (path,)
+        found = next((name for name in names if all(m in wanted for m in modules if m.endswith(name))), None)
+        if found is None:
+            return None
+        chosen.add(found)
     return tuple(sorted(chosen))
