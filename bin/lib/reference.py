@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: cli.md, api.md and diagnoses.md. With --check, says whether they differ."""
+"""Writes docs/reference/ from the code. With --check, says whether it differs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import api_pages
 import cli_pages
 
 from ckpt_tools.fsdp2.catalogue import render_catalogue
+from ckpt_tools.preflight.rules.catalogue import render_rules
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"cli.md": cli_pages.render, "api.md": api_pages.render, "diagnoses.md": render_catalogue}
+PAGES = {
+    "cli.md": cli_pages.render,
+    "api.md": api_pages.render,
+    "diagnoses.md": render_catalogue,
+    "preflight-rules.md": render_rules,
+}
 
 
 def main(arguments: list[str]) -> int:
