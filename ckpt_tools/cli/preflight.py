@@ -12,7 +12,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_json, say, terminal_width, use_colour
 from ckpt_tools.cli.screen import Screen
 from ckpt_tools.errors import UsageError
-from ckpt_tools.preflight.report import CHECKS, PreflightReport
+from ckpt_tools.preflight.report import PreflightReport, describe_spec
 from ckpt_tools.preflight.spec import Framework
 from ckpt_tools.text import escape_name
 
@@ -33,7 +33,7 @@ FrameworkName = Annotated[
 ]
 WorldSize = Annotated[
     int | None,
-    typer.Option("--world-size", envvar="CKPT_WORLD_SIZE", min=1, help="Number of ranks, where the config is silent."),
+    typer.Option("--world-size", envvar="CKPT_WORLD_SIZE", min=1, help="Number of ranks; what CONFIG says by default."),
 ]
 Model = Annotated[
     str | None,
@@ -136,7 +136,7 @@ class _Progress:
 def _print(report: PreflightReport, *, quiet: bool, verbose: bool) -> None:
     screen = Screen(stream=sys.stdout, width=terminal_width(), colour=use_colour())
     if not quiet:
-        screen.line(f"{escape_name(report.config)}: {report.framework}, {report.checks[0].what}", "heading")
+        screen.line(f"{escape_name(report.config)}: {report.framework}, {describe_spec(report.spec)}", "heading")
         rows = [
             (
                 check.name,
@@ -146,7 +146,7 @@ def _print(report: PreflightReport, *, quiet: bool, verbose: bool) -> None:
             )
             for check in report.checks
         ]
-        screen.table(("check", "", "seconds", ""), rows[: len(CHECKS)], align="llrl")
+        screen.table(("check", "", "seconds", ""), rows, align="llrl")
         screen.line()
     for finding in sorted(report.findings, key=lambda one: _ORDER[one.severity]):
         if finding.severity == "info" and quiet:

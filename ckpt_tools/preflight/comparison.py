@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from ckpt_tools.preflight.model_facts import ModelFacts, Quantization
 
 Kind = Literal["parameter", "buffer", "transient"]
 
@@ -66,6 +68,37 @@ class Comparison:
     """Why names could not be matched at all, and a hint."""
     trial: Trial | None = None
     """What was found to run in place of a large model; None when it was not looked for, or need not be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """What a process with torch has seen of a model."""
+
+    facts: ModelFacts | None = None
+    """For the rules; None when there is no config that can be read."""
+    comparison: Comparison | None = None
+    """Its tensors, and those of a checkpoint; None when the model cannot be built."""
+    reads: Mapping[str, Any] | None = None
+    """What ranks read of the checkpoint (`reads_to_json`), or under "refused" or "unknown" why that is not known."""
+    why_not: str = ""
+    """Why there is no comparison."""
+
+
+def facts_to_json(facts: ModelFacts) -> dict[str, object]:
+    """Return facts for another process."""
+    return asdict(facts) | {"stored": sorted(facts.stored)}
+
+
+def facts_from_json(document: Mapping[str, Any]) -> ModelFacts:
+    """Return what `facts_to_json` wrote."""
+    values = dict(document)
+    for name in ("intermediate_sizes", "blocks", "module_classes"):
+        values[name] = None if values[name] is None else tuple(values[name])
+    packed = values["quantization"]
+    values["quantization"] = None if packed is None else Quantization(**packed)
+    values["shapes"] = {name: tuple(shape) for name, shape in values["shapes"].items()}
+    values["stored"] = frozenset(values["stored"])
+    return ModelFacts(**values)
 
 
 def comparison_from_json(document: Mapping[str, Any]) -> Comparison:

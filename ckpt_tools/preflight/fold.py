@@ -123,8 +123,6 @@ def fold_spec(
     param, reduce = (_dtype(value, name, notes) for value, name in _dtypes_of(spec))
     lora = _lora(spec, notes)
     quantize = _quantize(spec, lora, notes)
-    if source is None:
-        notes.append("the weights are random")
     options = SmokeOptions(
         source=source,
         model=model,

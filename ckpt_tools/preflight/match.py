@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.checkpoint import Checkpoint, Finding
@@ -13,8 +13,9 @@ from ckpt_tools.infer import infer_mesh
 from ckpt_tools.layout import FSDP_AXIS, Mesh
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.preflight.child import call_in_child
-from ckpt_tools.preflight.comparison import Comparison, comparison_from_json
+from ckpt_tools.preflight.comparison import Comparison, ModelView, comparison_from_json, facts_from_json
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
+from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import check_names, is_native_titan
 from ckpt_tools.preflight.reads import RankReads, reads_from_json
 from ckpt_tools.preflight.spec import ParallelSpec
@@ -50,12 +51,17 @@ class CheckpointMatch:
     not_checked: tuple[str, ...] = ()
     verify: Verification | None = None
     """None when it could not be opened."""
-    comparison: Comparison | None = None
-    """With the model; None without one."""
+    view: ModelView = field(default_factory=ModelView)
+    """The model, and what of the checkpoint is its."""
     mesh: str | None = None
     """That it was saved for, when known."""
     reads: tuple[RankReads, ...] = ()
     """By rank of the config's mesh."""
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """The model's tensors and the checkpoint's; None without a model."""
+        return self.view.comparison
 
     @property
     def ok(self) -> bool:
@@ -103,12 +109,14 @@ def check_checkpoint(
     where = escape_name(path)
     try:
         with open_path(path) as opened:
-            return _check(opened, path, where, spec, model, resumes, _cutting(cuts, max_elems))
+            return _check(opened, path, spec, model, resumes, cuts, max_elems)
     except UnreadableError as error:
         finding = Finding(
             code="checkpoint-unreadable", severity="error", where=error.where or where, what=error.what, hint=error.hint
         )
-        return CheckpointMatch(path=path, findings=(finding,), not_checked=("the checkpoint, which cannot be read",))
+        view = ModelView() if model is None else look_at_model(model, cuts=cuts, max_elems=max_elems)
+        unread = ("the checkpoint, which cannot be read",)
+        return CheckpointMatch(path=path, findings=(finding,), not_checked=unread, view=view)
 
 
 def _locate(path: str) -> str:
@@ -120,12 +128,13 @@ def _locate(path: str) -> str:
 def _check(
     opened: Opened,
     path: str,
-    where: str,
     spec: ParallelSpec,
     model: str | None,
     resumes: bool,
-    cutting: Mapping[str, object],
+    cuts: Sequence[str],
+    max_elems: int,
 ) -> CheckpointMatch:
+    where = escape_name(path)
     checkpoint = opened.checkpoint
     verified = verify(opened, level="structure", num_workers=1)
     findings = list(verified.findings)
@@ -136,18 +145,21 @@ def _check(
     saved = _saved_mesh(checkpoint)
     if model is None:
         not_checked.append("the checkpoint's names and shapes: there is no config.json of the model (--model DIR)")
+        view = ModelView()
+    else:
+        view = look_at_model(model, checkpoint=path, mesh=mesh, cuts=cuts, max_elems=max_elems)
+    comparison = view.comparison
+    if comparison is None:
+        if view.why_not:
+            not_checked.append(f"the checkpoint's names and shapes: {view.why_not}")
         return CheckpointMatch(
-            path=path, findings=tuple(findings), not_checked=tuple(not_checked), verify=verified, mesh=_text(saved)
+            path=path,
+            findings=tuple(findings),
+            not_checked=tuple(not_checked),
+            verify=verified,
+            view=view,
+            mesh=_text(saved),
         )
-    job = {"config": os.path.abspath(model), "checkpoint": os.path.abspath(path), "mesh": _text(mesh), **cutting}
-    try:
-        described = call_in_child(COMPARE, job)
-    except CkptError as error:
-        not_checked.append(f"the checkpoint's names and shapes: {error.what}")
-        return CheckpointMatch(
-            path=path, findings=tuple(findings), not_checked=tuple(not_checked), verify=verified, mesh=_text(saved)
-        )
-    comparison = comparison_from_json(described)
     findings += _check_model(opened, comparison, where, spec)
     if (
         spec.framework == "torchtitan"
@@ -155,7 +167,7 @@ def _check(
         and is_native_titan(map(strip_wrappers, comparison.left))
     ):
         not_checked.append("names and shapes: the checkpoint has torchtitan's own names, config.json transformers'")
-    reads = described.get("reads")
+    reads = view.reads
     counted: tuple[RankReads, ...] = ()
     if reads is None and comparison.found:
         not_checked.append("what each rank reads: the config's mesh is not known")
@@ -182,7 +194,7 @@ def _check(
         findings=tuple(findings),
         not_checked=tuple(not_checked),
         verify=verified,
-        comparison=comparison,
+        view=view,
         mesh=_text(saved),
         reads=counted,
     )
@@ -352,16 +364,41 @@ def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSp
     )
 
 
-def _cutting(cuts: Sequence[str], max_elems: int) -> dict[str, object]:
-    return {"cuts": [os.path.abspath(path) for path in cuts], "max_elems": max_elems}
+def look_at_model(
+    model: str,
+    *,
+    checkpoint: str | None = None,
+    mesh: Mesh | None = None,
+    cuts: Sequence[str] = (),
+    max_elems: int = 0,
+) -> ModelView:
+    """Return what is known of a model and of the tensors that a checkpoint has for it.
 
-
-def describe_model(model: str, *, cuts: Sequence[str] = (), max_elems: int = 0) -> Comparison:
-    """Return names, shapes and dtypes of the model of a config.json, without a checkpoint; `cuts` as above.
+    Args:
+        model: A config.json, or its directory.
+        checkpoint: To compare names and shapes with.
+        mesh: Of the ranks that read it.
+        cuts: Smaller configs, as in `check_checkpoint`.
+        max_elems: Parameters from which on a model is large.
 
     Raises:
-        UsageError: Nothing builds such a model.
-        CkptError: The process that builds it failed.
+        UnreadableError: The config cannot be read at all.
     """
-    described: dict[str, Any] = call_in_child(COMPARE, {"config": os.path.abspath(model), **_cutting(cuts, max_elems)})
-    return comparison_from_json(described)
+    job = {
+        "config": os.path.abspath(model),
+        "checkpoint": None if checkpoint is None else os.path.abspath(checkpoint),
+        "mesh": _text(mesh),
+        "cuts": [os.path.abspath(path) for path in cuts],
+        "max_elems": max_elems,
+    }
+    try:
+        answer: dict[str, Any] = call_in_child(COMPARE, job)
+    except UnreadableError:
+        raise
+    except CkptError as error:
+        return ModelView(facts=read_facts(model, build=False), why_not=error.what)
+    facts = facts_from_json(answer["facts"])
+    if "unbuilt" in answer:
+        return ModelView(facts=facts, why_not=answer["unbuilt"])
+    described = answer["model"]
+    return ModelView(facts=facts, comparison=comparison_from_json(described), reads=described.get("reads"))

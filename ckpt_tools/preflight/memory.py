@@ -34,13 +34,14 @@ class MemoryQuestion:
     """Why `options` is None."""
 
 
-def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None) -> MemoryQuestion:
+def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions: int | None = None) -> MemoryQuestion:
     """Return what to estimate for a spec.
 
     Args:
         spec: What the config asks for.
         model: A config.json, its directory, or a checkpoint whose headers tell the sizes.
         gpu_memory: Bytes of a device.
+        max_positions: Longest sample of the model, for where the config does not say how long they are.
     """
     if spec.engine == "deepspeed":
         return MemoryQuestion(options=None, why_not="DeepSpeed's memory is not estimated")
@@ -51,7 +52,7 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None) -> MemoryQues
     notes: list[str] = []
     mesh = _mesh(spec)
     strategy = _strategy(spec, mesh)
-    seq_len = spec.seq_len or _DEFAULT_SEQ_LEN
+    seq_len = spec.seq_len or min(_DEFAULT_SEQ_LEN, max_positions or _DEFAULT_SEQ_LEN)
     if spec.seq_len is None:
         notes.append(f"samples of {seq_len} tokens are assumed: the config does not say how long they are")
     context = spec.mesh.size("cp")
@@ -61,6 +62,7 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None) -> MemoryQues
     if spec.mesh.size("ep") > 1 or spec.axes.get("ep", 1) > 1:
         notes.append("experts are counted as if FSDP cut them like everything else")
     lora = _lora(spec, notes)
+    computed = _dtype(spec.param_dtype or spec.master_dtype, "f32", "computation", notes)
     case = Case(
         strategy=strategy,
         mesh=mesh,
@@ -70,10 +72,10 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None) -> MemoryQues
         offload=_offload(spec, notes),
         seq_len=seq_len,
         batch_size=spec.batch_size or 1,
-        param_dtype=_dtype(spec.param_dtype or spec.master_dtype, "f32", "computation", notes),
-        reduce_dtype=_dtype(spec.reduce_dtype or spec.param_dtype or spec.master_dtype, "f32", "gradients", notes),
+        param_dtype=computed,
+        reduce_dtype=_dtype(spec.reduce_dtype, computed, "gradients", notes),
         master_dtype=_dtype(spec.master_dtype, "f32", "parameters", notes),
-        frozen_dtype=_dtype(spec.master_dtype or spec.param_dtype, "bf16", "frozen parameters", notes),
+        frozen_dtype=_dtype(spec.master_dtype, computed, "frozen parameters", []),
         optimizer=_optimizer(spec, notes),
     )
     options = EstimateOptions(
@@ -238,7 +240,10 @@ def in_own_words(change: str, spec: ParallelSpec) -> str:
     for option, (name, phrase) in _PHRASES.items():
         if option in rest:
             rest = rest.replace(option, " ")
-            parts.append(phrase + (f" ({written[name]})" if name in written else ""))
+            if name == "reshard_after_forward" and spec.engine != "fsdp2":
+                parts.append("use FSDP2, full_shard")
+            else:
+                parts.append(phrase + (f" ({written[name]})" if name in written else ""))
     words = rest.split()
     for option, value in pairwise(words):
         if option == "--seq-len":

@@ -23,6 +23,8 @@ from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.layout import Shard, parse_mesh
 from ckpt_tools.opening import open_path
+from ckpt_tools.preflight.comparison import facts_to_json
+from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import without_peft
 from ckpt_tools.preflight.reads import count_reads, reads_to_json
 from ckpt_tools.rules import Rule, place_tensors, tp_plan_rules
@@ -44,16 +46,20 @@ def compare(job: Mapping[str, Any]) -> dict[str, object]:
             "cuts": smaller configs, tried in order when the model has more than "max_elems" parameters.
 
     Returns:
-        Of the model: "title", "base_prefix", "num_elems", "tensors" (name → dtype, shape, kind: parameter, buffer or
-        transient, a buffer that is never saved), "ties" and "trial". Of the checkpoint: "found" (name of the model →
-        dtype, shape and FQNs), "left" (FQNs that the model does not have), "adapters" (FQNs), and "reads".
+        "facts" of the model for the rules, and "model", or "unbuilt" with the reason. Of the model: "title",
+        "base_prefix", "num_elems", "tensors" (name → dtype, shape, kind: parameter, buffer or transient, a buffer that
+        is never saved), "ties" and "trial". Of the checkpoint: "found" (name of the model → dtype, shape and FQNs),
+        "left" (FQNs that the model does not have), "adapters" (FQNs), and "reads".
 
     Raises:
-        UsageError: Nothing builds such a model.
-        UnreadableError: The checkpoint cannot be opened.
+        UnreadableError: No config, or the checkpoint cannot be opened.
     """
-    with torch.device("meta"):
-        model = find_recipe(SmokeOptions(model=job["config"])).build()
+    facts = facts_to_json(read_facts(job["config"]))
+    try:
+        with torch.device("meta"):
+            model = find_recipe(SmokeOptions(model=job["config"])).build()
+    except UsageError as error:
+        return {"facts": facts, "unbuilt": error.what}
     num_elems = _count(model)
     described: dict[str, object] = {
         "title": type(model).__name__,
@@ -66,7 +72,7 @@ def compare(job: Mapping[str, Any]) -> dict[str, object]:
         described |= _match(model, job)
     if job.get("cuts") and num_elems > job["max_elems"]:
         described["trial"] = _try_cuts(job["cuts"], job["max_elems"])
-    return described
+    return {"facts": facts, "model": described}
 
 
 def _count(model: nn.Module) -> int:

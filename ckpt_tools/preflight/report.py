@@ -11,6 +11,7 @@ from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.match import CheckpointMatch
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
 from ckpt_tools.smoke import SmokeReport
+from ckpt_tools.text import escape_name
 from ckpt_tools.verify import Verification
 from ckpt_tools.verify import to_json as verification_to_json
 
@@ -90,3 +91,21 @@ def _spec_json(spec: ParallelSpec) -> dict[str, object]:
         name: dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
         for name, value in document.items()
     }
+
+
+def describe_spec(spec: ParallelSpec) -> str:
+    """Return engine, strategy, mesh, precision and adapter in a line."""
+    parts: list[str] = [spec.engine]
+    if spec.strategy is not None:
+        parts.append(spec.strategy)
+    parts.append(f"on {spec.mesh}" if spec.mesh is not None else "on an unknown mesh")
+    dtypes = [f"{name} {value}" for name, value in _precision(spec) if value is not None]
+    parts += [", ".join(dtypes)] if dtypes else []
+    if spec.adapter is not None:
+        rank = "" if spec.adapter.rank is None else f" r{spec.adapter.rank}"
+        parts.append(f"{escape_name(spec.adapter.kind)}{rank}" + (f" on {spec.quantize}" if spec.quantize else ""))
+    return ", ".join(parts)
+
+
+def _precision(spec: ParallelSpec) -> tuple[tuple[str, str | None], ...]:
+    return (("compute", spec.param_dtype), ("reduce", spec.reduce_dtype), ("master", spec.master_dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.preflight.comparison import Comparison
+from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, read_config
 from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_spec, write_cuts
-from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, describe_model
+from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
 from ckpt_tools.preflight.memory import MemoryQuestion, ask, check_memory, estimate_memory
-from ckpt_tools.preflight.model_facts import ModelFacts, read_facts
+from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.sources import Sources, find_sources
@@ -113,23 +113,24 @@ def preflight(
         config = read_config(config_path, framework=framework, world_size=world_size)
         spec = config.spec
         sources = find_sources(spec, config_path=config_path, model=model, checkpoint=checkpoint)
-        check.findings, check.what, check.was_made = config.findings, describe_spec(spec), True
+        check.findings, check.was_made = config.findings, True
+        check.what = f"{_count_options(config.values)} options of {config.framework}"
     flight.not_checked += sources.not_checked
     question = _question(spec, sources, gpu_memory)
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
-        # Both the estimate and the comparison wait for processes of their own.
+        # The estimate has a process of its own, and runs beside everything else.
         estimating = pool.submit(_estimate, question)
-        with flight.check("rules") as check:
-            _check_rules(check, config, sources)
         with flight.check("checkpoint") as check:
             cuts = write_cuts(sources.model, workdir) if smoke and sources.model is not None else ()
-            match, comparison = _check_checkpoint(check, flight, spec, sources, cuts)
-        with flight.check("memory") as check:
-            estimate = _check_memory(check, flight, spec, question, estimating, gpu_memory)
+            match, view = _check_checkpoint(check, flight, spec, sources, cuts)
+        with flight.check("rules") as check:
+            _check_rules(check, config, view)
         with flight.check("smoke") as check:
-            report = _smoke(check, flight, spec, sources, match, comparison) if smoke else None
+            report = _smoke(check, flight, spec, sources, match, view) if smoke else None
             if not smoke:
                 check.why_not = "--no-smoke"
+        with flight.check("memory") as check:
+            estimate = _check_memory(check, flight, spec, question, estimating, gpu_memory)
     return PreflightReport(
         config=config_path,
         framework=config.framework,
@@ -146,34 +147,15 @@ def preflight(
     )
 
 
-def describe_spec(spec: ParallelSpec) -> str:
-    """Return engine, strategy, mesh and precision in a line."""
-    parts: list[str] = [spec.engine]
-    if spec.strategy is not None:
-        parts.append(spec.strategy)
-    parts.append(f"on {spec.mesh}" if spec.mesh is not None else "on an unknown mesh")
-    dtypes = [f"{name} {value}" for name, value in _precision(spec) if value is not None]
-    parts += [", ".join(dtypes)] if dtypes else []
-    if spec.adapter is not None:
-        rank = "" if spec.adapter.rank is None else f" r{spec.adapter.rank}"
-        parts.append(f"{escape_name(spec.adapter.kind)}{rank}" + (f" on {spec.quantize}" if spec.quantize else ""))
-    return ", ".join(parts)
+def _count_options(values: Mapping[str, object]) -> int:
+    """Return how many options a config sets."""
+    return sum(_count_options(value) if isinstance(value, Mapping) else 1 for value in values.values())
 
 
-def _precision(spec: ParallelSpec) -> tuple[tuple[str, str | None], ...]:
-    return (("compute", spec.param_dtype), ("reduce", spec.reduce_dtype), ("master", spec.master_dtype))
-
-
-def _check_rules(check: _Check, config: Config, sources: Sources) -> None:
-    facts: ModelFacts | None = None
-    if sources.model is not None:
-        try:
-            facts = read_facts(sources.model)
-        except CkptError as error:
-            check.why_not = error.what
-    check.findings = check_rules(config, facts)
+def _check_rules(check: _Check, config: Config, view: ModelView) -> None:
+    check.findings = check_rules(config, view.facts)
     count = sum(config.framework in rule.frameworks for rule in RULES)
-    told = "" if facts is not None else ", without those on the model"
+    told = "" if view.facts is not None else ", without what they say on the model"
     check.what, check.was_made = f"{count} rules for {config.framework}{told}", True
 
 
@@ -181,7 +163,8 @@ def _question(spec: ParallelSpec, sources: Sources, gpu_memory: int | None) -> M
     if sources.model is None:
         return MemoryQuestion(options=None, why_not="there is no config.json of the model")
     try:
-        return ask(spec, model=sources.model, gpu_memory=gpu_memory)
+        positions = read_facts(sources.model, build=False).max_positions
+        return ask(spec, model=sources.model, gpu_memory=gpu_memory, max_positions=positions)
     except CkptError as error:
         return MemoryQuestion(options=None, why_not=error.what)
 
@@ -219,7 +202,8 @@ def _check_memory(
 
 def _check_checkpoint(
     check: _Check, flight: _Flight, spec: ParallelSpec, sources: Sources, cuts: Sequence[str]
-) -> tuple[CheckpointMatch | None, Comparison | None]:
+) -> tuple[CheckpointMatch | None, ModelView]:
+    """Check the checkpoint; the model is looked at in any case."""
     if sources.checkpoint is not None:
         match = check_checkpoint(
             sources.checkpoint, spec, model=sources.model, resumes=sources.resumes, cuts=cuts, max_elems=MAX_ELEMS
@@ -227,15 +211,11 @@ def _check_checkpoint(
         check.findings, check.was_made = match.findings, True
         flight.not_checked += match.not_checked
         check.what = _describe_match(match)
-        return match, match.comparison
+        return match, match.view
     check.what = "there is none"
-    if sources.model is None or not cuts:
-        return None, None
-    try:
-        return None, describe_model(sources.model, cuts=cuts, max_elems=MAX_ELEMS)
-    except CkptError as error:
-        flight.not_checked.append(f"the model's names and shapes: {error.what}")
-        return None, None
+    if sources.model is None:
+        return None, ModelView()
+    return None, look_at_model(sources.model, cuts=cuts, max_elems=MAX_ELEMS)
 
 
 def _describe_match(match: CheckpointMatch) -> str:
@@ -253,13 +233,14 @@ def _smoke(
     spec: ParallelSpec,
     sources: Sources,
     match: CheckpointMatch | None,
-    comparison: Comparison | None,
+    view: ModelView,
 ) -> SmokeReport | None:
     if sources.model is None:
         check.why_not = "there is no config.json of the model"
         return None
+    comparison = view.comparison
     if comparison is None:
-        check.why_not = "the model could not be built"
+        check.why_not = view.why_not
         return None
     model, source = sources.model, None
     notes = []

@@ -107,7 +107,6 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
         ({"wrap_min_num_params": 1000}, "number of parameters is not tried"),
         ({"engine": "fsdp1"}, "FSDP1 is tried as"),
         ({"mesh": None}, "the mesh is not known"),
-        ({}, "the weights are random"),
     ],
 )
 def test_fold_spec_says_what_the_smoke_run_does_not_try(fields, word):

@@ -17,7 +17,8 @@ from ckpt_tools import api
 from ckpt_tools.layout import Shard, cut_tensor, parse_mesh
 from ckpt_tools.opening import open_path
 from ckpt_tools.preflight import match
-from ckpt_tools.preflight.match import check_checkpoint, describe_model, shard_mesh
+from ckpt_tools.preflight.match import check_checkpoint, look_at_model, shard_mesh
+from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.reads import count_reads
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 from ckpt_tools.rules import place_tensors
@@ -377,6 +378,7 @@ def test_match_with_a_config_that_describes_no_model_says_so(models, tmp_path):
     config = configured(tmp_path, models / "llama", architectures=["NoSuchModel"])
     result = check_checkpoint(str(models / "llama"), spec(), model=str(config))
     assert any("no model class NoSuchModel" in text for text in result.not_checked)
+    assert result.view.facts.num_layers == 3  # the rules still know what the config says
 
 
 def test_match_of_the_same_mesh_reads_one_file_per_rank(models, tmp_path):
@@ -438,9 +440,13 @@ def test_shard_mesh_folds_context_parallelism_into_the_cut():
     assert shard_mesh(None) is None
 
 
-def test_describe_model_counts_parameters_without_a_checkpoint(models):
-    described = describe_model(str(models / "tied"))
+def test_look_at_model_counts_parameters_without_a_checkpoint(models):
+    described = look_at_model(str(models / "tied")).comparison
     assert described.title == "LlamaForCausalLM"
     assert described.ties == (("model.embed_tokens.weight", "lm_head.weight"),)
     shapes = [t.shape for name, t in described.tensors.items() if t.kind == "parameter" and name != "lm_head.weight"]
     assert described.num_elems == sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def test_facts_come_back_from_the_other_process_as_they_were(models):
+    assert look_at_model(str(models / "moe")).facts == read_facts(str(models / "moe"))

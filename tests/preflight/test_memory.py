@@ -1,0 +1,145 @@
+"""A spec as what an estimate is asked, and its answer in the words of the config."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ckpt_tools.layout import parse_mesh
+from ckpt_tools.preflight.memory import ask, check_memory, estimate_memory, in_own_words
+from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
+
+
+def spec(mesh="dp_shard=8", engine="fsdp2", framework="accelerate", **fields):
+    parsed = None if mesh is None else parse_mesh(mesh)
+    fields.setdefault("seq_len", 128)
+    return ParallelSpec(framework=framework, engine=engine, mesh=parsed, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "strategy", "mesh"),
+    [
+        ({}, "full_shard", "dp_shard=8"),
+        ({"strategy": "shard_grad_op"}, "shard_grad_op", "dp_shard=8"),
+        ({"mesh": "dp_replicate=2,dp_shard=4"}, "hybrid_shard", "dp_replicate=2,dp_shard=4"),
+        (
+            {"mesh": "dp_replicate=2,dp_shard=4", "reshard_after_forward": False},
+            "hybrid_shard_zero2",
+            "dp_replicate=2,dp_shard=4",
+        ),
+        ({"engine": "ddp", "mesh": "dp_replicate=8"}, "no_shard", "dp_replicate=8"),
+        ({"engine": "ddp"}, "no_shard", "dp_replicate=8"),
+        ({"mesh": "dp_shard=4,cp=2,tp=2"}, "full_shard", "dp_shard=8,tp=2"),
+    ],
+)
+def test_ask_takes_strategy_and_mesh_of_the_spec(fields, strategy, mesh):
+    options = ask(spec(**fields), model="model", gpu_memory=1).options
+    assert (options.strategies, options.mesh, options.gpu_memory) == ((strategy,), mesh, 1)
+
+
+def test_ask_takes_over_what_is_trained_and_in_which_dtypes():
+    wanted = spec(
+        param_dtype="bf16",
+        reduce_dtype="f32",
+        master_dtype="f32",
+        adapter=AdapterSpec(rank=8),
+        quantize="nf4",
+        offload_params=True,
+        activation_checkpointing=True,
+        batch_size=3,
+        optimizer="adamw_torch_fused",
+    )
+    question = ask(wanted, model="model", gpu_memory=None)
+    case = question.options.case
+    assert (case.param_dtype, case.reduce_dtype, case.master_dtype) == ("bf16", "f32", "f32")
+    assert (case.lora, case.quantize, case.offload, case.optimizer) == (8, "nf4", True, "adamw")
+    assert (case.seq_len, case.batch_size) == (128, 3)
+    assert question.options.activation_checkpointing == (True,)
+    assert question.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"seq_len": None}, "samples of 2048 tokens are assumed"),
+        ({"mesh": "dp_shard=4,cp=2"}, "each rank has 64 tokens"),
+        ({"optimizer": "adamw_8bit"}, "adamw_8bit is counted as AdamW's: it takes less"),
+        ({"optimizer": "mystery"}, "mystery is counted as AdamW's"),
+        ({"adapter": AdapterSpec(kind="lokr", rank=4)}, "counted as LoRA"),
+        ({"adapter": AdapterSpec()}, "adapters of rank 16 are assumed"),
+        ({"quantize": "int8"}, "counted as if they were not"),
+        ({"offload_optimizer": True}, "optimizer's state, which is offloaded, is counted"),
+        ({"param_dtype": "fp8"}, "fp8 is counted as bf16"),
+        ({"axes": {"ep": 4}}, "experts are counted"),
+    ],
+)
+def test_ask_says_where_the_estimate_differs_from_the_config(fields, word):
+    assert sum(word in note for note in ask(spec(**fields), model="model", gpu_memory=None).notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"engine": "deepspeed"}, "DeepSpeed"),
+        ({"mesh": None}, "--world-size"),
+        ({"mesh": "pp=2,dp_shard=4"}, "pipeline"),
+    ],
+)
+def test_ask_about_what_is_not_estimated_says_why(fields, word):
+    question = ask(spec(**fields), model="model", gpu_memory=None)
+    assert question.options is None
+    assert word in question.why_not
+    assert estimate_memory(question) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "words"),
+    [
+        (
+            "--activation-checkpointing",
+            {},
+            "checkpoint activations (fsdp_config.fsdp_activation_checkpointing: true)",
+        ),
+        (
+            "--activation-checkpointing --mesh dp_shard=16",
+            {"framework": "torchtitan"},
+            "checkpoint activations (activation_checkpoint.mode: full) and use more ranks: dp_shard=16",
+        ),
+        ("--strategy full_shard", {"engine": "ddp"}, "use FSDP2, full_shard"),
+        (
+            "--lora --quantize nf4",
+            {"framework": "axolotl"},
+            (
+                "train LoRA adapters of rank 16 (adapter: lora) and "
+                "quantise the frozen weights to nf4 (adapter: qlora, load_in_4bit: true)"
+            ),
+        ),
+        ("--seq-len 512", {"keys": {"seq_len": "max_length"}}, "shorten samples to 512 tokens (max_length)"),
+    ],
+)
+def test_a_proposal_is_told_in_the_words_of_the_config(change, fields, words):
+    assert in_own_words(change, spec(**fields)) == words
+
+
+def test_what_does_not_fit_is_an_error_with_a_change_that_was_computed(tmp_path):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # 2 GB hold the margin, and not the activations of eight samples.
+    wanted = spec(mesh="dp_shard=2", seq_len=2048, batch_size=8, param_dtype="bf16", keys={"strategy": "fsdp"})
+    estimate = estimate_memory(ask(wanted, model=str(tmp_path), gpu_memory=2 * 10**9))
+    (finding,) = check_memory(estimate, wanted)
+    assert (finding.code, finding.severity, finding.where) == ("memory-does-not-fit", "error", "fsdp")
+    assert estimate.advice is not None
+    assert "and fits" in finding.hint
+    # What fits is no finding.
+    assert check_memory(replace(estimate, cases=(estimate.advice.estimate,)), wanted) == ()

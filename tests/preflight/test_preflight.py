@@ -1,0 +1,232 @@
+"""`ckpt preflight` from a config to the exit code: green means something, red names what, and the rest is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from ckpt_tools import api
+from ckpt_tools.cli import main
+from ckpt_tools.errors import UsageError
+from ckpt_tools.layout import parse_mesh
+from ckpt_tools.preflight.report import CHECKS
+from ckpt_tools.preflight.sources import find_sources
+from ckpt_tools.preflight.spec import ParallelSpec
+
+LIMIT_S = 60
+"""What a preflight may take."""
+FIELDS = {
+    "schema_version", "ok", "config", "framework", "mesh", "spec", "checks", "findings", "estimate", "verify",
+    "checkpoint", "smoke", "not_checked", "notes",
+}  # fmt: skip
+RIGHT = {
+    "distributed_type": "FSDP",
+    "mixed_precision": "bf16",
+    "num_machines": 1,
+    "num_processes": 8,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small Llama as transformers saves it."""
+    import transformers
+    from smoke.makers import TEXT
+
+    directory = tmp_path_factory.mktemp("models") / "llama"
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=2)).save_pretrained(directory)
+    return directory
+
+
+def write(tmp_path, fsdp=None, **changes):
+    """An accelerate config: the right one, changed."""
+    document = RIGHT | changes
+    document["fsdp_config"] = RIGHT["fsdp_config"] | (fsdp or {})
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def run(capsys, *argv):
+    """Exit code and JSON document."""
+    status = main(["preflight", *map(str, argv), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+LIGHT = "import sys; from ckpt_tools.cli import main; sys.exit(main(sys.argv[1:]) or 100 * ('torch' in sys.modules))"
+
+
+def test_preflight_of_a_right_config_is_green_and_checks_everything(model, tmp_path):
+    argv = ["preflight", str(write(tmp_path)), "--model", str(model), "--gpu-memory", "80GB", "--json"]
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", LIGHT, *argv], capture_output=True, text=True, timeout=LIMIT_S)
+    assert time.monotonic() - start < LIMIT_S
+    assert done.returncode == 0, done.stdout + done.stderr  # 100: this process has imported torch
+    document = json.loads(done.stdout)
+    assert set(document) == FIELDS
+    assert document["ok"]
+    assert [(check["name"], check["ok"]) for check in document["checks"]] == [(name, True) for name in CHECKS]
+    assert document["not_checked"] == []
+    assert [f for f in document["findings"] if f["severity"] != "info"] == []
+    assert (document["framework"], document["mesh"]) == ("accelerate", "dp_shard=8")
+    assert document["verify"]["ok"]
+    assert document["estimate"]["fits"]
+    assert document["checkpoint"]["num_matched"] == 30
+    smoke = document["smoke"]
+    assert smoke["ok"]
+    assert (smoke["mesh"], smoke["strategy"], smoke["source"]) == ("dp_shard=2", "full_shard", str(model))
+    assert any("dp_shard=8 to 2" in note for note in document["notes"])
+
+
+def test_preflight_of_a_wrong_config_is_red_with_exactly_these_ids(model, tmp_path, capsys):
+    wrong = {"num_processes": 6, "parallelism_config": {"parallelism_config_dp_shard_size": 4}}
+    path = write(tmp_path, {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayr"}, **wrong)
+    status, document = run(capsys, path, "--model", model, "--no-smoke")
+    assert status == 3
+    assert not document["ok"]
+    errors = [f for f in document["findings"] if f["severity"] == "error"]
+    assert {f["code"] for f in errors} == {"CKPT001", "CKPT040"}
+    assert all(f["where"] and f["hint"] for f in errors)
+    assert document["mesh"] is None
+
+
+def test_preflight_of_a_device_that_is_too_small_is_red_and_says_what_to_change(model, tmp_path, capsys):
+    status, document = run(capsys, write(tmp_path), "--model", model, "--gpu-memory", "1MB", "--no-smoke")
+    assert status == 3
+    assert [f["code"] for f in document["findings"] if f["severity"] == "error"] == ["memory-does-not-fit"]
+    assert document["estimate"]["fits"] is False
+
+
+def test_preflight_of_another_models_checkpoint_is_red_and_smokes_on_random_weights(model, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    state = load_file(model / "model.safetensors")
+    del state["model.norm.weight"]
+    save_file(state, other / "model.safetensors", metadata={"format": "pt"})
+    status, document = run(capsys, write(tmp_path), "--model", model, "--checkpoint", other)
+    assert status == 3
+    assert [f["code"] for f in document["findings"] if f["severity"] == "error"] == ["checkpoint-missing-key"]
+    assert document["smoke"]["ok"]
+    assert any("the checkpoint is not loaded" in note for note in document["notes"])
+
+
+def test_preflight_without_a_model_says_what_it_did_not_check(tmp_path, capsys):
+    status, document = run(capsys, write(tmp_path))
+    assert status == 0
+    checks = {check["name"]: check["ok"] for check in document["checks"]}
+    assert checks == {"config": True, "rules": True, "memory": None, "checkpoint": None, "smoke": None}
+    told = " ".join(document["not_checked"])
+    assert all(word in told for word in ("the model", "a checkpoint", "a smoke run", "whether it fits"))
+
+
+def test_preflight_takes_the_number_of_ranks_that_it_is_told(tmp_path, capsys):
+    document = RIGHT | {"num_processes": None}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in document.items() if value is not None}))
+    _, document = run(capsys, path, "--no-smoke", "--world-size", "4")
+    assert document["mesh"] == "dp_shard=4"
+    assert "a smoke run: --no-smoke" in document["not_checked"]
+
+
+def test_preflight_for_people_is_a_table_a_list_and_a_verdict(tmp_path, capsys):
+    path = write(tmp_path, parallelism_config={"parallelism_config_dp_shard_size": 3})
+    assert main(["preflight", str(path), "--no-smoke"]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{path}: accelerate, fsdp2")
+    assert [line.split()[0] for line in lines[2:7]] == list(CHECKS)
+    assert "FAILED" in lines[3]
+    assert any(line.startswith("error: CKPT001: ") for line in lines)
+    assert any(line.startswith("not checked: a smoke run") for line in lines)
+    assert lines[-1].startswith("NOT ok: 1 error")
+    assert main(["preflight", str(path), "--no-smoke", "--quiet"]) == 3
+    quiet = capsys.readouterr().out.splitlines()
+    assert quiet[0].startswith("error: CKPT001: ")
+    assert len(quiet) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--model", "absent"], "no such model"),
+        (["--checkpoint", "absent"], "no such checkpoint"),
+        (["--framework", "keras"], "not a framework"),
+        (["--gpu-memory", "much"], "not a size"),
+    ],
+)
+def test_preflight_of_what_is_not_there_is_a_usage_error(tmp_path, capsys, argv, word):
+    assert main(["preflight", str(write(tmp_path)), *argv]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_preflight_of_a_model_directory_without_a_config_is_a_usage_error(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        api.preflight(write(tmp_path), model=tmp_path / "empty", smoke=False)
+
+
+def sources(tmp_path, model=None, checkpoint=None, **fields):
+    spec = ParallelSpec(framework="axolotl", engine="fsdp2", mesh=parse_mesh("dp_shard=2"), **fields)
+    return find_sources(spec, config_path=str(tmp_path / "config.yaml"), model=model, checkpoint=checkpoint)
+
+
+def test_sources_take_the_model_that_the_config_names_from_beside_it(model, tmp_path):
+    shutil.copytree(model, tmp_path / "base")
+    found = sources(tmp_path, model=None, checkpoint=None)
+    assert found.model is None
+    named = find_sources(
+        ParallelSpec(framework="axolotl", engine="fsdp2", model="base"),
+        config_path=str(tmp_path / "config.yaml"),
+        model=None,
+        checkpoint=None,
+    )
+    assert named.model == named.checkpoint == str(tmp_path / "base")
+    assert not named.resumes
+    assert named.not_checked == ()
+
+
+def test_sources_of_a_hub_id_that_is_not_here_say_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    spec = ParallelSpec(framework="axolotl", engine="fsdp2", model="nobody/never-was", keys={"model": "base_model"})
+    found = find_sources(spec, config_path="config.yaml", model=None, checkpoint=None)
+    assert found.model is None
+    assert any("base_model names nobody/never-was, which is not on this machine" in text for text in found.not_checked)
+
+
+def test_sources_of_a_resume_are_the_checkpoint_it_names(model, tmp_path):
+    shutil.copytree(model, tmp_path / "run")
+    found = sources(tmp_path, model=str(model), resume_from="run")
+    assert found.checkpoint == str(tmp_path / "run")
+    assert found.resumes
+    absent = sources(tmp_path, model=str(model), resume_from="gone")
+    assert absent.checkpoint == str(model)
+    assert not absent.resumes
+    assert any("resumes from (gone)" in text for text in absent.not_checked)
+
+
+def test_sources_of_a_diffusers_pipeline_say_what_is_not_checked(tmp_path):
+    (tmp_path / "flux").mkdir()
+    (tmp_path / "flux" / "model_index.json").write_text("{}")
+    found = sources(tmp_path, model=str(tmp_path / "flux"))
+    assert found.model is None
+    assert any("diffusers pipeline" in text for text in found.not_checked)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+    part = sources(tmp_path, model=str(tmp_path / "part"))
+    assert any("describes a FluxTransformer2DModel of diffusers" in text for text in part.not_checked)
