@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ckpt_tools.preflight.rules.engines import ai_option, ai_wants_fsdp
 from ckpt_tools.preflight.rules.flags import flag
 from ckpt_tools.preflight.rules.precision import short
 from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule
+from ckpt_tools.preflight.spec import Framework
 
 _LONG = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_STORAGE: Mapping[Framework, str] = {
+    "accelerate": "bnb_4bit_quant_storage",
+    "trainer": "bnb_4bit_quant_storage",
+    "axolotl": "bnb_config_kwargs.bnb_4bit_quant_storage",
+}
+"""Option that says how 4-bit weights are stored; a script beside accelerate's config says it elsewhere."""
 _PREFERENCE = ("dpo", "kto", "orpo", "ipo")
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
@@ -29,11 +36,10 @@ def storage_dtype(case: Case) -> Iterator[Violation]:
     Source: PyTorch `FSDPParamGroup` ("uniform original parameter dtype"); the bitsandbytes guide on FSDP-QLoRA; axolotl
     `loaders/model.py:_set_quantization_config`.
     """
-    found = case.get("bnb_config_kwargs.bnb_4bit_quant_storage") if case.framework == "axolotl" else None
-    packed = case.get("load_in_4bit") if case.framework == "axolotl" else None
+    found, packed = case.get(_STORAGE[case.framework]), case.get("load_in_4bit")
     if found is not None:
         storage, key = found.text, found.key
-    elif packed is not None and packed.is_on:
+    elif packed is not None and packed.is_on and case.framework == "axolotl":
         storage, key = "bfloat16", packed.key  # axolotl's own default
     elif case.facts is not None and case.facts.quantization is not None and case.facts.quantization.bits == 4:
         storage, key = case.facts.quantization.storage or "", f"{case.facts.where}: quantization_config"
@@ -60,8 +66,8 @@ def storage_bytes(case: Case) -> Iterator[Violation]:
     """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_model`; bitsandbytes stores uint8 unless told otherwise."""
     if not case.is_fsdp:
         return
-    if case.framework == "axolotl":
-        found = case.get("bnb_config_kwargs.bnb_4bit_quant_storage")
+    found = case.get(_STORAGE[case.framework])
+    if found is not None or case.framework == "axolotl":
         if found is not None and found.text.endswith("int8"):
             yield Violation(
                 key=found.key, what=f"{found}: 4-bit weights stay on every rank", fix=f"{found.key}: bfloat16"
@@ -103,7 +109,7 @@ def quantised_preferences(case: Case) -> Iterator[Violation]:
     "quantised weights, and no adapter to train",
     why="Integers have no gradient: there is nothing that the optimizer could change",
     fix="add an adapter, or load the weights unquantised",
-    frameworks=("axolotl", "openrlhf"),
+    frameworks=("trainer", "axolotl", "openrlhf"),
 )
 def nothing_to_train(case: Case) -> Iterator[Violation]:
     """Source: axolotl `schemas/peft.py`, `transformers/trainer_utils.py:validate_quantization_for_training`."""
@@ -114,11 +120,11 @@ def nothing_to_train(case: Case) -> Iterator[Violation]:
         if found is not None and found.is_on:
             yield Violation(key=found.key, what=f"{found.key} without LoRA", fix="--lora_rank 16")
         return
-    adapter = case.get("adapter")
+    adapter = "adapter: lora" if case.framework == "axolotl" else "use_peft: true"
     for name in ("load_in_8bit", "load_in_4bit"):
         found = case.get(name)
-        if found is not None and found.is_on and adapter is None:
-            yield Violation(key=name, what=f"{found}, but no adapter", fix=f"adapter: lora, or {name}: false")
+        if found is not None and found.is_on:
+            yield Violation(key=name, what=f"{found}, but no adapter", fix=f"{adapter}, or {name}: false")
 
 
 @rule(

@@ -98,7 +98,7 @@ def tied_but_stored(case: Case) -> Iterator[Violation]:
     why="FSDP cuts dim 0 into equal pieces of rows: a tensor with fewer rows than ranks lies on the first ranks alone,"
     " which then need far more memory than the mean says",
     fix="fewer shard ranks (replicate over the others), or expert parallelism for stacked experts",
-    frameworks=("accelerate", "trainer", "axolotl", "ai-toolkit", "openrlhf"),
+    frameworks=("accelerate", "trainer", "axolotl", "openrlhf"),
 )
 def even_shards(case: Case) -> Iterator[Violation]:
     """Add up the rows of every rank.

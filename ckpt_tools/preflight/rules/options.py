@@ -9,7 +9,6 @@ from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule, sho
 from ckpt_tools.preflight.spec import Framework
 
 _TRUTHS = ("1", "true", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off")
-_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 _V1_STRATEGIES = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OBSOLETE: Mapping[str, str] = {
     "sharding_strategy": "reshard_after_forward and the mesh say what it said",
@@ -63,21 +62,26 @@ def reshard_is_bool(case: Case) -> Iterator[Violation]:
 @rule(
     "CKPT021",
     "error",
-    "a word in `fsdp` that Trainer does not know, or knows under FSDP1 only",
-    why="Trainer stops while it parses its arguments; text that says true is no better",
+    "a word in `fsdp` that Trainer does not take, or takes under FSDP1 only",
+    why='Trainer stops while it parses its arguments; the text "true" is an unknown word to it',
     fix="fsdp: true, and the strategy in fsdp_config",
     frameworks=("trainer",),
 )
 def v1_strategy(case: Case) -> Iterator[Violation]:
-    """Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`."""
+    """Words that nobody knows are found when the config is read; truths are words to Trainer.
+
+    Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`.
+    """
     found = case.get("fsdp")
-    if found is None or not case.is_fsdp or not isinstance(found.value, (str, list)):
+    if found is None or not isinstance(found.value, (str, list)):
+        return
+    if isinstance(found.value, str) and found.text.lower() in _TRUTHS:
+        plain = "true" if found.is_on else "false"
+        yield Violation(key="fsdp", what=f'"{shown(found.value)}" as text is an unknown option', fix=f"fsdp: {plain}")
         return
     words = found.value.split() if isinstance(found.value, str) else [str(item) for item in found.value]
     for word in words:
-        if word not in _WORDS:
-            yield Violation(key="fsdp", what=f"{shown(word)} is not among {', '.join(_WORDS)}", fix="fsdp: true")
-        elif case.is_fsdp2 and word in _V1_STRATEGIES:
+        if word.lower() in _V1_STRATEGIES and case.is_fsdp2:
             yield Violation(
                 key="fsdp",
                 what=f"{word} is a strategy of FSDP1, the config has FSDP2",

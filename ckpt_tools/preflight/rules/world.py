@@ -21,6 +21,7 @@ _OWN_RANKS: Mapping[Framework, tuple[str, ...]] = {
 """Axes whose sizes multiply to the world size. ep is inside dp_shard × cp × tp except in axolotl."""
 
 _SIZES: Mapping[Framework, tuple[str, ...]] = {
+    "trainer": tuple(f"parallelism_config.{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
     "accelerate": tuple(
         f"parallelism_config.parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     ),
@@ -60,7 +61,7 @@ def axis_product(case: Case) -> Iterator[Violation]:
     world, axes = case.spec.world_size, case.spec.axes
     if world is None:
         return
-    if case.framework == "accelerate" and axes.get("sp", 1) > 1:
+    if case.framework in ("accelerate", "trainer") and axes.get("sp", 1) > 1:
         return
     sizes = {name: axes[name] for name in _OWN_RANKS[case.framework] if name in axes}
     if not sizes or any(size == 0 or size < -1 for size in sizes.values()):
@@ -69,7 +70,7 @@ def axis_product(case: Case) -> Iterator[Violation]:
     rest = [name for name, size in sizes.items() if size == -1]
     if fixed == world or (rest and world % fixed == 0):
         return
-    if case.framework == "accelerate" and fixed == 1:
+    if case.framework in ("accelerate", "trainer") and fixed == 1:
         return  # accelerate then makes dp_replicate of all ranks
     product = " × ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "1"
     folded = ""
@@ -93,7 +94,7 @@ def axis_product(case: Case) -> Iterator[Violation]:
     "a parallel size is not a positive number",
     why="The trainer refuses it when it builds the mesh",
     fix="write 1 to switch an axis off; only torchtitan's data_parallel_shard_degree and verl's fsdp_size may be -1",
-    frameworks=("accelerate", "torchtitan", "verl"),
+    frameworks=("accelerate", "trainer", "torchtitan", "verl"),
 )
 def positive_sizes(case: Case) -> Iterator[Violation]:
     """Look for sizes below 1."""
@@ -122,7 +123,7 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
     "`parallelism_config` without FSDP2",
     why="accelerate builds the mesh and then refuses it, or, under DDP, shards nothing on the axes that ask for it",
     fix="distributed_type: FSDP and fsdp_config.fsdp_version: 2, or remove parallelism_config",
-    frameworks=("accelerate",),
+    frameworks=("accelerate", "trainer"),
 )
 def needs_fsdp2(case: Case) -> Iterator[Violation]:
     """Look for a mesh that no FSDP2 uses.
@@ -138,14 +139,15 @@ def needs_fsdp2(case: Case) -> Iterator[Violation]:
         yield Violation(
             key="parallelism_config",
             what=f"it needs FSDP2, the config has FSDP1 ({version or 'no fsdp_version, which means 1'})",
-            fix="fsdp_config: {fsdp_version: 2}",
+            fix=f"{'fsdp_config.fsdp_version' if version is None else version.key}: 2",
         )
     elif case.spec.engine in ("ddp", "none") and sharded:
-        kind = case.get("distributed_type")
+        is_trainer = case.framework == "trainer"
+        switch = case.get("fsdp" if is_trainer else "distributed_type")
         yield Violation(
             key=case.axis_key(sharded[0]),
-            what=f"{sharded[0]}={case.axis(sharded[0])} needs FSDP2, the config has {kind or 'no distributed_type'}",
-            fix="distributed_type: FSDP and fsdp_config: {fsdp_version: 2}",
+            what=f"{sharded[0]}={case.axis(sharded[0])} needs FSDP2, the config has {switch or 'no FSDP'}",
+            fix="fsdp: true" if is_trainer else "distributed_type: FSDP and fsdp_config: {fsdp_version: 2}",
         )
 
 
@@ -167,9 +169,9 @@ def something_to_shard_over(case: Case) -> Iterator[Violation]:
     if case.axis("dp_shard") == 1 and case.axis("cp") == 1:
         sizes = ", ".join(f"{axis}={case.axis(axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
         yield Violation(
-            key=case.key("axes.dp_shard", "parallelism_config.parallelism_config_dp_shard_size"),
+            key=case.key("axes.dp_shard", "parallelism_config"),
             what=f"FSDP2 with {sizes}: dp_shard or cp must be greater than 1",
-            fix="parallelism_config_dp_shard_size: the ranks that are left, or lower parallelism_config_tp_size",
+            fix="dp_shard_size: the ranks that are left, or a smaller tp_size",
         )
 
 
