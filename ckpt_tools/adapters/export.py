@@ -26,6 +26,7 @@ from ckpt_tools.adapters.infer import BaseModel, Config, infer_config, with_alph
 from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.locate import PEFT_FILE
 from ckpt_tools.adapters.naming import to_target
+from ckpt_tools.adapters.naming.architecture import candidates
 from ckpt_tools.adapters.overrides import parse_overrides
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.peft_files import config_text, from_one_model, peft_names, peft_shape
@@ -208,6 +209,12 @@ def _on_its_model(
     if adapter.convention in ("kohya", "comfyui") or any(m.path.startswith(_NATIVE_ROOT) for m in adapter.modules):
         if base is not None and all("." not in module.path for module in adapter.modules):
             return unflatten_paths(placed, base.shapes)
+        if architecture is None and not candidates([module.path for module in adapter.modules]):
+            raise UsageError(
+                "the names are not those of the model's modules, and of no diffusion model that ckpt knows",
+                where=escape_name(adapter.modules[0].path),
+                hint="give the base model, whose names they are made from: --base DIR",
+            )
         loaded = load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded, repairs=True)
         return loaded if run.has_error else through_diffusers(loaded, run.notes, architecture, svd_rank)
