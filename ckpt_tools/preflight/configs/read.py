@@ -3,27 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.preflight.configs import accelerate, torchtitan
+from ckpt_tools.preflight.configs import accelerate, ai_toolkit, axolotl, openrlhf, torchtitan, trainer, verl
 from ckpt_tools.preflight.configs.config import Config, Reading
 from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.spec import Framework
 from ckpt_tools.text import escape_name
 
 Reader = Callable[[Document, int | None], Reading]
+Detector = Callable[[Document], bool]
 
 
-def _of_values(read: Callable[..., Reading]) -> Reader:
-    def of_document(document: Document, world_size: int | None) -> Reading:
-        return read(document.values or {}, world_size=world_size)
+def _of_values(
+    looks_like: Callable[[Mapping[str, object]], bool], read: Callable[..., Reading]
+) -> tuple[Detector, Reader]:
+    """Make a pair for documents of one for mappings."""
 
-    return of_document
+    def detects(document: Document) -> bool:
+        return document.values is not None and looks_like(document.values)
+
+    def reads(document: Document, world_size: int | None) -> Reading:
+        if document.values is None:
+            raise UsageError("expected a file with keys, found a command line", where=escape_name(document.path))
+        return read(document.values, world_size=world_size)
+
+    return detects, reads
 
 
-_MAPPINGS: Mapping[Framework, tuple[Callable[[Mapping[str, object]], bool], Reader]] = {
-    "accelerate": (accelerate.looks_like, _of_values(accelerate.read)),
-    "torchtitan": (torchtitan.looks_like, _of_values(torchtitan.read)),
+def _read_trainer(document: Document, world_size: int | None) -> Reading:
+    _, reads = _of_values(trainer.looks_like, partial(trainer.read, path=document.path))
+    return reads(document, world_size)
+
+
+def _read_verl(document: Document, world_size: int | None) -> Reading:
+    return verl.read(document, world_size=world_size)
+
+
+def _read_openrlhf(document: Document, world_size: int | None) -> Reading:
+    if document.values is not None:
+        raise UsageError("expected a command line, found a file with keys", where=escape_name(document.path))
+    return openrlhf.read(document, world_size=world_size)
+
+
+_FRAMEWORKS: Mapping[Framework, tuple[Detector, Reader]] = {
+    "accelerate": _of_values(accelerate.looks_like, accelerate.read),
+    "trainer": (_of_values(trainer.looks_like, trainer.read)[0], _read_trainer),
+    "torchtitan": _of_values(torchtitan.looks_like, torchtitan.read),
+    "axolotl": _of_values(axolotl.looks_like, axolotl.read),
+    "ai-toolkit": _of_values(ai_toolkit.looks_like, ai_toolkit.read),
+    "verl": (verl.looks_like, _read_verl),
+    "openrlhf": (openrlhf.looks_like, _read_openrlhf),
 }
 
 
@@ -43,7 +74,7 @@ def read_config(path: str, *, framework: Framework | None = None, world_size: in
     """
     document = read_document(path)
     found = framework or detect(document)
-    reading = _MAPPINGS[found][1](document, world_size)
+    reading = _FRAMEWORKS[found][1](document, world_size)
     return Config(
         framework=found,
         path=path,
@@ -60,11 +91,11 @@ def detect(document: Document) -> Framework:
     Raises:
         UsageError: Nobody's, or more than one framework's.
     """
-    found = [name for name, (looks_like, _) in _MAPPINGS.items() if looks_like(document.values or {})]
+    found = [name for name, (detects, _) in _FRAMEWORKS.items() if detects(document)]
     if len(found) == 1:
         return found[0]
     raise UsageError(
         f"this looks like a config of {' and of '.join(found)}" if found else "this looks like no trainer's config",
         where=escape_name(document.path),
-        hint=f"say whose it is: --framework {'|'.join(found or _MAPPINGS)}",
+        hint=f"say whose it is: --framework {'|'.join(found or _FRAMEWORKS)}",
     )

@@ -91,7 +91,7 @@ Names = Annotated[tuple[str, ...], PlainValidator(_names)]
 class Section(BaseModel):
     """One mapping of a config. Options that no field reads are kept as they are."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=(), populate_by_name=True, frozen=True)
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), frozen=True)
 
     known: ClassVar[frozenset[str]] = frozenset()
     """Options that the framework has and no field here reads."""

@@ -1,0 +1,215 @@
+"""Hydra's way of saying a config: overrides `a.b=c` on a command line, and values that point at others, `${a.b}`.
+
+Source: Hydra's override grammar (hydra.cc/docs/advanced/override_grammar/basic), OmegaConf's interpolations
+(omegaconf.readthedocs.io, "Variable interpolation"; `oc.select`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.preflight.configs.schema import join_path
+from ckpt_tools.rules.plain_yaml import MAX_NODES, load_yaml
+from ckpt_tools.text import escape_name
+
+_OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_][\w]*(\.[\w]+)+)(=(?P<value>.*))?", re.DOTALL)
+_WHOLE = re.compile(r"\$\{(?P<path>\.*[A-Za-z_][\w.]*)\}")
+_SELECT = re.compile(r"\$\{oc\.select:\s*(?P<path>[A-Za-z_][\w.]*)\s*(,\s*(?P<default>[^{}$]*))?\}")
+_MAX_HOPS = 8
+_MAX_PARTS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """What a command line overrides."""
+
+    values: Mapping[str, object]
+    """As a tree."""
+    added: frozenset[str]
+    """Paths that were added with `+`: nobody knows them beforehand."""
+    findings: tuple[Finding, ...]
+    """Paths that contradict one another."""
+
+
+def read_overrides(tokens: Iterable[str]) -> Overrides:
+    """Read the overrides among the words of a command; other words are passed over."""
+    values: dict[str, object] = {}
+    added: set[str] = set()
+    findings: list[Finding] = []
+    for word in tokens:
+        match = _OVERRIDE.fullmatch(word)
+        if match is None or (match["value"] is None and match["sign"] != "~"):
+            continue
+        path, parts = match["path"], match["path"].split(".")
+        if len(parts) > _MAX_PARTS:
+            continue
+        if match["sign"] == "~":
+            _delete(values, parts)
+            continue
+        if match["sign"]:
+            added.add(path)
+        if not _put(values, parts, _value(match["value"] or "")):
+            findings.append(
+                Finding(
+                    code="wrong-type",
+                    severity="error",
+                    where=escape_name(path),
+                    what=f"{escape_name(path)} is set below an option that has a value of its own",
+                    hint="remove one of the two",
+                )
+            )
+    return Overrides(values=values, added=frozenset(added), findings=tuple(findings))
+
+
+def _put(values: dict[str, object], parts: list[str], value: object) -> bool:
+    node = values
+    for part in parts[:-1]:
+        inner = node.setdefault(part, {})
+        if not isinstance(inner, dict):
+            return False
+        node = inner
+    node[parts[-1]] = value
+    return True
+
+
+def _delete(values: dict[str, object], parts: list[str]) -> None:
+    node: object = values
+    for part in parts[:-1]:
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(parts[-1], None)
+
+
+def _value(text: str) -> object:
+    """Return the value of an override; what cannot be read as one stays text."""
+    if "$" in text:
+        return text
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    # Hydra's dicts have no space after the colon, YAML's need one.
+    yaml_text = re.sub(r":(?=[^\s])", ": ", text) if text.startswith("{") else text
+    if not text.startswith(("[", "{")) and (
+        ":" in text or "#" in text or text.startswith(("-", "&", "*", "!", "|", ">"))
+    ):
+        return _plain(text)
+    try:
+        return load_yaml(yaml_text, full=True)
+    except ValueError:
+        return text
+
+
+def _plain(text: str) -> object:
+    try:
+        return int(text) if len(text) < 20 else text
+    except ValueError:
+        return text
+
+
+def resolve(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
+    """Return a tree with `${…}` replaced by what it points at, and the paths of values that are not in the file.
+
+    Values that point nowhere, at the environment or at variables of a shell are left out of the tree.
+    """
+    unknown: list[str] = []
+    counter = [0]
+
+    def walk(value: object, path: tuple[str | int, ...]) -> object:
+        counter[0] += 1
+        if counter[0] > MAX_NODES:
+            raise ValueError(f"more than {MAX_NODES} values, followed as often as they are pointed at")
+        if isinstance(value, Mapping):
+            result: dict[str, object] = {}
+            for key, item in value.items():
+                found = walk(item, (*path, key))
+                if found is not _UNKNOWN:
+                    result[key] = found
+            return result
+        if isinstance(value, list):
+            return [item for item in (walk(item, (*path, i)) for i, item in enumerate(value)) if item is not _UNKNOWN]
+        if isinstance(value, str) and "$" in value:
+            found = _follow(values, value, path)
+            if found is _UNKNOWN:
+                unknown.append(join_path(*path))
+            return found
+        return value
+
+    tree = walk(values, ())
+    return tree if isinstance(tree, dict) else {}, tuple(unknown)
+
+
+_UNKNOWN = object()
+
+
+def _follow(values: Mapping[str, object], text: str, path: tuple[str | int, ...]) -> object:
+    value: object = text
+    here = path
+    for _ in range(_MAX_HOPS):
+        if not isinstance(value, str) or "$" not in value:
+            # A mapping that is pointed at may point on in turn: it is not followed any further.
+            return _UNKNOWN if isinstance(value, (Mapping, list)) and "${" in repr(value)[:10_000] else value
+        match = _WHOLE.fullmatch(value) or _SELECT.fullmatch(value)
+        if match is None:
+            return _UNKNOWN
+        target = _target(match["path"], here)
+        found, value = _at(values, target)
+        here = target
+        if not found:
+            default = match.groupdict().get("default")
+            if default is None:
+                return _UNKNOWN
+            return _value(default.strip())
+    return _UNKNOWN
+
+
+def _target(path: str, here: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Return where `${path}` points: from the root, or with leading dots from its own mapping."""
+    name = path.lstrip(".")
+    ups = len(path) - len(name)
+    base = here[: len(here) - ups] if ups else ()
+    return (*base, *name.split("."))
+
+
+def _at(values: object, path: tuple[str | int, ...]) -> tuple[bool, object]:
+    for part in path:
+        if isinstance(values, Mapping) and part in values:
+            values = values[str(part)]
+        else:
+            return False, None
+    return True, values
+
+
+def not_in_file(paths: Iterable[str], read: frozenset[str], *, because: str) -> tuple[Finding, ...]:
+    """Return what to say of options whose values nobody knows here.
+
+    Args:
+        paths: Their key paths.
+        read: Those that the mesh, the memory or the dtypes depend on.
+        because: Where the values are instead.
+    """
+    matters = [path for path in paths if path in read]
+    others = [path for path in paths if path not in read]
+    findings = [
+        Finding(
+            code="unknown-value",
+            severity="warning",
+            where=escape_name(path),
+            what=f"the value is {because}; it counts as not given",
+            hint="write the value itself",
+        )
+        for path in matters
+    ]
+    if others:
+        shown = ", ".join(escape_name(path) for path in others[:6]) + (", …" if len(others) > 6 else "")
+        findings.append(
+            Finding(
+                code="unknown-value",
+                severity="info",
+                where=escape_name(others[0]),
+                what=f"{len(others)} values are {because}, and not looked at: {shown}",
+                hint="nothing, unless one of them matters",
+            )
+        )
+    return tuple(findings)

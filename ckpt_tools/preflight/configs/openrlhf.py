@@ -1,0 +1,373 @@
+"""OpenRLHF's command lines: those of the FSDP2 plan and branch, and those of DeepSpeed with options old and new.
+
+Source: OpenRLHF: `cli/train_*.py` and `utils/deepspeed/deepspeed.py` of August 2026 (mesh dp × sp × tp; options with
+dots), `utils/fsdp2/strategy.py` of its FSDP2 branch (mesh dp × cp × tp, dp and cp shard; gradients averaged in f32; the
+model held in f32), `cli/` of May 2025 (options without dots); the notes of the FSDP2 plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import AliasChoices, Field
+
+from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.preflight.configs.config import Reading
+from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.dtypes import dtype_name
+from ckpt_tools.preflight.configs.hydra import not_in_file
+from ckpt_tools.preflight.configs.launch import launched_ranks
+from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
+from ckpt_tools.preflight.configs.openrlhf_names import (
+    NEW,
+    NEW_LISTS,
+    NEW_SWITCHES,
+    OLD,
+    OLD_LISTS,
+    OLD_SWITCHES,
+    PLAN,
+)
+from ckpt_tools.preflight.configs.schema import (
+    Count,
+    Names,
+    Number,
+    Section,
+    Truth,
+    Word,
+    nearest,
+    unknown_key,
+    validate,
+)
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
+from ckpt_tools.text import escape_name
+
+_ENTRY = re.compile(r"(.*[./])?train_(?P<script>sft|dpo|rm|ppo_ray|kto|kd|prm)(\.py)?")
+_OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
+_SWITCHES = OLD_SWITCHES | NEW_SWITCHES | {"sequence_parallel"}
+_LISTS = OLD_LISTS | NEW_LISTS
+_BOTH = OLD & NEW
+"""Options that every version has."""
+_FSDP2 = (
+    "fsdp2_tp_size",
+    "fsdp2_cp_size",
+    "fsdp2_cpu_offload",
+    "fsdp2_reshard_after_forward",
+    "fsdp_tensor_parallel_size",
+)
+
+
+def _named(*names: str) -> Any:  # noqa: ANN401 - what pydantic's Field returns
+    return Field(default=None, validation_alias=AliasChoices(*names))
+
+
+class OpenRlhf(Section):
+    """The options, each under its names of all versions."""
+
+    unknown: ClassVar[Severity | None] = None  # `_unknown_options` looks at them
+
+    backend: Word | None = None
+    tp: Count | None = _named(
+        "fsdp_tensor_parallel_size", "fsdp2_tp_size", "ds.tensor_parallel_size", "ds_tensor_parallel_size"
+    )
+    cp: Count | None = _named("fsdp2_cp_size")
+    ring: Count | None = _named("ds.ring_attn_size", "ring_attn_size")
+    zero_stage: Count | None = _named("ds.zero_stage", "zero_stage")
+    param_dtype: Word | None = _named("ds.param_dtype", "param_dtype")
+    adam_offload: Truth | None = _named("ds.adam_offload", "adam_offload")
+    cpu_offload: Truth | None = _named("fsdp2_cpu_offload")
+    reshard: Truth | None = _named("fsdp2_reshard_after_forward")
+    checkpointing: Truth | None = _named(
+        "model.gradient_checkpointing_enable", "actor.gradient_checkpointing_enable", "gradient_checkpointing"
+    )
+    load_in_4bit: Truth | None = _named("ds.load_in_4bit", "load_in_4bit")
+    lora_rank: Count | None = _named("ds.lora.rank", "lora_rank")
+    lora_alpha: Number | None = _named("ds.lora.alpha", "lora_alpha")
+    lora_targets: Names | None = _named("ds.lora.target_modules", "target_modules")
+    optim: Word | None = None
+    max_len: Count | None = _named("data.max_len", "max_len")
+    prompt_max_len: Count | None = None
+    generate_max_len: Count | None = None
+    micro_batch_size: Count | None = _named("train.micro_batch_size", "micro_train_batch_size")
+    model: Word | None = _named(
+        "model.model_name_or_path", "actor.model_name_or_path", "model_name_or_path", "pretrain"
+    )
+    load_checkpoint: Truth | None = _named("ckpt.load_enable", "load_checkpoint", "resume_training")
+    ckpt_path: Word | None = _named("ckpt.path", "ckpt_path", "dcp_checkpoint_from_path", "ckpt_save_path")
+    actor_num_nodes: Count | None = _named("actor.num_nodes", "actor_num_nodes")
+    actor_num_gpus: Count | None = _named("actor.num_gpus_per_node", "actor_num_gpus_per_node")
+
+
+_FIELDS = {
+    "engine": ("backend",),
+    "world_size": ("actor_num_gpus", "actor_num_nodes"),
+    "axes.tp": ("tp",),
+    "axes.cp": ("cp",),
+    "axes.sp": ("ring",),
+    "strategy": ("reshard", "zero_stage"),
+    "reshard_after_forward": ("reshard",),
+    "param_dtype": ("param_dtype",),
+    "reduce_dtype": ("param_dtype",),
+    "master_dtype": ("param_dtype",),
+    "offload_params": ("cpu_offload",),
+    "offload_optimizer": ("adam_offload",),
+    "activation_checkpointing": ("checkpointing",),
+    "adapter": ("lora_rank",),
+    "quantize": ("load_in_4bit",),
+    "optimizer": ("optim",),
+    "seq_len": ("max_len", "prompt_max_len", "generate_max_len"),
+    "batch_size": ("micro_batch_size",),
+    "model": ("model",),
+    "resume_from": ("load_checkpoint", "ckpt_path"),
+}
+"""Field of the spec → fields of `OpenRlhf` that say it."""
+
+
+def looks_like(document: Document) -> bool:
+    """Is this a command line of OpenRLHF?"""
+    names = {
+        word.partition("=")[0].lstrip("-") for command in document.commands for word in command if word[:2] == "--"
+    }
+    if _entry(document.commands) is not None:
+        return any("openrlhf" in word for command in document.commands for word in command) or bool(names & (OLD | NEW))
+    return bool(names & _TELLING)
+
+
+_TELLING = (
+    frozenset(_FSDP2)
+    | {"backend", "zero_stage", "micro_train_batch_size", "pretrain"}
+    | {name for name in NEW if "." in name}
+)
+"""Options that others' command lines do not have."""
+
+
+def read(document: Document, *, world_size: int | None) -> Reading:
+    """Read a command line.
+
+    Args:
+        document: A script, or a list of options.
+        world_size: Ranks; None for what the launcher or `--actor.num_…` says.
+    """
+    script, words, findings = _options_of(document)
+    values, more = _parse(words)
+    findings += more
+    variables = tuple(f"--{name}" for name, value in values.items() if _is_variable(value))
+    values = {name: value for name, value in values.items() if not _is_variable(value)}
+    spelled = {field: _aliases(field) for field in OpenRlhf.model_fields}
+    read_names = frozenset(
+        f"--{name}"
+        for field, sources in _FIELDS.items()
+        if field not in ("model", "resume_from")
+        for source in sources
+        for name in spelled[source]
+    )
+    findings += not_in_file(variables, read_names, because="a variable of the shell")
+    raw, wrong = validate(OpenRlhf, values, spell=lambda path: f"--{path}")
+    findings += wrong + tuple(_unknown_options(values))
+    world = world_size or _world(raw, document.commands, script, variables)
+    engine = _engine(raw, values)
+    axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}
+    sized = {name for field in ("tp", "cp", "ring") for name in spelled[field]}
+    is_known = not any(name.removeprefix("--") in sized for name in variables)
+    # The ranks of a ring hold shards of their own, as those of cp do.
+    mesh = build_mesh({**axes, "cp": axes["cp"] * axes["sp"]}, world) if is_known else None
+    compute = dtype_name(raw.param_dtype or "bf16")
+    spec = ParallelSpec(
+        framework="openrlhf",
+        engine=engine,
+        world_size=world,
+        axes={axis: size for axis, size in axes.items() if axis in ("dp_shard", "tp") or size != 1},
+        mesh=mesh,
+        strategy=sharding_strategy(axes, mesh, reshards=raw.reshard is not False)
+        if engine == "fsdp2"
+        else {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}.get(2 if raw.zero_stage is None else raw.zero_stage),
+        reshard_after_forward=raw.reshard is not False if engine == "fsdp2" else None,
+        param_dtype=compute,
+        reduce_dtype="f32" if engine == "fsdp2" else compute,
+        master_dtype="f32",
+        offload_params=engine == "fsdp2" and bool(raw.cpu_offload),
+        offload_optimizer=bool(raw.adam_offload),
+        activation_checkpointing=bool(raw.checkpointing),
+        adapter=_adapter(raw),
+        quantize="nf4" if raw.load_in_4bit else None,
+        optimizer=raw.optim or "adam",
+        seq_len=_seq_len(raw, script, values),
+        batch_size=_DEFAULT_BATCH.get(script) if raw.micro_batch_size is None else raw.micro_batch_size,
+        model=raw.model,
+        resume_from=raw.ckpt_path if raw.load_checkpoint else None,
+        keys=_keys(values, spelled),
+    )
+    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+
+
+_DEFAULT_BATCH = {"sft": 8, "dpo": 8, "kto": 8, "kd": 8, "rm": 1, "prm": 1}
+"""Samples of a micro-batch; that of PPO differs between versions."""
+_DEFAULT_LENGTH = {"sft": 2048, "dpo": 512, "rm": 512, "kto": 2048, "kd": 2048, "prm": 2048, "ppo_ray": 2048}
+
+
+def _entry(commands: Iterable[Sequence[str]]) -> tuple[int, int, str] | None:
+    """Return (command, word, script) of the trainer that is started."""
+    for i, command in enumerate(commands):
+        for j, word in enumerate(command):
+            match = _ENTRY.fullmatch(word)
+            if match is not None:
+                return i, j, match["script"]
+    return None
+
+
+def _options_of(document: Document) -> tuple[str, tuple[str, ...], tuple[Finding, ...]]:
+    """Return the script that is started and its words; without one, all words are options."""
+    commands = document.commands
+    found = _entry(commands)
+    if found is None:
+        return "", tuple(word for command in commands for word in command), ()
+    index, at, script = found
+    findings: list[Finding] = []
+    rest = commands[index + 1 :]
+    if _entry(rest) is not None:
+        findings.append(
+            Finding(
+                code="several-commands",
+                severity="warning",
+                where=escape_name(document.path),
+                what="the script starts more than one trainer; the first one is checked",
+                hint="check each in a file of its own",
+            )
+        )
+    lost = [command[0] for command in rest if command[0].startswith("--")]
+    if lost:
+        findings.append(
+            Finding(
+                code="lost-option",
+                severity="error",
+                where=escape_name(lost[0]),
+                what="the line before it ends the command (a comment, or no backslash): the shell runs it on its own",
+                hint="move the comment above the command, and end each line with a backslash",
+            )
+        )
+    return script, commands[index][at + 1 :], tuple(findings)
+
+
+def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[Finding, ...]]:
+    """Return option → its words, as argparse would split them; what is no option's is passed over."""
+    values: dict[str, object] = {}
+    findings: list[Finding] = []
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") or _OPTION.fullmatch(name) is None:
+            continue
+        name = name.removeprefix("--")
+        taken = [value] if equals else []
+        while not equals and at < len(words) and not _is_option(words[at]):
+            taken.append(words[at])
+            at += 1
+        if name in _SWITCHES:
+            if taken:
+                findings.append(_bad_words(name, "no value, it is a switch", taken))
+            values[name] = True
+        elif name in _LISTS:
+            values[name] = taken
+        elif taken:
+            if len(taken) > 1 and not _is_variable(taken):
+                findings.append(_bad_words(name, "one value", taken))
+            values[name] = taken[0]
+        elif name in OLD | NEW | PLAN:
+            findings.append(_bad_words(name, "a value", []))
+        else:
+            values[name] = True
+    return values, tuple(findings)
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("--") and _OPTION.fullmatch(word.partition("=")[0]) is not None
+
+
+def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
+    found = " ".join(escape_name(word) for word in taken[:4]) or "none"
+    return Finding(
+        code="wrong-type",
+        severity="error",
+        where=escape_name(f"--{name}"),
+        what=f"expected {expected}, found {found}",
+        hint=f"--{name} takes {expected}",
+    )
+
+
+def _is_variable(value: object) -> bool:
+    if isinstance(value, list):
+        return any(_is_variable(item) for item in value)
+    return isinstance(value, str) and ("$" in value or "`" in value)
+
+
+def _unknown_options(values: Mapping[str, object]) -> Iterable[Finding]:
+    names = OLD | NEW | PLAN
+    for name in values:
+        if name not in names:
+            near = nearest(name, names)
+            yield unknown_key(f"--{name}", near and f"--{near}", severity="error", what="option")
+    old = sorted(name for name in values if name in OLD - _BOTH)
+    new = sorted(name for name in values if name in NEW - _BOTH)
+    if old and new:
+        yield Finding(
+            code="mixed-options",
+            severity="error",
+            where=escape_name(f"--{old[0]}"),
+            what=f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
+            hint="use the names of one version",
+        )
+
+
+def _aliases(field: str) -> tuple[str, ...]:
+    alias = OpenRlhf.model_fields[field].validation_alias
+    if isinstance(alias, AliasChoices):
+        return tuple(str(name) for name in alias.choices)
+    return (field,)
+
+
+def _engine(raw: OpenRlhf, values: Mapping[str, object]) -> Engine:
+    name = (raw.backend or "").lower()
+    if name:
+        return "fsdp2" if name.startswith("fsdp") else "deepspeed" if name == "deepspeed" else "other"
+    return "fsdp2" if any(option in values for option in _FSDP2) else "deepspeed"
+
+
+def _world(raw: OpenRlhf, commands: Iterable[Sequence[str]], script: str, variables: tuple[str, ...]) -> int | None:
+    if script != "ppo_ray":
+        return launched_ranks(commands)
+    if any("actor" in name and "num_" in name for name in variables):
+        return None
+    nodes = 1 if raw.actor_num_nodes is None else raw.actor_num_nodes
+    gpus = 8 if raw.actor_num_gpus is None else raw.actor_num_gpus
+    return nodes * gpus if nodes > 0 and gpus > 0 else None
+
+
+def _adapter(raw: OpenRlhf) -> AdapterSpec | None:
+    if not raw.lora_rank:
+        return None
+    return AdapterSpec(
+        kind="lora",
+        rank=raw.lora_rank,
+        alpha=16.0 if raw.lora_alpha is None else raw.lora_alpha,
+        targets=raw.lora_targets or ("all-linear",),
+    )
+
+
+def _seq_len(raw: OpenRlhf, script: str, values: Mapping[str, object]) -> int | None:
+    if raw.max_len is not None:
+        return raw.max_len
+    if script == "ppo_ray" and values.keys() & (OLD - NEW):
+        return (raw.prompt_max_len or 1024) + (raw.generate_max_len or 1024)
+    return _DEFAULT_LENGTH.get(script)
+
+
+def _keys(values: Mapping[str, object], spelled: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    keys = {}
+    for field, sources in _FIELDS.items():
+        found = next((name for source in sources for name in spelled[source] if name in values), None)
+        if found is not None:
+            keys[field] = f"--{found}"
+    return keys

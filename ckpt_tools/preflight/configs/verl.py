@@ -1,0 +1,270 @@
+"""verl's configs: Hydra's YAML, or the overrides of a command line on top of verl's own.
+
+PPO and its kin (`actor_rollout_ref`), of which the actor is the model that is trained, and the FSDP trainer for SFT
+(`model.partial_pretrain`).
+
+Source: verl, January 2026: `trainer/config/_generated_ppo_trainer.yaml` and `sft_trainer.yaml` (defaults),
+`workers/config/{engine,actor}.py` (dataclasses, which take no other option), `workers/fsdp_workers.py`
+(`create_device_mesh`, `_build_model_optimizer`), `trainer/fsdp_sft_trainer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import LimitError
+from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.dtypes import dtype_name
+from ckpt_tools.preflight.configs.hydra import not_in_file, read_overrides, resolve
+from ckpt_tools.preflight.configs.launch import launched_ranks
+from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
+from ckpt_tools.preflight.configs.schema import validate
+from ckpt_tools.preflight.configs.verl_schema import (
+    Actor,
+    ActorRolloutRef,
+    Data,
+    Fsdp,
+    Model,
+    Ppo,
+    Runner,
+    Sft,
+    SftFsdp,
+    SftModel,
+    WrapPolicy,
+)
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
+from ckpt_tools.text import escape_name
+
+_ACTOR = "actor_rollout_ref.actor"
+_ENGINES: Mapping[str, Engine] = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}
+
+
+def looks_like(document: Document) -> bool:
+    """Is this verl's?"""
+    if document.values is not None:
+        return _is_ppo(document.values) or _is_sft(document.values)
+    return any(
+        "verl.trainer" in word or word.lstrip("+~").startswith("actor_rollout_ref.") for word in _words(document)
+    )
+
+
+def _words(document: Document) -> list[str]:
+    return [word for command in document.commands for word in command]
+
+
+def _is_ppo(values: Mapping[str, object]) -> bool:
+    return isinstance(values.get("actor_rollout_ref"), Mapping)
+
+
+def _is_sft(values: Mapping[str, object]) -> bool:
+    model = values.get("model")
+    return isinstance(model, Mapping) and "partial_pretrain" in model
+
+
+def read(document: Document, *, world_size: int | None) -> Reading:
+    """Read a config.
+
+    Args:
+        document: A tree, or a script whose overrides are read.
+        world_size: Ranks; None for `trainer.nnodes` × `trainer.n_gpus_per_node`.
+    """
+    findings: tuple[Finding, ...] = ()
+    added: frozenset[str] = frozenset()
+    tree = document.values
+    if tree is None:
+        overrides = read_overrides(_words(document))
+        tree, added, findings = overrides.values, overrides.added, overrides.findings
+    try:
+        values, unknown = resolve(tree)
+    except ValueError as error:
+        raise LimitError(str(error), where=escape_name(document.path)) from None
+    findings += not_in_file(unknown, _READ, because="a variable, and not in the file")
+    is_megatron = any("megatron" in word for word in _words(document) if word.startswith(("--config-name", "ppo_")))
+    if _is_sft(values):
+        # torchrun starts it, whatever `trainer` says.
+        reading = _read_sft(values, world_size or launched_ranks(document.commands))
+    else:
+        reading = _read_ppo(values, world_size, frozenset(unknown), is_megatron=is_megatron)
+    checked = tuple(item for item in reading.findings if item.code != "unknown-key" or item.where not in added)
+    return Reading(raw=reading.raw, values=values, spec=reading.spec, findings=findings + checked)
+
+
+def _read_ppo(
+    values: Mapping[str, object], world_size: int | None, unknown: frozenset[str], *, is_megatron: bool
+) -> Reading:
+    raw, findings = validate(Ppo, values)
+    part = raw.actor_rollout_ref or ActorRolloutRef()
+    actor, model = part.actor or Actor(), part.model or Model()
+    fsdp = actor.fsdp_config or Fsdp()
+    runner, data = raw.trainer or Runner(), raw.data or Data()
+    world = world_size or (None if unknown & {"trainer.nnodes", "trainer.n_gpus_per_node"} else _world(runner))
+    strategy = (actor.strategy or ("megatron" if is_megatron else "fsdp")).lower()
+    engine = _ENGINES.get(strategy, "other")
+    axes = _axes(fsdp, world)
+    is_known = engine != "other" and f"{_ACTOR}.fsdp_config.fsdp_size" not in unknown
+    mesh = build_mesh(axes, world) if is_known else None
+    ulysses = actor.ulysses_sequence_parallel_size or 1
+    axes["sp"] = ulysses if ulysses > 1 else fsdp.ulysses_sequence_parallel_size or 1
+    compute, reduce = _mixed(fsdp)
+    reshards = fsdp.reshard_after_forward is not False
+    wrap = fsdp.wrap_policy or WrapPolicy()
+    spec = ParallelSpec(
+        framework="verl",
+        engine=engine,
+        world_size=world,
+        axes=axes if engine != "other" else {},
+        mesh=mesh,
+        strategy=sharding_strategy(axes, mesh, reshards=reshards) if engine != "other" else None,
+        reshard_after_forward=reshards if engine != "other" else None,
+        param_dtype=compute,
+        reduce_dtype=reduce,
+        master_dtype=dtype_name(fsdp.model_dtype or "fp32"),
+        # param_offload and optimizer_offload move things between phases; during an update all is on the GPU.
+        offload_params=engine == "fsdp2" and bool(fsdp.offload_policy),
+        activation_checkpointing=model.enable_gradient_checkpointing is not False,
+        wrap_classes=wrap.transformer_layer_cls_to_wrap or (),
+        wrap_min_num_params=(wrap.min_num_params or None) if engine == "fsdp1" else None,
+        adapter=_adapter(model),
+        optimizer=(actor.optim.optimizer if actor.optim is not None else None) or "AdamW",
+        seq_len=_length(data.max_prompt_length) + _length(data.max_response_length),
+        batch_size=actor.ppo_micro_batch_size_per_gpu,
+        state_dict_type="SHARDED_STATE_DICT",
+        model=model.path,
+        resume_from=runner.resume_from_path,
+        keys=_keys(values, _PPO_KEYS),
+    )
+    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+
+
+def _read_sft(values: Mapping[str, object], world_size: int | None) -> Reading:
+    """Read a file for `fsdp_sft_trainer.py`: one mesh of all ranks, and bf16 computation, always."""
+    raw, findings = validate(Sft, values)
+    model, data = raw.model or SftModel(), raw.data or Data()
+    fsdp = model.fsdp_config or SftFsdp()
+    engine = _ENGINES.get((model.strategy or "fsdp2").lower(), "other")
+    runner = raw.trainer or Runner()
+    axes: dict[str, int] = {"dp_shard": -1}
+    mesh = build_mesh(axes, world_size)
+    axes["sp"] = raw.ulysses_sequence_parallel_size or 1
+    wrap = fsdp.wrap_policy or WrapPolicy()
+    spec = ParallelSpec(
+        framework="verl",
+        engine=engine,
+        world_size=world_size,
+        axes=axes,
+        mesh=mesh if engine != "other" else None,
+        strategy=sharding_strategy(axes, mesh, reshards=True) if engine != "other" else None,
+        reshard_after_forward=True if engine != "other" else None,
+        param_dtype="bf16",
+        reduce_dtype="f32",
+        master_dtype=dtype_name(fsdp.model_dtype or "fp32"),
+        offload_params=bool(fsdp.offload_params),
+        activation_checkpointing=model.enable_gradient_checkpointing is not False,
+        wrap_classes=wrap.transformer_layer_cls_to_wrap or (),
+        wrap_min_num_params=(wrap.min_num_params or None) if engine == "fsdp1" else None,
+        adapter=_adapter(model),
+        optimizer=(raw.optim.optimizer if raw.optim is not None else None) or "AdamW",
+        seq_len=1024 if data.max_length is None else data.max_length,
+        batch_size=4 if data.micro_batch_size_per_gpu is None else data.micro_batch_size_per_gpu,
+        state_dict_type="SHARDED_STATE_DICT",
+        model=model.partial_pretrain,
+        resume_from=runner.resume_from_path,
+        keys=_keys(values, _SFT_KEYS),
+    )
+    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+
+
+def _world(runner: Runner) -> int | None:
+    """Return the ranks that verl starts; its own defaults are one node of 8."""
+    nodes = 1 if runner.nnodes is None else runner.nnodes
+    gpus = 8 if runner.n_gpus_per_node is None else runner.n_gpus_per_node
+    return nodes * gpus if nodes > 0 and gpus > 0 else None
+
+
+def _axes(fsdp: Fsdp, world: int | None) -> dict[str, int]:
+    """Return `create_device_mesh`'s axes: groups of `fsdp_size` ranks shard, and replicate each other."""
+    size = -1 if fsdp.fsdp_size is None else fsdp.fsdp_size
+    if size < 0 or (world is not None and size >= world):
+        return {"dp_shard": -1}
+    return {"dp_replicate": -1, "dp_shard": size}
+
+
+def _mixed(fsdp: Fsdp) -> tuple[str | None, str | None]:
+    """Return the dtypes of computation and of averaging; `mixed_precision` wins over `dtype`."""
+    given = fsdp.mixed_precision
+    if given is None:
+        return dtype_name(fsdp.dtype or "bfloat16"), "f32"
+    return dtype_name(given.param_dtype or "bf16"), dtype_name(given.reduce_dtype or "fp32")
+
+
+def _adapter(model: Model) -> AdapterSpec | None:
+    rank = model.lora_rank or 0
+    if rank <= 0 and model.lora_adapter_path is None:
+        return None
+    return AdapterSpec(
+        kind="lora",
+        rank=rank or None,
+        alpha=16.0 if model.lora_alpha is None else model.lora_alpha,
+        targets=model.target_modules or ("all-linear",),
+    )
+
+
+def _length(tokens: int | None) -> int:
+    return 512 if tokens is None else tokens
+
+
+_PPO_KEYS: Mapping[str, tuple[str, ...]] = {
+    "engine": (f"{_ACTOR}.strategy",),
+    "world_size": ("trainer.n_gpus_per_node", "trainer.nnodes"),
+    "axes.dp_shard": (f"{_ACTOR}.fsdp_config.fsdp_size",),
+    "axes.dp_replicate": (f"{_ACTOR}.fsdp_config.fsdp_size",),
+    "axes.sp": (
+        f"{_ACTOR}.ulysses_sequence_parallel_size",
+        f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+    ),
+    "strategy": (f"{_ACTOR}.fsdp_config.reshard_after_forward",),
+    "reshard_after_forward": (f"{_ACTOR}.fsdp_config.reshard_after_forward",),
+    "param_dtype": (f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{_ACTOR}.fsdp_config.dtype"),
+    "reduce_dtype": (f"{_ACTOR}.fsdp_config.mixed_precision.reduce_dtype",),
+    "master_dtype": (f"{_ACTOR}.fsdp_config.model_dtype",),
+    "offload_params": (f"{_ACTOR}.fsdp_config.offload_policy",),
+    "activation_checkpointing": ("actor_rollout_ref.model.enable_gradient_checkpointing",),
+    "wrap_classes": (f"{_ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",),
+    "wrap_min_num_params": (f"{_ACTOR}.fsdp_config.wrap_policy.min_num_params",),
+    "adapter": ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora_adapter_path"),
+    "optimizer": (f"{_ACTOR}.optim.optimizer",),
+    "seq_len": ("data.max_prompt_length", "data.max_response_length"),
+    "batch_size": (f"{_ACTOR}.ppo_micro_batch_size_per_gpu",),
+    "model": ("actor_rollout_ref.model.path",),
+    "resume_from": ("trainer.resume_from_path",),
+}
+"""Field of the spec → options that say it."""
+_SFT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "engine": ("model.strategy",),
+    "axes.sp": ("ulysses_sequence_parallel_size",),
+    "master_dtype": ("model.fsdp_config.model_dtype",),
+    "offload_params": ("model.fsdp_config.offload_params",),
+    "activation_checkpointing": ("model.enable_gradient_checkpointing",),
+    "wrap_classes": ("model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",),
+    "wrap_min_num_params": ("model.fsdp_config.wrap_policy.min_num_params",),
+    "adapter": ("model.lora_rank",),
+    "optimizer": ("optim.optimizer",),
+    "seq_len": ("data.max_length",),
+    "batch_size": ("data.micro_batch_size_per_gpu",),
+    "model": ("model.partial_pretrain",),
+    "resume_from": ("trainer.resume_from_path",),
+}
+_READ = frozenset(
+    path
+    for keys in (_PPO_KEYS, _SFT_KEYS)
+    for field, paths in keys.items()
+    if field not in ("model", "resume_from")
+    for path in paths
+)
+
+
+def _keys(values: Mapping[str, object], paths: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    found = {field: first_key(values, *names) for field, names in paths.items()}
+    return {field: path for field, path in found.items() if path is not None}
