@@ -21,7 +21,7 @@ from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG, read_json
 from ckpt_tools.adapters.target_modules import parents_of
 from ckpt_tools.adapters.values import look_at
 from ckpt_tools.checkpoint import Finding, Format, TensorEntry
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.opening import read_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -206,7 +206,11 @@ def _config(directory: str) -> Mapping[str, object] | None:
 
 
 def _siblings(directory: str, file: str) -> tuple[str, ...]:
-    names = (entry.name for entry in os.scandir(directory))
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries]
+    except OSError as error:
+        raise StorageError(f"cannot list: {error.strerror}", where=escape_name(directory)) from error
     return tuple(sorted(name for name in names if name.endswith(".safetensors") and name != file))
 
 

@@ -47,7 +47,8 @@ def written(name: str, target: str, only: Callable[[str], bool] = lambda _: True
 
 
 def in_blocks(path: str) -> bool:
-    return "blocks" in path
+    """Layers of every kind; of SDXL's hundreds, those of two resolutions."""
+    return "blocks" in path and not path.startswith(("down_blocks.2", "up_blocks.1"))
 
 
 def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
@@ -364,6 +365,11 @@ def test_vllm_takes_a_plain_adapter_and_names_the_rank_it_needs(tmp_path: Path) 
     assert "--max-lora-rank 32" in larger.findings[0].what
 
 
+def test_vllm_has_no_image_models() -> None:
+    report = simulate(describe(written("flux1", "diffusers", in_blocks), architecture="flux1"), "vllm")
+    assert [finding.code for finding in report.findings] == ["loader-no-op"]
+
+
 def test_vllm_would_scale_a_rank_pattern_wrongly(tmp_path: Path) -> None:
     directory = peft_directory(tmp_path / "adapter", rank_pattern={"layers.1.q": 3})
     result = check_lora(directory, loaders=["vllm"])
@@ -396,6 +402,18 @@ def test_flux2_unswapped_last_layer_is_said(tmp_path: Path) -> None:
     result = check_lora(save_as(tmp_path / "a", written("flux2", "comfyui")), loaders=["diffusers"])
     assert [finding.code for finding in result.findings] == ["loader-misreads", "loader-misreads"]
     assert check_lora(save_as(tmp_path / "a", written("flux2", "comfyui", in_blocks)), loaders=["diffusers"]).ok
+
+
+def test_kohya_takes_its_own_names_and_says_what_needs_lycoris() -> None:
+    blocks = simulate(describe(written("flux1", "kohya", in_blocks), architecture="flux1"), "kohya")
+    assert blocks.is_whole
+    assert not blocks.findings
+    everything = simulate(describe(written("flux1", "kohya"), architecture="flux1"), "kohya")
+    assert [finding.code for finding in everything.findings] == ["loader-needs"]
+    foreign = simulate(describe(written("flux1", "comfyui", in_blocks), architecture="flux1"), "kohya")
+    assert [finding.code for finding in foreign.findings] == ["loader-no-op"]
+    flux2 = simulate(describe(written("flux2", "kohya", in_blocks), architecture="flux2"), "kohya")
+    assert not flux2.changes
 
 
 def test_file_called_checkpoint_is_overlooked_by_diffusers(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ _SUFFIX = re.compile(
     r"|oft_blocks|oft_diag|rescale)"
 )
 _PLAIN = ("lora_up.weight", "lora_down.weight", "alpha")
+_BLOCKS = ("double_blocks.", "single_blocks.", "joint_blocks.", "input_blocks.", "middle_block.", "output_blocks.")
+_NOT_BLOCKS = ("input_blocks.0.",)
 
 
 def load(file: AdapterFile, loading: Loading) -> None:
@@ -31,6 +33,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
         return
     architecture = ARCHITECTURES[file.architecture]
     needs_lycoris = False
+    outside: list[str] = []
     for name in file.tensors:
         hit = _SUFFIX.fullmatch(name)
         if hit is None:
@@ -44,6 +47,16 @@ def load(file: AdapterFile, loading: Loading) -> None:
             if match is not None:
                 loading.use(name, f"{part.component}.{match.native()}")
                 needs_lycoris |= hit["suffix"] not in _PLAIN
+                if not part.is_encoder and not _is_in_block(match.native()):
+                    outside.append(match.native())
+    if outside and not needs_lycoris:
+        loading.say(
+            "loader-needs",
+            "warning",
+            outside[0],
+            "kohya's networks.lora looks for modules inside the blocks, and leaves others out unless it is told of "
+            "them: load it with --network_module lycoris.kohya",
+        )
     if needs_lycoris:
         loading.say(
             "loader-needs",
@@ -51,3 +64,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
             file.file,
             "kohya's networks.lora has plain LoRA alone: load it with --network_module lycoris.kohya",
         )
+
+
+def _is_in_block(native: str) -> bool:
+    return native.startswith(_BLOCKS) and not native.startswith(_NOT_BLOCKS)

@@ -25,6 +25,9 @@ def load(file: AdapterFile, loading: Loading) -> None:
     Raises:
         RejectedError: It raises.
     """
+    if file.architecture not in (None, "llm"):
+        loading.ignored |= dict.fromkeys(file.tensors, "vLLM serves language models")
+        return
     config = file.config
     if config is None:
         raise RejectedError("there is no adapter_config.json beside it")
