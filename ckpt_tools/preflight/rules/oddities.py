@@ -122,7 +122,11 @@ def sequence_without_tp(case: Case) -> Iterator[Violation]:
     """Source: OpenRLHF's FSDP2 strategy."""
     found = flag(case, "sequence_parallel")
     if found is not None and found.is_on and case.axis("tp") == 1:
-        yield Violation(key=found.key, what=f"{found.key} with tp=1", fix="--fsdp_tensor_parallel_size 2")
+        yield Violation(
+            key=found.key,
+            what=f"{found.key} with tp=1",
+            fix=f"{case.axis_key('tp')} 2" if "axes.tp" in case.spec.keys else "--fsdp_tensor_parallel_size 2",
+        )
 
 
 @rule(

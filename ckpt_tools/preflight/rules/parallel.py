@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from ckpt_tools.preflight.rules.flags import flag, option
 from ckpt_tools.preflight.rules.rule import ALL, Case, Rule, Violation, rule
 
-_ACTOR = "actor_rollout_ref.actor"
-
 
 def _divisors(number: int, limit: int) -> str:
     """Return the divisors of a number up to `limit`, as text."""
@@ -201,19 +199,13 @@ def tied_and_pipelined(case: Case) -> Iterator[Violation]:
 def sequence_parts(case: Case) -> Iterator[Violation]:
     """Look for ring attention without flash attention or packing, and Ulysses with padding.
 
-    Source: axolotl `check_context_parallel_size`, verl `FSDPActorConfig.validate`, OpenRLHF `cli/train_sft.py`.
+    Source: axolotl `check_context_parallel_size`, verl `FSDPActorConfig.validate` and `fsdp_sft_trainer.py`,
+    OpenRLHF `cli/train_sft.py`.
     """
     if case.framework == "axolotl":
         yield from _axolotl_sequence(case)
     elif case.framework == "verl":
-        size = case.first(f"{_ACTOR}.ulysses_sequence_parallel_size")
-        padding = case.get("actor_rollout_ref.model.use_remove_padding")
-        if size is not None and (size.count or 1) > 1 and padding is not None and padding.is_off:
-            yield Violation(
-                key=size.key,
-                what=f"ulysses_sequence_parallel_size={size.text} needs use_remove_padding",
-                fix="actor_rollout_ref.model.use_remove_padding: true",
-            )
+        yield from _verl_sequence(case)
     else:
         ring, packing = flag(case, "ring_attn_size"), flag(case, "packing_samples")
         if ring is not None and case.axis("sp") > 1 and (packing is None or not packing.is_on):
@@ -222,6 +214,20 @@ def sequence_parts(case: Case) -> Iterator[Violation]:
                 what=f"{ring.key} {ring.value} needs packed samples",
                 fix=option(ring, "packing_samples"),
             )
+
+
+def _verl_sequence(case: Case) -> Iterator[Violation]:
+    is_sft = case.get("model.partial_pretrain") is not None
+    path = "use_remove_padding" if is_sft else "actor_rollout_ref.model.use_remove_padding"
+    padding, size = case.get(path), case.axis("sp")
+    # PPO's own config switches it on, the one for SFT leaves it out.
+    is_off = padding.is_off if padding is not None else is_sft
+    if size > 1 and is_off:
+        yield Violation(
+            key=case.axis_key("sp"),
+            what=f"ulysses_sequence_parallel_size={size} needs use_remove_padding",
+            fix=f"{path}: true",
+        )
 
 
 def _axolotl_sequence(case: Case) -> Iterator[Violation]:

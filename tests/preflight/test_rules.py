@@ -1,0 +1,447 @@
+"""Every rule fires on a config that breaks it, and is silent on one that nearly does."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from preflight.rule_cases import (
+    ACTOR,
+    AI,
+    BIG,
+    CASES,
+    DEGREE,
+    DROP,
+    LLAMA,
+    MIXTRAL,
+    NAMES,
+    RIGHT,
+    SHARD,
+    SIZE,
+    TIED,
+    Edits,
+    RuleCase,
+    edited,
+    text_of,
+)
+
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.preflight.configs import read_config
+from ckpt_tools.preflight.model_facts import ModelFacts, facts_of, read_facts
+from ckpt_tools.preflight.rules import CATALOGUE, RULES, check_rules, render_rules
+from ckpt_tools.preflight.spec import ParallelSpec
+
+
+def write_model(
+    directory: Path, config: Mapping[str, Any], weights: Mapping[str, tuple[int, ...]] | None = None
+) -> str:
+    """Write a config.json and, where shapes are given, a safetensors file of zeros."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    if weights:
+        header, offset = {}, 0
+        for name, shape in weights.items():
+            nbytes = math.prod(shape) * 4
+            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+            offset += nbytes
+        text = json.dumps(header).encode()
+        (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(offset))
+    return str(directory)
+
+
+def check(
+    tmp_path: Path,
+    framework: str,
+    edits: Edits,
+    *,
+    world_size: int | None = 8,
+    model: Mapping[str, Any] | None = None,
+    weights: Mapping[str, tuple[int, ...]] | None = None,
+    build: bool = False,
+) -> tuple[Finding, ...]:
+    path = tmp_path / NAMES[framework]
+    path.write_text(text_of(framework, edited(framework, edits), ranks=world_size))
+    config = read_config(str(path), framework=framework, world_size=world_size)
+    facts = None
+    if model is not None:
+        facts = read_facts(write_model(tmp_path / "the-model", model, weights), build=build)
+    return check_rules(config, facts)
+
+
+def ids(findings: tuple[Finding, ...]) -> list[str]:
+    return sorted({finding.code for finding in findings})
+
+
+def name_of(case: RuleCase) -> str:
+    return f"{case.rule}-{case.framework}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_rule_on_a_config_that_breaks_it_fires_alone(case: RuleCase, tmp_path: Path) -> None:
+    found = check(
+        tmp_path,
+        case.framework,
+        case.fires,
+        world_size=case.world_size,
+        model=case.model,
+        weights=case.weights,
+        build=case.build,
+    )
+    assert ids(found) == sorted({case.rule, *case.also}), found
+    for finding in found:
+        assert finding.severity == CATALOGUE[finding.code].severity
+        assert finding.where
+        assert finding.what
+        assert finding.hint
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_rule_on_a_near_miss_is_silent(case: RuleCase, tmp_path: Path) -> None:
+    found = check(
+        tmp_path,
+        case.framework,
+        case.near,
+        world_size=case.near_world_size or case.world_size,
+        model=case.near_model or case.model,
+        weights=case.weights if case.near_weights is None else case.near_weights,
+        build=case.build,
+    )
+    assert ids(found) == sorted(case.near_also), found
+
+
+def test_rules_all_have_a_case() -> None:
+    assert {case.rule for case in CASES} == set(CATALOGUE)
+
+
+def test_rules_ids_are_unique_and_ordered_in_their_groups() -> None:
+    assert len(CATALOGUE) == len(RULES)
+    names = [one.id for one in RULES]
+    assert names == sorted(names)
+
+
+@pytest.mark.parametrize("framework", sorted(RIGHT))
+def test_right_config_has_no_findings(framework: str, tmp_path: Path) -> None:
+    assert check(tmp_path, framework, {}, model=LLAMA) == ()
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "axolotl", "trainer"])
+def test_right_config_with_a_built_model_has_no_findings(framework: str, tmp_path: Path) -> None:
+    assert check(tmp_path, framework, {}, model=LLAMA, build=True) == ()
+
+
+WRONG: dict[str, tuple[tuple[Edits, Mapping[str, Any] | None, list[str]], ...]] = {
+    "accelerate": (
+        (
+            {SIZE("dp_shard"): 2, SIZE("tp"): 8, "fsdp_config.fsdp_version": DROP},
+            None,
+            ["CKPT001", "CKPT003", "CKPT023"],
+        ),
+        (
+            {
+                "fsdp_config.fsdp_reshard_after_forward": "HYBRID_SHARD",
+                "fsdp_config.fsdp_state_dict_type": "LOCAL_STATE_DICT",
+            },
+            None,
+            ["CKPT020", "CKPT062"],
+        ),
+        (
+            {SIZE("dp_shard"): 1, SIZE("tp"): 8, "fsdp_config.fsdp_use_orig_params": True},
+            LLAMA,
+            ["CKPT004", "CKPT022", "CKPT030"],
+        ),
+    ),
+    "trainer": (
+        ({"fp16": True, "deepspeed": "ds.json"}, None, ["CKPT010", "CKPT050"]),
+        (
+            {"fsdp_config.version": DROP, "fsdp_config.state_dict_type": DROP, "gradient_checkpointing": True},
+            None,
+            ["CKPT023", "CKPT060", "CKPT067"],
+        ),
+        (
+            {"optim": "adamw_8bit", "save_only_model": True, "resume_from_checkpoint": "last"},
+            None,
+            ["CKPT063", "CKPT065", "CKPT080"],
+        ),
+    ),
+    "torchtitan": (
+        ({SHARD: 3, DEGREE("expert"): 2}, MIXTRAL, ["CKPT001", "CKPT033"]),
+        ({SHARD: 1, DEGREE("tensor"): 8, "training.seq_len": 8192}, LLAMA, ["CKPT030", "CKPT046"]),
+        ({"training.dtype": "bfloat16", SHARD: 1, DEGREE("pipeline"): 8}, LLAMA, ["CKPT039", "CKPT053"]),
+    ),
+    "axolotl": (
+        ({"optimizer": "adamw_bnb_8bit", "deepspeed": "ds.json"}, None, ["CKPT010", "CKPT080"]),
+        (
+            {"fsdp_config": DROP, "fsdp_version": DROP, "dp_shard_size": 4, "load_in_4bit": True},
+            None,
+            ["CKPT016", "CKPT073"],
+        ),
+        (
+            {"fsdp_version": DROP, "fsdp_config.state_dict_type": DROP, "fsdp_config.reshard_after_forward": DROP},
+            None,
+            ["CKPT023", "CKPT060"],
+        ),
+    ),
+    "ai-toolkit": (
+        (
+            {f"{AI}.model.low_vram": True, f"{AI}.model.layer_offloading": True},
+            None,
+            ["CKPT014", "CKPT015"],
+        ),
+        ({f"{AI}.model.split_model_over_gpus": True, f"{AI}.train.dist_backend": "gloo"}, None, ["CKPT013", "CKPT018"]),
+        ({f"{AI}.train.ddp": True, f"{AI}.train.gradient_checkpointing": True}, None, ["CKPT010", "CKPT068"]),
+    ),
+    "verl": (
+        (
+            {f"{ACTOR}.fsdp_config.fsdp_size": 3, f"{ACTOR}.ulysses_sequence_parallel_size": 3},
+            None,
+            ["CKPT001", "CKPT094"],
+        ),
+        (
+            {f"{ACTOR}.ulysses_sequence_parallel_size": 8, "actor_rollout_ref.model.use_remove_padding": False},
+            LLAMA | {"num_attention_heads": 4},
+            ["CKPT031", "CKPT038"],
+        ),
+        (
+            {f"{ACTOR}.fsdp_config.model_dtype": "bf16", f"{ACTOR}.fsdp_config.forward_prefetch": True},
+            None,
+            ["CKPT022", "CKPT053"],
+        ),
+    ),
+    "openrlhf": (
+        ({"fsdp_tensor_parallel_size": "8"}, LLAMA, ["CKPT030"]),
+        ({"ring_attn_size": "3", "zero_stage": "2"}, None, ["CKPT001", "CKPT011", "CKPT038"]),
+        ({"param_dtype": "fp16", "load_in_4bit": True}, None, ["CKPT051", "CKPT073", "CKPT075"]),
+    ),
+}
+"""Framework → (edits, model, exactly the rules that they break)."""
+
+
+@pytest.mark.parametrize(
+    ("framework", "at"), [(framework, at) for framework, wrongs in sorted(WRONG.items()) for at in range(len(wrongs))]
+)
+def test_wrong_config_breaks_exactly_the_expected_rules(framework: str, at: int, tmp_path: Path) -> None:
+    edits, model, expected = WRONG[framework][at]
+    assert ids(check(tmp_path, framework, edits, model=model)) == expected
+
+
+# Messages
+
+
+def test_wrap_class_that_is_misspelt_gets_the_nearest_name(tmp_path: Path) -> None:
+    edits = {"fsdp_config.fsdp_transformer_layer_cls_to_wrap": "LlamaDecodrLayer"}
+    (found,) = check(tmp_path, "accelerate", edits, model=LLAMA, build=True)
+    assert found.where == "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
+    assert "LlamaDecodrLayer" in found.what
+    assert found.hint == "write LlamaDecoderLayer"
+
+
+def test_axis_product_names_the_key_and_a_size_that_fits(tmp_path: Path) -> None:
+    (found,) = check(tmp_path, "torchtitan", {SHARD: 3, DEGREE("tensor"): 2})
+    assert found.where == SHARD
+    assert "dp_shard=3 × tp=2 is 6, the world has 8 ranks" in found.what
+    assert found.hint == f"set {SHARD}: 4, or start 6 ranks"
+
+
+def test_full_state_dict_of_a_large_model_says_how_much_is_gathered(tmp_path: Path) -> None:
+    edits = {"fsdp_config.fsdp_state_dict_type": "FULL_STATE_DICT"}
+    (found,) = check(tmp_path, "accelerate", edits, model=BIG, build=True)
+    assert "80.9 GB" in found.what or "75.3 GiB" in found.what  # 6.738 billion × 12 bytes
+
+
+def test_values_of_a_hostile_config_are_escaped(tmp_path: Path) -> None:
+    edits = {"fsdp_config.fsdp_auto_wrap_policy": "\x1b[2Jgone"}
+    (found,) = check(tmp_path, "accelerate", edits)
+    assert "\x1b" not in found.what + found.where + (found.hint or "")
+
+
+def test_uneven_shards_say_how_uneven(tmp_path: Path) -> None:
+    weights = {"layers.0.experts.gate_up_proj": (8, 128, 64)}
+    found = check(tmp_path, "accelerate", {"num_processes": 64}, world_size=64, model=MIXTRAL, weights=weights)
+    (one,) = [finding for finding in found if finding.code == "CKPT043"]
+    assert "8.0 times the mean" in one.what
+    assert one.hint == "at most 8 shard ranks; the others as dp_replicate"
+
+
+# Facts
+
+
+def test_facts_come_from_the_config_alone_without_torch(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", LLAMA | {"dtype": "bfloat16"})
+    code = (
+        "import sys; from ckpt_tools.preflight.model_facts import read_facts;"
+        "from ckpt_tools.preflight.rules import check_rules, render_rules;"
+        f"facts = read_facts({path!r}, build=False); render_rules();"
+        "print(facts.num_heads, facts.num_kv_heads, facts.blocks, facts.dtype, facts.module_classes);"
+        "assert not {'torch', 'transformers', 'accelerate', 'typer'} & set(sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "8 4 ('LlamaDecoderLayer',) bfloat16 None\n"
+
+
+def test_facts_of_a_built_model_are_its_own(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = write_model(tmp_path / "model", TIED)
+    model = LlamaForCausalLM(LlamaConfig(**TIED))
+    facts = read_facts(path)
+    assert facts.shapes == {name: tuple(one.shape) for name, one in model.named_parameters()}
+    assert facts.module_classes is not None
+    assert set(facts.module_classes) == {type(one).__name__ for one in model.modules()}
+    assert facts.blocks == tuple(model._no_split_modules)
+    assert facts.tied_embeddings is True
+    assert facts.num_params == sum(one.numel() for one in model.parameters())
+
+
+def test_facts_of_weights_beside_the_config_come_from_their_headers(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", LLAMA, {"a.weight": (3, 5), "b": (7,)})
+    facts = read_facts(path, build=False)
+    assert facts.shapes == {"a.weight": (3, 5), "b": (7,)}
+    assert facts.stored == {"a.weight", "b"}
+    assert facts.num_params == 22
+
+
+def test_facts_of_parts_are_those_of_the_text_model() -> None:
+    facts = facts_of({"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": LLAMA})
+    assert (facts.num_heads, facts.num_kv_heads, facts.num_layers, facts.vocab_size) == (8, 4, 4, 256)
+    assert facts.architecture == "LlavaForConditionalGeneration"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"n_head": 12, "n_layer": 6, "n_embd": 48, "model_type": "gpt2"}, (12, 12, 6, None)),
+        ({"num_attention_heads": 71, "multi_query": True, "num_hidden_layers": 2}, (71, 1, 2, None)),
+        ({"num_attention_heads": 8, "n_routed_experts": 64, "num_hidden_layers": 3}, (8, 8, 3, 64)),
+        ({"num_attention_heads": "8", "num_hidden_layers": -1, "num_experts": True}, (None, None, None, None)),
+    ],
+)
+def test_facts_read_every_familys_names(config: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    facts = facts_of(config)
+    assert (facts.num_heads, facts.num_kv_heads, facts.num_layers, facts.num_experts) == expected
+
+
+def test_facts_of_quantised_weights_are_recognised() -> None:
+    facts = facts_of({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}})
+    assert facts.quantization is not None
+    assert (facts.quantization.method, facts.quantization.bits, facts.quantization.storage) == (
+        "bitsandbytes",
+        4,
+        "bfloat16",
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1, "a": 2}', "{" * 10_000, "\xff\xfe"])
+def test_facts_of_a_broken_config_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UnreadableError):
+        read_facts(str(tmp_path))
+
+
+def test_facts_of_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError, match=r"no config\.json"):
+        read_facts(str(tmp_path))
+
+
+def test_facts_of_an_unknown_model_are_those_of_its_config(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", LLAMA | {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"})
+    facts = read_facts(path)
+    assert facts.num_heads == 8
+    assert facts.module_classes is None
+
+
+# Documentation
+
+
+def test_reference_names_every_rule_once() -> None:
+    page = render_rules()
+    for one in RULES:
+        assert page.count(f"### {one.id}: {one.title}\n") == 1
+        assert one.why in page
+        assert one.fix in page
+    assert "\n\n\n" not in page
+    assert page.endswith(".\n")
+
+
+def test_rules_of_the_catalogue_say_why_and_what_to_do() -> None:
+    for one in RULES:
+        assert one.title
+        assert one.why
+        assert one.fix
+        assert not one.title.endswith(".")
+        assert not one.why.endswith(".")
+        assert not one.fix.endswith(".")
+
+
+def test_facts_default_to_knowing_nothing(tmp_path: Path) -> None:
+    for framework in RIGHT:
+        path = tmp_path / NAMES[framework]
+        path.write_text(text_of(framework, edited(framework, {})))
+        config = read_config(str(path), framework=framework, world_size=8)
+        assert check_rules(config, ModelFacts(where="nothing")) == ()
+
+
+# Values that nobody expects
+
+
+ODD: tuple[object, ...] = (None, "", "x", "-1", -1, 0, 3.5, 10**30, True, False, [], [1, None], {}, {"a": [1]}, "fp16")
+
+
+def paths_of(values: object, prefix: str = "") -> list[str]:
+    if isinstance(values, dict):
+        found = [] if not prefix else [prefix]
+        for key, value in values.items():
+            found += paths_of(value, f"{prefix}.{key}" if prefix else str(key))
+        return found
+    if isinstance(values, list) and values and isinstance(values[0], dict):
+        return paths_of(values[0], f"{prefix}[0]")
+    return [prefix]
+
+
+def read_by_rules(framework: str) -> list[str]:
+    """Return every option that a case of a framework sets."""
+    return sorted({path for case in CASES if case.framework == framework for path in (*case.fires, *case.near)})
+
+
+@pytest.mark.parametrize("framework", sorted(RIGHT))
+def test_rules_on_values_of_any_type_never_fail(framework: str, tmp_path: Path) -> None:
+    path = tmp_path / NAMES[framework]
+    path.write_text(text_of(framework, edited(framework, {})))
+    spec = read_config(str(path), framework=framework, world_size=8).spec
+    facts = facts_of(MIXTRAL | {"tie_word_embeddings": True})
+    for option in sorted({*paths_of(RIGHT[framework]), *read_by_rules(framework)}):
+        for value in ODD:
+            try:
+                values = edited(framework, {option: value})
+            except (AttributeError, TypeError, KeyError):
+                continue
+            config = SimpleNamespace(framework=framework, values=values, spec=spec)
+            for finding in check_rules(config, facts):
+                assert finding.what
+                assert finding.hint
+                assert finding.code in CATALOGUE
+
+
+@pytest.mark.parametrize("framework", sorted(RIGHT))
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "cp", "sp", "tp", "ep", "pp"])
+def test_rules_on_any_size_of_an_axis_never_fail(framework: Any, axis: str) -> None:
+    facts = facts_of(MIXTRAL | {"tie_word_embeddings": True})
+    for engine in ("fsdp2", "fsdp1", "ddp", "deepspeed", "none"):
+        for size in (-7, -1, 0, 1, 3, 8, 10**20):
+            for world_size in (None, 1, 8):
+                spec = ParallelSpec(
+                    framework=framework,
+                    engine=engine,
+                    world_size=world_size,
+                    axes={axis: size, "dp_shard": 2} if axis != "dp_shard" else {axis: size},
+                )
+                check_rules(SimpleNamespace(framework=framework, values=RIGHT[framework], spec=spec), facts)
