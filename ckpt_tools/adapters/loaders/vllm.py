@@ -7,6 +7,7 @@ Source: github.com/vllm-project/vllm, vllm/lora/peft_helper.py, lora_model.py, u
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.target_modules import parents_of
@@ -28,20 +29,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if file.architecture not in (None, "llm"):
         loading.ignored |= dict.fromkeys(file.tensors, "vLLM serves language models")
         return
-    config = file.config
-    if config is None:
-        raise RejectedError("there is no adapter_config.json beside it")
-    if file.file != "adapter_model.safetensors":
-        raise RejectedError(f"it looks for adapter_model.safetensors, and this is {file.file}")
-    missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
-    if missing:
-        raise RejectedError(f"adapter_config.json lacks {', '.join(missing)}")
-    if config.get("peft_type") != "LORA":
-        raise RejectedError(f"peft_type is {config.get('peft_type')!r}, it has LORA alone")
-    if config.get("modules_to_save"):
-        raise RejectedError("modules_to_save must be empty")
-    if config.get("use_dora"):
-        raise RejectedError("it does not support DoRA")
+    config = _checked_config(file)
     _check_rank(file, config.get("r"), loading)
     modules = parents_of(file.base) if file.base is not None else None
     embeddings = set()
@@ -72,6 +60,24 @@ def load(file: AdapterFile, loading: Loading) -> None:
             min(embeddings),
             "vLLM takes adapters of embeddings and of lm_head for some models only, and refuses them for others",
         )
+
+
+def _checked_config(file: AdapterFile) -> Mapping[str, object]:
+    config = file.config
+    if config is None:
+        raise RejectedError("there is no adapter_config.json beside it")
+    if file.file != "adapter_model.safetensors":
+        raise RejectedError(f"it looks for adapter_model.safetensors, and this is {file.file}")
+    missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
+    if missing:
+        raise RejectedError(f"adapter_config.json lacks {', '.join(missing)}")
+    if config.get("peft_type") != "LORA":
+        raise RejectedError(f"peft_type is {config.get('peft_type')!r}, it has LORA alone")
+    if config.get("modules_to_save"):
+        raise RejectedError("modules_to_save must be empty")
+    if config.get("use_dora"):
+        raise RejectedError("it does not support DoRA")
+    return config
 
 
 def _check_rank(file: AdapterFile, rank: object, loading: Loading) -> None:
