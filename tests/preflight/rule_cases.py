@@ -358,6 +358,12 @@ CASES: tuple[RuleCase, ...] = (
         fires={SIZE("dp_replicate"): 4, SIZE("tp"): 2},
         near={SIZE("dp_replicate"): 2, SIZE("dp_shard"): 2, SIZE("tp"): 2},
     ),
+    RuleCase(
+        rule="CKPT006",
+        framework="axolotl",
+        fires={"dp_replicate_size": 4, "context_parallel_size": 2},
+        near={"fsdp_config": DROP, "fsdp_version": DROP, "context_parallel_size": 2},
+    ),
     RuleCase(rule="CKPT007", framework="trainer", fires={}, near={}, world_size=1, near_world_size=2),
     RuleCase(
         rule="CKPT008",

@@ -206,7 +206,12 @@ def _is_ddp_with_model(case: Case) -> bool:
     frameworks=("accelerate", "trainer", "axolotl"),
 )
 def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
-    """Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`."""
+    """axolotl fills dp_shard up where neither size is given, without FSDP too.
+
+    Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`, axolotl `_get_parallel_config_kwargs`.
+    """
+    if case.framework == "axolotl" and case.count("dp_replicate_size") <= 1:
+        return
     if _is_ddp_with_model(case):
         replicas = case.axis("dp_replicate")
         axis = "tp" if case.axis("tp") > 1 else "cp"
