@@ -100,7 +100,8 @@ class Adapter(Generic[F]):
     is_training_state: bool = False
     """Read from a trainer's checkpoint: its names are not yet those that a loader would meet."""
     base_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of the base model's parameters, where the source holds these too; names as a plain model has them."""
+    """Shapes of the base model's parameters, where the source holds these too; names as a plain model has them. () for
+    quantised ones."""
 
     def with_modules(self, modules: tuple[AdapterModule[G], ...]) -> Adapter[G]:
         """Return the adapter with other modules in the place of its own."""

@@ -89,8 +89,14 @@ def assemble(
         convention=convention,
         unknown=tuple(unknown),
         is_training_state=is_training,
-        base_shapes={_WRAPPERS.sub("", item.name): item.entry.shape for item in base},
+        base_shapes={_WRAPPERS.sub("", item.name): known_shape(item.entry) for item in base},
     )
+
+
+def known_shape(entry: TensorEntry) -> tuple[int, ...]:
+    """Return the shape of a base model's parameter; () for quantised ones, which are stored in another."""
+    name = entry.dtype.name
+    return entry.shape if entry.dtype.is_float or name == "I8" or name.startswith("F8") else ()
 
 
 def _counts(key: Key, strong: Collection[str], is_live: bool, is_training: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ckpt_tools.adapters.adapter import Sourced
+from ckpt_tools.adapters.assemble import known_shape
 from ckpt_tools.adapters.infer import BaseModel
 from ckpt_tools.adapters.sidecars import read_json
 from ckpt_tools.opening import Opened, open_path
@@ -31,7 +32,7 @@ def read_base(path: str | os.PathLike[str]) -> BaseModel:
         UnreadableError: Not a complete, readable checkpoint.
     """
     with open_path(os.fspath(path)) as opened:
-        shapes = {name: entry.shape for name, entry in plain_names(opened.checkpoint).items()}
+        shapes = {name: known_shape(entry) for name, entry in plain_names(opened.checkpoint).items()}
         return BaseModel(shapes=shapes, source="--base", task_type=_task_type(opened))
 
 

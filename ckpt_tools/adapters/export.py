@@ -335,6 +335,7 @@ def _export(run: _Run, output: Output, config: Config, *, dry_run: bool = False,
     files = output.sizes() if output.items and (published or dry_run) else ()
     written = sum(nbytes for _, nbytes in files)
     opened = run.read.opened
+    largest = max((item.entry.nbytes for item in output.items), default=0)
     return Export(
         conversion=Conversion(
             source=opened.source.root,
@@ -343,7 +344,7 @@ def _export(run: _Run, output: Output, config: Config, *, dry_run: bool = False,
             bytes_read=run.reader.bytes_read,
             bytes_written=written,
             seconds=time.monotonic() - run.start,
-            peak_rss_bytes=_BASE_BYTES if dry_run else peak_rss_bytes(),
+            peak_rss_bytes=_BASE_BYTES + 2 * largest if dry_run else peak_rss_bytes(),
             files=files,
             verified=published,
             checked={"crcs": run.reader.chunks_checked} if published else {},

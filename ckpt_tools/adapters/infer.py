@@ -219,7 +219,8 @@ def _plain(value: float) -> float:
 
 def _targets(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
     parameters = sorted({pattern_path(module) for module in modules if module.parameter != "weight"})
-    adapted = sorted({module.path for module in modules if module.parameter == "weight"})
+    # Below a `base_layer` lies what PEFT adapts along with the module around it.
+    adapted = sorted({m.path for m in modules if m.parameter == "weight" and ".base_layer." not in m.path})
     known = adapter.settings.get("target_parameters")
     config: Config = {}
     if parameters:
@@ -275,7 +276,9 @@ def _saved(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseM
         config["bias"] = known
     elif has_field(PEFT_TYPES[family], "bias"):
         kind = f"{family}_only" if set(biases) <= adapted else "all"
-        config["bias"] = Sourced(kind, "trained biases") if biases else Sourced("none", "no trained biases")
+        config["bias"] = (
+            Sourced(kind, "trained biases") if biases else Sourced("none", "nothing says biases were trained")
+        )
     settled = adapter.settings.get("modules_to_save")
     paths = [module.path for module in whole]
     if not whole:

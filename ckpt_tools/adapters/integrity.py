@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.known import config_rank
-from ckpt_tools.adapters.target_modules import parents_of
+from ckpt_tools.adapters.target_modules import base_path, parents_of
 from ckpt_tools.adapters.values import Values, is_float, look_at
 from ckpt_tools.checkpoint import Finding, Severity, TensorEntry
 from ckpt_tools.dtypes import BY_TORCH_NAME, DType
@@ -43,6 +43,8 @@ _PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "loha": (("w1_a", "w1_b"), ("w2_a", "w2_b")),
     "lokr": (("w1_a", "w1_b"), ("w2_a", "w2_b")),
 }
+_RANKED = ("lora", "loha", "lokr")
+"""Families with a rank."""
 _FLAT = ("magnitude", "B_bias", "rescale", "diff_b", "diff", "alpha")
 """Roles that may have one dim or none."""
 _TRUNCATED_HINT = (
@@ -93,12 +95,13 @@ def _finding(code: str, where: str, what: str, hint: str | None = None, severity
 
 def _check_config(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
     found = config_rank(module, adapter.settings)
-    if found is None or module.rank is None or module.family not in ("lora", "loha") or found == module.rank.value:
+    if found is None or module.rank is None or module.family not in _RANKED or found == module.rank.value:
         return
     yield _finding(
         "adapter-config",
         module.path,
-        f"the configuration beside the tensors says rank {found}, and {module.rank.source}",
+        f"rank {found} by {adapter.settings['r'].source if 'r' in adapter.settings else 'rank_pattern'}, and "
+        f"{module.rank.source}",
         "is it the configuration of another run? Its alpha would be wrong as well",
     )
 
@@ -206,7 +209,7 @@ def _rank_dim(module: AdapterModule[F], role: str, shape: tuple[int, ...]) -> in
 
 
 def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
-    if module.family not in ("lora", "loha", "lokr"):
+    if module.family not in _RANKED:
         return
     if module.alpha is None:
         if not adapter.is_training_state and not {"w1", "w2"} <= module.factors.keys():
@@ -228,8 +231,8 @@ def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Find
 
 
 def _check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
-    modules = parents_of(base)
-    unmatched = [module for module in adapter.modules if module.path not in modules]
+    modules, holders = parents_of(base), {name.rpartition(".")[0] for name in base}
+    unmatched = [module for module in adapter.modules if base_path(module.path) not in modules]
     for module in unmatched:
         yield _finding(
             "adapter-unmatched",
@@ -238,20 +241,18 @@ def _check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
             "is it the base that the adapter was trained on?",
         )
     for module in adapter.modules:
-        weight = base.get(f"{module.path}.{module.parameter}")
+        path = base_path(module.path)
         if module.family == "saved":
-            for role, factor in module.factors.items():
-                shape = base.get(f"{module.path}.{role}")
-                if shape is not None and shape != _shape(factor) and role != "weight":
-                    yield _misfit(module, role, _shape(factor), shape)
-            continue
+            continue  # a resized embedding, or a head of another size, is what such modules are for
+        weight = base.get(f"{path}.{module.parameter}")
         if weight is None:
-            if module.path in modules and module.parameter:
+            # Quantised layers keep their weights under names of their own.
+            if path in modules and module.parameter and (module.parameter != "weight" or path not in holders):
                 what = f"the base model has no parameter {module.parameter!r} in this module"
                 yield _finding("adapter-unmatched", module.path, escape_name(what))
             continue
         found = _weight_shape(module)
-        if found is not None and not _fits(found, weight, is_stack=module.parameter != "weight"):
+        if found is not None and weight and not _fits(found, weight, is_stack=module.parameter != "weight"):
             yield _misfit(module, ", ".join(sorted(module.factors)), found, weight)
 
 

@@ -172,6 +172,12 @@ def parse_key(name: str) -> Key | None:
     return None
 
 
+_QUICK_SURE = re.compile(
+    r"lora_[Eadm]|ranknum|vera_|ia3_l|ln_tuning_|trainable_tokens_|prompt_embed|adaption_|internal_xlora|oft_r"
+)
+"""Whatever is surely refused contains one of these."""
+
+
 def refused_kind(name: str, *, sure: bool) -> str | None:
     """Return the kind of adapter that a name belongs to, when it is recognised but not supported.
 
@@ -179,5 +185,7 @@ def refused_kind(name: str, *, sure: bool) -> str | None:
         name: As for `parse_key`.
         sure: Only by names that no base model has.
     """
+    if sure and not _QUICK_SURE.search(name):
+        return None
     table = _SURE if sure else _SURE + _UNSURE
     return next((kind for pattern, kind in table if pattern.fullmatch(name)), None)

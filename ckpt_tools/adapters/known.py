@@ -181,6 +181,9 @@ def _alpha_beside(
 
 
 def _number(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UnreadableError(f"{name} is {escape_name(str(value))}, not a number")
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number beyond every float
+        pass
+    raise UnreadableError(f"{name} is {escape_name(str(value))}, not a number")

@@ -41,6 +41,7 @@ class TensorReader:
         """
         check_complete(entry)
         entry = self._opened.resolve(entry)
+        self._check_spans(entry)
         content = memoryview(bytearray(entry.nbytes))
         distinct: dict[Box, Chunk] = {}
         for chunk in entry.chunks:
@@ -49,6 +50,19 @@ class TensorReader:
             if chunk.box.num_elems:
                 self._read_chunk(entry, chunk, content)
         return content
+
+    def _check_spans(self, entry: TensorEntry) -> None:
+        """Hold what the headers claim against the files, before memory is taken for it."""
+        for chunk in entry.chunks:
+            span = chunk.span
+            found = self._opened.source.size(span.file)
+            if span.offset + span.nbytes > found:
+                raise UnreadableError(
+                    f"tensor {escape_name(entry.fqn)!r}: bytes {span.offset}..{span.offset + span.nbytes} are needed, "
+                    f"the file has {found}",
+                    where=escape_name(span.file),
+                    hint="the file is truncated: restore it or copy it again",
+                )
 
     def _read_chunk(self, entry: TensorEntry, chunk: Chunk, content: memoryview) -> None:
         span, whole = chunk.span, Box((0,) * len(entry.shape), entry.shape)

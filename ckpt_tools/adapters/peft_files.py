@@ -80,7 +80,7 @@ def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
         shown = ", ".join(escape_name(prefix.rstrip(".")) or "others" for prefix in sorted(prefixes))
         raise UsageError(
             f"an adapter for {len(prefixes)} models ({shown}), and PEFT's are for one",
-            hint="export them one by one: --include 'transformer.**'",
+            hint=f"export them one by one: --include '{max(prefixes)}**'",
         )
     prefix = prefixes.pop()
     modules = tuple(replace(module, path=module.path[len(prefix) :]) for module in adapter.modules)
@@ -90,4 +90,4 @@ def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
 def config_text(config: Mapping[str, Sourced[object]]) -> bytes:
     """Return adapter_config.json."""
     document = {name: found.value for name, found in sorted(config.items())}
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(document, indent=2) + "\n").encode()

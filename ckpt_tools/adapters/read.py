@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
 _STATE = re.compile(r"^(?:[^.]+\.)?state\.")
 _PEFT_ROOT = "base_model.model."
+_LANGUAGE_MODEL = re.compile(r"transformer\.(?:h|encoder|wte|word_embeddings|output_layer)\.")
+"""Language models (GPT-2, Falcon, Bloom, ChatGLM) whose own root is called like diffusers' component."""
 _COMPONENTS = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "text_model.")
 """Prefixes by which a file names the parts of a diffusers pipeline."""
 SUPPORTED_TYPES = ("LORA", "LOHA", "LOKR", "OFT", "BOFT")
@@ -213,17 +215,20 @@ def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
     keys = [item.key for item in named if item.key is not None]
     if any(key.adapter is not None for key in keys) or any(_PEFT_ROOT in item.entry.fqn for item in named):
         return "peft"
-    styles = Counter(key.style for key in keys if not key.is_weak)
+    strong = [key for key in keys if not key.is_weak]
+    styles = Counter(key.style for key in strong)
     paths = [key.path for key in keys]
     if styles["torchtitan"]:
         return "torchtitan"
     if any(path.startswith("diffusion_model.") for path in paths):
         return "ai-toolkit" if sidecars.is_ai_toolkit else "comfyui"
-    if all("." not in path for path in paths):
+    is_flat = all("." not in path for path in paths)
+    if is_flat and not (strong and all(key.style == "peft" and key.family == "lora" for key in strong)):
         return "kohya"
     if sidecars.is_ai_toolkit:
         return "ai-toolkit"
-    if styles["diffusers-old"] or any(path.startswith(_COMPONENTS) for path in paths):
+    is_pipeline = any(path.startswith(_COMPONENTS) and not _LANGUAGE_MODEL.match(path) for path in paths)
+    if styles["diffusers-old"] or (is_pipeline and "peft_type" not in sidecars.peft):
         return "diffusers"
     return "kohya" if styles["lycoris"] else "peft"
 

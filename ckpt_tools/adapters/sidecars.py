@@ -109,20 +109,19 @@ TRAINER_NAMES = frozenset({_VERL, _LYCORIS, *_AI_TOOLKIT})
 
 
 def _number(found: Sourced[object] | None) -> float:
-    value = None if found is None else found.value
-    return float(value) if isinstance(value, int | float) else 0.0
+    value = _found(None if found is None else found.value, "")
+    return 0.0 if value is None else value.value
 
 
 def _found(value: object, source: str) -> Sourced[float] | None:
     """Return a number that may be an alpha; text counts when it spells one."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    return Sourced(float(value), source)
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return Sourced(number, source) if math.isfinite(number) else None
 
 
 def _diffusers_header(metadata: Mapping[str, str]) -> dict[str, dict[str, Sourced[object]]]:

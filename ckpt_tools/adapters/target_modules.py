@@ -24,6 +24,11 @@ def parents_of(names: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
+def base_path(path: str) -> str:
+    """Return a module's path in the plain base model: PEFT wraps attention layers whose own parts it adapts as well."""
+    return path.replace(".base_layer.", ".")
+
+
 def minimal_suffixes(adapted: Collection[str], modules: Collection[str]) -> tuple[str, ...] | None:
     """Return the shortest names that match the adapted modules of a model and no other one.
 
