@@ -43,6 +43,8 @@ class AccelerateFsdp(FsdpOptions):
 
     known: ClassVar[frozenset[str]] = frozenset(("backward_prefetch", "forward_prefetch", "ignored_modules"))
 
+    instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
+
     offload_params: Truth | None = None
     # A name or a number; the rules look at it.
     sharding_strategy: Any = None
@@ -138,8 +140,8 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         param_dtype=mixed,
         # FSDP averages in the dtype that computes; under DDP gradients are as wide as the parameters.
         reduce_dtype=mixed if is_fsdp else None,
-        # What is trained is widened before it is sharded (`fsdp2_prepare_model`); ZeRO keeps a copy.
-        master_dtype="f32" if mixed is not None and engine in ("fsdp2", "deepspeed") else None,
+        # What is trained is widened before it is sharded (`prepare_model`, `fsdp2_prepare_model`); ZeRO keeps a copy.
+        master_dtype="f32" if mixed is not None and (is_fsdp or is_speed) else None,
         offload_params=is_speed and speed.offload_param_device in ("cpu", "nvme"),
         offload_optimizer=is_speed and speed.offload_optimizer_device in ("cpu", "nvme"),
         keys=_keys(values, axes, engine),

@@ -77,6 +77,7 @@ class Process(Section):
     """One of `config.process`; its other options depend on its type."""
 
     known: ClassVar[frozenset[str]] = PROCESS
+    extensible: ClassVar[bool] = True
 
     train: Train | None = None
     model: Model | None = None

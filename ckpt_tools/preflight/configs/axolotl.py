@@ -52,6 +52,8 @@ class AxolotlFsdp(FsdpOptions):
         " limit_all_gathers sharding_strategy"
     )
 
+    instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
+
     offload_params: Truth | None = None
 
 
@@ -112,7 +114,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
     engine = _engine(raw, options, values, world_size)
     axes = _axes(raw, engine)
     mesh = build_mesh(axes, world_size, order=ORDER)
-    compute, stored = _dtypes(raw)
+    compute, stored, is_mixed = _dtypes(raw)
     is_fsdp = engine in ("fsdp1", "fsdp2")
     spec = ParallelSpec(
         framework="axolotl",
@@ -123,7 +125,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         param_dtype=compute,
         reduce_dtype=compute if is_fsdp else None,
         # axolotl's own FSDP2 does not widen what it loads, accelerate's FSDP1 does.
-        master_dtype="f32" if engine == "fsdp1" and compute != stored else stored,
+        master_dtype="f32" if engine == "fsdp1" and is_mixed else stored,
         activation_checkpointing=any(
             word is not None and as_truth(word) is not False
             for word in (raw.gradient_checkpointing, raw.activation_checkpointing)
@@ -178,19 +180,21 @@ def _axes(raw: Axolotl, engine: Engine) -> dict[str, int]:
     return sizes if engine != "none" else {}
 
 
-def _dtypes(raw: Axolotl) -> tuple[str, str]:
-    """Return in which dtype a model computes, and in which it is loaded.
+def _dtypes(raw: Axolotl) -> tuple[str, str, bool]:
+    """Return in which dtype a model computes, in which it is loaded, and whether accelerate mixes precisions.
 
     bf16 is "auto" unless said otherwise, which means bf16 on every GPU that has it, and gives way to fp16.
     """
     word = "auto" if raw.bf16 is None else raw.bf16.lower()
-    if word == "full" or raw.bfloat16:
-        return "bf16", "bf16"
     if as_truth(word) is True or (word == "auto" and not raw.fp16):
-        return "bf16", "bf16"
-    if raw.fp16 or raw.float16:
-        return "f16", "f16"
-    return ("bf16", "f32") if raw.fp8 else ("f32", "f32")
+        return "bf16", "bf16", True
+    if word == "full" or raw.bfloat16:
+        return "bf16", "bf16", False
+    if raw.fp16:
+        return "f16", "f16", True
+    if raw.float16:
+        return "f16", "f16", False
+    return ("bf16", "f32", True) if raw.fp8 else ("f32", "f32", False)
 
 
 def _adapter(raw: Axolotl) -> AdapterSpec | None:

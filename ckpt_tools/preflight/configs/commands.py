@@ -67,6 +67,8 @@ def _clean(line: str, quote: str) -> tuple[str, str]:
             quote = char
         elif char == "#" and begins_word:
             break
+        elif char == "$" and line[i + 1 : i + 2] in ("'", '"'):
+            continue  # $'…' is text with escapes, and no variable
         elif char in "12" and begins_word and line[i + 1 : i + 2] in ("<", ">"):
             continue
         kept.append(char)

@@ -157,6 +157,8 @@ def _parse_yaml(text: str, path: str) -> object:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deep"
     # PyYAML tells where in several lines, and shows pieces of the file.
     lines = [escape_name(line.strip()) for line in str(error).splitlines() if line.strip()]
-    return ", ".join(lines[:4]) or "nested too deep"
+    return ", ".join(lines[:4])

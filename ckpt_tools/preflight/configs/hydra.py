@@ -181,13 +181,12 @@ def _at(values: object, path: tuple[str | int, ...]) -> tuple[bool, object]:
     return True, values
 
 
-def not_in_file(paths: Iterable[str], read: frozenset[str], *, because: str) -> tuple[Finding, ...]:
+def not_in_file(paths: Iterable[str], read: frozenset[str]) -> tuple[Finding, ...]:
     """Return what to say of options whose values nobody knows here.
 
     Args:
         paths: Their key paths.
         read: Those that the mesh, the memory or the dtypes depend on.
-        because: Where the values are instead.
     """
     matters = [path for path in paths if path in read]
     others = [path for path in paths if path not in read]
@@ -196,7 +195,7 @@ def not_in_file(paths: Iterable[str], read: frozenset[str], *, because: str) -> 
             code="unknown-value",
             severity="warning",
             where=escape_name(path),
-            what=f"the value is {because}; it counts as not given",
+            what="the value is a variable, and not in the file; the option counts as not given",
             hint="write the value itself",
         )
         for path in matters
@@ -208,8 +207,8 @@ def not_in_file(paths: Iterable[str], read: frozenset[str], *, because: str) -> 
                 code="unknown-value",
                 severity="info",
                 where=escape_name(others[0]),
-                what=f"{len(others)} values are {because}, and not looked at: {shown}",
-                hint="nothing, unless one of them matters",
+                what=f"what the file leaves to variables is not looked at: {shown}",
+                hint="write the value itself where it matters",
             )
         )
     return tuple(findings)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
+from ckpt_tools.checkpoint import Finding
+from ckpt_tools.text import escape_name
+
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 _NODES = ("--nnodes",)
 
@@ -24,6 +27,17 @@ def launched_ranks(commands: Iterable[Sequence[str]]) -> int | None:
         if "accelerate" in names and "launch" in names:
             return _product(command, ("--num_processes", "--num-processes"), ())
     return None
+
+
+def several_commands(path: str) -> Finding:
+    """Return the finding on a script that starts more than one trainer."""
+    return Finding(
+        code="several-commands",
+        severity="warning",
+        where=escape_name(path),
+        what="the script starts more than one trainer; the first one is checked",
+        hint="check each in a file of its own",
+    )
 
 
 def _product(command: Sequence[str], per_node: tuple[str, ...], nodes: tuple[str, ...]) -> int | None:

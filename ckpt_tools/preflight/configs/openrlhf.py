@@ -18,7 +18,7 @@ from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.hydra import not_in_file
-from ckpt_tools.preflight.configs.launch import launched_ranks
+from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.openrlhf_names import (
     NEW,
@@ -162,7 +162,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         for source in sources
         for name in spelled[source]
     )
-    findings += not_in_file(variables, read_names, because="a variable of the shell")
+    findings += not_in_file(variables, read_names)
     raw, wrong = validate(OpenRlhf, values, spell=lambda path: f"--{path}")
     findings += wrong + tuple(_unknown_options(values))
     world = world_size or _world(raw, document.commands, script, variables)
@@ -191,6 +191,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         activation_checkpointing=bool(raw.checkpointing),
         adapter=_adapter(raw),
         quantize="nf4" if raw.load_in_4bit else None,
+        state_dict_type="SHARDED_STATE_DICT" if engine == "fsdp2" else None,
         optimizer=raw.optim or "adam",
         seq_len=_seq_len(raw, script, values),
         batch_size=_DEFAULT_BATCH.get(script) if raw.micro_batch_size is None else raw.micro_batch_size,
@@ -226,15 +227,7 @@ def _options_of(document: Document) -> tuple[str, tuple[str, ...], tuple[Finding
     findings: list[Finding] = []
     rest = commands[index + 1 :]
     if _entry(rest) is not None:
-        findings.append(
-            Finding(
-                code="several-commands",
-                severity="warning",
-                where=escape_name(document.path),
-                what="the script starts more than one trainer; the first one is checked",
-                hint="check each in a file of its own",
-            )
-        )
+        findings.append(several_commands(document.path))
     lost = [command[0] for command in rest if command[0].startswith("--")]
     if lost:
         findings.append(

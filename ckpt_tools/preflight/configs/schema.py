@@ -13,6 +13,7 @@ import copy
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
@@ -97,6 +98,10 @@ class Section(BaseModel):
     """Options that the framework has and no field here reads."""
     unknown: ClassVar[Severity | None] = "warning"
     """What another option is: an error where the framework stops at it; None where it takes anything."""
+    extensible: ClassVar[bool] = False
+    """Do scripts add options of their own? Then one that resembles none of these is worth a mention only."""
+    instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Option of another framework → what it is called here."""
 
 
 SectionType = TypeVar("SectionType", bound=Section)
@@ -154,7 +159,7 @@ def _wrong_type(problem: Any, spell: Spell) -> Finding:  # noqa: ANN401 - pydant
         severity="error",
         where=where,
         what=f"expected {expected}, found {describe(problem['input'])}",
-        hint=f"write {expected} there",
+        hint=f"{where}: {expected}",
     )
 
 
@@ -181,9 +186,10 @@ def _unknown_keys(
                 if isinstance(item, Mapping):
                     yield from _unknown_keys(inner, item, (*path, key, *(() if index is None else (index,))), spell)
         elif key not in names and model.unknown is not None:
-            near = nearest(key, names)
+            near = model.instead.get(key) or nearest(key, names)
             written = spell(join_path(*path, near)).rpartition(".")[2] if near is not None else None
-            yield unknown_key(spell(join_path(*path, key)), written, severity=model.unknown)
+            severity: Severity = "info" if model.extensible and near is None else model.unknown
+            yield unknown_key(spell(join_path(*path, key)), written, severity=severity)
 
 
 def _sections(model: type[Section]) -> Iterator[tuple[str, tuple[type[Section], bool]]]:

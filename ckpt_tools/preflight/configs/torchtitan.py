@@ -169,7 +169,8 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         master_dtype=dtype_name(training.dtype or "float32"),
         offload_params=bool(training.enable_cpu_offload) and engine == "fsdp2",
         # Selective checkpointing, the default, keeps the results of matmuls: for memory it is nearer to none.
-        activation_checkpointing=raw.activation_checkpoint is not None and raw.activation_checkpoint.mode == "full",
+        activation_checkpointing=raw.activation_checkpoint is not None
+        and (raw.activation_checkpoint.mode or "").lower() == "full",
         optimizer=optimizer or "AdamW",
         seq_len=training.max_context_length or training.seq_len or _SEQ_LEN,
         batch_size=_batch_size(training),

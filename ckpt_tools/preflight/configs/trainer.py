@@ -50,7 +50,15 @@ _OWN = (
     "gradient_checkpointing",
 )
 """Options of which such a file has one."""
-_OTHERS = ("base_model", "distributed_type", "compute_environment", "actor_rollout_ref", "parallelism")
+_OTHERS = (
+    "base_model",
+    "distributed_type",
+    "compute_environment",
+    "actor_rollout_ref",
+    "parallelism",
+    "training",
+    "trainer",
+)
 """Options that make it somebody else's."""
 
 
@@ -60,6 +68,12 @@ class TrainerFsdp(FsdpOptions):
     known: ClassVar[frozenset[str]] = words(
         "backward_prefetch forward_prefetch limit_all_gathers xla_fsdp_settings xla_fsdp_v2 xla_fsdp_grad_ckpt"
     )
+
+    instead: ClassVar[Mapping[str, str]] = {
+        "offload_params": "cpu_offload",
+        "sharding_strategy": "reshard_after_forward",
+        "cpu_offload_params": "cpu_offload",
+    }
 
     cpu_offload: Truth | None = None
     xla: Truth | None = None
@@ -79,6 +93,8 @@ class Sizes(Section):
 
 class Trainer(Section):
     """The file."""
+
+    extensible: ClassVar[bool] = True
 
     known: ClassVar[frozenset[str]] = words(
         """accelerator_config activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon

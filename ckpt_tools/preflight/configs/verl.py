@@ -10,7 +10,7 @@ Source: verl, January 2026: `trainer/config/_generated_ppo_trainer.yaml` and `sf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import LimitError
@@ -18,7 +18,7 @@ from ckpt_tools.preflight.configs.config import Reading, first_key
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.hydra import not_in_file, read_overrides, resolve
-from ckpt_tools.preflight.configs.launch import launched_ranks
+from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.schema import validate
 from ckpt_tools.preflight.configs.verl_schema import (
@@ -54,6 +54,15 @@ def _words(document: Document) -> list[str]:
     return [word for command in document.commands for word in command]
 
 
+def _starts_verl(command: Sequence[str]) -> bool:
+    return any(word.startswith(("verl.trainer.", "verl/trainer/")) for word in command)
+
+
+def _command(document: Document) -> list[str]:
+    """Return the words of the first command that starts verl; of all commands where none does."""
+    return next((list(command) for command in document.commands if _starts_verl(command)), _words(document))
+
+
 def _is_ppo(values: Mapping[str, object]) -> bool:
     return isinstance(values.get("actor_rollout_ref"), Mapping)
 
@@ -72,16 +81,18 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     """
     findings: tuple[Finding, ...] = ()
     added: frozenset[str] = frozenset()
-    tree = document.values
+    tree, command = document.values, _command(document)
     if tree is None:
-        overrides = read_overrides(_words(document))
+        overrides = read_overrides(command)
         tree, added, findings = overrides.values, overrides.added, overrides.findings
+        if sum(_starts_verl(words) for words in document.commands) > 1:
+            findings += (several_commands(document.path),)
     try:
         values, unknown = resolve(tree)
     except ValueError as error:
         raise LimitError(str(error), where=escape_name(document.path)) from None
-    findings += not_in_file(unknown, _READ, because="a variable, and not in the file")
-    is_megatron = any("megatron" in word for word in _words(document) if word.startswith(("--config-name", "ppo_")))
+    findings += not_in_file(unknown, _READ)
+    is_megatron = any("megatron" in word for word in command if word.startswith(("--config-name", "ppo_")))
     if _is_sft(values):
         # torchrun starts it, whatever `trainer` says.
         reading = _read_sft(values, world_size or launched_ranks(document.commands))
