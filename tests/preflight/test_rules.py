@@ -445,3 +445,16 @@ def test_rules_on_any_size_of_an_axis_never_fail(framework: Any, axis: str) -> N
                     axes={axis: size, "dp_shard": 2} if axis != "dp_shard" else {axis: size},
                 )
                 check_rules(SimpleNamespace(framework=framework, values=RIGHT[framework], spec=spec), facts)
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in FIXTURES.rglob("*.*") if path.name != "fsdp.json"),  # a part of args.json
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
+)
+def test_configs_after_the_public_documentation_have_no_errors(path: Path) -> None:
+    config = read_config(str(path))
+    assert [finding for finding in check_rules(config) if finding.severity == "error"] == []
