@@ -206,7 +206,7 @@ def _is_ddp_with_model(case: Case) -> bool:
     frameworks=("accelerate", "trainer", "axolotl"),
 )
 def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
-    """axolotl fills dp_shard up where neither size is given, without FSDP too.
+    """Where neither size is given, axolotl fills dp_shard up, without FSDP too.
 
     Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`, axolotl `_get_parallel_config_kwargs`.
     """
