@@ -67,7 +67,8 @@ def peft_rotation(vectors: Tensor, *, use_cayley_neumann: bool, num_terms: int, 
 def cayley(skew: Tensor) -> Tensor:
     """Return (I - Q)(I + Q)⁻¹ of skew-symmetric matrices Q (…, b, b)."""
     identity = torch.eye(skew.shape[-1], dtype=skew.dtype).expand_as(skew)
-    return torch.linalg.solve(identity + skew, identity - skew, left=False)
+    rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew, left=False)
+    return rotation
 
 
 def lycoris_rotation(blocks: Tensor, constraint: float) -> Tensor:

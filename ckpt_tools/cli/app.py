@@ -27,6 +27,7 @@ smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 """Values of an environment variable that set a flag, as in click."""
 
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"ckpt {__version__}")
