@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.formats.dcp import parse_rank
+from ckpt_tools.opening import open_path
 from ckpt_tools.formats.manifest import MANIFEST_NAME, parse_manifest
 
 RULES = """
@@ -62,7 +63,7 @@ def source(tmp_path_factory):
 
 def table_and_bytes(directory):
     """(fqn, dtype, shape) → (rank, box, bytes) of every chunk, in the order of the metadata."""
-    with api.open_path(str(directory)) as opened:
+    with open_path(str(directory)) as opened:
         return {
             (entry.fqn, entry.dtype.name, entry.shape): [
                 (
