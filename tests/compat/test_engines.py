@@ -10,8 +10,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.formats.dcp import parse_rank
-from ckpt_tools.opening import open_path
 from ckpt_tools.formats.manifest import MANIFEST_NAME, parse_manifest
+from ckpt_tools.opening import open_path
 
 RULES = """
 version: 1
