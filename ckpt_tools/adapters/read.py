@@ -161,8 +161,6 @@ def _name(opened: Opened, path: str) -> list[Named]:
     roots: Counter[str] = Counter()
     named = []
     for entry in checkpoint.tensors:
-        if is_optimizer(entry) and opened.checkpoint.format == "dcp":
-            continue
         name = strip_wrappers(entry.fqn).removeprefix(prefix)
         match = _ROOT.match(name)
         if match is not None:

@@ -40,8 +40,11 @@ def minimal_suffixes(adapted: Collection[str], modules: Collection[str]) -> tupl
         Sorted names; None when no list can do it, because an adapted path is the end of another module's path.
     """
     ends: dict[str, set[str]] = {}
+    leaves = {path.rpartition(".")[2] for path in adapted}
     for module in modules:
         parts = module.split(".")
+        if parts[-1] not in leaves:
+            continue
         for start in range(len(parts)):
             ends.setdefault(".".join(parts[start:]), set()).add(module)
     wanted = set(adapted)

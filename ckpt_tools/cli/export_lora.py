@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt_tools import api
-from ckpt_tools.adapters.export import Export
 from ckpt_tools.cli import hub_options, options
 from ckpt_tools.cli.output import conversion_json, note, print_conversion, print_json, progress_of, say
 from ckpt_tools.cli.push import print_push
@@ -18,6 +17,9 @@ from ckpt_tools.hub.card import CardFacts, hub_id_of
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json as push_json
 from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.export import Export
 
 Source = Annotated[
     str,
