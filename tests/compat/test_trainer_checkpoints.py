@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
+from ckpt_tools.opening import open_path
 
 # Checkpoint → the full tensors that torch put together when it was saved.
 MODELS = {
@@ -87,7 +88,7 @@ def test_verify_trainer_checkpoint_is_sound(saved, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_verify_trainer_checkpoint_with_a_flipped_bit_is_not(saved, tmp_path, name):
     shutil.copytree(saved / name, tmp_path / "copy")
-    with api.open_path(str(tmp_path / "copy")) as opened:
+    with open_path(str(tmp_path / "copy")) as opened:
         chunk = opened.resolve(opened.checkpoint.tensors[-1]).chunks[-1]
     with open(tmp_path / "copy" / chunk.span.file, "r+b") as file:
         file.seek(chunk.span.offset + chunk.span.nbytes - 1)
@@ -279,7 +280,7 @@ def test_odd_tensors_of_real_ranks_come_out_row_major(saved, tmp_path, read_dcp,
                 flat[prefix + key] = item
 
     flatten("", stock)
-    with api.open_path(str(saved / "odd")) as opened:
+    with open_path(str(saved / "odd")) as opened:
         strided = {e.fqn for e in opened.resolved().tensors if any(c.strides is not None for c in e.chunks)}
     # The recipe did what it is for: these lie otherwise than row-major in the file.
     assert {"strided.sharded", "strided.plain", "strided.three"} <= strided
