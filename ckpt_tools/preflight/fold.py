@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -85,7 +86,13 @@ def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[st
 
 
 def fold_spec(
-    spec: ParallelSpec, *, model: str, source: str | None, max_ranks: int = MAX_RANKS, timeout_s: float = 60.0
+    spec: ParallelSpec,
+    *,
+    model: str,
+    source: str | None,
+    blocks: Sequence[str] = (),
+    max_ranks: int = MAX_RANKS,
+    timeout_s: float = 60.0,
 ) -> Fold:
     """Return the smoke run that comes nearest to a spec on this machine.
 
@@ -93,6 +100,7 @@ def fold_spec(
         spec: What the config asks for.
         model: The config.json to try, or its directory.
         source: Weights to start from; None for random ones.
+        blocks: Classes that a smoke run wraps, where that is known.
         max_ranks: Ranks that this machine can run.
         timeout_s: Seconds that a phase may take.
     """
@@ -120,6 +128,8 @@ def fold_spec(
     if type(spec.reshard_after_forward) is int:
         notes.append(f"reshard_after_forward={spec.reshard_after_forward} is tried as true")
     notes += _not_tried(spec)
+    if blocks and spec.wrap_classes and set(spec.wrap_classes) != set(blocks):
+        notes.append(f"wrapped are {_names(blocks)}, and not {_names(spec.wrap_classes)}")
     param, reduce = (_dtype(value, name, notes) for value, name in _dtypes_of(spec))
     lora = _lora(spec, notes)
     quantize = _quantize(spec, lora, notes)
@@ -150,6 +160,8 @@ def _strategy(spec: ParallelSpec, mesh: Mesh) -> str:
 
 def _not_tried(spec: ParallelSpec) -> list[str]:
     notes = []
+    if spec.framework == "torchtitan":
+        notes.append("transformers' model is tried; torchtitan has one of its own")
     if spec.offload_params or spec.offload_optimizer:
         notes.append("offloading is not tried: everything is in host memory here")
     if spec.activation_checkpointing:
@@ -175,6 +187,10 @@ def _dtype(value: str | None, name: str, notes: list[str]) -> str:
     return "keep"
 
 
+def _names(classes: Sequence[str]) -> str:
+    return ", ".join(map(escape_name, classes))
+
+
 def _lora(spec: ParallelSpec, notes: list[str]) -> bool:
     if spec.adapter is None:
         return False
@@ -183,6 +199,8 @@ def _lora(spec: ParallelSpec, notes: list[str]) -> bool:
         return False
     if spec.adapter.kind != "lora":
         notes.append(f"a LoRA adapter is tried in place of {escape_name(spec.adapter.kind)}")
+    if spec.adapter.targets:
+        notes.append("adapters are on all linear layers, and not on the chosen ones alone")
     return True
 
 

@@ -28,6 +28,16 @@ COMPARE = "ckpt_tools.preflight.meta_model:compare"
 """What runs in the child."""
 _MODEL_CHILDREN = ("pytorch_model_fsdp_0", "model")
 """Where accelerate puts the model inside of a checkpoint of its own."""
+_VERL_CHILD = "actor"
+"""Where verl puts the policy inside of a global_step_N."""
+_FOREIGN = (
+    "a verl checkpoint",
+    "a DeepSpeed checkpoint",
+    "a torch_checkpointing checkpoint",
+    "a directory of per-rank pickles",
+    "only pickled weights",
+)
+"""How `formats.detect` begins to speak of layouts that some trainer reads, and ckpt does not."""
 _OPTIMIZER_CHILD = "optimizer_0"
 _OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
 _MANY_BYTES = 2.0
@@ -111,18 +121,23 @@ def check_checkpoint(
         with open_path(path) as opened:
             return _check(opened, path, spec, model, resumes, cuts, max_elems)
     except UnreadableError as error:
+        view = ModelView() if model is None else look_at_model(model, cuts=cuts, max_elems=max_elems)
+        if error.what.startswith(_FOREIGN):  # the trainer's own, and perhaps just right
+            unread = f"the checkpoint {where}: {error.what}" + (f" ({error.hint})" if error.hint else "")
+            return CheckpointMatch(path=path, findings=(), not_checked=(unread,), view=view)
         finding = Finding(
             code="checkpoint-unreadable", severity="error", where=error.where or where, what=error.what, hint=error.hint
         )
-        view = ModelView() if model is None else look_at_model(model, cuts=cuts, max_elems=max_elems)
-        unread = ("the checkpoint, which cannot be read",)
-        return CheckpointMatch(path=path, findings=(finding,), not_checked=unread, view=view)
+        return CheckpointMatch(path=path, findings=(finding,), view=view)
 
 
 def _locate(path: str) -> str:
-    """Return the directory of the model in what accelerate saved."""
-    inside = os.path.join(path, _MODEL_CHILDREN[0])
-    return inside if os.path.isdir(inside) else path
+    """Return the directory of the model in what accelerate or verl saved."""
+    for child in (_MODEL_CHILDREN[0], _VERL_CHILD):
+        inside = os.path.join(path, child)
+        if os.path.isdir(inside):
+            return inside
+    return path
 
 
 def _check(
@@ -203,7 +218,10 @@ def _check(
 def _check_model(opened: Opened, comparison: Comparison, where: str, spec: ParallelSpec) -> Iterator[Finding]:
     checkpoint = opened.checkpoint
     shapes = {entry.fqn: entry.shape for entry in checkpoint.tensors}
-    proposed = _text(shard_mesh(spec.mesh)) or "dp_shard=N"
+    target = shard_mesh(spec.mesh)
+    proposed = "dp_shard=N" if target is None else str(target)
+    if target is not None and target.size("tp") > 1:
+        proposed += " --tp-plan auto"
     yield from check_names(comparison, where=where, stored=checkpoint.format, framework=spec.framework, mesh=proposed)
     yield from check_adapters(
         comparison,

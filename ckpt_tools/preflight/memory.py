@@ -46,7 +46,8 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
     if spec.engine == "deepspeed":
         return MemoryQuestion(options=None, why_not="DeepSpeed's memory is not estimated")
     if spec.mesh is None:
-        return MemoryQuestion(options=None, why_not="the mesh is not known: pass --world-size")
+        why = "its axes do not fit the ranks" if spec.world_size is not None else "pass --world-size"
+        return MemoryQuestion(options=None, why_not=f"the mesh is not known: {why}")
     if spec.mesh.size("pp") > 1:
         return MemoryQuestion(options=None, why_not="the stages of a pipeline are not estimated")
     notes: list[str] = []

@@ -20,6 +20,7 @@ from ckpt_tools.preflight.memory import MemoryQuestion, ask, check_memory, estim
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
+from ckpt_tools.preflight.rules.rule import look_up
 from ckpt_tools.preflight.sources import Sources, find_sources
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
 from ckpt_tools.smoke import SmokeReport, run_smoke
@@ -122,7 +123,8 @@ def preflight(
         estimating = pool.submit(_estimate, question)
         with flight.check("checkpoint") as check:
             cuts = write_cuts(sources.model, workdir) if smoke and sources.model is not None else ()
-            match, view = _check_checkpoint(check, flight, spec, sources, cuts)
+            resumes = sources.resumes and _needs_optimizer(config)
+            match, view = _check_checkpoint(check, flight, spec, replace(sources, resumes=resumes), cuts)
         with flight.check("rules") as check:
             _check_rules(check, config, view)
         with flight.check("smoke") as check:
@@ -200,6 +202,18 @@ def _check_memory(
     return found
 
 
+def _needs_optimizer(config: Config) -> bool:
+    """Does what this framework resumes from have to hold the optimizer's state?
+
+    Source: torchtitan's `CheckpointManager`, whose initial_load_path takes the model alone by default; ai-toolkit's
+    pretrained_lora_path, which is an adapter.
+    """
+    if config.framework == "torchtitan":
+        loads_model = look_up(config.values, "checkpoint.initial_load_model_only")
+        return loads_model is not None and loads_model.is_off
+    return config.framework != "ai-toolkit"
+
+
 def _check_checkpoint(
     check: _Check, flight: _Flight, spec: ParallelSpec, sources: Sources, cuts: Sequence[str]
 ) -> tuple[CheckpointMatch | None, ModelView]:
@@ -208,7 +222,7 @@ def _check_checkpoint(
         match = check_checkpoint(
             sources.checkpoint, spec, model=sources.model, resumes=sources.resumes, cuts=cuts, max_elems=MAX_ELEMS
         )
-        check.findings, check.was_made = match.findings, True
+        check.findings, check.was_made = match.findings, match.verify is not None or bool(match.findings)
         flight.not_checked += match.not_checked
         check.what = _describe_match(match)
         return match, match.view
@@ -257,7 +271,8 @@ def _smoke(
         source = match.path
     elif match is not None:
         notes.append("the checkpoint is not loaded: what is wrong with it is above")
-    fold = fold_spec(spec, model=model, source=source)
+    blocks = () if view.facts is None else view.facts.blocks
+    fold = fold_spec(spec, model=model, source=source, blocks=blocks)
     if fold.options is None:
         check.why_not = fold.why_not
         return None

@@ -14,10 +14,8 @@ from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 
 
-def spec(mesh="dp_shard=8", engine="fsdp2", **fields):
-    return ParallelSpec(
-        framework="accelerate", engine=engine, mesh=None if mesh is None else parse_mesh(mesh), **fields
-    )
+def spec(mesh="dp_shard=8", engine="fsdp2", framework="accelerate", **fields):
+    return ParallelSpec(framework=framework, engine=engine, mesh=None if mesh is None else parse_mesh(mesh), **fields)
 
 
 @pytest.mark.parametrize(
@@ -106,11 +104,14 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
         ({"reshard_after_forward": 4}, "reshard_after_forward=4 is tried as true"),
         ({"wrap_min_num_params": 1000}, "number of parameters is not tried"),
         ({"engine": "fsdp1"}, "FSDP1 is tried as"),
+        ({"wrap_classes": ("LlamaMLP",)}, "wrapped are LlamaDecoderLayer, and not LlamaMLP"),
+        ({"adapter": AdapterSpec(targets=("q_proj",))}, "adapters are on all linear layers"),
+        ({"framework": "torchtitan"}, "torchtitan has one of its own"),
         ({"mesh": None}, "the mesh is not known"),
     ],
 )
 def test_fold_spec_says_what_the_smoke_run_does_not_try(fields, word):
-    notes = fold_spec(spec(**fields), model="model", source=None).notes
+    notes = fold_spec(spec(**fields), model="model", source=None, blocks=("LlamaDecoderLayer",)).notes
     assert sum(word in note for note in notes) == 1
 
 

@@ -359,6 +359,24 @@ def test_match_of_a_checkpoint_that_cannot_be_read_is_a_finding(models, tmp_path
     assert "killed before it finished" in the(result, "checkpoint-unreadable").what
 
 
+@pytest.mark.parametrize(
+    ("files", "word"),
+    [
+        (("actor/model_world_size_2_rank_0.pt", "actor/model_world_size_2_rank_1.pt"), "a verl checkpoint"),
+        (("latest", "global_step10/mp_rank_00_model_states.pt", "zero_to_fp32.py"), "a DeepSpeed checkpoint"),
+        (("pytorch_model.bin",), "only pickled weights"),
+    ],
+)
+def test_match_of_a_layout_that_only_its_trainer_reads_is_said_not_to_be_checked(models, tmp_path, files, word):
+    for name in files:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_bytes(b"")
+    result = check_checkpoint(str(tmp_path / "run"), spec("verl"), model=str(models / "llama"))
+    assert result.findings == ()
+    assert any(word in text for text in result.not_checked)
+    assert result.view.facts is not None
+
+
 def test_match_reports_what_verify_finds(models, tmp_path):
     api.shard(models / "llama", tmp_path / "run", mesh="dp_shard=2", prefix="model.")
     (tmp_path / "run" / "__1_0.distcp").unlink()
