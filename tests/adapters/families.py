@@ -20,7 +20,8 @@ class Case:
     config: dict
     model: str = "llama"
     save: str = "model"
-    """"model": everything under model.; "trainable": adapters only; "optim": with optimizer state; "flat": no root."""
+    """"model": everything under model.; "trainable": adapters only; "optim": with optimizer state; "flat": no root;
+    "accelerate": as its `save_fsdp_model` does."""
     sidecar: bool = False
     """PEFT's configuration is put beside the checkpoint."""
     options: dict = field(default_factory=dict)
@@ -38,6 +39,12 @@ CASES = {
     ),
     "lora-optim": Case({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **LLAMA}, save="optim", options={"alpha": 8}),
     "lora-flat": Case({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **LLAMA}, save="flat", options={"alpha": 8}),
+    "accelerate": Case(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "modules_to_save": ["lm_head"], **LLAMA},
+        save="accelerate",
+        options={"alpha": 8},
+        trained=("modules_to_save",),
+    ),
     "rslora": Case(
         {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, **LLAMA},
         options={"alpha": 8, "config": ("use_rslora=true",)},
@@ -249,6 +256,9 @@ def save_all(rank: int, world_size: int, directory: str) -> None:
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if case.save == "accelerate":
+            save_with_accelerate(model, os.path.join(directory, name, "dcp"), rank)
+            continue
         options = StateDictOptions(ignore_frozen_params=case.save == "trainable")
         state = get_model_state_dict(model, options=options)
         whole = state if case.save == "flat" else {"model": state}
@@ -264,6 +274,20 @@ def save_all(rank: int, world_size: int, directory: str) -> None:
             settings = model.peft_config["default"].to_dict().items()
             document = {key: sorted(v) if isinstance(v, set) else v for key, v in settings}
             Path(path, "adapter_config.json").write_text(json.dumps(document, default=str))
+
+
+def save_with_accelerate(model, path: str, rank: int) -> None:
+    """Write a checkpoint directory with `pytorch_model_fsdp_0` in it, as Trainer does for an adapter."""
+    from types import SimpleNamespace
+
+    from accelerate import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import save_fsdp_model
+
+    PartialState(cpu=True)  # its logger asks for one
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = SimpleNamespace(process_index=rank, num_processes=2)
+    save_fsdp_model(plugin, accelerator, model, path, adapter_only=True)
 
 
 BLOCKS = ("LlamaDecoderLayer", "ViTLayer", "GPT2Block", "Qwen3MoeDecoderLayer")
