@@ -63,7 +63,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
             [*job.target.files.items(), *documents.items()],
             read=plan.read_bytes,
             written=needed,
-            peak=_BASE_BYTES + plan.peak_bytes(job.num_workers),
+            peak=_BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers),
             dry_run=True,
             published=False,
         )

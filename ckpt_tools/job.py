@@ -87,6 +87,8 @@ class Job:
     """FQN in `source` → what changes its elements on their way."""
     recipe: str = ""
     """Identifies what `edits` do, down to the last bit of the result."""
+    edit_bytes: int = 0
+    """Memory that `edits` need beside the buffers, at most; for the estimate of a dry run."""
     prepare: Callable[[], None] | None = None
     """Called when the job is sound and before anything is written, to begin what runs beside and set `recipe`."""
     accept: Callable[[], None] | None = None

@@ -29,6 +29,9 @@ from ckpt_tools.to_hf import gathering_job
 from ckpt_tools.to_mesh import notes_on
 from ckpt_tools.transform import find_model, is_optimizer, plain_names
 
+_TORCH_BYTES = 256 << 20
+"""Of torch, once imported."""
+
 
 class MergeUnchangedError(CkptError):
     """Tensors come out as they were, although the adapter changes them."""
@@ -93,6 +96,7 @@ def _with_edits(
         for fqn, parts in match.parts.items()
     }
     job.edits = edits
+    job.edit_bytes = _edit_bytes(adapter, edits, num_workers)
     job.notes += _notes(adapter, match, scale)
     job.prepare = lambda: _prepare(job, stored, read, loading, scale, num_workers)
 
@@ -204,6 +208,24 @@ def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
     if checkpoint.blobs:
         notes.append(f"left out {len(checkpoint.blobs)} items that are no tensors")
     return notes
+
+
+def _edit_bytes(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit], num_workers: int) -> int:
+    """Return an upper bound of the memory of torch, the adapter and the tensors that are computed whole."""
+    factors = sum(entry.num_elems for module in adapter.modules for entry in module.factors.values())
+    whole = [
+        edit.entry for edit in edits.values() if any(_mixes_rows(adapter.modules[part.module]) for part in edit.parts)
+    ]
+    largest = max((entry.num_elems for entry in whole), default=0)
+    # Read, in float32, in float32 once more, and as it is written; pieces of 2²⁰ bytes otherwise, a few per worker.
+    return _TORCH_BYTES + 2 * 4 * factors + largest * (2 * 8 + 2 * 4) + num_workers * (8 << 20)
+
+
+def _mixes_rows(module: AdapterModule[TensorEntry]) -> bool:
+    magnitude = module.factors.get("magnitude")
+    return "blocks" in module.factors or (
+        magnitude is not None and (len(magnitude.shape) > 1 or "A" not in module.factors)
+    )
 
 
 # What is said
