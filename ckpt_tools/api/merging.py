@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ckpt_tools.adapters.merge import merging_job
+from ckpt_tools.adapters.overrides import parse_overrides
 from ckpt_tools.adapters.read import read_adapter
 from ckpt_tools.api.workers import ProgressFactory, default_num_workers
 from ckpt_tools.checkpoint import Format
@@ -26,6 +27,7 @@ def merge_lora(
     scale: float = 1.0,
     alpha: float | None = None,
     adapter_name: str | None = None,
+    config: Sequence[str] = (),
     max_shard_size: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -49,6 +51,7 @@ def merge_lora(
         scale: Multiplies what the adapter adds.
         alpha: Goes before every alpha that is found.
         adapter_name: Which adapter, when there are several.
+        config: "FIELD=VALUE" of PEFT's configuration, for what nothing else tells.
         max_shard_size: Largest file, for example "5GB"; the base's files by default.
         include: Globs of the adapter's tensors to merge; all by default.
         exclude: Globs of the adapter's tensors to leave out.
@@ -70,7 +73,13 @@ def merge_lora(
     with ExitStack() as stack:
         opened = stack.enter_context(open_path(os.fspath(base), format=format))
         read = stack.enter_context(
-            read_adapter(os.fspath(adapter), adapter_name=adapter_name, include=include, exclude=exclude)
+            read_adapter(
+                os.fspath(adapter),
+                adapter_name=adapter_name,
+                include=include,
+                exclude=exclude,
+                settings=parse_overrides(config),
+            )
         )
         job = stack.enter_context(
             merging_job(

@@ -10,7 +10,7 @@ from ckpt_tools import api
 from ckpt_tools.adapters.check import LoraCheck, to_json
 from ckpt_tools.adapters.loaders import LoaderReport
 from ckpt_tools.checkpoint import Finding
-from ckpt_tools.cli import options
+from ckpt_tools.cli import adapter_options, options
 from ckpt_tools.cli.output import note, print_json, say
 from ckpt_tools.cli.values import format_of
 from ckpt_tools.text import escape_name
@@ -19,12 +19,6 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SRC", help="What holds the adapter: a safetensors file, a PEFT directory, a training checkpoint."
-    ),
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base", envvar="CKPT_BASE", metavar="DIR", help="The base model: modules and shapes are held against it."
     ),
 ]
 For = Annotated[
@@ -36,27 +30,15 @@ For = Annotated[
         help="Whose key rules must take the adapter, whole (repeatable); by default any of them.",
     ),
 ]
-AdapterName = Annotated[
-    str | None, typer.Option("--adapter", envvar="CKPT_ADAPTER", metavar="NAME", help="Which one, of several.")
-]
-Architecture = Annotated[
-    str | None,
-    typer.Option(
-        "--architecture",
-        envvar="CKPT_ARCHITECTURE",
-        metavar="flux1|flux2|sdxl|sd3|llm",
-        help="Model family, where the names do not tell it.",
-    ),
-]
 _MAX_SHOWN = 20
 
 
 def check_lora(
     source: Source,
-    base: Base = None,
+    base: adapter_options.Base = None,
     loaders: For = None,
-    adapter: AdapterName = None,
-    architecture: Architecture = None,
+    adapter: adapter_options.AdapterName = None,
+    architecture: adapter_options.Architecture = None,
     from_format: options.From = None,
     json: options.Json = False,
     quiet: options.Quiet = False,

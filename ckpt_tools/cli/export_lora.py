@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt_tools import api
-from ckpt_tools.cli import hub_options, options
+from ckpt_tools.cli import adapter_options, hub_options, options
 from ckpt_tools.cli.output import conversion_json, note, print_conversion, print_json, progress_of, say
 from ckpt_tools.cli.push import print_push
 from ckpt_tools.cli.values import format_of
@@ -30,40 +30,9 @@ Source = Annotated[
 To = Annotated[
     str, typer.Option("--to", envvar="CKPT_TO", metavar="peft|diffusers|kohya|comfyui", help="Whose format to write.")
 ]
-Alpha = Annotated[
-    float | None,
-    typer.Option("--alpha", envvar="CKPT_ALPHA", metavar="VALUE", help="lora_alpha of the training run."),
-]
 BaseModel = Annotated[
     str | None,
     typer.Option("--base-model", envvar="CKPT_BASE_MODEL", metavar="ORG/NAME", help="Hub id of the base model."),
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base", envvar="CKPT_BASE", metavar="DIR", help="The base model: modules and shapes are held against it."
-    ),
-]
-AdapterName = Annotated[
-    str | None, typer.Option("--adapter", envvar="CKPT_ADAPTER", metavar="NAME", help="Which one, of several.")
-]
-Config = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--config",
-        envvar="CKPT_CONFIG",
-        metavar="FIELD=VALUE",
-        help="A setting of PEFT's configuration that neither tensors nor files tell (repeatable).",
-    ),
-]
-Architecture = Annotated[
-    str | None,
-    typer.Option(
-        "--architecture",
-        envvar="CKPT_ARCHITECTURE",
-        metavar="flux1|flux2|sdxl|sd3|llm",
-        help="Model family, where the names do not tell it.",
-    ),
 ]
 SvdRank = Annotated[
     int | None,
@@ -87,12 +56,12 @@ def export_lora(
     source: Source,
     destination: options.Destination,
     to: To = "peft",
-    alpha: Alpha = None,
+    alpha: adapter_options.Alpha = None,
     base_model: BaseModel = None,
-    base: Base = None,
-    adapter: AdapterName = None,
-    config: Config = None,
-    architecture: Architecture = None,
+    base: adapter_options.Base = None,
+    adapter: adapter_options.AdapterName = None,
+    config: adapter_options.Config = None,
+    architecture: adapter_options.Architecture = None,
     svd_rank: SvdRank = None,
     dtype: options.DType = "keep",
     include: options.Include = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckpt_tools import api
-from ckpt_tools.cli import options
+from ckpt_tools.cli import adapter_options, options
 from ckpt_tools.cli.gather import MaxShardSize
 from ckpt_tools.cli.output import print_conversion, progress_of
 from ckpt_tools.cli.values import format_of
@@ -21,13 +21,6 @@ Adapter = Annotated[
 ]
 Scale = Annotated[
     float, typer.Option("--scale", envvar="CKPT_SCALE", metavar="X", help="Multiplies what the adapter adds.")
-]
-Alpha = Annotated[
-    float | None,
-    typer.Option("--alpha", envvar="CKPT_ALPHA", metavar="VALUE", help="lora_alpha of the training run."),
-]
-AdapterName = Annotated[
-    str | None, typer.Option("--adapter", envvar="CKPT_ADAPTER", metavar="NAME", help="Which one, of several.")
 ]
 Include = Annotated[
     list[str] | None,
@@ -58,8 +51,9 @@ def merge_lora(
     destination: options.Destination,
     dtype: options.DType = "keep",
     scale: Scale = 1.0,
-    alpha: Alpha = None,
-    adapter_name: AdapterName = None,
+    alpha: adapter_options.Alpha = None,
+    adapter_name: adapter_options.AdapterName = None,
+    config: adapter_options.Config = None,
     max_shard_size: MaxShardSize = None,
     include: Include = None,
     exclude: Exclude = None,
@@ -82,6 +76,7 @@ def merge_lora(
             scale=scale,
             alpha=alpha,
             adapter_name=adapter_name,
+            config=config or (),
             max_shard_size=max_shard_size,
             include=include or (),
             exclude=exclude or (),

@@ -127,6 +127,18 @@ def test_merge_equals_merge_and_unload(tmp_path, family):
     assert api.verify(tmp_path / "out").ok
 
 
+def test_setting_that_nothing_tells_is_asked_for_and_taken(tmp_path):
+    model = llama()
+    base = save_model(model, tmp_path / "base")
+    expected = adapt(model, configs()["oft neumann"], tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    with pytest.raises(UsageError, match="use_cayley_neumann"):
+        api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
+    said = ("use_cayley_neumann=true", "num_cayley_neumann_terms=5", "coft=false", "peft_version=0.21.0")
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "out", config=said)
+    assert_merged(tmp_path / "out", expected, base)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("family", ["lora", "dora", "oft"])
 def test_result_is_cast_once(tmp_path, family, dtype):
