@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.checkpoint import Checkpoint, Finding
@@ -415,7 +415,8 @@ def look_at_model(
         raise
     except CkptError as error:
         return ModelView(facts=read_facts(model, build=False), why_not=error.what)
-    facts = facts_from_json(answer["facts"])
+    named = os.path.join(model, "config.json") if os.path.isdir(model) else model
+    facts = replace(facts_from_json(answer["facts"]), where=escape_name(named))
     if "unbuilt" in answer:
         return ModelView(facts=facts, why_not=answer["unbuilt"])
     described = answer["model"]

@@ -110,22 +110,18 @@ def test_preflight_of_a_wrong_config_is_red_with_exactly_these_ids(model, tmp_pa
     assert document["mesh"] is None
 
 
-def test_preflight_of_a_device_that_is_too_small_is_red_and_says_what_to_change(model, tmp_path, capsys):
-    status, document = run(capsys, write(tmp_path), "--model", model, "--gpu-memory", "1MB", "--no-smoke")
-    assert status == 3
-    assert [f["code"] for f in document["findings"] if f["severity"] == "error"] == ["memory-does-not-fit"]
-    assert document["estimate"]["fits"] is False
-
-
-def test_preflight_of_another_models_checkpoint_is_red_and_smokes_on_random_weights(model, tmp_path, capsys):
+def test_preflight_of_a_checkpoint_and_a_device_that_are_not_enough_is_red_and_still_smokes(model, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(model, other)
     state = load_file(model / "model.safetensors")
     del state["model.norm.weight"]
     save_file(state, other / "model.safetensors", metadata={"format": "pt"})
-    status, document = run(capsys, write(tmp_path), "--model", model, "--checkpoint", other)
+    argv = ("--model", model, "--checkpoint", other, "--gpu-memory", "1MB")
+    status, document = run(capsys, write(tmp_path), *argv)
     assert status == 3
-    assert [f["code"] for f in document["findings"] if f["severity"] == "error"] == ["checkpoint-missing-key"]
+    errors = [f["code"] for f in document["findings"] if f["severity"] == "error"]
+    assert errors == ["checkpoint-missing-key", "memory-does-not-fit"]
+    assert document["estimate"]["fits"] is False
     assert document["smoke"]["ok"]
     assert any("the checkpoint is not loaded" in note for note in document["notes"])
 
