@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.adapters.adapter import Sourced
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.opening import read_document
 from ckpt_tools.rules.plain_yaml import load_yaml
@@ -153,12 +153,14 @@ def _kohya_header(metadata: Mapping[str, str]) -> tuple[Sourced[float] | None, S
 
 
 def _ai_toolkit(source: Source, name: str) -> tuple[Sourced[float] | None, Sourced[float] | None]:
-    """Source: ai-toolkit: config.process[0].network.{linear_alpha, conv_alpha}."""
-    where = escape_name(os.path.join(source.root, name))
+    """Source: ai-toolkit: config.process[0].network.{linear_alpha, conv_alpha}.
+
+    The file's name is anybody's: what is not of this form is not ai-toolkit's, and says nothing.
+    """
     try:
         document = load_yaml(read_document(source, name, _MAX_BYTES).decode())
-    except ValueError as error:
-        raise UnreadableError(f"{name} is not YAML: {error}", where=where) from error
+    except (ValueError, LimitError):
+        return None, None
     found: object = document
     for key in ("config", "process", 0, "network"):
         if isinstance(key, int):
