@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.layout import FSDP_AXIS, Mesh
+from ckpt_tools.layout import AXES, FSDP_AXIS, Mesh
 from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.smoke import SmokeOptions
@@ -115,9 +115,8 @@ def fold_spec(
         notes.append("FSDP1 is tried as what it corresponds to in FSDP2")
     whole = spec.mesh
     if whole is None:
-        axis = "dp_replicate" if spec.engine == "ddp" else FSDP_AXIS
-        whole = Mesh(((axis, _KEPT),))
-        notes.append(f"the mesh is not known; {whole} is tried")
+        whole = _likely_mesh(spec)
+        notes.append(f"the mesh is not known; one like {whole} is tried")
     if spec.engine == "ddp" and whole.size("dp_replicate") == 1 and whole.size(FSDP_AXIS) > 1:
         whole = Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in whole.axes))
     mesh, folded = fold_mesh(whole, max_ranks=max_ranks)
@@ -147,6 +146,13 @@ def fold_spec(
         timeout_s=timeout_s,
     )
     return Fold(options=options, notes=tuple(notes))
+
+
+def _likely_mesh(spec: ParallelSpec) -> Mesh:
+    """Return a mesh with the axes that the config names, where the number of ranks is not known or does not fit."""
+    sizes = {name: _KEPT if size == -1 else size for name, size in spec.axes.items() if name in AXES and name != "ep"}
+    axes = tuple((name, size) for name, size in sizes.items() if size > 1)
+    return Mesh(axes or (("dp_replicate" if spec.engine == "ddp" else FSDP_AXIS, _KEPT),))
 
 
 def _strategy(spec: ParallelSpec, mesh: Mesh) -> str:

@@ -117,6 +117,8 @@ def preflight(
         check.findings, check.was_made = config.findings, True
         check.what = f"{_count_options(config.values)} options of {config.framework}"
     flight.not_checked += sources.not_checked
+    if spec.world_size is None:
+        flight.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
     question = _question(spec, sources, gpu_memory)
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
         # The estimate has a process of its own, and runs beside everything else.

@@ -72,6 +72,8 @@ def test_fold_mesh_says_what_became_of_every_axis(mesh, words):
         ({"engine": "ddp", "mesh": "dp_replicate=8"}, "no_shard", "dp_replicate=2"),
         ({"engine": "fsdp1"}, "full_shard", "dp_shard=2"),
         ({"mesh": None}, "full_shard", "dp_shard=2"),
+        ({"mesh": None, "axes": {"dp_shard": -1, "tp": 2, "cp": 1, "sp": 4}}, "full_shard", "dp_shard=2,tp=2"),
+        ({"mesh": None, "engine": "ddp"}, "no_shard", "dp_replicate=2"),
     ],
 )
 def test_fold_spec_takes_the_strategy_that_the_mesh_allows(fields, strategy, mesh):

@@ -141,6 +141,9 @@ def test_preflight_takes_the_number_of_ranks_that_it_is_told(tmp_path, capsys):
     path.write_text(yaml.safe_dump({key: value for key, value in document.items() if value is not None}))
     _, document = run(capsys, path, "--no-smoke", "--world-size", "4")
     assert document["mesh"] == "dp_shard=4"
+    _, without = run(capsys, path, "--no-smoke")
+    assert without["mesh"] is None
+    assert any("--world-size N" in text for text in without["not_checked"])
     assert "a smoke run: --no-smoke" in document["not_checked"]
 
 
