@@ -7,7 +7,6 @@ combined into those of whole items; digests of blocks into those of whole tensor
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from ckpt_tools.block_io import ALIGNMENT, Buffers, Edit, Read, edit_block, read
 from ckpt_tools.checkpoint import Chunk, TensorEntry
 from ckpt_tools.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import CkptError, StorageError, UnreadableError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.layout import Blocks, Box, BoxIndex
 from ckpt_tools.plan import Copy, FilePlan, blocks_of, chunk_index, group_by_tensor
@@ -27,6 +26,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging
 from ckpt_tools.strides import byte_box, is_contiguous, move, start_of
 from ckpt_tools.text import escape_name
+from ckpt_tools.threads import Crew
 
 Progress = Callable[[int], None]
 """Called with the number of logical bytes that have been moved since the last call; from any thread."""
@@ -34,10 +34,6 @@ OnDamage = Callable[[TensorEntry, CkptError], None]
 """Called with what is wrong with a tensor's bytes; returning means: go on with the next block."""
 
 _CRC_PASS_BYTES = 4 << 20
-_STACK_BYTES = 8 << 20
-"""Address space of a thread's stack where nobody has set another."""
-_THREAD_BYTES = 4 << 20
-"""Address space that Python takes for a thread beside its stack."""
 
 
 @dataclass(slots=True)
@@ -111,10 +107,8 @@ class _Run:
         self._resumable = resumable
         self._progress = progress
         self._on_damage = on_damage
-        self._units = self._queue(tasks)
+        self._tasks = tasks
         self._lock = threading.Lock()
-        self._errors: list[BaseException] = []
-        self._all_started = threading.Event()
         self._open_copies: dict[str, int] = {}
         for task in tasks:
             for file, _ in task.copies:
@@ -122,25 +116,7 @@ class _Run:
 
     def run(self, num_workers: int) -> None:
         """Work until nothing is left; raise the first error of any worker."""
-        threads: list[threading.Thread] = []
-        try:
-            try:
-                for i in range(num_workers):
-                    thread = threading.Thread(target=self._work, name=f"ckpt-{i}")
-                    if not _start(thread, needed=not threads):
-                        break
-                    threads.append(thread)
-            finally:
-                self._all_started.set()
-            for thread in threads:
-                thread.join()
-        except BaseException as error:  # Ctrl-C: let the workers finish their block and go
-            self._errors.append(error)
-            for thread in threads:
-                thread.join()
-            raise
-        if self._errors:
-            raise self._errors[0]
+        Crew(self._queue(self._tasks), self._begin).run(num_workers)
 
     @staticmethod
     def _queue(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, int]]:
@@ -148,19 +124,9 @@ class _Run:
             for index in range(max(1, len(task.blocks))):
                 yield task, index
 
-    def _work(self) -> None:
-        self._all_started.wait()  # until then nobody takes the memory that the others start with
+    def _begin(self) -> Callable[[tuple[_Task, int]], None]:
         buffers = Buffers()
-        try:
-            while True:
-                with self._lock:
-                    unit = None if self._errors else next(self._units, None)
-                if unit is None:
-                    return
-                self._do(*unit, buffers)
-        except BaseException as error:  # noqa: BLE001 - any worker's error is the run's error
-            with self._lock:
-                self._errors.append(error)
+        return lambda unit: self._do(*unit, buffers)
 
     def _do(self, task: _Task, index: int, buffers: Buffers) -> None:
         nbytes = read = written = 0
@@ -362,26 +328,6 @@ class _Run:
             nbytes = min(_CRC_PASS_BYTES, span.nbytes - start)
             crc32 = isal_zlib.crc32(self.source.read(span.file, span.offset + start, nbytes), crc32)
         return [(0, span.nbytes, crc32)]
-
-
-def _start(thread: threading.Thread, *, needed: bool) -> bool:
-    """Start a worker; return False when the system gives no more threads and it can be done without.
-
-    Raises:
-        StorageError: It gives none at all.
-    """
-    try:
-        # A thread that finds no memory to begin with leaves `start` waiting for ever (CPython 3.11): ask before.
-        mmap.mmap(-1, (threading.stack_size() or _STACK_BYTES) + _THREAD_BYTES).close()
-        thread.start()
-    except (RuntimeError, OSError) as error:
-        if needed:
-            raise StorageError(
-                "cannot start a thread: the system's limit of threads or of memory is reached",
-                hint="raise it (ulimit -u, ulimit -v), or see docs/concepts/limits.md",
-            ) from error
-        return False
-    return True
 
 
 def _combine(parts: _Parts) -> tuple[int, int]:

@@ -1,0 +1,96 @@
+"""Threads that share a queue of work: the first error of any is the error of all."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from ckpt_tools.errors import StorageError
+
+U = TypeVar("U")
+
+_STACK_BYTES = 8 << 20
+"""Address space of a thread's stack where nobody has set another."""
+_THREAD_BYTES = 4 << 20
+"""Address space that Python takes for a thread beside its stack."""
+
+
+class Crew(Generic[U]):
+    """Threads that take units of work until none is left or one has failed.
+
+    Args:
+        units: What is to be done; asked by one thread at a time.
+        begin: Called once in every thread; returns what does one unit, with whatever memory that thread keeps.
+    """
+
+    def __init__(self, units: Iterator[U], begin: Callable[[], Callable[[U], None]]) -> None:
+        self._units = units
+        self._begin = begin
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._all_started = threading.Event()
+
+    def run(self, num_workers: int) -> None:
+        """Work until nothing is left; raise the first error of any thread.
+
+        Raises:
+            StorageError: The system gives no thread at all.
+        """
+        threads: list[threading.Thread] = []
+        try:
+            try:
+                for i in range(num_workers):
+                    thread = threading.Thread(target=self._work, name=f"ckpt-{i}")
+                    if not _start(thread, needed=not threads):
+                        break
+                    threads.append(thread)
+            finally:
+                self._all_started.set()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # Ctrl-C: let the workers finish their unit and go
+            self._errors.append(error)
+            for thread in threads:
+                thread.join()
+            raise
+        if self._errors:
+            raise self._errors[0]
+
+    def _work(self) -> None:
+        self._all_started.wait()  # until then nobody takes the memory that the others start with
+        try:
+            do = self._begin()
+            while True:
+                with self._lock:
+                    if self._errors:
+                        return
+                    try:
+                        unit = next(self._units)
+                    except StopIteration:
+                        return
+                do(unit)
+        except BaseException as error:  # noqa: BLE001 - any worker's error is the run's error
+            with self._lock:
+                self._errors.append(error)
+
+
+def _start(thread: threading.Thread, *, needed: bool) -> bool:
+    """Start a worker; return False when the system gives no more threads and it can be done without.
+
+    Raises:
+        StorageError: It gives none at all.
+    """
+    try:
+        # A thread that finds no memory to begin with leaves `start` waiting for ever (CPython 3.11): ask before.
+        mmap.mmap(-1, (threading.stack_size() or _STACK_BYTES) + _THREAD_BYTES).close()
+        thread.start()
+    except (RuntimeError, OSError) as error:
+        if needed:
+            raise StorageError(
+                "cannot start a thread: the system's limit of threads or of memory is reached",
+                hint="raise it (ulimit -u, ulimit -v), or see docs/concepts/limits.md",
+            ) from error
+        return False
+    return True
