@@ -33,6 +33,7 @@ from ckpt_tools.adapters.peft_files import config_text, from_one_model, peft_nam
 from ckpt_tools.adapters.read import OpenedAdapter, load, read_adapter
 from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG
 from ckpt_tools.adapters.values import Values, look_at
+from ckpt_tools.adapters.variants import refuse_variants
 from ckpt_tools.adapters.write import Item, Output, staged, write
 from ckpt_tools.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.dtypes import BY_NAME, DType
@@ -227,6 +228,7 @@ def _for_peft(
     try:
         config = infer_config(adapter, shape_of=_shape, base=base, base_model=base_model)
     except InexpressibleError:
+        refuse_variants(adapter)
         # Not as it is; perhaps as a LoRA.
         loaded = adapter if _is_loaded(adapter) else load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded)
@@ -277,6 +279,7 @@ def _for_others(
     architecture: str | None,
     svd_rank: int | None,
 ) -> tuple[Output, Config]:
+    refuse_variants(adapter)
     loaded = load(adapter, run.read.opened, run.reader)
     run.findings += check_adapter(loaded, repairs=True)
     known = summary(adapter, base_model)

@@ -17,6 +17,7 @@ from ckpt_tools.adapters.read import OpenedAdapter
 from ckpt_tools.adapters.respell import match_any_spelling
 from ckpt_tools.adapters.slots import some
 from ckpt_tools.adapters.tensor_edit import TensorEdit
+from ckpt_tools.adapters.variants import refuse_variants
 from ckpt_tools.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.digest import digest_bytes
 from ckpt_tools.errors import CkptError, UsageError
@@ -71,6 +72,7 @@ def merging_job(
     """
     check_separate(read.opened, destination)
     adapter = with_alpha(read.adapter, alpha)
+    refuse_variants(adapter)
     _refuse_broken(adapter)
     job = _job(base, destination, dtype=dtype, max_shard_size=max_shard_size)
     _check_scale(adapter, scale)

@@ -250,3 +250,52 @@ def test_fields_are_those_of_peft_s_own_configurations():
     for kind in PEFT_TYPES.values():
         theirs = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
         assert fields_of((kind,)) == theirs - {"peft_type", "runtime_config"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is pissa_niter_4: the base was changed"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is olora"),
+        ({"use_qalora": True}, "QALoRA pools"),
+        ({"alora_invocation_tokens": [1, 2]}, "aLoRA acts only on"),
+        ({"layer_replication": [[0, 1]]}, "layers are replicated"),
+    ],
+)
+def test_variant_that_its_factors_do_not_tell_stays_peft_s(tmp_path, setting, what):
+    source = tmp_path / "a"
+    source.mkdir()
+    write(pairs({"model.layers.0.self_attn.q_proj": 4}), source / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **setting}
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    write({"model.layers.0.self_attn.q_proj.weight": torch.ones(6, 8)}, tmp_path / "base.safetensors")
+    assert api.export_lora(source, tmp_path / "peft").config[next(iter(setting))].value == next(iter(setting.values()))
+    for refused in (
+        lambda: api.export_lora(source, tmp_path / "out", to="comfyui"),
+        lambda: api.merge_lora(tmp_path / "base.safetensors", source, tmp_path / "out"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            refused()
+        assert what in caught.value.what
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [(None, True), ("0.17.1", True), ("0.18.0", False), ("0.21.2", False)]
+)
+def test_rotations_of_an_older_peft_are_not_merged(tmp_path, version, is_refused):
+    source = tmp_path / "a"
+    source.mkdir()
+    write({f"{ROOT}q.oft_R.weight": torch.randn(2, 6)}, source / "adapter_model.safetensors")
+    config = {
+        "peft_type": "OFT", "oft_block_size": 4, "r": 0, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5,
+        "coft": False, "block_share": False, "peft_version": version,
+    }  # fmt: skip
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    write({"q.weight": torch.randn(6, 8)}, tmp_path / "base.safetensors")
+    if is_refused:
+        with pytest.raises(UsageError, match="computed other rotations"):
+            api.merge_lora(tmp_path / "base.safetensors", source, tmp_path / "out")
+    else:
+        api.merge_lora(tmp_path / "base.safetensors", source, tmp_path / "out")
+        assert (tmp_path / "out").exists()

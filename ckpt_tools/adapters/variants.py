@@ -1,0 +1,76 @@
+"""Variants of PEFT's types whose factors alone do not say what the adapter does to a plain base model.
+
+PEFT's own files carry them along; merged into a base, or under the names of another ecosystem, they would be wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from ckpt_tools.adapters.adapter import Adapter, Sourced
+from ckpt_tools.errors import UsageError
+from ckpt_tools.text import escape_name
+
+F = TypeVar("F")
+_CHANGED_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Initialisations that take the factors out of the base weights: the adapter belongs to what is left of these.
+Source: peft 0.21 `tuners/lora/layer.py`, `*_init`."""
+_VERSION = re.compile(r"0\.(\d{1,6})\b")
+_FIRST_STABLE_MINOR = 18
+"""Of PEFT 0.x: before it, Cayley-Neumann gave other rotations. Source: peft 0.21 `tuners/oft/config.py`."""
+
+
+def _is_set(value: object) -> bool:
+    return bool(value)
+
+
+def _changes_base(value: object) -> bool:
+    return isinstance(value, str) and value.lower().startswith(_CHANGED_BASE)
+
+
+_VARIANTS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "init_lora_weights": (
+        _changes_base,
+        "the base was changed to begin with, and the factors belong to the rest",
+    ),
+    "use_qalora": (_is_set, "QALoRA pools the inputs before they meet the factors"),
+    "alora_invocation_tokens": (_is_set, "aLoRA acts only on the tokens behind its invocation"),
+    "layer_replication": (_is_set, "layers are replicated, so that the model is not the base's"),
+    "use_bdlora": (_is_set, "BD-LoRA's factors are block-diagonal"),
+    "arrow_config": (_is_set, "Arrow routes between several adapters"),
+    "kasa_config": (_is_set, "KaSA changes the base, and has a diagonal beside the factors"),
+    "monteclora_config": (_is_set, "MonteCLoRA samples around the factors"),
+}
+
+
+def refuse_variants(adapter: Adapter[F]) -> None:
+    """Raise UsageError for an adapter that does not do what its factors say on a plain base model.
+
+    Raises:
+        UsageError: With the setting and the reason.
+    """
+    for name, (is_variant, reason) in _VARIANTS.items():
+        found = adapter.settings.get(name)
+        if found is not None and is_variant(found.value):
+            raise _refusal(name, found, reason)
+    neumann = adapter.settings.get("use_cayley_neumann")
+    if any(module.family == "oft" for module in adapter.modules) and neumann is not None and neumann.value is True:
+        version = adapter.settings.get("peft_version", Sourced("", neumann.source))
+        minor = _VERSION.match(str(version.value))
+        is_early = not str(version.value) or (minor is not None and int(minor[1]) < _FIRST_STABLE_MINOR)
+        if is_early:
+            reason = "PEFT before 0.18 computed other rotations for Cayley-Neumann"
+            raise _refusal("peft_version", Sourced(version.value or "missing", version.source), reason)
+
+
+def _refusal(name: str, found: Sourced[object], reason: str) -> UsageError:
+    return UsageError(
+        f"{name} is {escape_name(str(found.value))}: {reason}",
+        where=found.source,
+        hint="PEFT itself can load it; for PiSSA and the like its save_pretrained converts with "
+        "path_initial_model_for_weight_conversion"
+        if name == "init_lora_weights"
+        else "PEFT itself can load it: --to peft",
+    )
