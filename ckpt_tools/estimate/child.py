@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.estimate.source import SIZES_HINT
 from ckpt_tools.memory import peak_rss_bytes
 
 JOB_NAME = "job.json"
@@ -25,7 +26,9 @@ def main(directory: str) -> None:
     try:
         result = _run(job)
     except CkptError as error:
-        parts = {"what": error.what, "where": error.where, "hint": error.hint}
+        # What builds models for smoke runs proposes an option that estimates do not have.
+        hint = SIZES_HINT if "--factory" in (error.hint or "") else error.hint
+        parts = {"what": error.what, "where": error.where, "hint": hint}
         result = {"error": {"class": type(error).__name__, **parts}}
     path = os.path.join(directory, RESULT_NAME)
     with open(path + ".part", "w", encoding="utf-8") as file:

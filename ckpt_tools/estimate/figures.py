@@ -6,10 +6,9 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 _NUMBER = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 _OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|output)\.weight$")
@@ -50,6 +49,8 @@ class Figures:
     """h of the root."""
     vocab: int
     """V: rows of the output layer, 0 for none."""
+    tokens: int | None = None
+    """Of a sample that is no text: patches of an image. None leaves it to the case."""
 
     @property
     def largest(self) -> Block:
@@ -67,10 +68,6 @@ class Figures:
     def root(self) -> int:
         """R: parameters in no block."""
         return self.params - sum(block.count * block.params for block in self.blocks)
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as JSON holds it."""
-        return asdict(self)
 
 
 def figures_from_counts(*, params: int, layers: int, hidden: int, vocab: int | None) -> Figures:
@@ -163,11 +160,3 @@ def block_of(shapes: Iterable[Sequence[int]], count: int, matrices: Sequence[tup
         hidden=max(sides, key=lambda side: (sides[side], -side), default=0),
         widest=max((out * into for out, into in matrices), default=0),
     )
-
-
-def figures_from_json(document: Mapping[str, object]) -> Figures:
-    """Return what `Figures.to_json` wrote."""
-    blocks = document["blocks"]
-    if not isinstance(blocks, list):
-        raise UsageError("figures without blocks", where=escape_name(str(document)[:80]))
-    return Figures(**{**document, "blocks": tuple(Block(**block) for block in blocks)})  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 All results are bytes of the rank that holds the most. Letters:
 
-    P  parameters of the model        T  parameters that are trained      F  = P − T of them, frozen
+    P  parameters of the model        T  that are trained: P, or adapters F  that are frozen: none, or P
     B  parameters of the largest block (what FSDP gathers at once)        B' those of them that are trained
     R  parameters in no block: the root's (embeddings, last norm, output) R' those of them that are trained
     Q  parameters that are quantised  L  number of blocks                 N  ranks that share a parameter
@@ -30,6 +30,9 @@ at a time is unpacked.
 
 Tensor parallelism divides P, B, R and all that follows from them, and of a block's activations all but 8·h, its two
 norms', since every rank has these for all of h. The loss is computed on every rank.
+
+Left out: attention that keeps its scores (eager, soft-capped), copies that some models make of keys and values, the
+buffers of experts, and everything that is no matrix (convolutions, state-space models). There the tracker is right.
 
 The peak is the largest of four moments:
 
@@ -128,7 +131,7 @@ def estimate(figures: Figures, case: Case) -> Memory:
     gathered = whole + block if case.is_kept else root + 2 * block
     gathered += unpacked
 
-    tokens = case.seq_len * case.batch_size
+    tokens = (figures.tokens or case.seq_len) * case.batch_size
     acts = [tokens * c * _kept_values(each, tp) for each in figures.blocks]
     one = max(acts, default=0.0)
     saved = sum((each.count * act for each, act in zip(figures.blocks, acts, strict=True)), start=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 
@@ -94,7 +95,17 @@ def figures_of(recipe: Recipe) -> Figures:
     weight = getattr(output, "weight", None)
     vocab = int(weight.shape[0]) if isinstance(weight, torch.Tensor) else 0
     hidden = blocks[0].hidden if blocks else 0
-    return Figures(params=sum(p.numel() for p in model.parameters()), blocks=blocks, hidden=hidden, vocab=vocab)
+    params = sum(p.numel() for p in model.parameters())
+    return Figures(params=params, blocks=blocks, hidden=hidden, vocab=vocab, tokens=_patches(model))
+
+
+def _patches(model: nn.Module) -> int | None:
+    """Return how many tokens an image makes for a model that takes nothing else."""
+    if "input_ids" in inspect.signature(type(model).forward).parameters:
+        return None
+    config = getattr(model, "config", None)
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    return (size // patch) ** 2 + 1 if isinstance(size, int) and isinstance(patch, int) and patch else None
 
 
 def _sides(module: nn.Module) -> tuple[int, int] | None:

@@ -13,6 +13,8 @@ from ckpt_tools.text import escape_name
 from ckpt_tools.transform import is_optimizer
 
 CONFIG_NAME = "config.json"
+SIZES_HINT = "name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096"
+"""What says how large a model is."""
 _MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -32,7 +34,7 @@ def config_path(options: EstimateOptions) -> str | None:
         raise UsageError(
             "there is no such file or directory",
             where=escape_name(path),
-            hint="name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096",
+            hint=SIZES_HINT,
         )
     return path if path.endswith(".json") and not path.endswith(".index.json") else None
 
@@ -45,7 +47,7 @@ def _names_architecture(config: str) -> bool:
         document = json.loads(content)
     except (ValueError, RecursionError):
         return True  # building the model says what is wrong with it
-    return not isinstance(document, dict) or "_class_name" not in document or "architectures" in document
+    return isinstance(document, dict) and bool(document.get("architectures"))
 
 
 def find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...]]:
@@ -68,7 +70,7 @@ def find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...
             shapes = {entry.fqn: entry.shape for entry in opened.checkpoint.tensors if not is_optimizer(entry)}
     except CkptError as error:
         if error.hint is None:
-            error.hint = "name a config.json or its directory, or write --params, --layers and --hidden"
+            error.hint = SIZES_HINT
         raise
     figures, notes = figures_from_shapes(shapes)
     kinds = ", ".join(f"{block.count} of {block.params:,} parameters" for block in figures.blocks)

@@ -52,22 +52,22 @@ _HOST = ("params", "grads", "optimizer")
 """What offload keeps in host memory."""
 
 
-def refuse_torch() -> str | None:
-    """Say why this torch cannot track, or return None."""
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+def refuse_torch(version: str = torch.__version__) -> str | None:
+    """Say why a torch of this version cannot track, or return None."""
+    release = tuple(int(part) for part in version.split(".")[:2])
     if release < OLDEST:
-        return f"torch {torch.__version__} is older than {'.'.join(map(str, OLDEST))}, whose tracker is used"
+        return f"torch {version} is older than {'.'.join(map(str, OLDEST))}, whose tracker is used"
     try:
         from torch.distributed._tools import fsdp2_mem_tracker
         from torch.testing._internal.distributed import fake_pg
     except ImportError as error:
-        return f"torch {torch.__version__} has no tracker for FSDP2: {error}"
+        return f"torch {version} has no tracker for FSDP2: {error}"
     names = ("_update_peak_stats", "get_tracker_snapshot", "reset_mod_stats", "track_inputs")
     missing = [name for name in names if not hasattr(fsdp2_mem_tracker.FSDPMemTracker, name)]
     kinds = {kind.value for kind in getattr(fsdp2_mem_tracker, "_FSDPRefType", ())}
     missing += sorted(kinds ^ set(_GROUPS)) + ([] if hasattr(fake_pg, "FakeStore") else ["FakeStore"])
     if missing:
-        return f"the tracker of torch {torch.__version__} is another one ({', '.join(missing)})"
+        return f"the tracker of torch {version} is another one ({', '.join(missing)})"
     return None
 
 

@@ -47,6 +47,15 @@ def sizes(rank, world_size):
     return figures_of(HfRecipe(CONFIG, "config"))
 
 
+def notes(rank, world_size, tokens):
+    """Return what is said about the model when samples have so many tokens."""
+    from ckpt_tools.estimate import Case
+    from ckpt_tools.estimate.model import notes_of
+    from ckpt_tools.smoke.hf_recipe import HfRecipe
+
+    return notes_of(HfRecipe(CONFIG, "config"), Case(seq_len=tokens))
+
+
 def train(rank, world_size, jobs):
     """Train two steps for each job; return the second's peaks."""
     return [_peak(**job) for job in jobs]

@@ -1,0 +1,104 @@
+"""What can be asked, and on which mesh a strategy stands."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.estimate import Case, EstimateOptions
+from ckpt_tools.estimate.options import STRATEGIES, cases_of, parse_options, parse_strategy
+
+SIZES = {"params": 7 * 10**9, "layers": 32, "hidden": 4096}
+
+
+def meshes(**options):
+    return {case.strategy: str(case.mesh) for case in cases_of(EstimateOptions(**SIZES, **options))}
+
+
+def test_strategies_spelled_otherwise_are_those_of_fsdp2():
+    from ckpt_tools.fsdp2 import policy
+
+    for spelling, (name, keeps) in policy._SPELLINGS.items():
+        expected = "hybrid_shard_zero2" if (name, keeps) == ("hybrid_shard", False) else name
+        assert parse_strategy(spelling) == expected
+        assert parse_strategy(f"ShardingStrategy.{spelling.upper()}") == expected
+    assert set(STRATEGIES) == set(policy.STRATEGIES)
+
+
+def test_all_strategies_share_the_world():
+    assert meshes(strategies=("all",), world_size=16) == {
+        "no_shard": "dp_replicate=16",
+        "shard_grad_op": "dp_shard=16",
+        "full_shard": "dp_shard=16",
+        "hybrid_shard": "dp_replicate=2,dp_shard=8",
+    }
+
+
+def test_all_strategies_keep_the_mesh_where_it_suits_them():
+    assert meshes(strategies=("all",), mesh="dp_replicate=4,dp_shard=2,tp=2") == {
+        "no_shard": "dp_replicate=8,tp=2",
+        "shard_grad_op": "dp_shard=8,tp=2",
+        "full_shard": "dp_shard=8,tp=2",
+        "hybrid_shard": "dp_replicate=4,dp_shard=2,tp=2",
+    }
+
+
+def test_odd_worlds_have_no_hybrid():
+    assert "hybrid_shard" not in meshes(strategies=("all",), world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        (None, "full_shard"),
+        ("dp_shard=4", "full_shard"),
+        ("dp_replicate=4", "no_shard"),
+        ("dp_replicate=2,dp_shard=2", "hybrid_shard"),
+        ("dp_shard=-1,tp=2", "full_shard"),
+    ],
+)
+def test_strategy_by_default_is_what_suits_the_mesh(mesh, strategy):
+    assert list(meshes(mesh=mesh)) == [strategy]
+
+
+def test_checkpointing_both_gives_two_cases():
+    found = cases_of(EstimateOptions(**SIZES, activation_checkpointing=(False, True)))
+    assert [case.activation_checkpointing for case in found] == [False, True]
+
+
+def test_options_survive_the_way_to_another_process():
+    options = EstimateOptions(
+        model="m", mesh="dp_replicate=2,dp_shard=4", strategies=("all",), gpu_memory=80, case=Case(lora=4, seq_len=9)
+    )
+    assert parse_options(options.to_text()) == options
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({}, "no model"),
+        ({"params": 7}, "--layers, --hidden missing"),
+        ({"model": "m", "layers": 3}, "MODEL says"),
+        ({"model": "m", "vocab": 3}, "MODEL says"),
+        (SIZES | {"hidden": 0}, "--hidden 0"),
+        (SIZES | {"strategies": ("fast",)}, "'fast' is not a strategy"),
+        (SIZES | {"mesh": "dp_shard=2,ep=2"}, "axis ep"),
+        (SIZES | {"mesh": "dp_shard=2", "world_size": 4}, "--world-size says 4"),
+        (SIZES | {"mesh": "dp_shard=4", "strategies": ("hybrid_shard",)}, "hybrid_shard needs"),
+        (SIZES | {"mesh": "dp_replicate=2,dp_shard=2", "strategies": ("full_shard",)}, "full_shard needs"),
+        (SIZES | {"world_size": 3, "strategies": ("hybrid_shard",)}, "even number"),
+        (SIZES | {"case": Case(seq_len=0)}, "--seq-len 0"),
+        (SIZES | {"case": Case(batch_size=-1)}, "--batch-size -1"),
+        (SIZES | {"case": Case(param_dtype="int4")}, "'int4' is not a dtype"),
+        (SIZES | {"case": Case(state_dtype="int4")}, "'int4' is not a dtype"),
+        (SIZES | {"case": Case(optimizer="lion")}, "'lion'"),
+        (SIZES | {"case": Case(quantize="nf4")}, "cannot be trained"),
+        (SIZES | {"case": Case(quantize="int3", lora=4)}, "'int3'"),
+        (SIZES | {"case": Case(lora=0)}, "rank 0"),
+        (SIZES | {"gpu_memory": 0}, "0 bytes"),
+        (SIZES | {"activation_checkpointing": ()}, "neither with nor without"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, what):
+    with pytest.raises(UsageError, match=what):
+        EstimateOptions(**options)
