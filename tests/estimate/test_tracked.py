@@ -25,9 +25,6 @@ JOBS |= {
     f"{name} + checkpointing": JOBS[name] | {"activation_checkpointing": True}
     for name in ("shard_grad_op", "full_shard", "lora")
 }
-    for name, job in JOBS.items()
-    if name not in ("f32", "tp")
-}
 
 
 @pytest.fixture(scope="module")
