@@ -168,16 +168,16 @@ def _axes(raw: Axolotl, engine: Engine) -> dict[str, int]:
     }
     sizes = {axis: size for axis, size in axes.items() if size is not None and size > 1}
     shard, replicate = raw.dp_shard_size, raw.dp_replicate_size
-    if replicate is not None and replicate > 1:
-        sizes["dp_replicate"] = replicate
-    if shard is not None and shard > 1:
-        sizes["dp_shard"] = shard
+    sizes |= {name: size for name, size in (("dp_replicate", replicate), ("dp_shard", shard)) if size and size > 1}
+    if engine == "none":
+        return sizes
+    if "dp_shard" in sizes:
         sizes.setdefault("dp_replicate", -1)
     elif engine in ("fsdp1", "fsdp2", "deepspeed"):
         sizes["dp_shard"] = -1
     elif "dp_replicate" not in sizes:
         sizes["dp_replicate"] = -1
-    return sizes if engine != "none" else {}
+    return sizes
 
 
 def _dtypes(raw: Axolotl) -> tuple[str, str, bool]:
