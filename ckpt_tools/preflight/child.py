@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError, UsageError
 
-TIMEOUT_S = 120.0
-"""What a call may take: it builds a model on the meta device and reads headers."""
+TIMEOUT_S = 300.0
+"""What a call may take. It builds a model on the meta device, reads headers, and perhaps counts memory."""
 _BOOT = """
 import json, sys
 with open(sys.argv[1] + "/job.json") as file:
@@ -29,42 +31,66 @@ _CLASSES: Mapping[str, type[CkptError]] = {
 }
 
 
-def call_in_child(function: str, job: Mapping[str, object], *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Call "module:function" with `job` in a new process, and return the mapping that it returns.
+class Child:
+    """A call of "module:function" in a process of its own; use as a context, which ends it whatever happens.
 
-    The process ends with the call, has one thread for computing, no network for model hubs, and writes below a
-    directory that is removed.
+    The process has one thread for computing, no network for model hubs, and writes below a directory that is removed.
 
     Args:
         function: A function of this package that takes one mapping, of what JSON holds, and returns one.
         job: Its argument.
-        timeout_s: Seconds after which the process is ended.
-
-    Raises:
-        CkptError: What the function raised, or that the process ended without a word.
     """
-    with tempfile.TemporaryDirectory(prefix="ckpt-preflight-", ignore_cleanup_errors=True) as directory:
-        with open(os.path.join(directory, "job.json"), "w", encoding="utf-8") as file:
+
+    def __init__(self, function: str, job: Mapping[str, object]) -> None:
+        self._function = function
+        self._directory = tempfile.TemporaryDirectory(prefix="ckpt-preflight-", ignore_cleanup_errors=True)
+        with open(os.path.join(self._directory.name, "job.json"), "w", encoding="utf-8") as file:
             # Not the current directory, which may be somebody's checkpoint, with a torch.py in it.
-            json.dump({"function": function, "job": dict(job), "path": [entry for entry in sys.path if entry]}, file)
-        log_path = os.path.join(directory, "child.log")
-        with open(log_path, "wb") as log:
-            process = subprocess.Popen(  # noqa: S603 - this Python, with arguments of our own
-                [sys.executable, "-P", "-c", _BOOT, directory],
+            path = [entry for entry in sys.path if entry]
+            json.dump({"function": function, "job": dict(job), "path": path, "parent": os.getpid()}, file)
+        self._log = os.path.join(self._directory.name, "child.log")
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - this Python, with arguments of our own
+                [sys.executable, "-P", "-c", _BOOT, self._directory.name],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(directory),
+                env=_environment(self._directory.name),
+                start_new_session=True,
             )
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired as error:
-                raise CkptError(f"describing the model took more than {timeout_s:.0f} s", where=function) from error
-            finally:
-                with suppress(ProcessLookupError):
-                    process.kill()
-                process.wait()
-        return _result(directory, process.returncode, log_path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._directory.cleanup()
+
+    def result(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        """Wait for what the function returns.
+
+        Raises:
+            CkptError: What the function raised, or that the process took longer, or ended without a word.
+        """
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise CkptError(f"it took more than {timeout_s:.0f} s", where=self._function) from error
+        return _result(self._directory.name, self._process.returncode, self._log)
+
+
+def call_in_child(function: str, job: Mapping[str, object]) -> dict[str, Any]:
+    """Call "module:function" with `job` in a new process, and return the mapping that it returns.
+
+    Raises:
+        CkptError: As `Child.result`.
+    """
+    with Child(function, job) as child:
+        return child.result()
 
 
 def _environment(directory: str) -> dict[str, str]:
@@ -97,6 +123,9 @@ def serve(directory: str, job: Mapping[str, Any]) -> None:
     """Be the child: call what the job names, and leave the answer in `directory`."""
     import warnings
 
+    from ckpt_tools.smoke.world import die_with_parent
+
+    die_with_parent(job["parent"])
     warnings.simplefilter("ignore")
     module, _, name = job["function"].partition(":")
     answer: dict[str, object]

@@ -5,18 +5,19 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate import Estimate
+from ckpt_tools.estimate.report import estimate_from_json
+from ckpt_tools.preflight.child import Child
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, read_config
 from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
-from ckpt_tools.preflight.memory import MemoryQuestion, ask, check_memory, estimate_memory
+from ckpt_tools.preflight.memory import MemoryQuestion, ask, check_memory, start_estimate
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
@@ -120,9 +121,8 @@ def preflight(
     if spec.world_size is None:
         flight.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
     question = _question(spec, sources, gpu_memory)
-    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
-        # The estimate has a process of its own, and runs beside everything else.
-        estimating = pool.submit(_estimate, question)
+    # The estimate has a process of its own, and runs beside everything else.
+    with start_estimate(question) as estimating, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
         with flight.check("checkpoint") as check:
             cuts = write_cuts(sources.model, workdir) if smoke and sources.model is not None else ()
             resumes = sources.resumes and _needs_optimizer(config)
@@ -173,24 +173,21 @@ def _question(spec: ParallelSpec, sources: Sources, gpu_memory: int | None) -> M
         return MemoryQuestion(options=None, why_not=error.what)
 
 
-def _estimate(question: MemoryQuestion) -> Estimate | CkptError | None:
-    try:
-        return estimate_memory(question)
-    except CkptError as error:
-        return error
-
-
 def _check_memory(
     check: _Check,
     flight: _Flight,
     spec: ParallelSpec,
     question: MemoryQuestion,
-    estimating: Future[Estimate | CkptError | None],
+    estimating: Child | None,
     gpu_memory: int | None,
 ) -> Estimate | None:
-    found = estimating.result()
-    if not isinstance(found, Estimate):
-        check.why_not = question.why_not if found is None else found.what
+    if estimating is None:
+        check.why_not = question.why_not
+        return None
+    try:
+        found = estimate_from_json(estimating.result())
+    except CkptError as error:
+        check.why_not = error.what
         return None
     flight.notes += [f"memory: {note}" for note in (*question.notes, *found.notes)]
     check.seconds = found.seconds

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -181,6 +184,26 @@ def test_preflight_of_a_model_directory_without_a_config_is_a_usage_error(tmp_pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"no config\.json"):
         api.preflight(write(tmp_path), model=tmp_path / "empty", smoke=False)
+
+
+def test_preflight_that_is_interrupted_ends_at_once_and_leaves_nothing(model, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt_tools", "preflight", str(write(tmp_path)), "--model", str(model)],
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "tmp").glob("ckpt-preflight-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    try:
+        assert "interrupted" in process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 FIXTURES = sorted(path for path in (Path(__file__).parent / "fixtures").glob("*/*") if path.name != "fsdp.json")
