@@ -15,7 +15,7 @@ from ckpt_tools.estimate.options import parse_options
 from ckpt_tools.estimate.report import estimate_from_json
 from ckpt_tools.layout import FSDP_AXIS, Mesh
 from ckpt_tools.preflight.child import Child
-from ckpt_tools.preflight.match import shard_mesh
+from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size

@@ -17,7 +17,8 @@ from ckpt_tools import api
 from ckpt_tools.layout import Shard, cut_tensor, parse_mesh
 from ckpt_tools.opening import open_path
 from ckpt_tools.preflight import match
-from ckpt_tools.preflight.match import check_checkpoint, look_at_model, shard_mesh
+from ckpt_tools.preflight.match import check_checkpoint, look_at_model
+from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.reads import count_reads
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec

@@ -1,0 +1,90 @@
+"""How the ranks of a run read a checkpoint: files and bytes, and what would make them fewer. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt_tools.checkpoint import Checkpoint, Finding
+from ckpt_tools.layout import FSDP_AXIS, Mesh
+from ckpt_tools.preflight.reads import RankReads
+from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.units import format_size
+
+_MANY_BYTES = 2.0
+"""Bytes read for a byte that is kept, from which on a reshard is proposed."""
+_MANY_FILES = 16
+
+
+def shard_mesh(mesh: Mesh | None) -> Mesh | None:
+    """Return the axes that cut or copy parameters: FSDP folds cp into dp_shard; stages of a pipeline are left out."""
+    if mesh is None:
+        return None
+    axes = []
+    shard = mesh.size(FSDP_AXIS) * mesh.size("cp")
+    replicate, tp = mesh.size("dp_replicate"), mesh.size("tp")
+    if replicate > 1:
+        axes.append(("dp_replicate", replicate))
+    if shard > 1 or (replicate == 1 and tp == 1) or FSDP_AXIS in dict(mesh.axes):
+        axes.append((FSDP_AXIS, shard))
+    if tp > 1:
+        axes.append(("tp", tp))
+    return Mesh(tuple(axes))
+
+
+def check_mesh(
+    checkpoint: Checkpoint,
+    reads: tuple[RankReads, ...],
+    *,
+    where: str,
+    saved: Mesh | None,
+    mesh: Mesh,
+    spec: ParallelSpec,
+) -> Iterator[Finding]:
+    """Yield how the ranks of the run read the checkpoint, and what would make that cheaper.
+
+    Args:
+        checkpoint: As it is.
+        reads: What ranks read (`reads.count_reads`).
+        where: The checkpoint, for messages.
+        saved: The mesh that it was saved for, when known.
+        mesh: The mesh of the run.
+        spec: Framework and how it loads.
+    """
+    if not reads:
+        return
+    if checkpoint.format in ("hf", "safetensors") and spec.framework != "torchtitan":
+        yield _whole_read(checkpoint, where, mesh, spec)
+        return
+    files = max(one.num_files for one in reads)
+    read = max(one.read_bytes for one in reads)
+    needed = max(one.needed_bytes for one in reads)
+    factor = sum(one.read_bytes for one in reads) / max(1, sum(one.needed_bytes for one in reads))
+    came = f"saved for {saved}, " if saved is not None else ""
+    what = (
+        f"{came}read by {mesh}: each rank reads {'one file' if files == 1 else f'up to {files} files'}, "
+        f"{format_size(read)} for the {format_size(needed)} that it keeps"
+    )
+    hint = None
+    if checkpoint.format == "dcp" and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
+        plan = " --tp-plan auto" if mesh.size("tp") > 1 else ""
+        hint = f"loads faster after: ckpt reshard {where} NEW --mesh {mesh}{plan}"
+    yield Finding(code="checkpoint-mesh", severity="info", where=where, what=what, hint=hint)
+
+
+def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSpec) -> Finding:
+    """Return what it means that every rank calls from_pretrained."""
+    size = format_size(checkpoint.total_bytes)
+    files = f"{len(checkpoint.files)} file" + ("s" if len(checkpoint.files) != 1 else "")
+    if spec.cpu_ram_efficient_loading:
+        what = f"the first rank reads all {size} ({files}) and sends every rank its part"
+        return Finding(code="checkpoint-mesh", severity="info", where=where, what=what)
+    world = spec.world_size or mesh.world_size
+    total = format_size(checkpoint.total_bytes * world)
+    key = spec.keys.get("cpu_ram_efficient_loading")
+    return Finding(
+        code="checkpoint-mesh",
+        severity="info",
+        where=where,
+        what=f"each of {world} ranks reads all {size} ({files}): {total} together",
+        hint=None if key is None else f"with {key}: true only the first rank reads",
+    )
