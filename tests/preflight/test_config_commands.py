@@ -107,6 +107,7 @@ def test_openrlhf_options_of_every_version_mean_the_same(words: str, expected: d
         ("--packing_samples 3", [("wrong-type", "error", "--packing_samples")]),
         ("--max_len", [("wrong-type", "error", "--max_len")]),
         ("--max_len 3 4", [("wrong-type", "error", "--max_len")]),
+        ("--backend fsdp3", [("wrong-type", "error", "--backend")]),
         ("--max_len many", [("wrong-type", "error", "--max_len")]),
         ("--fsdp2_tp_size $TP", [("unknown-value", "warning", "--fsdp2_tp_size")]),
         ("--save_path ${OUT}/x", [("unknown-value", "info", "--save_path")]),

@@ -8,7 +8,9 @@ Source: accelerate 1.15: `commands/config/config_args.py:ClusterConfig`, `comman
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import PlainValidator
 
 from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Reading, first_key
@@ -17,8 +19,8 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     STRATEGIES,
     FsdpOptions,
     PluginDefaults,
+    Strategy,
     option_key,
-    strategy_name,
     strip_prefix,
     with_plugin,
 )
@@ -34,8 +36,21 @@ DEFAULTS = PluginDefaults(
     cpu_ram_efficient_loading=True,
 )
 """Source: the defaults of `accelerate launch`'s command line, which the file overrides."""
+TYPES = words(
+    """NO FSDP DEEPSPEED MEGATRON_LM XLA TPU MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU
+    MULTI_HPU MULTI_NEURON"""
+)
+"""Source: `accelerate/utils/dataclasses.py:DistributedType`."""
 _SIZES = "parallelism_config.parallelism_config_{}_size"
 _NO_ENGINE = ("", "NO")
+
+
+def _distributed_type(value: object) -> str:
+    if value is False:
+        return "NO"  # a bare NO in YAML
+    if isinstance(value, str) and value in TYPES:
+        return value
+    raise ValueError(f"one of {', '.join(sorted(TYPES))}, in capitals")
 
 
 class AccelerateFsdp(FsdpOptions):
@@ -46,8 +61,7 @@ class AccelerateFsdp(FsdpOptions):
     instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
 
     offload_params: Truth | None = None
-    # A name or a number; the rules look at it.
-    sharding_strategy: Any = None
+    sharding_strategy: Strategy | None = None
     activation_checkpointing_offload: Truth | None = None
 
 
@@ -92,7 +106,7 @@ class Accelerate(Section):
         commands use_cpu fp16"""
     )
 
-    distributed_type: Word | None = None
+    distributed_type: Annotated[str, PlainValidator(_distributed_type)] | None = None
     mixed_precision: Word | None = None
     num_processes: Count | None = None
     num_machines: Count | None = None
@@ -117,12 +131,12 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
     raw, findings = validate(Accelerate, normal, spell=spell)
     if values.get("distributed_type") is None:
         findings += (_no_type(),)
-    kind = (raw.distributed_type or "").upper()
+    kind = raw.distributed_type or ""
     options = raw.fsdp_config or AccelerateFsdp()
     engine = _engine(kind, options)
     declared = raw.num_processes if raw.num_processes is not None and raw.num_processes > 0 else None
     world = world_size or declared or (1 if kind == "NO" else None)
-    strategy = strategy_name(STRATEGIES[0] if options.sharding_strategy is None else options.sharding_strategy)
+    strategy = options.sharding_strategy or STRATEGIES[0]
     axes = _axes(engine, raw, strategy)
     precision = (raw.mixed_precision or "no").lower()
     mixed = "bf16" if precision == "fp8" else dtype_name(precision)
@@ -151,7 +165,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         options,
         values,
         DEFAULTS,
-        strategy=strategy or STRATEGIES[0],
+        strategy=strategy,
         reshard=options.reshard_after_forward,
         offloads=bool(options.offload_params),
     )
@@ -178,7 +192,7 @@ def _engine(kind: str, options: FsdpOptions) -> Engine:
     return "none" if kind in _NO_ENGINE else "other"
 
 
-def _axes(engine: Engine, raw: Accelerate, strategy: str | None) -> dict[str, int]:
+def _axes(engine: Engine, raw: Accelerate, strategy: str) -> dict[str, int]:
     """Return the axes. Without a `parallelism_config`, or with an empty one, FSDP shards over all ranks."""
     section = raw.parallelism_config
     if section is not None and section.model_dump(exclude_none=True):
@@ -194,7 +208,7 @@ def _axes(engine: Engine, raw: Accelerate, strategy: str | None) -> dict[str, in
         return {"dp_replicate": -1} if engine == "ddp" and set(axes.values()) == {1} else axes
     if engine == "ddp" or (engine == "fsdp1" and strategy == "NO_SHARD"):
         return {"dp_replicate": -1}
-    if engine == "fsdp1" and strategy is not None and strategy.startswith("HYBRID"):
+    if engine == "fsdp1" and strategy.startswith("HYBRID"):
         # FSDP1 shards inside a machine and replicates over machines.
         return {"dp_replicate": raw.num_machines or 1, "dp_shard": -1}
     return {"dp_shard": -1} if engine in ("fsdp1", "fsdp2", "deepspeed") else {}

@@ -10,14 +10,14 @@ defaults), `jobs/process/BaseSDTrainProcess.py`; the FSDP plan: `train.dist_mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.ai_toolkit_names import MODEL, NETWORK, PROCESS, TRAIN
 from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.mesh import build_mesh
-from ckpt_tools.preflight.configs.schema import Count, Number, Section, Truth, Word, validate, words
+from ckpt_tools.preflight.configs.schema import Count, Number, Section, Truth, Word, choice, validate, words
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 
 _PROCESS = "config.process[0]"
@@ -35,9 +35,9 @@ class Train(Section):
     gradient_checkpointing: Truth | None = None
     distributed: Truth | None = None
     dist_backend: Word | None = None
-    dist_mode: Word | None = None
+    dist_mode: Annotated[str, choice("none", "ddp", "fsdp", "fsdp1", "fsdp2")] | None = None
     fsdp_auto_wrap: Truth | None = None
-    fsdp_sharding: Word | None = None
+    fsdp_sharding: Annotated[str, choice("full", "hybrid")] | None = None
     fsdp_mixed_precision: Word | None = None
     fsdp_cpu_offload: Truth | None = None
     fsdp_backward_prefetch: Truth | None = None
@@ -122,7 +122,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
     train, model = process.train or Train(), process.model or Model()
     engine = _engine(train, world_size)
     is_fsdp = engine in ("fsdp1", "fsdp2")
-    sharding = (train.fsdp_sharding or "full").lower()
+    sharding = train.fsdp_sharding or "full"
     if is_fsdp and sharding == "hybrid":
         findings += (_unknown_nodes(),)
     axes = _axes(engine, sharding)
@@ -135,7 +135,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         world_size=world_size,
         axes=axes,
         mesh=build_mesh(axes, world_size),
-        strategy={"full": "full_shard", "hybrid": "hybrid_shard"}.get(sharding) if is_fsdp else None,
+        strategy=f"{sharding}_shard" if is_fsdp else None,
         reshard_after_forward=True if is_fsdp else None,
         param_dtype=mixed,
         reduce_dtype=mixed if is_fsdp else None,
@@ -156,7 +156,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
 
 
 def _engine(train: Train, world_size: int | None) -> Engine:
-    mode = (train.dist_mode or "").lower()
+    mode = train.dist_mode or "none"
     if mode.startswith("fsdp"):
         return "fsdp2" if mode == "fsdp2" else "fsdp1"
     return "ddp" if mode == "ddp" or (world_size is not None and world_size > 1) else "none"

@@ -16,6 +16,7 @@ from ckpt_tools.preflight.configs.config import Reading, first_key
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     FsdpOptions,
     PluginDefaults,
+    Version,
     as_truth,
     option_key,
     strip_prefix,
@@ -78,7 +79,7 @@ class Axolotl(Section):
     bfloat16: Truth | None = None
     float16: Truth | None = None
     fsdp: Any = None
-    fsdp_version: Count | None = None
+    fsdp_version: Version | None = None
     fsdp_config: AxolotlFsdp | None = None
     deepspeed: Any = None
     dp_shard_size: Count | None = None

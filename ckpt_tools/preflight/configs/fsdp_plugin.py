@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
 
 from ckpt_tools.preflight.configs.config import first_key
 from ckpt_tools.preflight.configs.mesh import sharding_strategy
@@ -23,16 +26,39 @@ TRANSFORMER_WRAP = "TRANSFORMER_BASED_WRAP"
 SIZE_WRAP = "SIZE_BASED_WRAP"
 
 
+def _version(value: object) -> int:
+    if str(value).strip() in ("1", "2") and not isinstance(value, bool):
+        return int(str(value))
+    raise ValueError("1 or 2")
+
+
+def _one_of(names: tuple[str, ...], value: object) -> str:
+    text = str(value).strip().upper()
+    if text in names:
+        return text
+    if text.isdecimal() and len(text) == 1 and 1 <= int(text) <= len(names):
+        return names[int(text) - 1]
+    raise ValueError(f"one of {', '.join(names)}")
+
+
+Version = Annotated[int, PlainValidator(_version)]
+"""Of FSDP."""
+Strategy = Annotated[str, PlainValidator(partial(_one_of, STRATEGIES))]
+"""A strategy of FSDP1, for its name or number."""
+StateDict = Annotated[str, PlainValidator(partial(_one_of, STATE_DICTS))]
+"""A kind of state dict, for its name or number."""
+
+
 class FsdpOptions(Section):
     """Options that all three take, each without its prefix."""
 
-    version: Count | None = None
+    version: Version | None = None
     # Its type depends on the version; the rules look at it.
     reshard_after_forward: Any = None
     auto_wrap_policy: Word | None = None
     transformer_layer_cls_to_wrap: Names | None = None
     min_num_params: Count | None = None
-    state_dict_type: Word | None = None
+    state_dict_type: StateDict | None = None
     cpu_ram_efficient_loading: Truth | None = None
     activation_checkpointing: Truth | None = None
     use_orig_params: Truth | None = None
@@ -128,9 +154,7 @@ def with_plugin(
         activation_checkpointing=spec.activation_checkpointing or bool(options.activation_checkpointing),
         wrap_classes=(options.transformer_layer_cls_to_wrap or ()) if policy == TRANSFORMER_WRAP else (),
         wrap_min_num_params=_min_num_params(options, defaults) if policy == SIZE_WRAP else None,
-        state_dict_type=_state_dict_type(options.state_dict_type)
-        if options.state_dict_type is not None
-        else STATE_DICTS[0 if is_full else 2],
+        state_dict_type=options.state_dict_type or STATE_DICTS[0 if is_full else 2],
         cpu_ram_efficient_loading=defaults.cpu_ram_efficient_loading if loading is None else loading,
         keys=keys,
     )
@@ -139,14 +163,6 @@ def with_plugin(
 def option_key(values: Mapping[str, object], name: str) -> str | None:
     """Return the key path of an option of `fsdp_config` in whichever spelling the file has."""
     return first_key(values, f"{SECTION}.fsdp_{name}", f"{SECTION}.{name}")
-
-
-def strategy_name(value: object) -> str | None:
-    """Return a strategy of FSDP1 for its name or number; None for what is none."""
-    text = str(value).strip().upper()
-    if text.isdecimal() and 1 <= int(text[:4]) <= len(STRATEGIES):
-        return STRATEGIES[int(text[:4]) - 1]
-    return text if text in STRATEGIES else None
 
 
 def as_truth(value: object) -> bool | None:
@@ -158,9 +174,3 @@ def as_truth(value: object) -> bool | None:
 def _min_num_params(options: FsdpOptions, defaults: PluginDefaults) -> int | None:
     size = defaults.min_num_params if options.min_num_params is None else options.min_num_params
     return size or None  # 0 wraps nothing
-
-
-def _state_dict_type(text: str) -> str:
-    if text.isdecimal() and 1 <= int(text[:4]) <= len(STATE_DICTS):
-        return STATE_DICTS[int(text[:4]) - 1]
-    return text.upper()

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
 
 from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.hydra import not_in_file
 from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
@@ -31,11 +30,13 @@ from ckpt_tools.preflight.configs.openrlhf_names import (
 )
 from ckpt_tools.preflight.configs.schema import (
     Count,
+    Dtype,
     Names,
     Number,
     Section,
     Truth,
     Word,
+    choice,
     nearest,
     unknown_key,
     validate,
@@ -67,14 +68,14 @@ class OpenRlhf(Section):
 
     unknown: ClassVar[Severity | None] = None  # `_unknown_options` looks at them
 
-    backend: Word | None = None
+    backend: Annotated[str, choice("deepspeed", "fsdp2")] | None = None
     tp: Count | None = _named(
         "fsdp_tensor_parallel_size", "fsdp2_tp_size", "ds.tensor_parallel_size", "ds_tensor_parallel_size"
     )
     cp: Count | None = _named("fsdp2_cp_size")
     ring: Count | None = _named("ds.ring_attn_size", "ring_attn_size")
     zero_stage: Count | None = _named("ds.zero_stage", "zero_stage")
-    param_dtype: Word | None = _named("ds.param_dtype", "param_dtype")
+    param_dtype: Dtype | None = _named("ds.param_dtype", "param_dtype")
     adam_offload: Truth | None = _named("ds.adam_offload", "adam_offload")
     cpu_offload: Truth | None = _named("fsdp2_cpu_offload")
     reshard: Truth | None = _named("fsdp2_reshard_after_forward")
@@ -172,7 +173,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     is_known = not any(name.removeprefix("--") in sized for name in variables)
     # The ranks of a ring hold shards of their own, as those of cp do.
     mesh = build_mesh({**axes, "cp": axes["cp"] * axes["sp"]}, world) if is_known else None
-    compute = dtype_name(raw.param_dtype or "bf16")
+    compute = raw.param_dtype or "bf16"
     spec = ParallelSpec(
         framework="openrlhf",
         engine=engine,
@@ -322,9 +323,8 @@ def _aliases(field: str) -> tuple[str, ...]:
 
 
 def _engine(raw: OpenRlhf, values: Mapping[str, object]) -> Engine:
-    name = (raw.backend or "").lower()
-    if name:
-        return "fsdp2" if name.startswith("fsdp") else "deepspeed" if name == "deepspeed" else "other"
+    if raw.backend is not None:
+        return "fsdp2" if raw.backend == "fsdp2" else "deepspeed"
     return "fsdp2" if any(option in values for option in _FSDP2) else "deepspeed"
 
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.text import escape_name
 
 TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
@@ -77,6 +78,30 @@ def _names(value: object) -> tuple[str, ...]:
     raise ValueError("names, in a list or with commas between them")
 
 
+def choice(*known: str, exact: bool = False) -> PlainValidator:
+    """Return a validator of text that is one of some words; their case counts with `exact` only."""
+
+    def check(value: object) -> str:
+        try:
+            word = _word(value)
+        except ValueError:
+            word = ""
+        if not exact:
+            word = {name.lower(): name for name in known}.get(word.lower(), word)
+        if word in known:
+            return word
+        raise ValueError(f"one of {', '.join(known)}")
+
+    return PlainValidator(check)
+
+
+def _dtype(value: object) -> str:
+    name = dtype_name(_word(value))
+    if name is None:
+        raise ValueError("a dtype: bf16, fp16 or fp32, or their long names")
+    return name
+
+
 Count = Annotated[int, PlainValidator(_count)]
 """A whole number, or its digits as text."""
 Number = Annotated[float, PlainValidator(_number)]
@@ -85,6 +110,8 @@ Truth = Annotated[bool, PlainValidator(_truth)]
 """true, false, or a word for it."""
 Word = Annotated[str, PlainValidator(_word)]
 """Text; a number or a truth becomes the text that was written."""
+Dtype = Annotated[str, PlainValidator(_dtype)]
+"""bf16, f16 or f32, for any of their names."""
 Names = Annotated[tuple[str, ...], PlainValidator(_names)]
 """Names, in a list or joined by commas."""
 

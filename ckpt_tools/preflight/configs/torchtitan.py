@@ -8,12 +8,11 @@ Source: torchtitan `config/configs.py` (`ParallelismConfig`, `TrainingConfig`), 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from ckpt_tools.preflight.configs.config import Reading, first_key
-from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.mesh import build_mesh, resolved, sharding_strategy
-from ckpt_tools.preflight.configs.schema import Count, Section, Truth, Word, validate, words
+from ckpt_tools.preflight.configs.schema import Count, Dtype, Section, Truth, Word, choice, validate, words
 from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
 _DEGREES = {
@@ -45,7 +44,7 @@ class Parallelism(Section):
 
     data_parallel_replicate_degree: Count | None = None
     data_parallel_shard_degree: Count | None = None
-    fsdp_reshard_after_forward: Word | None = None
+    fsdp_reshard_after_forward: Annotated[str, choice("default", "always", "never")] | None = None
     tensor_parallel_degree: Count | None = None
     context_parallel_degree: Count | None = None
     pipeline_parallel_degree: Count | None = None
@@ -60,9 +59,9 @@ class Training(Section):
         max_norm num_tokens_per_train_step seed steps"""
     )
 
-    dtype: Word | None = None
-    mixed_precision_param: Word | None = None
-    mixed_precision_reduce: Word | None = None
+    dtype: Dtype | None = None
+    mixed_precision_param: Dtype | None = None
+    mixed_precision_reduce: Dtype | None = None
     enable_cpu_offload: Truth | None = None
     seq_len: Count | None = None
     max_context_length: Count | None = None
@@ -91,7 +90,7 @@ class ActivationCheckpoint(Section):
 
     unknown: ClassVar[None] = None
 
-    mode: Word | None = None
+    mode: Annotated[str, choice("none", "full", "selective", "memory_budget")] | None = None
 
 
 class Optimizer(Section):
@@ -151,7 +150,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
     given = {axis: getattr(degrees, name) for axis, name in _DEGREES.items()}
     axes = {axis: (-1 if axis == "dp_shard" else 1) if size is None else size for axis, size in given.items()}
     mesh = build_mesh(axes, world_size)
-    policy = (degrees.fsdp_reshard_after_forward or "default").lower()
+    policy = degrees.fsdp_reshard_after_forward or "default"
     # A pipeline's microbatches would gather the parameters again and again: "default" keeps them then.
     reshards = {"always": True, "never": False}.get(policy, axes["pp"] == 1)
     engine = _engine(axes, world_size, resolved(axes, mesh, "dp_shard"))
@@ -164,13 +163,12 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         mesh=mesh,
         strategy=sharding_strategy(axes, mesh, reshards=reshards) if engine == "fsdp2" else None,
         reshard_after_forward=reshards if engine == "fsdp2" else None,
-        param_dtype=dtype_name(training.mixed_precision_param or "bfloat16"),
-        reduce_dtype=dtype_name(training.mixed_precision_reduce or "float32"),
-        master_dtype=dtype_name(training.dtype or "float32"),
+        param_dtype=training.mixed_precision_param or "bf16",
+        reduce_dtype=training.mixed_precision_reduce or "f32",
+        master_dtype=training.dtype or "f32",
         offload_params=bool(training.enable_cpu_offload) and engine == "fsdp2",
         # Selective checkpointing, the default, keeps the results of matmuls: for memory it is nearer to none.
-        activation_checkpointing=raw.activation_checkpoint is not None
-        and (raw.activation_checkpoint.mode or "").lower() == "full",
+        activation_checkpointing=raw.activation_checkpoint is not None and raw.activation_checkpoint.mode == "full",
         optimizer=optimizer or "AdamW",
         seq_len=training.max_context_length or training.seq_len or _SEQ_LEN,
         batch_size=_batch_size(training),

@@ -17,11 +17,11 @@ from ckpt_tools.preflight.configs.document import read_document
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
+    STRATEGIES,
     FsdpOptions,
     PluginDefaults,
     as_truth,
     option_key,
-    strategy_name,
     strip_prefix,
     with_plugin,
 )
@@ -261,7 +261,7 @@ def _fsdp_words(value: object) -> tuple[tuple[str, ...] | None, tuple[Finding, .
             hint="fsdp: true, and the rest in fsdp_config",
         )
         for item in items
-        if item not in ("auto_wrap", "offload") and not (strategy_name(item) and not item.isdecimal())
+        if item not in ("auto_wrap", "offload") and item.upper() not in STRATEGIES
     )
     return tuple(item.lower() for item in items), findings
 

@@ -16,7 +16,6 @@ from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.config import Reading, first_key
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.hydra import not_in_file, read_overrides, resolve
 from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
@@ -111,7 +110,7 @@ def _read_ppo(
     fsdp = actor.fsdp_config or Fsdp()
     runner, data = raw.trainer or Runner(), raw.data or Data()
     world = world_size or (None if unknown & {"trainer.nnodes", "trainer.n_gpus_per_node"} else _world(runner))
-    strategy = (actor.strategy or ("megatron" if is_megatron else "fsdp")).lower()
+    strategy = actor.strategy or ("megatron" if is_megatron else "fsdp")
     engine = _ENGINES.get(strategy, "other")
     axes = _axes(fsdp, world)
     is_known = engine != "other" and f"{_ACTOR}.fsdp_config.fsdp_size" not in unknown
@@ -131,7 +130,7 @@ def _read_ppo(
         reshard_after_forward=reshards if engine != "other" else None,
         param_dtype=compute,
         reduce_dtype=reduce,
-        master_dtype=dtype_name(fsdp.model_dtype or "fp32"),
+        master_dtype=fsdp.model_dtype or "f32",
         # param_offload and optimizer_offload move things between phases; during an update all is on the GPU.
         offload_params=engine == "fsdp2" and bool(fsdp.offload_policy),
         activation_checkpointing=model.enable_gradient_checkpointing is not False,
@@ -154,7 +153,7 @@ def _read_sft(values: Mapping[str, object], world_size: int | None) -> Reading:
     raw, findings = validate(Sft, values)
     model, data = raw.model or SftModel(), raw.data or Data()
     fsdp = model.fsdp_config or SftFsdp()
-    engine = _ENGINES.get((model.strategy or "fsdp2").lower(), "other")
+    engine = _ENGINES.get(model.strategy or "fsdp2", "other")
     runner = raw.trainer or Runner()
     axes: dict[str, int] = {"dp_shard": -1}
     mesh = build_mesh(axes, world_size)
@@ -170,7 +169,7 @@ def _read_sft(values: Mapping[str, object], world_size: int | None) -> Reading:
         reshard_after_forward=True if engine != "other" else None,
         param_dtype="bf16",
         reduce_dtype="f32",
-        master_dtype=dtype_name(fsdp.model_dtype or "fp32"),
+        master_dtype=fsdp.model_dtype or "f32",
         offload_params=bool(fsdp.offload_params),
         activation_checkpointing=model.enable_gradient_checkpointing is not False,
         wrap_classes=wrap.transformer_layer_cls_to_wrap or (),
@@ -202,12 +201,12 @@ def _axes(fsdp: Fsdp, world: int | None) -> dict[str, int]:
     return {"dp_replicate": -1, "dp_shard": size}
 
 
-def _mixed(fsdp: Fsdp) -> tuple[str | None, str | None]:
+def _mixed(fsdp: Fsdp) -> tuple[str, str]:
     """Return the dtypes of computation and of averaging; `mixed_precision` wins over `dtype`."""
     given = fsdp.mixed_precision
     if given is None:
-        return dtype_name(fsdp.dtype or "bfloat16"), "f32"
-    return dtype_name(given.param_dtype or "bf16"), dtype_name(given.reduce_dtype or "fp32")
+        return fsdp.dtype or "bf16", "f32"
+    return given.param_dtype or "bf16", given.reduce_dtype or "f32"
 
 
 def _adapter(model: Model) -> AdapterSpec | None:

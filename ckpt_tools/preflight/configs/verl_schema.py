@@ -6,10 +6,10 @@ Source: verl, January 2026: `trainer/config/_generated_ppo_trainer.yaml`, `train
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from ckpt_tools.checkpoint import Severity
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Section, Truth, Word, words
+from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Section, Truth, Word, choice, words
 
 
 class WrapPolicy(Section):
@@ -24,9 +24,9 @@ class WrapPolicy(Section):
 class MixedPrecision(Section):
     """`mixed_precision`."""
 
-    param_dtype: Word | None = None
-    reduce_dtype: Word | None = None
-    buffer_dtype: Word | None = None
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = None
 
 
 class Fsdp(Section):
@@ -45,8 +45,8 @@ class Fsdp(Section):
     offload_policy: Truth | None = None
     param_offload: Truth | None = None
     optimizer_offload: Truth | None = None
-    model_dtype: Word | None = None
-    dtype: Word | None = None
+    model_dtype: Dtype | None = None
+    dtype: Dtype | None = None
     mixed_precision: MixedPrecision | None = None
     wrap_policy: WrapPolicy | None = None
     ulysses_sequence_parallel_size: Count | None = None
@@ -78,7 +78,7 @@ class Actor(Section):
     )
     unknown: ClassVar[Severity | None] = "error"
 
-    strategy: Word | None = None
+    strategy: Annotated[str, choice("fsdp", "fsdp2", "megatron", "veomni")] | None = None
     ppo_micro_batch_size_per_gpu: Count | None = None
     ulysses_sequence_parallel_size: Count | None = None
     fsdp_config: Fsdp | None = None
@@ -164,7 +164,7 @@ class SftModel(Model):
     """`model` of the SFT trainer."""
 
     partial_pretrain: Word | None = None
-    strategy: Word | None = None
+    strategy: Annotated[str, choice("fsdp", "fsdp2")] | None = None
     fsdp_config: SftFsdp | None = None
 
 
