@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from decimal import Decimal
 from typing import Annotated
 
 import typer
@@ -192,7 +193,7 @@ def _count(text: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a number of parameters", hint="--params takes for example 7B or 6738415616")
-    return int(float(match[1]) * _SCALES[match[2].upper()])
+    return int(Decimal(match[1]) * _SCALES[match[2].upper()])
 
 
 def _print(result: Estimate, *, quiet: bool, verbose: bool) -> None:

@@ -119,8 +119,9 @@ def _sides(module: nn.Module) -> tuple[int, int] | None:
 
 
 def batch_of(recipe: Recipe, model: nn.Module, case: Case) -> Batch:
-    """Return the recipe's batch, grown (or cut) to the case's samples and tokens."""
-    batch = recipe.batch(model, 0)
+    """Return the recipe's batch on meta, grown (or cut) to the case's samples and tokens."""
+    # Without data from here on: a long sample must not be made to know how long it is.
+    batch = {name: tensor.to("meta") for name, tensor in recipe.batch(model, 0).items()}
     # What stands for an image comes first and stays whole; text follows, and is as long as it takes.
     may_cut = "pixel_values" not in batch
     return {name: _grown(tensor, case, may_cut=may_cut) for name, tensor in batch.items()}

@@ -36,6 +36,10 @@ NODE_SIZE = 8
 """Ranks that hybrid_shard cuts over when the mesh does not say."""
 DEFAULT_LORA_RANK = 16
 """Rank of the adapters when nothing says it."""
+MAX_COUNT = 10**15
+"""Parameters, tokens or layers; more are a slip of the keyboard."""
+MAX_WORLD_SIZE = 10**6
+"""Ranks."""
 _DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
 
 
@@ -141,6 +145,7 @@ class EstimateOptions:
         for option, value in (("--seq-len", case.seq_len), ("--batch-size", case.batch_size)):
             if value < 1:
                 raise UsageError(f"{option} {value} is nothing to train on", hint=f"{option} takes 1 or more")
+            _check_count(option, value)
         for option, dtype in (
             ("--param-dtype", case.param_dtype),
             ("--reduce-dtype", case.reduce_dtype),
@@ -158,7 +163,8 @@ class EstimateOptions:
                 f"the state of {case.optimizer!r} is not known", hint=f"--optimizer takes {', '.join(OPTIMIZERS)}"
             )
         if case.lora is not None and case.lora < 1:
-            raise UsageError(f"adapters of rank {case.lora} are none", hint="--lora takes for example 16")
+            raise UsageError(f"adapters of rank {case.lora} are none", hint="--lora-rank takes for example 16")
+        _check_count("--lora-rank", case.lora or 1)
         if case.quantize not in (None, "nf4"):
             raise UsageError(f"{case.quantize!r} is not a quantisation", hint="--quantize takes nf4")
         if case.quantize is not None and case.lora is None:
@@ -191,6 +197,18 @@ def _check_source(options: EstimateOptions) -> None:
     for name, value in (*figures.items(), ("--vocab", options.vocab)):
         if value is not None and value < (0 if name == "--vocab" else 1):
             raise UsageError(f"{name} {value} describes no model")
+        if value is not None:
+            _check_count(name, value)
+
+
+def _check_count(option: str, value: int) -> None:
+    if value > MAX_COUNT:
+        raise UsageError(f"{option} is too large", hint=f"at most {MAX_COUNT}")
+
+
+def _check_world(world: int) -> None:
+    if not 1 <= world <= MAX_WORLD_SIZE:
+        raise UsageError(f"{world} ranks are no world", hint=f"--world-size takes 1 to {MAX_WORLD_SIZE}")
 
 
 def parse_options(text: str) -> EstimateOptions:
@@ -223,6 +241,8 @@ def cases_of(options: EstimateOptions) -> tuple[Case, ...]:
         UsageError: A mesh that is none, or that the one strategy named cannot have.
     """
     world = options.world_size
+    if world is not None:
+        _check_world(world)
     given = None
     if options.mesh is not None:
         needs = "-1" in options.mesh.replace(" ", "").replace("=", ",").split(",")
@@ -236,6 +256,7 @@ def cases_of(options: EstimateOptions) -> tuple[Case, ...]:
                 )
         world = given.world_size
     world = world or DEFAULT_WORLD_SIZE
+    _check_world(world)
     names = [parse_strategy(text) for text in options.strategies if text != "all"]
     if "all" in options.strategies:
         names = [name for name in STRATEGIES if name != "hybrid_shard" or _can_split(given, world)]

@@ -29,13 +29,13 @@ JOBS |= {
 
 @pytest.fixture(scope="module")
 def predicted():
-    (found,) = run_ranks(1, predict, list(JOBS.values()), backend=None, timeout=120)
+    (found,) = run_ranks(1, predict, list(JOBS.values()), backend=None, timeout=240)
     return dict(zip(JOBS, found, strict=True))
 
 
 @pytest.fixture(scope="module")
 def real():
-    ranks = run_ranks(2, train, list(JOBS.values()), timeout=120)
+    ranks = run_ranks(2, train, list(JOBS.values()), timeout=240)
     return dict(zip(JOBS, (max(of_ranks) for of_ranks in zip(*ranks, strict=True)), strict=True))
 
 
@@ -50,7 +50,7 @@ def test_tracked_peak_against_real_ranks_is_within_ten_percent(predicted, real, 
 
 @pytest.fixture(scope="module")
 def figures():
-    (found,) = run_ranks(1, sizes, backend=None, timeout=120)
+    (found,) = run_ranks(1, sizes, backend=None, timeout=240)
     return found
 
 
@@ -84,7 +84,7 @@ def test_offload_keeps_in_host_memory_what_the_device_does_not_hold(predicted):
 def test_formula_for_qlora_against_real_ranks_is_within_ten_percent(figures):
     pytest.importorskip("bitsandbytes")
     job = {"strategy": "full_shard", "mesh": "dp_shard=2", "lora": 8, "quantize": "nf4"}
-    real = max(peaks[0] for peaks in run_ranks(2, train, [job], timeout=120))
+    real = max(peaks[0] for peaks in run_ranks(2, train, [job], timeout=240))
     found = formula.estimate(figures, case_of(job))
     assert found.peak == pytest.approx(real, rel=0.10)
 
