@@ -81,7 +81,11 @@ class Arithmetic:
             first, last = max(row, part.start), min(row + len(weight), part.start + part.count)
             if first < last:
                 rows = weight[first - row : last - row]
-                new = change.apply(rows.to(torch.float32), part.offset + first - part.start)
+                offset = part.offset + first - part.start
+                if change.is_additive:  # into a weight of float64 without rounding it
+                    rows.add_(change.delta(offset, offset + len(rows)))
+                    continue
+                new = change.apply(rows.to(torch.float32), offset)
                 if new.data_ptr() != rows.data_ptr():
                     rows.copy_(new)
         self._check_range(before, weight)
@@ -93,7 +97,8 @@ class Arithmetic:
         """Refuse what is not finite, or would not be after the cast, unless the base is not finite either."""
         flat = weight.flatten()
         # The sum of squares bounds every element, and costs next to nothing; only beyond it is every one looked at.
-        if float(torch.dot(flat, flat)) <= min(torch.finfo(self._after).max ** 2, torch.finfo(torch.float32).max):
+        largest = torch.finfo(self._after).max
+        if float(torch.dot(flat, flat)) <= min(largest * largest, torch.finfo(torch.float32).max):
             return
         if not _is_finite(weight.to(self._after)) and _is_finite(before):
             raise self._not_finite(weight)

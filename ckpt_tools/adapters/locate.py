@@ -48,6 +48,10 @@ def locate(path: str, adapter_name: str | None) -> Location:
     files, directories = _list(path)
     if METADATA_NAME in files:
         return Location(path=path, sidecars=_around_dcp(path))
+    held = sorted(name for name in directories if os.path.lexists(os.path.join(path, name, PEFT_FILE)))
+    if adapter_name in held:  # PEFT puts each into a directory of its own, and "default" beside these
+        chosen = os.path.join(path, str(adapter_name))
+        return Location(path=os.path.join(chosen, PEFT_FILE), sidecars=_beside(chosen, PEFT_FILE), took_adapter=True)
     for name in (PEFT_FILE, DIFFUSERS_FILE):
         if name in files:
             return Location(path=os.path.join(path, name), sidecars=_beside(path, name))
@@ -60,7 +64,6 @@ def locate(path: str, adapter_name: str | None) -> Location:
                 hint=f"name one: {escape_name(os.path.join(path, fsdp[0]))}",
             )
         return locate(os.path.join(path, fsdp[0]), adapter_name)
-    held = sorted(name for name in directories if os.path.lexists(os.path.join(path, name, PEFT_FILE)))
     if any(_VERL_PICKLE.fullmatch(name) for name in files):
         hint = "verl's model_merger writes safetensors; or save with the LoRA adapter's own directory"
         if held:
@@ -70,9 +73,6 @@ def locate(path: str, adapter_name: str | None) -> Location:
             where=escape_name(path),
             hint=hint,
         )
-    if held and adapter_name in held:
-        chosen = os.path.join(path, str(adapter_name))
-        return Location(path=os.path.join(chosen, PEFT_FILE), sidecars=_beside(chosen, PEFT_FILE), took_adapter=True)
     if held and not any(name.endswith(".safetensors") for name in files):
         shown = ", ".join(escape_name(name) for name in held[:6])
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from ckpt_tools.adapters.read import OpenedAdapter
 from ckpt_tools.adapters.respell import match_any_spelling
 from ckpt_tools.adapters.slots import some
 from ckpt_tools.adapters.tensor_edit import TensorEdit
+from ckpt_tools.adapters.tied import Pair, refuse_equal, suspects
 from ckpt_tools.adapters.variants import refuse_variants
 from ckpt_tools.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.digest import digest_bytes
@@ -88,8 +89,10 @@ def _with_edits(
 ) -> Job:
     """Add to a conversion what the adapter changes."""
     stored = adapter
-    adapter, match, notes = match_any_spelling(stored, loading, plain_names(job.source))
+    tensors = plain_names(job.source)
+    adapter, match, notes = match_any_spelling(stored, loading, tensors)
     job.notes += notes
+    pairs = suspects(job.opened, tensors, match.parts.keys())
     targets = {entry.fqn: entry.dtype for entry in job.target.tensors}
     entries = {entry.fqn: entry for entry in job.source.tensors}
     turns = threading.Lock()
@@ -100,7 +103,7 @@ def _with_edits(
     job.edits = edits
     job.edit_bytes = _edit_bytes(adapter, edits, num_workers)
     job.notes += _notes(adapter, match, scale)
-    job.prepare = lambda: _prepare(job, stored, read, loading, scale, num_workers)
+    job.prepare = lambda: _prepare(job, stored, read, loading, pairs, scale, num_workers)
 
     def accept() -> None:
         read.opened.source.check_unchanged()
@@ -111,10 +114,17 @@ def _with_edits(
 
 
 def _prepare(
-    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: Loading, scale: float, num_workers: int
+    job: Job,
+    adapter: Adapter[TensorEntry],
+    read: OpenedAdapter,
+    loading: Loading,
+    pairs: Collection[Pair],
+    scale: float,
+    num_workers: int,
 ) -> None:
     """Begin to load the adapter, and say what identifies the result."""
     loading.start()
+    refuse_equal(pairs, job.opened, num_workers=num_workers)
     entries = [read.opened.resolve(entry) for module in adapter.modules for entry in module.factors.values()]
     digests = scan(entries, read.opened.source, num_workers=num_workers).digests
     modules = [

@@ -67,8 +67,9 @@ def merge_lora(
         MergeUnchangedError: Tensors come out as they were, although the adapter changes them.
         DestinationExistsError: The destination exists.
     """
-    if not math.isfinite(scale):
-        raise UsageError(f"a scale of {scale}", where="--scale")
+    if not math.isfinite(scale) or not scale:
+        what = "is no number" if scale else "leaves nothing of what the adapter adds"
+        raise UsageError(f"a scale of {scale:g} {what}", where="--scale", hint="1 adds it as it was trained")
     workers = num_workers or default_num_workers()
     with ExitStack() as stack:
         opened = stack.enter_context(open_path(os.fspath(base), format=format))

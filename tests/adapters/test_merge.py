@@ -705,7 +705,7 @@ def test_command_reports_as_the_contract_says(tmp_path, capsys):
     assert main(args) == 5
     assert json.loads(capsys.readouterr().err)["error"]["code"] == "destination-exists"
     assert main([*args, "--overwrite", "--scale", "nan"]) == 2
-    assert main([*args, "--overwrite", "--scale", "0"]) == 3
+    assert main([*args, "--overwrite", "--scale", "1e-30"]) == 3
     assert json.loads(capsys.readouterr().err.splitlines()[-1])["error"]["code"] == "merge-unchanged"
 
 
