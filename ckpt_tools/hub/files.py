@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.hub.plan import LocalFile
@@ -184,3 +185,22 @@ def changed(path: str) -> CkptError:
         where=escape_name(path),
         hint="wait until its writer has finished, then run the command again",
     )
+
+
+def check_is_text(source: Source, file: LocalFile) -> None:
+    """Refuse a model card that is no UTF-8: the hub's client reads it before it sends anything, and breaks off.
+
+    Raises:
+        UnreadableError: It is none.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, file.nbytes, _BLOCK_BYTES):
+            nbytes = min(_BLOCK_BYTES, file.nbytes - start)
+            decoder.decode(bytes(source.read(file.path, start, nbytes)), final=start + nbytes == file.nbytes)
+    except UnicodeDecodeError as error:
+        raise UnreadableError(
+            "the model card is not UTF-8 text, which the hub's client refuses",
+            where=escape_name(file.path),
+            hint=f"save it as UTF-8, or leave it out: --exclude {escape_name(file.path)}",
+        ) from error

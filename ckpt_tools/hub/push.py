@@ -23,7 +23,7 @@ from ckpt_tools.hub.check import LocalCheck, check_directory
 from ckpt_tools.hub.client import Hub, find_account
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
-from ckpt_tools.hub.files import digest_files, file_of_bytes, list_directory, read_start
+from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory, read_start
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.storage.source import Source
@@ -177,6 +177,8 @@ class Push:
         wanted = self.options.card
         here = local.get(CARD_NAME)
         there = remote.files.get(CARD_NAME)
+        if here is not None:
+            check_is_text(source, here)
         was_left_out = bool(self.options.include) or CARD_NAME in source.list_files(max_depth=0)
         if wanted is False or (here is None and was_left_out):
             return local

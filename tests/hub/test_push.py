@@ -246,6 +246,16 @@ def test_push_model_that_its_manifest_contradicts_is_refused(hub: Hub, push_json
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("options", [(), ("--no-card",)], ids=["card", "no card"])
+def test_push_card_that_is_not_utf8_is_refused_before_anything_is_sent(hub: Hub, push_json, model: Path, options):
+    (model / "README.md").write_bytes("# Modèle".encode("utf-16"))
+    error = push_json(model, "me/model", *options, code=4)
+    assert error["where"] == "README.md"
+    assert "me/model" not in hub.repos
+    push_json(model, "me/model", "--exclude", "README.md")  # as the hint says
+    assert "README.md" not in hub.files("me/model")
+
+
 def test_push_adapter_without_config_is_refused(hub: Hub, push_json, tmp_path: Path):
     directory = tmp_path / "adapter"
     directory.mkdir()
