@@ -14,7 +14,7 @@ from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.formats import dcp, hf, safetensors
 from ckpt_tools.formats._json import MAX_JSON_BYTES
 from ckpt_tools.formats.dcp_metadata import parse_metadata
-from ckpt_tools.formats.detect import detect, is_hf_asset, is_weights
+from ckpt_tools.formats.detect import detect, is_hf_asset, is_weights, pickle_hint
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Origin, parse_manifest
 from ckpt_tools.storage.journal import JOURNAL_NAME
@@ -92,7 +92,7 @@ def _open_file(path: str, source: Source, format: Format | None) -> Opened:  # n
     name = os.path.basename(path)
     if format in ("dcp", "hf-sharded") or (format is None and not name.endswith(".safetensors")):
         directory = escape_name(os.path.dirname(path) or ".")
-        hint = f"pass the directory: {directory}" if is_weights(name) else None
+        hint = pickle_hint(name) or (f"pass the directory: {directory}" if is_weights(name) else None)
         raise UnreadableError("not a safetensors file", where=escape_name(path), hint=hint)
     file = read_file(source, name)
     checkpoint = replace(hf.describe(source.root, [file], None), format="safetensors")

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from ckpt_tools.adapters import family_settings
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.known import said_zero
 from ckpt_tools.adapters.peft_fields import OWN_FIELDS, PEFT_TYPES, has_field
 from ckpt_tools.adapters.target_modules import exact_pattern, matched, minimal_saved, minimal_suffixes, parents_of
 from ckpt_tools.errors import UsageError
@@ -56,8 +57,12 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
         module for module in scaled if module.alpha is None and alpha is None and not _is_unscaled(module, adapter)
     ]
     if missing:
+        zero = said_zero(missing[0], adapter)
+        why = (
+            "it is in no tensor, header or file beside it" if zero is None else f"{zero} says 0, which changes nothing"
+        )
         raise UsageError(
-            f"alpha of {_some(missing)} is not known: it is in no tensor, header or file beside it",
+            f"alpha of {_some(missing)} is not known: {why}",
             where="--alpha",
             hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
             "changes every output",

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
-from ckpt_tools.adapters.known import config_rank
+from ckpt_tools.adapters.known import config_rank, said_zero
 from ckpt_tools.adapters.target_modules import base_path, parents_of
 from ckpt_tools.adapters.values import Values, is_float, look_at
 from ckpt_tools.checkpoint import Finding, Severity, TensorEntry
@@ -211,7 +211,15 @@ def _rank_dim(module: AdapterModule[F], role: str, shape: tuple[int, ...]) -> in
 def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
     if module.family not in _RANKED:
         return
-    if module.alpha is None:
+    zero = said_zero(module, adapter)
+    if module.alpha is None and zero is not None:
+        yield _finding(
+            "adapter-alpha-zero",
+            module.path,
+            f"alpha is 0 in {zero}: a loader multiplies by it, and nothing changes",
+            "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE",
+        )
+    elif module.alpha is None:
         if not adapter.is_training_state and not {"w1", "w2"} <= module.factors.keys():
             yield _finding(
                 "adapter-alpha-missing",

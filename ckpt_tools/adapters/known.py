@@ -180,6 +180,13 @@ def _alpha_beside(
     return Sourced(float(module.rank.value), reason)
 
 
+def said_zero(module: AdapterModule[F], adapter: Adapter[F]) -> str | None:
+    """Return what says an alpha of 0, which is taken for "not known" (verl#5325), but which loaders multiply by."""
+    found = adapter.settings.get("lora_alpha" if module.family == "lora" else "alpha")
+    is_zero = found is not None and isinstance(found.value, int | float) and found.value == 0
+    return found.source if found is not None and is_zero else None
+
+
 def _number(value: object, name: str) -> float:
     try:
         if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):

@@ -76,6 +76,13 @@ def read_adapter(
     """
     location = locate(path, adapter_name)
     with open_path(location.path, format=format) as whole:
+        if whole.checkpoint.format in ("safetensors", "hf") and not whole.checkpoint.tensors:
+            raise UnreadableError(
+                "an empty adapter: there are no tensors in it, and a loader that takes it changes nothing",
+                where=escape_name(path),
+                hint="it was saved without its weights, as FSDP and ZeRO-3 runs do that gather none: export from the "
+                "training checkpoint (its DCP directory, or accelerate's pytorch_model_fsdp_0)",
+            )
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
         metadata = _header_metadata(opened)
         sidecars = read_sidecars(location.sidecars, metadata)

@@ -19,6 +19,7 @@ _WEIGHTS = (
     "*.safetensors", "*.distcp", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx",
     "*.onnx_data", "*.gguf", "*.npz", "*.ot", "*.tflite", "*.index.json",
 )  # fmt: skip
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _HF_ASSETS = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab*", "merges.txt", "*.model", "chat_template*", "*processor*.json", "*.jinja", "*.py", "README.md",
@@ -92,13 +93,20 @@ def _explain(files: Mapping[str, int], top: list[str], path: str) -> UnreadableE
             where=path,
             hint="save with torch.distributed.checkpoint, or export safetensors from the trainer",
         )
+    if any(re.fullmatch(r"pytorch_model_fsdp(_\d+)?\.bin", name) for name in top):
+        return UnreadableError(
+            "accelerate's pickle of a whole model (FULL_STATE_DICT), which ckpt does not execute",
+            where=path,
+            hint="save with SHARDED_STATE_DICT: ckpt reads its pytorch_model_fsdp_0. Of an adapter under FSDP2, older "
+            "accelerate put rank 0's part alone into this file",
+        )
     if any(re.fullmatch(r"pytorch_model_fsdp.*\.bin|.*_rank\d+\.bin", name) for name in top):
         return UnreadableError(
             "a directory of per-rank pickles (use_dcp=False), which ckpt does not execute",
             where=path,
             hint="save with SHARDED_STATE_DICT and DCP, or FULL_STATE_DICT and safetensors",
         )
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in top):
+    if any(name.endswith(_PICKLES) for name in top):
         return UnreadableError(
             "only pickled weights, which ckpt does not execute",
             where=path,
@@ -117,6 +125,12 @@ def _explain(files: Mapping[str, int], top: list[str], path: str) -> UnreadableE
         where=path,
         hint="pass a safetensors file, a model directory or a DCP checkpoint directory",
     )
+
+
+def pickle_hint(name: str) -> str | None:
+    """Return the way out for a file of pickled weights that is named alone; None when it is none."""
+    base = name.rpartition("/")[2]
+    return _explain({base: 0}, [base], base).hint if base.endswith(_PICKLES) else None
 
 
 def _step(name: str) -> tuple[int, str]:

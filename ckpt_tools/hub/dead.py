@@ -20,8 +20,8 @@ _FACTOR = re.compile(r"(?:^|[._])(?:lora_|hada_|lokr_|oft_|boft_|vera_|ia3_)")
 def refuse_dead(source: Source, file: File) -> None:
     """Refuse an adapter with empty factors, or one of which every last factor is zero.
 
-    Source: accelerate#4206 (shards of other ranks saved as empty tensors), trl#4416 and peft#2892 (adapters that were
-    saved untrained). Reads one factor until its first byte that is not zero.
+    Source: trl#4416 and peft#2892 (ZeRO-3's empty placeholders saved for the weights). Reads one factor until its
+    first byte that is not zero.
 
     Raises:
         UnreadableError: It would load and change nothing, or not load.

@@ -35,6 +35,7 @@ _FOREIGN = (
     "a DeepSpeed checkpoint",
     "a torch_checkpointing checkpoint",
     "a directory of per-rank pickles",
+    "accelerate's pickle of a whole model",
     "only pickled weights",
 )
 """How `formats.detect` begins to speak of layouts that some trainer reads, and ckpt does not."""

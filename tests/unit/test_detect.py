@@ -54,6 +54,11 @@ LAYOUTS = {
         "accelerate checkpoint",
         "use {path}/pytorch_model_fsdp_0 for the model",
     ),
+    "accelerate-full-pickle": (
+        ("pytorch_model_fsdp.bin", "optimizer.bin"),
+        "accelerate's pickle of a whole model",
+        "SHARDED_STATE_DICT",
+    ),
     "accelerate-rank-bins": (
         ("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin"),
         "per-rank pickles",
@@ -106,11 +111,20 @@ def test_layout_of_a_parent_hint_opens(tmp_path: Path) -> None:
     assert hint.endswith("step-10")
 
 
-@pytest.mark.parametrize("name", ["x.distcp", "model.bin", "notes.txt"])
-def test_file_that_is_no_safetensors_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("x.distcp", "pass the directory"),
+        ("model.bin", "convert them to safetensors"),
+        ("pytorch_model_fsdp.bin", "SHARDED_STATE_DICT"),
+        ("notes.txt", ""),
+    ],
+)
+def test_file_that_is_no_safetensors_is_refused(name: str, hint: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UnreadableError, match="not a safetensors file"):
+    with pytest.raises(UnreadableError, match="not a safetensors file") as caught:
         api.open_checkpoint(tmp_path / name)
+    assert hint in (caught.value.hint or "")
 
 
 def test_safetensors_of_several_models_need_a_choice(tmp_path: Path) -> None:

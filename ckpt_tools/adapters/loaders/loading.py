@@ -66,6 +66,17 @@ class Loading:
         """Note that a tensor goes into a module."""
         self.used[name] = tuple(dict.fromkeys((*self.used.get(name, ()), module)))
 
+    def say_scale(self, alpha: str, value: object) -> None:
+        """Say that a configuration's alpha of 0 makes a loader's every change 0 (verl#5325)."""
+        if isinstance(value, int | float) and value == 0:
+            self.say(
+                "loader-no-op",
+                "error",
+                "adapter_config.json",
+                f"{alpha} is 0, and every change is multiplied by it: nothing changes",
+                "ckpt export-lora SRC DST --alpha VALUE writes the one of the training run",
+            )
+
     @property
     def modules(self) -> tuple[str, ...]:
         """Every module that gets something."""

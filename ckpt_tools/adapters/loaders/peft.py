@@ -41,6 +41,8 @@ def load(file: AdapterFile, loading: Loading) -> None:
             f"{alpha} is missing, and PEFT silently takes 8",
             "ckpt export-lora SRC DST --alpha VALUE writes it",
         )
+    if family in ("lora", "loha", "lokr"):
+        loading.say_scale(alpha, config.get(alpha))
     _match(file, config, family, loading)
     if file.base is None:
         loading.say(

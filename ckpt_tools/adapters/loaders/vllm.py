@@ -31,12 +31,15 @@ def load(file: AdapterFile, loading: Loading) -> None:
         return
     config = _checked_config(file)
     _check_rank(file, config.get("r"), loading)
+    loading.say_scale("lora_alpha", config.get("lora_alpha"))
     modules = parents_of(file.base) if file.base is not None else None
     embeddings = set()
-    for name in file.tensors:
+    for name, head in file.tensors.items():
         hit = _NAME.fullmatch(name)
         if hit is None:
             raise RejectedError(f"{name} is an unsupported LoRA weight")
+        if len(head.shape) < 2 or 0 in head.shape:
+            raise RejectedError(f"{name} has the shape {list(head.shape)}, and is copied into a matrix")
         module = hit["module"].removeprefix(_ROOT)
         if modules is not None and module not in modules:
             loading.ignored[name] = "the base model has no such module"
