@@ -139,6 +139,7 @@ def export_lora(
     """
     start = time.monotonic()
     ecosystem = target_of(to)
+    architecture_of(architecture)
     if dtype not in DTYPES:
         raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
     target = os.fspath(destination)

@@ -241,6 +241,13 @@ def _targets(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Bas
         config["target_modules"] = Sourced([], "only parameters are adapted")
         return config
     settled = adapter.settings.get("target_modules")
+    if settled is not None and settled.source == "--config" and not _covers(settled.value, adapted):
+        absent = next(path for path in adapted if not _covers(settled.value, [path]))
+        raise UsageError(
+            f"target_modules leaves out {escape_name(absent)}, whose factors are here: PEFT would not load them",
+            where="--config",
+            hint="leave target_modules out, it is worked out; or leave the factors out: --exclude",
+        )
     all_modules = parents_of(base.shapes) if base is not None else frozenset()
     if base is not None:
         suffixes = minimal_suffixes(adapted, all_modules)
@@ -286,6 +293,15 @@ def _saved(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseM
         )
     settled = adapter.settings.get("modules_to_save")
     paths = [module.path for module in whole]
+    if settled is not None and settled.source == "--config":
+        wanted = settled.value if isinstance(settled.value, list) else []
+        if not whole or not _saves(wanted, paths):
+            shown = _some(whole) if whole else "none"
+            raise UsageError(
+                f"modules_to_save does not name the modules whose tensors are whole: {shown}",
+                where="--config",
+                hint="leave it out: it is worked out from the tensors",
+            )
     if not whole:
         config["modules_to_save"] = Sourced(None, "no modules are trained whole")
     elif settled is not None and isinstance(settled.value, list) and _saves(settled.value, paths):

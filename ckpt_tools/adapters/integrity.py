@@ -84,6 +84,7 @@ def check_structure(adapter: Adapter[F], *, base: Shapes | None = None, repairs:
         yield from findings
         if not findings and module.parameter == "weight":
             yield from _check_config(module, adapter)
+            yield from _check_settings(module, adapter)
         yield from _check_alpha(module, adapter)
     if base:
         yield from _check_base(adapter, base)
@@ -104,6 +105,21 @@ def _check_config(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Fin
         f"{module.rank.source}",
         "is it the configuration of another run? Its alpha would be wrong as well",
     )
+
+
+def _check_settings(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
+    """Tensors that the configuration promises: PEFT would begin them anew, and say a warning."""
+    if module.family != "lora" or not {"A", "A_embedding"} & module.factors.keys():
+        return
+    for setting, role in (("use_dora", "magnitude"), ("lora_bias", "B_bias")):
+        found = adapter.settings.get(setting)
+        if found is not None and found.value is True and role not in module.factors:
+            yield _finding(
+                "adapter-missing-factor",
+                module.path,
+                f"factor {role} is missing: {setting} is true ({found.source}), and PEFT would begin it anew",
+                "was the adapter saved whole? If it was trained without, say so in its adapter_config.json",
+            )
 
 
 def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:

@@ -14,6 +14,8 @@ from ckpt_tools.adapters.target_modules import matched, parents_of
 
 FILE = "adapter_model.safetensors"
 ROOT = "base_model.model."
+_WRAPPED = ".base_layer"
+"""Ends the path of what PEFT wraps."""
 _TYPES = {"LORA": "lora", "LOHA": "loha", "LOKR": "lokr", "OFT": "oft", "BOFT": "boft"}
 
 
@@ -67,8 +69,10 @@ def _match(file: AdapterFile, config: Mapping[str, object], family: str, loading
             module = inner.rpartition(".")[0]
             if any(module == each or module.endswith(f".{each}") for each in saved_names):
                 loading.use(name, module)
+            elif (reason := _why_not_plain(inner, head.shape, file, config)) is not None:
+                loading.ignored[name] = reason
             else:
-                loading.ignored[name] = "it is no factor, and modules_to_save does not name it"
+                loading.use(name, module.removesuffix(_WRAPPED))
         elif key.adapter not in (None, "default"):
             loading.ignored[name] = f"it is named for the adapter {key.adapter!r}, and PEFT loads as 'default'"
         elif key.style != "peft":
@@ -87,6 +91,28 @@ def _match(file: AdapterFile, config: Mapping[str, object], family: str, loading
             _check_rank(name, key.path, head.shape, config)
     if modules is not None:
         _say_idle(modules, set(loading.modules), config, loading)
+
+
+def _why_not_plain(inner: str, shape: tuple[int, ...], file: AdapterFile, config: Mapping[str, object]) -> str | None:
+    """Why a tensor of the base's own does not go into the model; None when it does, as trained biases do.
+
+    Source: peft 0.21 `utils/save_and_load.py`: what is no factor is loaded by its name in the model, in which targets
+    are wrapped.
+    """
+    holder, _, parameter = inner.rpartition(".")
+    module = holder.removesuffix(_WRAPPED)
+    is_target = None if config.get("target_parameters") else matched(config.get("target_modules"), module)
+    if is_target is not None and is_target != holder.endswith(_WRAPPED):
+        if is_target:
+            return "its module is a target, whose own tensors PEFT keeps under base_layer"
+        return "its module is no target, and has no base_layer"
+    if file.base is None:
+        return None
+    if f"{module}.{parameter}" not in file.base:
+        return "the base model has no such tensor, and modules_to_save does not name it"
+    if file.base[f"{module}.{parameter}"] != shape:
+        raise RejectedError(f"size mismatch: {inner} is {list(shape)}, the base model's is another")
+    return None
 
 
 def _check_rank(name: str, path: str, shape: tuple[int, ...], config: Mapping[str, object]) -> None:
