@@ -251,6 +251,7 @@ def save_all(rank: int, world_size: int, directory: str) -> None:
         if rank == 0:
             Path(directory, name).mkdir()
             save_file({"logits": outputs(model, case.model).contiguous()}, Path(directory, name, "logits.safetensors"))
+        dist.barrier()  # the directory is there
         blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
         assert blocks
         for block in blocks:

@@ -169,9 +169,10 @@ def test_infer_mesh_any_layout_explains_every_chunk_or_says_nothing(case, anywhe
     inferred = infer_mesh(checkpoint)
     if inferred is not None:
         _assert_explains(checkpoint, inferred)
-        assert len([size for _, size in inferred.mesh.axes if size > 1]) <= max(
-            1, len([size for _, size in mesh.axes if size > 1])
-        )
+        if not anywhere:  # replicas written by any rank can look like one more axis
+            assert len([size for _, size in inferred.mesh.axes if size > 1]) <= max(
+                1, len([size for _, size in mesh.axes if size > 1])
+            )
 
 
 @settings(deadline=None, max_examples=150)
