@@ -587,7 +587,7 @@ def test_truncated_factor_is_refused(tmp_path):
 
 def test_multiple_of_dora_is_refused(tmp_path):
     base, factors = simple(tmp_path)
-    factors["x.lora_magnitude_vector"] = torch.ones(8)
+    factors |= {f"{name}.lora_magnitude_vector": torch.ones(8) for name in ("x", "y")}
     adapter = write_adapter(tmp_path / "adapter", factors, use_dora=True)
     refused(UsageError, 2, "a multiple of DoRA", base, adapter, tmp_path / "out", scale=0.5)
 
