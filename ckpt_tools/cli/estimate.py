@@ -73,9 +73,12 @@ MasterDtype = Annotated[
     ),
 ]
 FrozenDtype = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--frozen-dtype", envvar="CKPT_FROZEN_DTYPE", metavar="bf16|f16|f32", help="With --lora: keep the others in."
+        "--frozen-dtype",
+        envvar="CKPT_FROZEN_DTYPE",
+        metavar="bf16|f16|f32",
+        help="With --lora: keep the others in; bf16.",
     ),
 ]
 Optimizer = Annotated[
@@ -140,7 +143,7 @@ def estimate(
     param_dtype: ParamDtype = "bf16",
     reduce_dtype: ReduceDtype = "f32",
     master_dtype: MasterDtype = "f32",
-    frozen_dtype: FrozenDtype = "bf16",
+    frozen_dtype: FrozenDtype = None,
     optimizer: Optimizer = "adamw",
     state_dtype: StateDtype = None,
     activation_checkpointing: Checkpointing = None,
@@ -158,6 +161,8 @@ def estimate(
     A training step of the real model under FSDP2 runs without data, and PyTorch's own tracker counts; a formula
     stands beside it as a second opinion, and alone where there is no config or weights are quantised.
     """
+    if frozen_dtype is not None and not lora and lora_rank is None:
+        raise UsageError("--frozen-dtype, and nothing is frozen", hint="add --lora, or drop it")
     shows_all = "all" in (strategy or ()) and activation_checkpointing is None
     result = api.estimate(
         model,
@@ -173,7 +178,7 @@ def estimate(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         master_dtype=master_dtype,
-        frozen_dtype=frozen_dtype,
+        frozen_dtype=frozen_dtype or "bf16",
         optimizer=optimizer,
         state_dtype=state_dtype,
         activation_checkpointing="both" if shows_all else bool(activation_checkpointing),

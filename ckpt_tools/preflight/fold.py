@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,10 +61,13 @@ def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[st
     sizes = dict(mesh.axes)
     shard = sizes.get(FSDP_AXIS, 1)
     notes = []
-    if sizes.get("cp", 1) > 1 and shard == 1:
-        # FSDP cuts over dp_shard × cp: without ranks of its own it still cuts.
-        shard = sizes["cp"]
-        notes.append(f"FSDP cuts over the {shard} ranks of cp; the smoke run does so over {FSDP_AXIS}={_KEPT}")
+    others = [axis for axis in ("cp", "ep") if sizes.get(axis, 1) > 1]
+    if others and shard == 1:
+        # FSDP cuts over dp_shard × cp × ep: without ranks of its own it still cuts.
+        shard = math.prod(sizes[axis] for axis in others)
+        notes.append(
+            f"FSDP cuts over the {shard} ranks of {' and '.join(others)}; the smoke run does over {FSDP_AXIS}={_KEPT}"
+        )
     wanted = {FSDP_AXIS: shard, "tp": sizes.get("tp", 1), "dp_replicate": sizes.get("dp_replicate", 1)}
     kept: dict[str, int] = {}
     ranks = 1
@@ -122,7 +126,7 @@ def fold_spec(
     mesh, folded = fold_mesh(whole, max_ranks=max_ranks)
     notes += folded
     strategy = _strategy(spec, mesh)
-    if spec.strategy is not None and strategy != spec.strategy:
+    if spec.strategy is not None and strategy.removesuffix("_zero2") != spec.strategy:
         notes.append(f"{spec.strategy} becomes {strategy} on {mesh}")
     if type(spec.reshard_after_forward) is int:
         notes.append(f"reshard_after_forward={spec.reshard_after_forward} is tried as true")
@@ -158,9 +162,11 @@ def _likely_mesh(spec: ParallelSpec) -> Mesh:
 def _strategy(spec: ParallelSpec, mesh: Mesh) -> str:
     """Return the strategy that the folded mesh allows."""
     replicates, shards = mesh.size("dp_replicate") > 1, mesh.size(FSDP_AXIS) > 1
-    if replicates:
-        return "hybrid_shard" if shards else "no_shard"
     keeps = spec.strategy == "shard_grad_op" or spec.reshard_after_forward is False
+    if replicates and shards:
+        return "hybrid_shard_zero2" if keeps else "hybrid_shard"
+    if replicates:
+        return "no_shard"
     return "shard_grad_op" if keeps else "full_shard"
 
 
@@ -174,6 +180,8 @@ def _not_tried(spec: ParallelSpec) -> list[str]:
         notes.append("activation checkpointing is not tried")
     if spec.wrap_min_num_params is not None:
         notes.append("wrapping by number of parameters is not tried: layers are wrapped")
+    if not spec.wraps_blocks:
+        notes.append("layers are wrapped; in the run the model is one FSDP group")
     optimizer = (spec.optimizer or "adamw").lower()
     if not optimizer.startswith("adamw") or "8bit" in optimizer or "4bit" in optimizer:
         notes.append(f"the optimizer {escape_name(spec.optimizer or '')} is not tried: AdamW steps in its place")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,8 +25,13 @@ from ckpt_tools.units import format_size
 _DTYPES = ("bf16", "f16", "f32")
 _DEFAULT_SEQ_LEN = 2048
 _DEFAULT_RANK = 16
+_BLOCK = re.compile(r"([^.]+\.)*?\d+(?=\.)")
+"""The first numbered module that a parameter is in."""
 _OPTIMIZERS: Mapping[str, str] = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}
 _LESS_STATE = re.compile(r"8bit|4bit|fp8|paged|adafactor|lion|muon|galore|apollo|came|prodigy|schedule", re.IGNORECASE)
+
+
+_ONE_GROUP = "every rank gathers the whole model at once, and the estimate is for one block after another"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +57,13 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
     """
     if spec.engine == "deepspeed":
         return MemoryQuestion(options=None, why_not="DeepSpeed's memory is not estimated")
+    if spec.engine == "other":
+        return MemoryQuestion(options=None, why_not="what distributes the model is neither FSDP nor DDP")
     if spec.mesh is None:
         why = "its axes do not fit the ranks" if spec.world_size is not None else "pass --world-size"
         return MemoryQuestion(options=None, why_not=f"the mesh is not known: {why}")
+    if spec.engine in ("fsdp1", "fsdp2") and not spec.wraps_blocks:
+        return MemoryQuestion(options=None, why_not=f"nothing wraps the blocks: {_ONE_GROUP}")
     if spec.mesh.size("pp") > 1:
         return MemoryQuestion(options=None, why_not="the stages of a pipeline are not estimated")
     notes: list[str] = []
@@ -93,6 +104,27 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
         case=case,
     )
     return MemoryQuestion(options=options, notes=tuple(notes))
+
+
+def blocks_too_small(spec: ParallelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return why no estimate holds for wrapping by number of parameters, or nothing.
+
+    Args:
+        spec: What the config asks for.
+        shapes: FQN → shape of the model's parameters.
+    """
+    least = spec.wrap_min_num_params
+    if least is None or spec.engine not in ("fsdp1", "fsdp2"):
+        return ""
+    blocks: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        block = _BLOCK.match(name)
+        if block is not None:
+            blocks[block[0]] += math.prod(shape)
+    largest = max(blocks.values(), default=None)
+    if largest is None or largest >= least:
+        return ""
+    return f"no block has {least:,} parameters (the largest has {largest:,}), so none is wrapped: {_ONE_GROUP}"
 
 
 def _mesh(spec: ParallelSpec) -> Mesh:

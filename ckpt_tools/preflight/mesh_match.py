@@ -16,11 +16,15 @@ _MANY_FILES = 16
 
 
 def shard_mesh(mesh: Mesh | None) -> Mesh | None:
-    """Return the axes that cut or copy parameters: FSDP folds cp into dp_shard; stages of a pipeline are left out."""
+    """Return the axes that cut or copy parameters; stages of a pipeline are left out.
+
+    FSDP shards over dp_shard × cp, and over ep where that has ranks of its own (axolotl): an expert is then on one rank
+    of ep and cut over the rest, which is as small a part.
+    """
     if mesh is None:
         return None
     axes = []
-    shard = mesh.size(FSDP_AXIS) * mesh.size("cp")
+    shard = mesh.size(FSDP_AXIS) * mesh.size("cp") * mesh.size("ep")
     replicate, tp = mesh.size("dp_replicate"), mesh.size("tp")
     if replicate > 1:
         axes.append(("dp_replicate", replicate))

@@ -267,7 +267,9 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
     known = {_DIGITS.sub("*", name) for name in comparison.tensors}
     buffers: list[str] = []
     stacked: list[str] = []
+    inside: list[str] = []
     others: list[str] = []
+    layers = {layer for name in comparison.found for layer in _layers(name)}
     for fqn in comparison.left:
         name = strip_wrappers(fqn)
         tails = [name, *(name[i + 1 :] for i, char in enumerate(name) if char == ".")][:5]
@@ -275,6 +277,8 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
             buffers.append(fqn)
         elif any(_DIGITS.sub("*", tail) in known for tail in tails if "." in tail):
             stacked.append(fqn)
+        elif name.endswith((".weight", ".bias")) and any(layer in layers for tail in tails for layer in _layers(tail)):
+            inside.append(fqn)
         else:
             others.append(fqn)
     if buffers:
@@ -293,6 +297,15 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
             f"{fold_names(stacked)}; they would be left out without a word",
             "correct num_hidden_layers (num_experts, …) in config.json, or take the checkpoint of this config",
         )
+    if inside:
+        yield make_finding(
+            "checkpoint-unexpected-key",
+            "error",
+            where,
+            f"the checkpoint has {len(inside)} tensors in layers of {comparison.title} where the model has none: "
+            f"{fold_names(inside)}; they would be left out without a word",
+            "the checkpoint is another architecture's: take the config.json that belongs to it",
+        )
     if others:
         yield make_finding(
             "checkpoint-unexpected-key",
@@ -301,6 +314,12 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
             f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}",
             "right if another head is trained; otherwise look at the architecture in config.json",
         )
+
+
+def _layers(name: str) -> Iterator[str]:
+    """Yield the numbered modules that a tensor is in: `model.layers.0`."""
+    parts = name.split(".")
+    return (".".join(parts[: i + 1]) for i in range(1, len(parts) - 1) if parts[i].isdecimal())
 
 
 def _check_shapes(comparison: Comparison, where: str) -> Iterator[Finding]:

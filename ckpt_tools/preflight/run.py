@@ -17,7 +17,7 @@ from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, read_config
 from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
-from ckpt_tools.preflight.memory import MemoryQuestion, ask, check_memory, start_estimate
+from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, start_estimate
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
@@ -134,7 +134,10 @@ def preflight(
             if not smoke:
                 check.why_not = "--no-smoke"
         with flight.check("memory") as check:
-            estimate = _check_memory(check, flight, spec, question, estimating, gpu_memory)
+            shapes = {} if view.facts is None else view.facts.shapes
+            why_not = blocks_too_small(spec, shapes)
+            asked = replace(question, why_not=why_not) if why_not else question
+            estimate = _check_memory(check, flight, spec, asked, None if why_not else estimating, gpu_memory)
     return PreflightReport(
         config=config_path,
         framework=config.framework,

@@ -72,6 +72,8 @@ class ParallelSpec:
     """Tokens of one sample."""
     batch_size: int | None = None
     """Samples per rank and step."""
+    wraps_blocks: bool = True
+    """False: the model is one FSDP group, which is gathered whole."""
     state_dict_type: str | None = None
     """FULL_STATE_DICT or SHARDED_STATE_DICT, where the config says."""
     cpu_ram_efficient_loading: bool | None = None

@@ -54,6 +54,12 @@ def write_weights(path, shapes):
     os.truncate(path, 8 + len(text) + position)
 
 
+def test_dtype_of_frozen_parameters_where_none_are_frozen_is_refused(capsys):
+    assert main(["estimate", *FIGURES, "--frozen-dtype", "f32"]) == 2
+    assert "nothing is frozen" in capsys.readouterr().err
+    assert main(["estimate", *FIGURES, "--frozen-dtype", "f32", "--lora"]) == 0
+
+
 def test_llama_7b_takes_half_a_minute_and_less_than_a_gigabyte(tmp_path):
     model = write(tmp_path / "llama", LLAMA_7B)
     script = (

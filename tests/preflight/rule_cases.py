@@ -34,6 +34,10 @@ MIXTRAL = LLAMA | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+GPT = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4} | {
+    "n_positions": 2048
+}
+OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "max_position_embeddings": 2048}
 TIED = LLAMA | {"tie_word_embeddings": True}
 BIG_TIED = TIED | {
     "hidden_size": 4096,
@@ -770,6 +774,24 @@ CASES: tuple[RuleCase, ...] = (
         near={"training.seq_len": 2048},
         model=LLAMA,
     ),
+    RuleCase(
+        rule="CKPT047",
+        framework="trainer",
+        fires={"max_length": 2049},
+        near={"max_length": 2048},
+        model=GPT,
+        weights={"wpe.weight": (2048, 64)},
+    ),
+    RuleCase(
+        rule="CKPT047",
+        framework="axolotl",
+        fires={"sequence_len": 4096},
+        near={"sequence_len": 4096},
+        model=OPT,
+        near_model=LLAMA,
+        weights={"model.decoder.embed_positions.weight": (2050, 64)},
+        near_weights={"model.norm.weight": (64,)},
+    ),
     # 05x
     RuleCase(rule="CKPT050", framework="trainer", fires={"fp16": True}, near={"fp16": False}),
     RuleCase(rule="CKPT050", framework="axolotl", fires={"fp16": True}, near={"fp16": None}),
@@ -1072,6 +1094,14 @@ CASES: tuple[RuleCase, ...] = (
         framework="ai-toolkit",
         fires={f"{AI}.model.quantize": True},
         near={f"{AI}.model.quantize": False},
+    ),
+    RuleCase(
+        rule="CKPT079",
+        framework="trainer",
+        fires={"use_peft": True, "lora_target_modules": ["to_q", "to_v"]},
+        near={"use_peft": True, "lora_target_modules": ["to_q", "q_proj"]},
+        model=LLAMA,
+        build=True,
     ),
     # 08x
     RuleCase(

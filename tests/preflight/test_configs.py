@@ -12,6 +12,7 @@ from preflight.config_examples import ACCELERATE, AXOLOTL, EXAMPLES, FIXTURES, m
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.preflight.configs import read_config
 from ckpt_tools.preflight.configs.document import MAX_BYTES
+from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.spec import ParallelSpec
 
 
@@ -289,3 +290,50 @@ def test_numbers_and_merges_are_read_as_pyyaml_reads_them(tmp_path: Path) -> Non
     config = read(tmp_path, text + "datasets:\n  - <<: *b\n    path: p\n")
     assert config.values == yaml.safe_load(text + "datasets:\n  - <<: *b\n    path: p\n")
     assert config.spec.seq_len == 16384
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        (ACCELERATE | {"num_processes": 0}, "num_processes"),
+        (ACCELERATE | {"num_processes": -3}, "num_processes"),
+        (ACCELERATE | {"num_machines": 0}, "num_machines"),
+        (AXOLOTL | {"sequence_len": -5}, "sequence_len"),
+        (AXOLOTL | {"micro_batch_size": 0}, "micro_batch_size"),
+        ({"output_dir": "x", "per_device_train_batch_size": "0"}, "per_device_train_batch_size"),
+    ],
+)
+def test_count_of_what_no_run_is_without_below_one_is_an_error(
+    values: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    found = [(f.code, f.severity, f.where) for f in read(tmp_path, values).findings]
+    assert found == [("wrong-type", "error", where)]
+
+
+def test_processes_that_the_launcher_is_to_be_told_are_no_error(tmp_path: Path) -> None:
+    config = read(tmp_path, ACCELERATE | {"num_processes": -1})
+    assert config.findings == ()
+    assert config.spec.world_size is None
+
+
+@pytest.mark.parametrize("framework", ["verl", "torchtitan", "ai-toolkit", "trainer", "axolotl"])
+def test_config_of_another_framework_than_the_one_named_is_refused(framework: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"{framework} reads") as error:
+        read(tmp_path, ACCELERATE, framework=framework)
+    assert error.value.hint == "this looks like a config of accelerate: --framework accelerate"
+
+
+@pytest.mark.parametrize(
+    ("policy", "wraps"),
+    [(None, False), ("NO_WRAP", False), ("TRANSFORMER_BASED_WRAP", True), ("SIZE_BASED_WRAP", True)],
+)
+def test_blocks_are_wrapped_where_a_policy_says_so(policy: str | None, wraps: bool, tmp_path: Path) -> None:
+    options = ACCELERATE["fsdp_config"] | ({} if policy is None else {"fsdp_auto_wrap_policy": policy})
+    assert read(tmp_path, ACCELERATE | {"fsdp_config": options}).spec.wraps_blocks is wraps
+
+
+def test_experts_with_ranks_of_their_own_are_sharded_over_all_of_them(tmp_path: Path) -> None:
+    spec = read(tmp_path, AXOLOTL | {"expert_parallel_size": 4, "dp_shard_size": 2}, world_size=8).spec
+    assert (spec.strategy, shard_mesh(spec.mesh)) == ("full_shard", mesh(dp_shard=8))
+    alone = read(tmp_path, AXOLOTL | {"expert_parallel_size": 8}, world_size=8).spec
+    assert (alone.strategy, shard_mesh(alone.mesh)) == ("full_shard", mesh(dp_shard=8))

@@ -32,6 +32,7 @@ def spec(mesh="dp_shard=8", engine="fsdp2", framework="accelerate", **fields):
         ("dp_shard=1", 4, "dp_shard=1"),
         ("pp=2,dp_shard=4", 4, "dp_shard=2"),
         ("cp=4", 4, "dp_shard=2"),
+        ("ep=8", 4, "dp_shard=2"),
     ],
 )
 def test_fold_mesh_keeps_the_kinds_of_axes_that_the_ranks_allow(mesh, ranks, folded):
@@ -58,6 +59,11 @@ def test_fold_mesh_says_what_became_of_every_axis(mesh, words):
     [
         ({}, "full_shard", "dp_shard=2"),
         ({"strategy": "shard_grad_op"}, "shard_grad_op", "dp_shard=2"),
+        (
+            {"strategy": "hybrid_shard", "reshard_after_forward": False, "mesh": "dp_replicate=2,dp_shard=4"},
+            "hybrid_shard_zero2",
+            "dp_replicate=2,dp_shard=2",
+        ),
         ({"reshard_after_forward": False}, "shard_grad_op", "dp_shard=2"),
         (
             {"mesh": "dp_replicate=4,dp_shard=8", "strategy": "hybrid_shard"},
@@ -106,6 +112,7 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
         ({"reshard_after_forward": 4}, "reshard_after_forward=4 is tried as true"),
         ({"wrap_min_num_params": 1000}, "number of parameters is not tried"),
         ({"engine": "fsdp1"}, "FSDP1 is tried as"),
+        ({"wraps_blocks": False}, "in the run the model is one FSDP group"),
         ({"wrap_classes": ("LlamaMLP",)}, "wrapped are LlamaDecoderLayer, and not LlamaMLP"),
         ({"adapter": AdapterSpec(targets=("q_proj",))}, "adapters are on all linear layers"),
         ({"framework": "torchtitan"}, "torchtitan has one of its own"),

@@ -161,6 +161,17 @@ def test_match_of_a_stranger_beside_the_model_only_warns(models, tmp_path):
     assert result.ok
 
 
+def test_match_of_another_architecture_with_the_same_names_is_an_error(models, tmp_path):
+    def add(state):
+        for layer in range(2):
+            state[f"model.layers.{layer}.self_attn.q_norm.weight"] = torch.zeros(8)
+
+    result = check_checkpoint(str(rewritten(tmp_path, models / "llama", add)), spec(), model=str(models / "llama"))
+    finding = the(result, "checkpoint-unexpected-key")
+    assert finding.severity == "error"
+    assert "2 tensors in layers of LlamaForCausalLM" in finding.what
+
+
 def test_match_of_a_buffer_that_old_versions_saved_is_no_warning(models, tmp_path):
     def add(state):
         state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ckpt_tools.layout import parse_mesh
-from ckpt_tools.preflight.memory import ask, check_memory, estimate_memory, in_own_words
+from ckpt_tools.preflight.memory import ask, blocks_too_small, check_memory, estimate_memory, in_own_words
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 
 
@@ -37,6 +37,29 @@ def spec(mesh="dp_shard=8", engine="fsdp2", framework="accelerate", **fields):
 def test_ask_takes_strategy_and_mesh_of_the_spec(fields, strategy, mesh):
     options = ask(spec(**fields), model="model", gpu_memory=1).options
     assert (options.strategies, options.mesh, options.gpu_memory) == ((strategy,), mesh, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"engine": "other", "mesh": None}, "neither FSDP nor DDP"),
+        ({"engine": "deepspeed"}, "DeepSpeed"),
+        ({"wraps_blocks": False}, "gathers the whole model at once"),
+        ({"mesh": None}, "pass --world-size"),
+    ],
+)
+def test_ask_about_what_no_estimate_is_for_says_why(fields, words):
+    question = ask(spec(**fields), model="model", gpu_memory=1)
+    assert question.options is None
+    assert words in question.why_not
+
+
+def test_blocks_smaller_than_what_is_wrapped_are_not_estimated():
+    shapes = {f"layers.{i}.{name}.weight": (10, 10) for i in range(2) for name in ("a", "b")} | {"head": (99, 99)}
+    assert blocks_too_small(spec(wrap_min_num_params=200), shapes) == ""
+    assert "the largest has 200" in blocks_too_small(spec(wrap_min_num_params=201), shapes)
+    assert blocks_too_small(spec(), shapes) == ""
+    assert blocks_too_small(spec(engine="ddp", wrap_min_num_params=201), shapes) == ""
 
 
 def test_ask_takes_over_what_is_trained_and_in_which_dtypes():

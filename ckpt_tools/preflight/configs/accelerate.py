@@ -25,7 +25,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     with_plugin,
 )
 from ckpt_tools.preflight.configs.mesh import build_mesh
-from ckpt_tools.preflight.configs.schema import Count, Section, Truth, Word, validate, words
+from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, validate, words
 from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
 DEFAULTS = PluginDefaults(
@@ -43,6 +43,8 @@ TYPES = words(
 """Source: `accelerate/utils/dataclasses.py:DistributedType`."""
 _SIZES = "parallelism_config.parallelism_config_{}_size"
 _NO_ENGINE = ("", "NO")
+_ASKED_FOR = -1
+"""`num_processes` that the launcher is to be told. Source: `ClusterConfig`, `_validate_launch_command`."""
 
 
 def _distributed_type(value: object) -> str:
@@ -109,7 +111,7 @@ class Accelerate(Section):
     distributed_type: Annotated[str, PlainValidator(_distributed_type)] | None = None
     mixed_precision: Word | None = None
     num_processes: Count | None = None
-    num_machines: Count | None = None
+    num_machines: Positive | None = None
     fsdp_config: AccelerateFsdp | None = None
     parallelism_config: Parallelism | None = None
     deepspeed_config: DeepSpeed | None = None
@@ -131,6 +133,8 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
     raw, findings = validate(Accelerate, normal, spell=spell)
     if values.get("distributed_type") is None:
         findings += (_no_type(),)
+    if raw.num_processes is not None and raw.num_processes < 1 and raw.num_processes != _ASKED_FOR:
+        findings += (_no_processes(raw.num_processes),)
     kind = raw.distributed_type or ""
     options = raw.fsdp_config or AccelerateFsdp()
     engine = _engine(kind, options)
@@ -179,6 +183,16 @@ def _no_type() -> Finding:
         where="distributed_type",
         what="distributed_type is missing, and accelerate refuses a file without it",
         hint="distributed_type: FSDP",
+    )
+
+
+def _no_processes(count: int) -> Finding:
+    return Finding(
+        code="wrong-type",
+        severity="error",
+        where="num_processes",
+        what=f"{count} processes start nothing",
+        hint="num_processes: how many ranks there are on all machines together",
     )
 
 

@@ -17,7 +17,7 @@ from ckpt_tools.preflight.configs.ai_toolkit_names import MODEL, NETWORK, PROCES
 from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.mesh import build_mesh
-from ckpt_tools.preflight.configs.schema import Count, Number, Section, Truth, Word, choice, validate, words
+from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice, validate, words
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 
 _PROCESS = "config.process[0]"
@@ -29,7 +29,7 @@ class Train(Section):
 
     known: ClassVar[frozenset[str]] = TRAIN
 
-    batch_size: Count | None = None
+    batch_size: Positive | None = None
     dtype: Word | None = None
     optimizer: Word | None = None
     gradient_checkpointing: Truth | None = None
@@ -143,6 +143,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         offload_params=is_fsdp and bool(train.fsdp_cpu_offload),
         activation_checkpointing=train.gradient_checkpointing is not False,
         wrap_classes=_wrap_classes(train, model) if is_fsdp else (),
+        wraps_blocks=not is_fsdp or train.fsdp_auto_wrap is not False,
         adapter=_adapter(process.network),
         quantize=(model.qtype or "qfloat8").partition("|")[0] if quantised else None,
         optimizer=train.optimizer or "adamw",

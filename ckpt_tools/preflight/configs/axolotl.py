@@ -23,7 +23,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     with_plugin,
 )
 from ckpt_tools.preflight.configs.mesh import build_mesh
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Section, Truth, Word, validate, words
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate, words
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 
 DEFAULTS = PluginDefaults(
@@ -89,8 +89,8 @@ class Axolotl(Section):
     sequence_parallel_degree: Count | None = None
     expert_parallel_size: Count | None = None
     optimizer: Word | None = None
-    sequence_len: Count | None = None
-    micro_batch_size: Count | None = None
+    sequence_len: Positive | None = None
+    micro_batch_size: Positive | None = None
     # true, offload, offload_disk, unsloth
     gradient_checkpointing: Word | None = None
     activation_checkpointing: Word | None = None

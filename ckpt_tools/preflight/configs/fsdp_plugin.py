@@ -146,6 +146,7 @@ def with_plugin(
         after = {"SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False, "NO_SHARD": None}.get(strategy, True)
         strategy = "hybrid_shard" if strategy == "HYBRID_SHARD_ZERO2" else strategy.lower()
     is_full = spec.engine == "fsdp1" or defaults.full_state_dict
+    min_num_params = _min_num_params(options, defaults) if policy == SIZE_WRAP else None
     return replace(
         spec,
         strategy=strategy,
@@ -153,7 +154,8 @@ def with_plugin(
         offload_params=offloads,
         activation_checkpointing=spec.activation_checkpointing or bool(options.activation_checkpointing),
         wrap_classes=(options.transformer_layer_cls_to_wrap or ()) if policy == TRANSFORMER_WRAP else (),
-        wrap_min_num_params=_min_num_params(options, defaults) if policy == SIZE_WRAP else None,
+        wrap_min_num_params=min_num_params,
+        wraps_blocks=policy == TRANSFORMER_WRAP or min_num_params is not None,
         state_dict_type=options.state_dict_type or STATE_DICTS[0 if is_full else 2],
         cpu_ram_efficient_loading=defaults.cpu_ram_efficient_loading if loading is None else loading,
         keys=keys,

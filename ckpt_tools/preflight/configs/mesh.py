@@ -55,7 +55,8 @@ def sharding_strategy(axes: Mapping[str, int], mesh: Mesh | None, *, reshards: b
         reshards: Are parameters given back after forward?
     """
     shard, cp, replicas = (resolved(axes, mesh, name) for name in (FSDP_AXIS, "cp", "dp_replicate"))
-    if shard == 1 and cp == 1:
+    experts = 1 if mesh is None else mesh.size("ep")  # more than 1 where ep has ranks of its own
+    if shard == 1 and cp == 1 and experts == 1:
         return "no_shard"
     if replicas is not None and replicas > 1:
         return "hybrid_shard"

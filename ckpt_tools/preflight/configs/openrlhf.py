@@ -33,6 +33,7 @@ from ckpt_tools.preflight.configs.schema import (
     Dtype,
     Names,
     Number,
+    Positive,
     Section,
     Truth,
     Word,
@@ -87,17 +88,17 @@ class OpenRlhf(Section):
     lora_alpha: Number | None = _named("ds.lora.alpha", "lora_alpha")
     lora_targets: Names | None = _named("ds.lora.target_modules", "target_modules")
     optim: Word | None = None
-    max_len: Count | None = _named("data.max_len", "max_len")
-    prompt_max_len: Count | None = None
-    generate_max_len: Count | None = None
-    micro_batch_size: Count | None = _named("train.micro_batch_size", "micro_train_batch_size")
+    max_len: Positive | None = _named("data.max_len", "max_len")
+    prompt_max_len: Positive | None = None
+    generate_max_len: Positive | None = None
+    micro_batch_size: Positive | None = _named("train.micro_batch_size", "micro_train_batch_size")
     model: Word | None = _named(
         "model.model_name_or_path", "actor.model_name_or_path", "model_name_or_path", "pretrain"
     )
     load_checkpoint: Truth | None = _named("ckpt.load_enable", "load_checkpoint", "resume_training")
     ckpt_path: Word | None = _named("ckpt.path", "ckpt_path", "dcp_checkpoint_from_path", "ckpt_save_path")
-    actor_num_nodes: Count | None = _named("actor.num_nodes", "actor_num_nodes")
-    actor_num_gpus: Count | None = _named("actor.num_gpus_per_node", "actor_num_gpus_per_node")
+    actor_num_nodes: Positive | None = _named("actor.num_nodes", "actor_num_nodes")
+    actor_num_gpus: Positive | None = _named("actor.num_gpus_per_node", "actor_num_gpus_per_node")
 
 
 _FIELDS = {

@@ -9,6 +9,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs import accelerate, ai_toolkit, axolotl, openrlhf, torchtitan, trainer, verl
 from ckpt_tools.preflight.configs.config import Config, Reading
 from ckpt_tools.preflight.configs.document import Document, read_document
+from ckpt_tools.preflight.configs.schema import Section, option_names
 from ckpt_tools.preflight.spec import Framework
 from ckpt_tools.text import escape_name
 
@@ -67,7 +68,7 @@ def read_config(path: str, *, framework: Framework | None = None, world_size: in
         world_size: Ranks; None for what the config says.
 
     Raises:
-        UsageError: It looks like no framework's config, or like several.
+        UsageError: It looks like no framework's config, or like several; or not like that of `framework`.
         UnreadableError: It is not there, or not a config at all.
         LimitError: It is longer than a config is.
         StorageError: The system could not read it.
@@ -75,6 +76,8 @@ def read_config(path: str, *, framework: Framework | None = None, world_size: in
     document = read_document(path)
     found = framework or detect(document)
     reading = _FRAMEWORKS[found][1](document, world_size)
+    if framework is not None and document.values is not None:
+        _check_named(document, document.values, framework, type(reading.raw))
     return Config(
         framework=found,
         path=path,
@@ -82,6 +85,22 @@ def read_config(path: str, *, framework: Framework | None = None, world_size: in
         values=reading.values,
         spec=reading.spec,
         findings=reading.findings,
+    )
+
+
+def _check_named(document: Document, values: Mapping[str, object], framework: Framework, model: type[Section]) -> None:
+    """Refuse a config of another framework: nearly all of it would be passed over, and the rest be found right."""
+    known = option_names(model).intersection(values)
+    others = [name for name, (detects, _) in _FRAMEWORKS.items() if detects(document)]
+    if framework in others or (known and not others) or 2 * len(known) >= len(values):
+        return
+    read = f"reads {len(known)}" if known else "reads none"
+    raise UsageError(
+        f"{framework} {read} of the {len(values)} keys of this file",
+        where=escape_name(document.path),
+        hint=f"this looks like a config of {' or of '.join(others)}: --framework {others[0]}"
+        if others
+        else f"give the config that {framework} reads",
     )
 
 

@@ -43,6 +43,16 @@ def _count(value: object) -> int:
     raise ValueError("a whole number")
 
 
+def _positive(value: object) -> int:
+    try:
+        number = _count(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError("a whole number, 1 or more")
+    return number
+
+
 def _number(value: object) -> float:
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
@@ -104,6 +114,8 @@ def _dtype(value: object) -> str:
 
 Count = Annotated[int, PlainValidator(_count)]
 """A whole number, or its digits as text."""
+Positive = Annotated[int, PlainValidator(_positive)]
+"""A count of what no run can be without: processes, samples, tokens."""
 Number = Annotated[float, PlainValidator(_number)]
 """A finite number."""
 Truth = Annotated[bool, PlainValidator(_truth)]

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 from ckpt_tools.preflight.configs.config import Reading, first_key
 from ckpt_tools.preflight.configs.mesh import build_mesh, resolved, sharding_strategy
-from ckpt_tools.preflight.configs.schema import Count, Dtype, Section, Truth, Word, choice, validate, words
+from ckpt_tools.preflight.configs.schema import Count, Dtype, Positive, Section, Truth, Word, choice, validate, words
 from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
 _DEGREES = {
@@ -63,11 +63,11 @@ class Training(Section):
     mixed_precision_param: Dtype | None = None
     mixed_precision_reduce: Dtype | None = None
     enable_cpu_offload: Truth | None = None
-    seq_len: Count | None = None
-    max_context_length: Count | None = None
-    local_batch_size: Count | None = None
-    batch_size: Count | None = None
-    num_tokens_per_microbatch_per_dp_rank: Count | None = None
+    seq_len: Positive | None = None
+    max_context_length: Positive | None = None
+    local_batch_size: Positive | None = None
+    batch_size: Positive | None = None
+    num_tokens_per_microbatch_per_dp_rank: Positive | None = None
 
 
 class Checkpoint(Section):

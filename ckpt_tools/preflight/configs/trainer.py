@@ -26,7 +26,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     with_plugin,
 )
 from ckpt_tools.preflight.configs.mesh import build_mesh
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Section, Truth, Word, validate, words
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate, words
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 from ckpt_tools.text import escape_name
 
@@ -125,7 +125,7 @@ class Trainer(Section):
         bnb_4bit_quant_storage"""
     )
 
-    per_device_train_batch_size: Count | None = None
+    per_device_train_batch_size: Positive | None = None
     bf16: Truth | None = None
     fp16: Truth | None = None
     optim: Word | None = None
@@ -141,8 +141,8 @@ class Trainer(Section):
     model_name_or_path: Word | None = None
     torch_dtype: Word | None = None
     dtype: Word | None = None
-    max_length: Count | None = None
-    max_seq_length: Count | None = None
+    max_length: Positive | None = None
+    max_seq_length: Positive | None = None
     model_max_length: Count | None = None
     block_size: Count | None = None
     use_peft: Truth | None = None

@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from ckpt_tools.checkpoint import Severity
-from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Section, Truth, Word, choice, words
+from ckpt_tools.preflight.configs.schema import (
+    Count,
+    Dtype,
+    Names,
+    Number,
+    Positive,
+    Section,
+    Truth,
+    Word,
+    choice,
+    words,
+)
 
 
 class WrapPolicy(Section):
@@ -79,7 +90,7 @@ class Actor(Section):
     unknown: ClassVar[Severity | None] = "error"
 
     strategy: Annotated[str, choice("fsdp", "fsdp2", "megatron", "veomni")] | None = None
-    ppo_micro_batch_size_per_gpu: Count | None = None
+    ppo_micro_batch_size_per_gpu: Positive | None = None
     ulysses_sequence_parallel_size: Count | None = None
     fsdp_config: Fsdp | None = None
     optim: Optimizer | None = None
@@ -117,10 +128,10 @@ class Data(Section):
 
     unknown: ClassVar[Severity | None] = None
 
-    max_prompt_length: Count | None = None
-    max_response_length: Count | None = None
-    max_length: Count | None = None
-    micro_batch_size_per_gpu: Count | None = None
+    max_prompt_length: Positive | None = None
+    max_response_length: Positive | None = None
+    max_length: Positive | None = None
+    micro_batch_size_per_gpu: Positive | None = None
 
 
 class Runner(Section):
@@ -134,8 +145,8 @@ class Runner(Section):
         checkpoint profile_steps controller_nsight_options worker_nsight_options npu_profile profile_interval"""
     )
 
-    nnodes: Count | None = None
-    n_gpus_per_node: Count | None = None
+    nnodes: Positive | None = None
+    n_gpus_per_node: Positive | None = None
     resume_from_path: Word | None = None
 
 

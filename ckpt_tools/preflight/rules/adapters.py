@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
+from ckpt_tools.preflight.configs.config import first_key
 from ckpt_tools.preflight.rules.engines import ai_option, ai_wants_fsdp
 from ckpt_tools.preflight.rules.flags import flag
 from ckpt_tools.preflight.rules.precision import short
-from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule
+from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule, shown
 from ckpt_tools.preflight.spec import Framework
 
 _LONG = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -210,6 +212,52 @@ def quanto_shards(case: Case) -> Iterator[Violation]:
         )
 
 
+@rule(
+    "CKPT079",
+    "error",
+    "an adapter for modules that the model does not have",
+    why="PEFT stops when it finds none of the modules that are to be adapted",
+    fix="names of the model's own linear modules, or all-linear",
+    frameworks=("trainer", "axolotl", "verl", "openrlhf"),
+)
+def targets_exist(case: Case) -> Iterator[Violation]:
+    """Look for the targets among the modules of the built model; patterns are not looked at.
+
+    Source: `peft/tuners/tuners_utils.py:BaseTuner.inject_adapter`, `check_target_module_exists`.
+    """
+    adapter, facts = case.spec.adapter, case.facts
+    if adapter is None or facts is None or facts.module_classes is None or not adapter.targets:
+        return
+    if any(target == "all-linear" or not _PLAIN_NAME.fullmatch(target) for target in adapter.targets):
+        return
+    modules = {module for name in facts.shapes for module in _modules_around(name)}
+    if any(module.endswith(f".{target}") for module in modules for target in adapter.targets):
+        return
+    linear = sorted({module.rpartition(".")[2] for module in modules if module.endswith(("_proj", "_lin", "dense"))})
+    yield Violation(
+        key=first_key(case.config.values, *_TARGETS) or case.key("adapter"),
+        what=f"{facts.architecture} has no module {' or '.join(map(shown, adapter.targets[:_NAMED]))}",
+        fix=f"for example {', '.join(linear[:_NAMED])}" if linear else "names of its linear modules",
+    )
+
+
+_PLAIN_NAME = re.compile(r"[\w.]+")
+_NAMED = 4
+_TARGETS = (
+    "lora_target_modules",
+    "actor_rollout_ref.model.target_modules",
+    "model.target_modules",
+    "ds.lora.target_modules",
+    "target_modules",
+)
+
+
+def _modules_around(name: str) -> Iterator[str]:
+    """Yield the modules that a parameter is in, each with a dot in front."""
+    parts = name.split(".")[:-1]
+    return ("." + ".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
 RULES: tuple[Rule, ...] = (
     storage_dtype,
     storage_bytes,
@@ -220,4 +268,5 @@ RULES: tuple[Rule, ...] = (
     mxfp4_loading,
     adapter_rank,
     quanto_shards,
+    targets_exist,
 )

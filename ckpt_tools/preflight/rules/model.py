@@ -204,6 +204,36 @@ def sequence_fits(case: Case) -> Iterator[Violation]:
         yield Violation(key=key, what=f"{length} tokens, the model has {limit} positions", fix=f"{key}: {limit}")
 
 
+@rule(
+    "CKPT047",
+    "error",
+    "samples longer than the model's table of positions",
+    why="The model looks every position up in a table that it has learned: the first sample that is longer than the"
+    " table ends the run with an index out of range",
+    fix="samples as long as the table at most, or a model with rotary positions",
+    frameworks=("trainer", "axolotl", "verl", "openrlhf"),
+)
+def positions_are_in_the_table(case: Case) -> Iterator[Violation]:
+    """Look for a table as long as the config says: GPT-2, BERT, OPT; rotary and relative positions have none."""
+    length, facts = case.spec.seq_len, case.facts
+    if length is None or facts is None or facts.max_positions is None or length <= facts.max_positions:
+        return
+    # Some tables have a few rows more, for padding (OPT, RoBERTa).
+    rows = range(facts.max_positions, facts.max_positions + 3)
+    tables = [
+        name for name, shape in facts.shapes.items() if name.endswith(_TABLES) and len(shape) == 2 and shape[0] in rows
+    ]
+    if tables:
+        key = case.key("seq_len", "the length of samples")
+        yield Violation(
+            key=key,
+            what=f"{length} tokens, and {shown(tables[0])} has places for {facts.max_positions}",
+            fix=f"{key}: {facts.max_positions}",
+        )
+
+
+_TABLES = ("position_embeddings.weight", "embed_positions.weight", "wpe.weight")
+
 RULES: tuple[Rule, ...] = (
     wrap_classes_exist,
     blocks_are_named,
@@ -212,4 +242,5 @@ RULES: tuple[Rule, ...] = (
     same_dim,
     tied_on_cpu,
     sequence_fits,
+    positions_are_in_the_table,
 )

@@ -125,19 +125,25 @@ def ep_without_experts(case: Case) -> Iterator[Violation]:
     "CKPT035",
     "warning",
     "expert parallelism that takes ranks of its own",
-    why="In axolotl the ep axis divides the world, so all other weights are sharded over fewer ranks and kept ep times;"
-    " torchtitan and transformers fold ep into dp_shard × cp × tp",
-    fix="nothing, when it is meant; count memory with dp_shard ranks, not with the world",
+    why="In axolotl ep is an axis of the mesh, and dp_shard_size counts the ranks beside it: an expert is sharded over"
+    " dp_shard ranks, everything else over ep × dp_shard × cp (in older versions over dp_shard × cp, and kept ep"
+    " times); torchtitan and transformers fold ep into dp_shard × cp × tp",
+    fix="nothing, when it is meant: ep × dp_shard_size × context_parallel_size is the world size",
     frameworks=("axolotl",),
 )
 def ep_is_an_axis(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `expert_parallel/plugin.py:_resolve_ep_group`, torchtitan `ParallelismConfig`."""
+    """Say what is sharded over which ranks.
+
+    Source: axolotl `expert_parallel/plugin.py:_resolve_ep_group`, `monkeypatch/accelerate/parallelism_config.py` (its
+    `dp_shard_cp_dim_names`); torchtitan `ParallelismConfig`.
+    """
     ep, world = case.axis("ep"), case.spec.world_size
     if ep > 1:
         left = f"{world // ep} of {world}" if world else f"1/{ep} of the"
         yield Violation(
             key=case.axis_key("ep"),
-            what=f"ep={ep} leaves {left} ranks to shard everything that is not an expert",
+            what=f"ep={ep} takes ranks of its own: {left} are left for dp_shard_size, and an expert is sharded over"
+            " those; everything else is sharded over the ranks of ep as well",
             fix="nothing if that is meant; else a smaller expert_parallel_size",
         )
 
