@@ -12,6 +12,9 @@ from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import CheckLevel, Push, PushOptions
 from ckpt_tools.text import escape_name
 
+_ADAPTER_FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+"""Files that make a directory an adapter's."""
+
 
 def push(
     directory: str | os.PathLike[str],
@@ -62,6 +65,7 @@ def push(
     Raises:
         UsageError: Options that contradict each other, or names that cannot be.
         UnreadableError: The directory holds something that is not whole, or changes meanwhile.
+        AdapterRefusedError: It holds an adapter that would load and change nothing, or not load.
         HubError: The hub refused or is away, or somebody else committed meanwhile.
     """
     path = os.fspath(directory)
@@ -90,7 +94,21 @@ def push(
         num_workers=num_workers or default_num_workers(),
         progress=progress,
         bars=bars,
+        refuse=_refuse_broken_adapter,
     )
     if say is not None:
         job.say = say
     return job.run()
+
+
+def _refuse_broken_adapter(path: str) -> None:
+    if not any(os.path.isfile(os.path.join(path, name)) for name in _ADAPTER_FILES):
+        return
+    from ckpt_tools.adapters.check import check_lora
+    from ckpt_tools.adapters.merge import AdapterRefusedError
+
+    errors = [f for f in check_lora(path).findings if f.severity == "error" and not f.code.startswith("loader-")]
+    if errors:
+        first = errors[0]
+        more = f", and {len(errors) - 1} more (ckpt check-lora lists them)" if len(errors) > 1 else ""
+        raise AdapterRefusedError(f"{first.code}: {first.what}{more}", where=first.where, hint=first.hint)

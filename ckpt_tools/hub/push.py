@@ -41,6 +41,10 @@ def _say_nothing(_: str) -> None:
     """Keep what takes long to oneself."""
 
 
+def _refuse_nothing(_: str) -> None:
+    """Send whatever is whole."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOptions:
     """How to push."""
@@ -84,6 +88,7 @@ class Push:
         progress: Given a number of bytes, makes the receiver of progress.
         say: Told what takes long.
         bars: Let the client draw its own bars while it uploads.
+        refuse: Given the directory once it is known to be whole; raises when it should not be sent all the same.
     """
 
     directory: str
@@ -92,6 +97,7 @@ class Push:
     progress: Callable[[int], Progress] | None = None
     say: Say = _say_nothing
     bars: bool = False
+    refuse: Callable[[str], None] = _refuse_nothing
     _notes: list[str] = field(default_factory=list)
 
     def run(self) -> PushResult:
@@ -116,6 +122,7 @@ class Push:
         ):
             chosen, left_out = list_directory(source, include=options.include, exclude=options.exclude)
             checked = check_directory(source, chosen, num_workers=self.num_workers)
+            self.refuse(self.directory)
             self._notes += checked.notes
             hub = Hub(account, options.repo, revision=options.revision, say=self.say)
             receiver = self.progress(sum(chosen.values())) if self.progress is not None else None

@@ -85,7 +85,7 @@ def push_json(push):
     def call(*argv: object, code: int = 0) -> dict:
         found, out, err = push(*argv, "--json")
         assert found == code, (out, err)
-        if code in (0, 3):
+        if code in (0, 3) and out:
             assert err == ""
             return json.loads(out)
         assert out == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,8 @@ def write_adapter(directory: Path, **config: object) -> Path:
     """A PEFT adapter that nothing is wrong with."""
     directory.mkdir(parents=True)
     fqn = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
-    factors = {fqn.format("A"): tensor("F32", 4, 8, seed=1), fqn.format("B"): tensor("F32", 8, 4, seed=2)}
+    values = struct.pack("<32f", *(number / 7 for number in range(1, 33)))
+    factors = {fqn.format("A"): ("F32", (4, 8), values), fqn.format("B"): ("F32", (8, 4), values)}
     (directory / "adapter_model.safetensors").write_bytes(safetensors_bytes(factors))
     known = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (directory / "adapter_config.json").write_text(json.dumps(known | config))
@@ -146,13 +148,13 @@ def test_hub_id_of_path_is_none(text: str, expected: str | None):
 
 
 def test_push_adapter_card_comes_from_its_config(hub: Hub, push_json, tmp_path: Path):
-    adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base", use_dora=True)
+    adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base", use_rslora=True)
     document = push_json(adapter, "me/lora", "--license", "mit")
     card = hub.files("me/lora")["README.md"].decode()
     assert front(card)["base_model"] == "org/base"
     assert front(card)["license"] == "mit"
     assert "AutoModelForCausalLM" in card
-    assert "| use&#95;dora | True | adapter&#95;config.json |" in card
+    assert "| use&#95;rslora | True | adapter&#95;config.json |" in card
     assert document["notes"] == []
 
 
@@ -195,6 +197,12 @@ def test_push_no_card_leaves_the_readme_alone(hub: Hub, push_json, tmp_path: Pat
     push_json(adapter, "me/lora")
     assert hub.files("me/lora")["README.md"].endswith(b"---\n\nMine\n")
     assert (adapter / "README.md").read_bytes() == b"Mine\n"
+
+
+def test_push_adapter_whose_alpha_is_zero_is_refused(hub: Hub, push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "adapter", lora_alpha=0)
+    assert "adapter-alpha-zero" in push_json(adapter, "me/lora", code=3)["what"]
+    assert hub.writes == []
 
 
 def test_push_dead_adapter_is_refused(hub: Hub, push_json, tmp_path: Path):
