@@ -277,7 +277,7 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
             buffers.append(fqn)
         elif any(_DIGITS.sub("*", tail) in known for tail in tails if "." in tail):
             stacked.append(fqn)
-        elif name.endswith((".weight", ".bias")) and any(layer in layers for tail in tails for layer in _layers(tail)):
+        elif any(_is_missed(tail, comparison) and any(layer in layers for layer in _layers(tail)) for tail in tails):
             inside.append(fqn)
         else:
             others.append(fqn)
@@ -314,6 +314,12 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
             f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}",
             "right if another head is trained; otherwise look at the architecture in config.json",
         )
+
+
+def _is_missed(name: str, comparison: Comparison) -> bool:
+    """Is it a weight, or the bias of a module that has one? Others may be buffers: the mask of GPT-2 is attn.bias."""
+    module, _, leaf = name.rpartition(".")
+    return leaf == "weight" or (leaf == "bias" and f"{module}.weight" in comparison.tensors)
 
 
 def _layers(name: str) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.configs.config import first_key
 from ckpt_tools.preflight.rules.engines import ai_option, ai_wants_fsdp
 from ckpt_tools.preflight.rules.flags import flag
 from ckpt_tools.preflight.rules.precision import short
@@ -234,8 +233,9 @@ def targets_exist(case: Case) -> Iterator[Violation]:
     if any(module.endswith(f".{target}") for module in modules for target in adapter.targets):
         return
     linear = sorted({module.rpartition(".")[2] for module in modules if module.endswith(("_proj", "_lin", "dense"))})
+    found = case.first(*_TARGETS)
     yield Violation(
-        key=first_key(case.config.values, *_TARGETS) or case.key("adapter"),
+        key=case.key("adapter") if found is None else found.key,
         what=f"{facts.architecture} has no module {' or '.join(map(shown, adapter.targets[:_NAMED]))}",
         fix=f"for example {', '.join(linear[:_NAMED])}" if linear else "names of its linear modules",
     )
