@@ -81,7 +81,8 @@ class _Child:
     def result(self, status: int) -> dict:
         """What it left, as `harness.Result` has it."""
         out, err, log = map(_read, self._streams)
-        lines = [line.split(" ", 1) for line in log.splitlines()]
+        # A process that is killed may leave half a line behind.
+        lines = [(word, rest) for word, space, rest in (line.partition(" ") for line in log.splitlines()) if space]
         counts = [int(rest) for word, rest in lines if word == "count"]
         return {
             "code": -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status),
