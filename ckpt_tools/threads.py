@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -15,6 +16,8 @@ _STACK_BYTES = 8 << 20
 """Address space of a thread's stack where nobody has set another."""
 _THREAD_BYTES = 4 << 20
 """Address space that Python takes for a thread beside its stack."""
+
+_POLL_S = 0.0005
 
 
 class Crew(Generic[U]):
@@ -30,7 +33,8 @@ class Crew(Generic[U]):
         self._begin = begin
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
-        self._all_started = threading.Event()
+        self._all_started = False
+        """A plain flag: an interrupt in the middle of setting an Event would leave everybody waiting for ever."""
 
     def run(self, num_workers: int) -> None:
         """Work until nothing is left; raise the first error of any thread.
@@ -47,11 +51,12 @@ class Crew(Generic[U]):
                         break
                     threads.append(thread)
             finally:
-                self._all_started.set()
+                self._all_started = True
             for thread in threads:
                 thread.join()
         except BaseException as error:  # Ctrl-C: let the workers finish their unit and go
             self._errors.append(error)
+            self._all_started = True
             for thread in threads:
                 thread.join()
             raise
@@ -59,7 +64,8 @@ class Crew(Generic[U]):
             raise self._errors[0]
 
     def _work(self) -> None:
-        self._all_started.wait()  # until then nobody takes the memory that the others start with
+        while not self._all_started:  # until then nobody takes the memory that the others start with
+            time.sleep(_POLL_S)
         try:
             do = self._begin()
             while True:
