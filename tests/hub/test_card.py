@@ -140,7 +140,7 @@ def test_card_whose_mapping_is_closed_stays_as_it_is(closed: str):
         ("org/../x", None),
         ("org/name\nlicense: mit", None),
         ("C:\\models\\base", None),
-        ("/root/.cache/huggingface/hub/models--org--base-7B/snapshots/0123/", "org/base-7B"),
+        ("/home/me/.cache/huggingface/hub/models--org--base-7B/snapshots/0123/", "org/base-7B"),
     ],
 )
 def test_hub_id_of_path_is_none(text: str, expected: str | None):
