@@ -13,6 +13,9 @@ import numpy as np
 Shapes = dict[str, tuple[int, ...]]
 BYTES_PER_ELEM = 2
 PIECE_BYTES = 1 << 26
+SIGN_AND_FRACTION = np.uint16(0x807F)
+SMALLEST_EXPONENT = np.uint16(115)
+"""Of bfloat16: magnitudes from 2⁻¹² to 2⁻⁴, as weights have them."""
 
 
 def layer_shapes(number: int, hidden: int) -> Shapes:
@@ -89,17 +92,17 @@ def write_safetensors(path: Path, shapes: Shapes, random: np.random.Generator) -
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for start in range(0, offset, PIECE_BYTES):
-            file.write(random.bytes(min(PIECE_BYTES, offset - start)))
+            bits = np.frombuffer(random.bytes(min(PIECE_BYTES, offset - start)), "<u2")
+            file.write(((bits & SIGN_AND_FRACTION) | ((bits >> 7 & 7) + SMALLEST_EXPONENT << 7)).astype("<u2"))
         file.flush()
         os.fsync(file.fileno())
 
 
-def generate(directory: Path, total_bytes: int, num_files: int, hidden: int) -> None:
-    """Write the checkpoint; says what it is."""
-    shapes = model_shapes(total_bytes, hidden)
+def write_checkpoint(directory: Path, shapes: Shapes, num_files: int, seed: int) -> None:
+    """Write the files and their index."""
     files = split(shapes, num_files)
     directory.mkdir(parents=True)
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     weight_map: dict[str, str] = {}
     for number, part in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -107,8 +110,14 @@ def generate(directory: Path, total_bytes: int, num_files: int, hidden: int) -> 
         weight_map |= dict.fromkeys(part, name)
     index = {"metadata": {"total_size": num_bytes(shapes)}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    print(f"{len(shapes)} tensors in {len(files)} files, {num_bytes(shapes) / 1e9:.3f} GB", file=sys.stderr)
+
+
+def generate(directory: Path, total_bytes: int, num_files: int, hidden: int) -> None:
+    """Write the checkpoint; says what it is."""
+    shapes = model_shapes(total_bytes, hidden)
+    write_checkpoint(directory, shapes, num_files, seed=0)
     (directory / "config.json").write_text(json.dumps(config(shapes, hidden), indent=2))
-    print(f"{len(shapes)} tensors in {len(files)} files, {num_bytes(shapes) / 1e9:.3f} GB")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times shard, gather, reshard and verify as whole processes, beside `cp -r` + sync and other tools.
+"""Times shard, gather, reshard, verify, merge and export as whole processes, beside `cp -r` + sync and other tools.
 
 Contenders take turns within each round, so a slow minute hits all alike. The page cache is warm for
 everybody: nothing is dropped, every source is read once before its job. Everybody ends with the output on
@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora import ALPHA
 from measure import CommandError, Sample, floor_rss_bytes, measure
 from report import Kind, Row, to_json, to_markdown
 from scale import run_scale
@@ -35,7 +36,8 @@ from ckpt_tools.units import parse_size
 
 HERE = Path(__file__).resolve().parent
 CKPT = str(Path(sys.prefix, "bin", "ckpt"))
-JOBS = ("shard", "gather", "reshard", "verify")
+JOBS = ("shard", "gather", "reshard", "verify", "merge", "export")
+FROM_DCP = {"gather", "reshard", "verify"}
 TP_RULES = (
     "model.layers.*.self_attn.{q,k,v}_proj.weight=tp:S(0)",
     "model.layers.*.self_attn.o_proj.weight=tp:S(1)",
@@ -63,7 +65,7 @@ class Job:
     out: Path
     contenders: list[Contender]
     check: list[str] | None
-    """Command that proves what ckpt wrote; None when the job writes nothing."""
+    """Command that proves what ckpt wrote; None when the job writes nothing, or checks it itself."""
 
 
 def say(text: str) -> None:
@@ -71,9 +73,10 @@ def say(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-def peer(script: str, source: Path, out: Path, *arguments: object) -> Contender:
+def peer(script: str, source: Path, out: Path, *arguments: object, adapter: Path | None = None) -> Contender:
     """A peer in its own Python process, until its output is on disk."""
-    words = [sys.executable, HERE / "peers" / f"{script}.py", source, out, *arguments]
+    sources = [source] if adapter is None else [source, adapter]
+    words = [sys.executable, HERE / "peers" / f"{script}.py", *sources, out, *arguments]
     command = ["sh", "-c", '"$@" && sync -f "$0"', str(out), *map(str, words)]
     return Contender(name=script.replace("_", " ") + " + sync", kind="peer", command=command)
 
@@ -81,12 +84,15 @@ def peer(script: str, source: Path, out: Path, *arguments: object) -> Contender:
 def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) -> Iterator[Job]:
     """The jobs named, in order."""
     hf, dcp, out = work / "hf", work / "dcp", work / "out"
+    adapter, trained = work / "adapter", work / "trained"
     rules = [word for rule in TP_RULES for word in ("--set", rule)]
     ours = {
         "shard": ["shard", hf, out, "--mesh", f"dp_shard={num_ranks}"],
         "gather": ["gather", dcp, out],
         "reshard": ["reshard", dcp, out, "--mesh", "dp_shard=2,tp=2", *rules],
         "verify": ["verify", dcp, "--level", "data"],
+        "merge": ["merge-lora", hf, adapter, out],
+        "export": ["export-lora", trained, out, "--alpha", ALPHA, "--base-model", "bench/base"],
     }
     peers = {
         "shard": [peer("hf_one_rank", hf, out), peer("hf_ranks", hf, out, num_ranks)],
@@ -95,10 +101,17 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
             peer("dcp_consolidate", dcp, out, hf / "model.safetensors.index.json"),
             peer("accelerate_merge", dcp, out),
         ],
+        "merge": [peer("peft_merge", hf, out, adapter=adapter)],
     }
+    sources = {"shard": hf, "merge": hf, "export": trained}
     against = [CKPT, "verify", str(out), "--against", str(hf), "--quiet"]
+    checks = {
+        **dict.fromkeys(("shard", "gather", "reshard"), against),
+        "merge": [sys.executable, str(HERE / "check_merge.py"), str(hf), str(adapter), str(out)],
+        "export": [CKPT, "check-lora", str(out), "--quiet"],
+    }
     for name in names:
-        source = hf if name == "shard" else dcp
+        source = sources.get(name, dcp)
         copy = ["sh", "-c", 'cp -r "$1" "$2" && sync -f "$2"', "cp", str(source), str(out)]
         yield Job(
             name=name,
@@ -109,7 +122,7 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
                 Contender(name="cp -r + sync", kind="cp", command=copy),
                 *(peers.get(name, []) if with_peers else []),
             ],
-            check=None if name == "verify" else against,
+            check=checks.get(name),
         )
 
 
@@ -175,6 +188,27 @@ def describe_machine(work: Path) -> dict[str, object]:
         "python": platform.python_version(),
         **versions,
     }
+
+
+def prepare(work: Path, options: argparse.Namespace) -> None:
+    """Make the other sources that the jobs need."""
+
+    def make(*words: object) -> None:
+        # In a process of its own: what this one has used is the floor of every peak that is measured.
+        subprocess.run([sys.executable, str(HERE / "adapter.py"), *map(str, words)], stdout=sys.stderr, check=True)
+
+    hf, sharded = work / "hf", {}
+    if FROM_DCP & {*options.only}:
+        sharded[work / "dcp"] = hf
+    if "merge" in options.only:
+        make("peft", hf, work / "adapter")
+    if "export" in options.only:
+        make("trained", hf, work / "trained-hf", options.files)
+        sharded[work / "trained"] = work / "trained-hf"
+    for dcp, source in sharded.items():
+        measure([CKPT, "shard", str(source), str(dcp), "--mesh", f"dp_shard={options.ranks}"], work / "log")
+        if source != hf:
+            shutil.rmtree(source)
 
 
 @contextmanager
@@ -251,16 +285,15 @@ def main(arguments: list[str]) -> int:
     rows: list[Row] = []
     with work_directory(options.workdir) as work:
         free = shutil.disk_usage(work).free
-        if free < 4 * options.size:
-            print(f"bench: {work} has {free / 1e9:.1f} GB free, four times --size is needed", file=sys.stderr)
+        if free < 5 * options.size:
+            print(f"bench: {work} has {free / 1e9:.1f} GB free, five times --size is needed", file=sys.stderr)
             return 1
-        hf, dcp = work / "hf", work / "dcp"
+        hf = work / "hf"
         make = [sys.executable, str(HERE / "generate.py"), hf, options.size, options.files, options.hidden]
         subprocess.run(list(map(str, make)), stdout=sys.stderr, check=True)
         num_bytes = sum(path.stat().st_size for path in hf.iterdir())
         try:
-            if options.only != ["shard"]:
-                measure([CKPT, "shard", str(hf), str(dcp), "--mesh", f"dp_shard={options.ranks}"], work / "log")
+            prepare(work, options)
             for job in plan_jobs(work, options.only, options.ranks, not options.no_peers):
                 rows += run_job(job, work, options.repeats)
         except CommandError as error:
