@@ -24,7 +24,16 @@ from ckpt_tools.formats.manifest import (
     build_manifest,
 )
 from ckpt_tools.frames import digest_frames, planned_payloads
-from ckpt_tools.job import Conversion, Job, check_claims, check_replaceable, check_separate, check_space, fingerprint
+from ckpt_tools.job import (
+    Conversion,
+    Job,
+    check_claims,
+    check_replaceable,
+    check_separate,
+    check_space,
+    fingerprint,
+    rewrite_assets,
+)
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.opening import open_path
 from ckpt_tools.plan import Plan, asset_name, blob_name, plan_assets
@@ -50,11 +59,13 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     if job.overwrite:
         check_replaceable(job.destination)
     check_claims(job)
+    rewrite_assets(job)
     plan = Plan(job.source, job.target, job.heads)
     documents = {name: len(content) for name, content in job.documents.items()}
     if job.target.format == "dcp":
         documents[METADATA_NAME] = estimate_metadata_bytes(job.target.tensors, job.target.blobs)
     documents |= {asset.file: asset.nbytes for _, asset in job.assets}
+    documents |= {name: len(content) for name, content in job.rewritten.items()}
     needed = plan.total_bytes + sum(documents.values())
     if dry_run:
         return _conversion(
@@ -187,11 +198,15 @@ def _finish(
 
 
 def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
-    """Copy the assets; return what the manifest says of them."""
+    """Copy the assets, or write what takes their place; return what the manifest says of them."""
+    records = {}
+    for name, content in job.rewritten.items():
+        staging.write_document(name, content)
+        records[name] = _record(content)
     by_source: dict[int, tuple[Source, list[Asset]]] = {}
     for source, asset in job.assets:
-        by_source.setdefault(id(source), (source, []))[1].append(asset)
-    records = {}
+        if asset.file not in job.rewritten:
+            by_source.setdefault(id(source), (source, []))[1].append(asset)
     for source, assets in by_source.values():
         outcome = execute(plan_assets(assets), source, staging, num_workers=job.num_workers)
         for asset in assets:

@@ -17,8 +17,9 @@ from ckpt_tools.execute import Progress
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.detect import detect
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
+from ckpt_tools.formats.model_config import CONFIG_NAME, MAX_CONFIG_BYTES, restate_dtype
 from ckpt_tools.layout import Mesh, Placement
-from ckpt_tools.opening import Opened
+from ckpt_tools.opening import Opened, read_document
 from ckpt_tools.plan import check_names
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
@@ -77,6 +78,10 @@ class Job:
     """Small files to write before the manifest (an index)."""
     assets: Sequence[tuple[Source, Asset]] = ()
     """Files to carry along, and where from."""
+    dtype: str = "keep"
+    """What `--dtype` said: beside weights that were cast, the config names their new dtype."""
+    rewritten: Mapping[str, bytes] = field(default_factory=dict)
+    """Asset → what is written in its place (see `rewrite_assets`)."""
     names: Mapping[str, str] = field(default_factory=dict)
     """FQN in the destination → FQN in the source, where they differ."""
     origin: Origin | None = None
@@ -124,6 +129,29 @@ def check_claims(job: Job) -> None:
             )
 
 
+def rewrite_assets(job: Job) -> None:
+    """Decide what is written in place of assets that would not be true any more, and say so in the job's notes.
+
+    That is the model's config, when the weights are cast: transformers loads in the dtype that it names.
+    """
+    for source, asset in job.assets:
+        if job.dtype == "keep" or asset.file != CONFIG_NAME:
+            continue
+        wanted = BY_NAME[job.dtype.upper()]
+        try:
+            restated = restate_dtype(read_document(source, asset.file, MAX_CONFIG_BYTES), wanted)
+        except UnreadableError as error:
+            job.notes.append(
+                f"{CONFIG_NAME} is carried along as it is, and may name another dtype than the weights have now: "
+                f"{error.what}"
+            )
+            continue
+        if restated is not None:
+            job.rewritten = {**job.rewritten, asset.file: restated.text}
+            before = " and ".join(map(repr, restated.before))
+            job.notes.append(f"{CONFIG_NAME} says {wanted.torch_name!r} where it said {before}: the weights were cast")
+
+
 def fingerprint(job: Job, metadata: bytes) -> str:
     """Return what identifies this conversion: the source as it is now, where every byte goes, and as what."""
     source = job.opened.source
@@ -138,6 +166,7 @@ def fingerprint(job: Job, metadata: bytes) -> str:
         list(job.target.files.items()),
         [(name, digest_bytes(content)) for name, content in (*job.heads.items(), *job.documents.items())],
         [(asset.file, asset.nbytes) for _, asset in job.assets],
+        [(name, digest_bytes(content)) for name, content in job.rewritten.items()],
         digest_bytes(metadata),
         sorted(job.edits),
         job.recipe,

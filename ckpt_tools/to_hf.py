@@ -80,6 +80,7 @@ def gathering_job(
         heads=heads,
         documents=documents,
         assets=_assets(opened, assets),
+        dtype=dtype,
         names=names,
         notes=notes,
     )

@@ -145,6 +145,7 @@ def sharding_job(
         target=dcp.place(target.tensors, grids, source.blobs),
         destination=destination,
         assets=[(opened.source, asset) for asset in opened.checkpoint.assets],
+        dtype=dtype,
         names={new.fqn: old.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)},
         origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix),
         mesh=layout.mesh,

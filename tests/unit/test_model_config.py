@@ -1,0 +1,152 @@
+"""The config of weights that were cast: it names their dtype, and every other byte is as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import MODEL, write_model
+from transformers import AutoConfig
+
+from ckpt_tools import api
+from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.manifest import parse_manifest
+from ckpt_tools.formats.model_config import restate_dtype
+
+NESTED = b"""{
+   "architectures" : ["A"],
+  "torch_dtype":"float32", "dtype":   "torch.float16",
+  "text_config": {"hidden_size": 8, "dtype": "bfloat16", "deep_config": {"dtype": "float32"}},
+  "encoder": {"dtype": "float16", "model_type": "t5"},
+  "quantization_config": {"dtype": "float16", "inner_config": {"dtype": "float16"}, "model_type": "x"},
+  "rope": {"dtype": "float32"},
+  "list": [{"dtype": "float32", "model_type": "y"}, "dtype", "float32"],
+  "time_step_limit": [0.0, Infinity],
+  "vision_config": {"dtype": null},\t"audio_config": {"dtype": "auto"},
+  "name": "\\"dtype\\": \\"float32\\" {", "d\\u0074ype": "float64"
+}\r\n"""
+
+
+def test_config_names_the_new_dtype_in_it_and_in_its_sub_configs_only() -> None:
+    restated = restate_dtype(NESTED, BY_NAME["BF16"])
+    assert restated is not None
+    assert restated.text == NESTED.replace(
+        b'"torch_dtype":"float32", "dtype":   "torch.float16"',
+        b'"torch_dtype":"bfloat16", "dtype":   "torch.bfloat16"',
+    ).replace(b'"deep_config": {"dtype": "float32"}', b'"deep_config": {"dtype": "bfloat16"}').replace(
+        b'{"dtype": "float16", "model_type": "t5"}', b'{"dtype": "bfloat16", "model_type": "t5"}'
+    ).replace(b'"float64"', b'"bfloat16"')
+    assert restated.before == ("float32", "torch.float16", "float16", "float64")
+
+
+@pytest.mark.parametrize(
+    "text", [b"{}", b'{"dtype": "bfloat16"}', b'{"dtype": 3}', b"[]", b'"dtype"', b"{\n}", b'{"a": []}']
+)
+def test_config_that_has_nothing_to_change_is_none(text: bytes) -> None:
+    assert restate_dtype(text, BY_NAME["BF16"]) is None
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"dtype: float32", b"\xff{}", b"\xef\xbb\xbf{}", b'{"dtype": "a}', b"[" * 99999]
+)
+def test_config_that_is_not_json_is_refused(text: bytes) -> None:
+    with pytest.raises(UnreadableError, match="not JSON"):
+        restate_dtype(text, BY_NAME["BF16"])
+
+
+NAMES = st.sampled_from(
+    ["dtype", "torch_dtype", "model_type", "text_config", "quantization_config", "a", '"', "\\", "é"]
+)
+LEAVES = st.one_of(st.none(), st.integers(), st.sampled_from(["float32", "torch.half", "auto", '{"', "\n"]))
+VALUES = st.recursive(LEAVES, lambda some: st.lists(some, max_size=3) | st.dictionaries(NAMES, some, max_size=5))
+
+
+def expected(value: object, *, is_root: bool = True, name: str = "") -> object:
+    """The same in terms of objects."""
+    if not isinstance(value, dict) or name == "quantization_config":
+        return value
+    if not (is_root or name.endswith("_config") or "model_type" in value):
+        return value
+    return {
+        key: ("torch." if one.startswith("torch.") else "") + "float16"
+        if key in ("dtype", "torch_dtype") and one in ("float32", "torch.half")
+        else expected(one, is_root=False, name=key)
+        for key, one in value.items()
+    }
+
+
+@settings(deadline=None, max_examples=300)
+@given(VALUES, st.sampled_from([None, 1, "\t"]), st.booleans())
+def test_config_changes_as_its_objects_would(value: object, indent: int | str | None, is_ascii: bool) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
+    restated = restate_dtype(text.encode(), BY_NAME["F16"])
+    wanted = json.dumps(expected(value), indent=indent, ensure_ascii=is_ascii)
+    assert (text if restated is None else restated.text.decode()) == wanted
+
+
+CONFIG = b'{\n "model_type": "llama",  "torch_dtype": "float32",\n "hidden_size": 64 }\n'
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", MODEL, assets={"config.json": CONFIG, "sub/config.json": CONFIG})
+
+
+def verbs(model: Path, tmp_path: Path):
+    """Every conversion that casts, with the note of each."""
+    run = tmp_path / "run"
+    api.shard(model, run, mesh="dp_shard=2", num_workers=1)
+    yield "gather", lambda out, **options: api.gather(run, out, **options)
+    yield "shard", lambda out, **options: api.shard(model, out, mesh="dp_shard=2", **options)
+    yield "reshard", lambda out, **options: api.reshard(run, out, mesh="dp_shard=3", **options)
+
+
+def test_conversions_that_cast_write_a_config_that_says_so(model: Path, tmp_path: Path) -> None:
+    for name, convert in verbs(model, tmp_path):
+        out = tmp_path / name
+        planned = convert(out, dtype="f16", dry_run=True)
+        result = convert(out, dtype="f16")
+        written = (out / "config.json").read_bytes()
+        assert written == CONFIG.replace(b"float32", b"float16"), name
+        assert (out / "sub" / "config.json").read_bytes() == CONFIG
+        assert [note for note in result.notes if "config.json" in note] == [
+            "config.json says 'float16' where it said 'float32': the weights were cast"
+        ]
+        assert dict(planned.files)["config.json"] == dict(result.files)["config.json"] == len(written)
+        record = parse_manifest((out / "ckpt_manifest.json").read_bytes()).assets["config.json"]
+        assert record.nbytes == len(written)
+        assert api.verify(out).findings == ()
+        assert (model / "config.json").read_bytes() == CONFIG
+
+
+def test_dtype_of_the_written_config_is_what_transformers_takes(model: Path, tmp_path: Path) -> None:
+    api.shard(model, tmp_path / "run", mesh="dp_shard=2", dtype="bf16")
+    api.gather(tmp_path / "run", tmp_path / "out")
+    assert str(AutoConfig.from_pretrained(tmp_path / "out").dtype) == "torch.bfloat16"
+
+
+def test_conversions_that_keep_leave_the_config_alone(model: Path, tmp_path: Path) -> None:
+    for name, convert in verbs(model, tmp_path):
+        result = convert(tmp_path / name)
+        assert (tmp_path / name / "config.json").read_bytes() == CONFIG
+        assert result.notes == ()
+
+
+def test_config_of_other_assets_is_the_one_that_is_rewritten(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_bytes(b'{"dtype":"float64"}')
+    api.gather(model, tmp_path / "out", dtype="bf16", assets=other)
+    assert (tmp_path / "out" / "config.json").read_bytes() == b'{"dtype":"bfloat16"}'
+
+
+@pytest.mark.parametrize("text", [b"dtype: float32\n", b" " * (17 << 20)], ids=["yaml", "huge"])
+def test_config_that_cannot_be_read_is_carried_along_with_a_note(text: bytes, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", MODEL, assets={"config.json": text})
+    result = api.gather(model, tmp_path / "out", dtype="bf16")
+    assert (tmp_path / "out" / "config.json").read_bytes() == text
+    assert [note for note in result.notes if note.startswith("config.json is carried along as it is")]
