@@ -18,10 +18,12 @@ from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
 from ckpt_tools.formats.manifest import (
     MANIFEST_NAME,
+    UNKNOWN_DIGEST,
     FileRecord,
     Manifest,
     TensorRecord,
     build_manifest,
+    manifest_bytes,
 )
 from ckpt_tools.frames import digest_frames, planned_payloads
 from ckpt_tools.job import (
@@ -61,17 +63,13 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     check_claims(job)
     rewrite_assets(job)
     plan = Plan(job.source, job.target, job.heads)
-    documents = {name: len(content) for name, content in job.documents.items()}
-    if job.target.format == "dcp":
-        documents[METADATA_NAME] = estimate_metadata_bytes(job.target.tensors, job.target.blobs)
-    documents |= {asset.file: asset.nbytes for _, asset in job.assets}
-    documents |= {name: len(content) for name, content in job.rewritten.items()}
-    needed = plan.total_bytes + sum(documents.values())
+    planned = _planned_files(job)
+    needed = sum(nbytes for _, nbytes in planned)
     if dry_run:
         return _conversion(
             job,
             start,
-            [*job.target.files.items(), *documents.items()],
+            planned,
             read=plan.read_bytes,
             written=needed,
             peak=_BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers),
@@ -109,6 +107,44 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
             job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
         return _finish(job, start, staging, outcome, assets, metadata)
+
+
+def _planned_files(job: Job) -> list[tuple[str, int]]:
+    """Return (name, bytes) of every file that the job writes.
+
+    Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's
+    own writer those of the data files are.
+    """
+    assets = {asset.file: FileRecord(nbytes=job.asset_bytes(asset), digest=UNKNOWN_DIGEST) for _, asset in job.assets}
+    metadata = None
+    if job.target.format == "dcp":
+        nbytes = estimate_metadata_bytes(job.target.tensors, job.target.blobs)
+        metadata = FileRecord(nbytes=nbytes, digest=UNKNOWN_DIGEST)
+    for file in job.opened.checkpoint.files:
+        job.opened.source.size(file)  # the manifest names the sources as they were opened
+    digests = _NoDigests()
+    frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if job.target.format == "dcp" else {}
+    manifest = manifest_bytes(_manifest(job, {}, digests, assets, metadata, frames), _tensor_records(job, digests))
+    documents = {name: len(content) for name, content in job.documents.items()}
+    return _written_files(job, assets, documents | {MANIFEST_NAME: manifest}, metadata)
+
+
+def _written_files(
+    job: Job, assets: Mapping[str, FileRecord], documents: Mapping[str, int], metadata: FileRecord | None
+) -> list[tuple[str, int]]:
+    return [
+        *job.target.files.items(),
+        *((name, record.nbytes) for name, record in assets.items()),
+        *documents.items(),
+        *([(METADATA_NAME, metadata.nbytes)] if metadata is not None else []),
+    ]
+
+
+class _NoDigests(dict[str, str]):
+    """The digests of what nobody has read yet."""
+
+    def __missing__(self, name: str) -> str:
+        return UNKNOWN_DIGEST
 
 
 @contextmanager
@@ -165,19 +201,16 @@ def _finish(
 ) -> Conversion:
     """Write the documents, the commit marker last; check what was written; publish."""
     num_digests = _check_digests(job, outcome)
-    documents = dict(job.documents)
-    documents[MANIFEST_NAME] = build_manifest(
-        _manifest(job, outcome, assets, metadata, _frames(job, staging, metadata))
-    )
-    if metadata:
-        documents[METADATA_NAME] = metadata
+    marker = _record(metadata) if metadata else None
+    tensors = dict(_tensor_records(job, outcome.digests))
+    frames = _frames(job, staging, metadata)
+    manifest = build_manifest(_manifest(job, tensors, outcome.digests, assets, marker, frames))
+    documents = {**job.documents, MANIFEST_NAME: manifest}
     for name, content in documents.items():
         staging.write_document(name, content)
-    files = [
-        *job.target.files.items(),
-        *((name, record.nbytes) for name, record in assets.items()),
-        *((name, len(content)) for name, content in documents.items()),
-    ]
+    if metadata:
+        staging.write_document(METADATA_NAME, metadata)
+    files = _written_files(job, assets, {name: len(content) for name, content in documents.items()}, marker)
     _check_result(staging.directory, job.target)
     job.opened.source.check_unchanged()
     staging.publish()
@@ -281,29 +314,34 @@ def _frames(job: Job, staging: Staging, metadata: bytes) -> dict[str, str]:
         return digest_frames(job.target.files, payloads, job.target.blobs, written)
 
 
+def _tensor_records(job: Job, digests: Mapping[str, str]) -> Iterator[tuple[str, TensorRecord]]:
+    for entry in job.target.tensors:
+        placements = job.placements.get(entry.fqn, {})
+        yield (
+            entry.fqn,
+            TensorRecord(dtype=entry.dtype, shape=entry.shape, digest=digests[entry.fqn], placements=placements),
+        )
+
+
 def _manifest(
-    job: Job, outcome: Outcome, assets: Mapping[str, FileRecord], metadata: bytes, frames: Mapping[str, str]
+    job: Job,
+    tensors: Mapping[str, TensorRecord],
+    digests: Mapping[str, str],
+    assets: Mapping[str, FileRecord],
+    metadata: FileRecord | None,
+    frames: Mapping[str, str],
 ) -> Manifest:
     documents = {name: _record(content) for name, content in (*job.heads.items(), *job.documents.items())}
-    if metadata:
-        documents[METADATA_NAME] = _record(metadata)
+    if metadata is not None:
+        documents[METADATA_NAME] = metadata
     checkpoint = job.opened.checkpoint
     return Manifest(
         writer=f"ckpt {__version__}",
         format=job.target.format,
         mesh=job.mesh,
-        tensors={
-            entry.fqn: TensorRecord(
-                dtype=entry.dtype,
-                shape=entry.shape,
-                digest=outcome.digests[entry.fqn],
-                placements=job.placements.get(entry.fqn, {}),
-            )
-            for entry in job.target.tensors
-        },
+        tensors=tensors,
         blobs={
-            blob.fqn: FileRecord(nbytes=blob.span.nbytes, digest=outcome.digests[blob_name(blob)])
-            for blob in job.target.blobs
+            blob.fqn: FileRecord(nbytes=blob.span.nbytes, digest=digests[blob_name(blob)]) for blob in job.target.blobs
         },
         assets=assets,
         documents=documents,

@@ -105,6 +105,10 @@ class Job:
     progress: Callable[[int], Progress] | None = None
     """Given the bytes to move, returns what reports them."""
 
+    def asset_bytes(self, asset: Asset) -> int:
+        """Return the size of what is written for an asset."""
+        return len(self.rewritten[asset.file]) if asset.file in self.rewritten else asset.nbytes
+
 
 def check_claims(job: Job) -> None:
     """Hold what the source says of files and lengths against its files, before anything is made to measure."""

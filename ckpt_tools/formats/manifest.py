@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -38,6 +38,8 @@ BLOCK_BYTES = 4 << 20
 """Upper bound of the blocks that a digest is built from."""
 _CHECKSUM = b',\n"checksum": '
 """Begins the last line, which has the xxh3_128 of all bytes before: what the manifest says decides on bytes."""
+UNKNOWN_DIGEST = "0" * 32
+"""Stands for a digest where only its length matters."""
 DIGEST_ALGORITHM = "xxh3_128-blocks"
 """xxh3_128 of the concatenated xxh3_128 digests of the tensor's canonical blocks (`layout.split_blocks`)."""
 
@@ -115,15 +117,7 @@ def build_manifest(manifest: Manifest) -> bytes:
         "format": manifest.format,
         "mesh": None if manifest.mesh is None else [list(axis) for axis in manifest.mesh.axes],
         "digest": {"algorithm": DIGEST_ALGORITHM, "block_bytes": BLOCK_BYTES},
-        "tensors": {
-            fqn: {
-                "dtype": record.dtype.name,
-                "shape": list(record.shape),
-                "digest": record.digest,
-                "placements": {axis: str(placement) for axis, placement in record.placements.items()},
-            }
-            for fqn, record in manifest.tensors.items()
-        },
+        "tensors": {fqn: _tensor_row(record) for fqn, record in manifest.tensors.items()},
         "blobs": _records(manifest.blobs),
         "assets": _records(manifest.assets),
         "documents": _records(manifest.documents),
@@ -143,6 +137,26 @@ def build_manifest(manifest: Manifest) -> bytes:
     rows = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
     body = ("{\n" + ",\n".join(rows)).encode()
     return body + _CHECKSUM + f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
+
+
+def manifest_bytes(manifest: Manifest, tensors: Iterable[tuple[str, TensorRecord]]) -> int:
+    """Return how long the JSON of `manifest` would be with `tensors` in it, which need not exist at once.
+
+    Digests have one length: any will do.
+    """
+    # Braces around each row take as much as what joins the rows.
+    rows = sum(len(json.dumps({fqn: _tensor_row(record)})) for fqn, record in tensors)
+    empty = len(build_manifest(replace(manifest, tensors={})))
+    return empty - len("{}") + rows if rows else empty
+
+
+def _tensor_row(record: TensorRecord) -> dict[str, object]:
+    return {
+        "dtype": record.dtype.name,
+        "shape": list(record.shape),
+        "digest": record.digest,
+        "placements": {axis: str(placement) for axis, placement in record.placements.items()},
+    }
 
 
 def _records(records: Mapping[str, FileRecord]) -> dict[str, dict[str, object]]:
