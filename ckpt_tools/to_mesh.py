@@ -14,6 +14,7 @@ from ckpt_tools.job import Job, cast_target
 from ckpt_tools.layout import Mesh, Placement, parse_mesh
 from ckpt_tools.opening import Opened, read_document
 from ckpt_tools.rules import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
+from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
 from ckpt_tools.transform import is_optimizer, rename, select, strip_wrappers
 
@@ -97,11 +98,12 @@ def _like_parameters(
 
 
 def _read_text(path: str) -> str:
+    hint = "--rules takes a YAML file"
+    content = read_named_file(path, what="the rules", max_bytes=_MAX_RULES_BYTES, refusal=UsageError, hint=hint)
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read(_MAX_RULES_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the rules: {error}", where=escape_name(path)) from error
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the rules are not UTF-8 text: {error}", where=escape_name(path), hint=hint) from None
 
 
 def _read_config(opened: Opened) -> Mapping[str, object]:

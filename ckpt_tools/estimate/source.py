@@ -9,6 +9,7 @@ from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_from_shapes
 from ckpt_tools.estimate.options import EstimateOptions
 from ckpt_tools.opening import open_path
+from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
 from ckpt_tools.transform import is_optimizer
 
@@ -22,7 +23,7 @@ def config_path(options: EstimateOptions) -> str | None:
     """Return the config.json that `options.model` means, None when there is none.
 
     Raises:
-        UsageError: There is nothing at all.
+        UsageError: There is nothing at all, or something that cannot be read.
     """
     path = options.model
     if path is None:
@@ -36,18 +37,25 @@ def config_path(options: EstimateOptions) -> str | None:
             where=escape_name(path),
             hint=SIZES_HINT,
         )
-    return path if path.endswith(".json") and not path.endswith(".index.json") else None
+    if not path.endswith(".json") or path.endswith(".index.json"):
+        return None
+    _read(path)  # transformers, which reads it, would wait for a pipe
+    return path
 
 
 def _names_architecture(config: str) -> bool:
     """Is it a config of transformers? One of diffusers, beside its weights, is not: then these answer."""
-    with open(config, "rb") as file:
-        content = file.read(_MAX_CONFIG_BYTES)
     try:
-        document = json.loads(content)
+        document = json.loads(_read(config))
     except (ValueError, RecursionError):
         return True  # building the model says what is wrong with it
     return isinstance(document, dict) and bool(document.get("architectures"))
+
+
+def _read(path: str) -> bytes:
+    return read_named_file(
+        path, what="the model's config", max_bytes=_MAX_CONFIG_BYTES, refusal=UsageError, hint=SIZES_HINT
+    )
 
 
 def find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...]]:

@@ -17,6 +17,7 @@ from ckpt_tools.layout import AXES, FSDP_AXIS, Mesh
 from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.smoke import SmokeOptions
+from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
 
 MAX_RANKS = 4
@@ -256,11 +257,7 @@ def describe_chosen(model: str, chosen: str) -> str:
 
 def _read_config(model: str) -> dict[str, object]:
     path = os.path.join(model, "config.json") if os.path.isdir(model) else model
-    try:
-        with open(path, "rb") as file:
-            content = file.read(_MAX_CONFIG_BYTES)  # what is longer ends in the middle, and is no JSON
-    except OSError as error:
-        raise UsageError(f"cannot read the model's config: {error.strerror}", where=escape_name(path)) from error
+    content = read_named_file(path, what="the model's config", max_bytes=_MAX_CONFIG_BYTES, refusal=UsageError)
     try:
         document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -6,9 +6,10 @@ import json
 import os
 from dataclasses import dataclass
 
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import is_weights
 from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
 
 CONFIG_NAME = "config.json"
@@ -133,11 +134,9 @@ def _described(directory: str, missing: list[str], *, passed: bool) -> str | Non
 
 
 def _read(path: str) -> object:
+    content = read_named_file(path, what="the model's config", max_bytes=_MAX_CONFIG_BYTES, refusal=UsageError)
     try:
-        with open(path, "rb") as file:
-            return json.loads(file.read(_MAX_CONFIG_BYTES).decode())
-    except OSError as error:
-        raise CkptError(f"cannot read: {error.strerror}", where=escape_name(path)) from error
+        return json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"config.json is not valid JSON: {error}", where=escape_name(path)) from error
 

@@ -18,6 +18,7 @@ from ckpt_tools.opening import Opened, open_path, read_document
 from ckpt_tools.smoke.hf_recipe import HfRecipe
 from ckpt_tools.smoke.options import DEFAULT_RANKS, SmokeOptions
 from ckpt_tools.smoke.recipe import ModuleRecipe, Recipe
+from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
 from ckpt_tools.transform import strip_wrappers
 
@@ -159,15 +160,13 @@ def _is_builtin(opened: Opened) -> bool:
 
 
 def _read_file(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read(_MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise UsageError(
-            f"cannot read the model's config: {error.strerror}",
-            where=escape_name(path),
-            hint="--model takes a config.json, or the directory that holds one",
-        ) from error
+    return read_named_file(
+        path,
+        what="the model's config",
+        max_bytes=_MAX_CONFIG_BYTES,
+        refusal=UsageError,
+        hint="--model takes a config.json, or the directory that holds one",
+    )
 
 
 def _from_config(content: bytes, where: str) -> Recipe:

@@ -9,9 +9,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.errors import LimitError, StorageError, UnreadableError
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.preflight.configs.commands import split_commands
 from ckpt_tools.rules.plain_yaml import load_yaml
+from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
 
 MAX_BYTES = 1 << 20
@@ -91,19 +92,7 @@ def _mapping(path: str, kind: str, values: object) -> Document:
 
 def _read_text(path: str) -> str:
     where = escape_name(path)
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UnreadableError("no such file", where=where) from None
-    except IsADirectoryError:
-        raise UnreadableError("expected a config file, found a directory", where=where) from None
-    except ValueError as error:  # a NUL in the path
-        raise UnreadableError(f"this is not a path: {error}", where=where) from None
-    except OSError as error:
-        raise StorageError(f"cannot read the config: {error.strerror}", where=where) from error
-    if len(data) > MAX_BYTES:
-        raise LimitError(f"a config of more than {MAX_BYTES} bytes", where=where)
+    data = read_named_file(path, what="the config", max_bytes=MAX_BYTES)
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
