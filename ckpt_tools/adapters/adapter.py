@@ -1,6 +1,6 @@
-"""What an adapter is: modules, their factors, and where every setting came from. No torch.
+"""What an adapter is: modules, their factors, and where every setting came from.
 
-A factor is a `TensorEntry` while only headers were read, and a `torch.Tensor` once its bytes are there: `F` below.
+A factor is a `TensorEntry` while only headers were read, and an `Array` once its bytes are there: `F` below.
 
 Whatever an ecosystem calls its tensors, here a factor has one role. Letters: r rank, out and in the dims of the base
 weight, k a kernel's, n a number of blocks, b a block's size.
@@ -95,6 +95,9 @@ class Adapter(Generic[F]):
     use_cayley_neumann, task_type, …"""
     left_out: tuple[str, ...] = ()
     """What the source holds beside the adapter, for people."""
+    omitted: frozenset[str] = frozenset()
+    """Paths of the modules of which --include and --exclude left out tensors: what the source's configuration says of
+    these holds no longer."""
     unknown: tuple[str, ...] = ()
     """Names in an adapter's own file that are no part of any adapter that is known here."""
     is_training_state: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Family, Sourced
-from ckpt_tools.adapters.keys import Key
+from ckpt_tools.adapters.keys import Key, parse_key
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.text import escape_name
@@ -38,6 +38,7 @@ def assemble(
     trained: Collection[str] | None,
     bias: object,
     path: str,
+    all_names: Sequence[str] | None = None,
 ) -> Adapter[TensorEntry]:
     """Put the tensors of one adapter together.
 
@@ -50,6 +51,7 @@ def assemble(
         trained: Names that the optimizer has state for; None when the source has no optimizer.
         bias: PEFT's setting of this name where a configuration is at hand.
         path: Of the source, for messages.
+        all_names: Of all the source's tensors, where `named` is a selection: they tell whether it has a base model.
 
     Raises:
         UnreadableError: Two tensors for one factor, or one module with two kinds of factors.
@@ -77,7 +79,7 @@ def assemble(
     for (module_path, nesting), group in sorted(groups.items()):
         modules += _modules(module_path, nesting, group, unknown, path)
     adapted = {module.path for module in modules if module.family != "saved"}
-    saved, base = _split_plain(plain, adapted, convention, is_live, is_training, trained, bias)
+    saved, base = _split_plain(plain, adapted, convention, is_live, is_training, trained, bias, all_names)
     if saved is None:
         unknown += [item.entry.fqn for item in plain]
     else:
@@ -91,6 +93,11 @@ def assemble(
         is_training_state=is_training,
         base_shapes={_WRAPPERS.sub("", item.name): known_shape(item.entry) for item in base},
     )
+
+
+def without_wrappers(name: str) -> str:
+    """Return a tensor's name as the plain model has it, without PEFT's wrappers."""
+    return _WRAPPERS.sub("", name)
 
 
 def known_shape(entry: TensorEntry) -> tuple[int, ...]:
@@ -167,11 +174,13 @@ def _split_plain(
     is_training: bool,
     trained: Collection[str] | None,
     bias: object,
+    all_names: Sequence[str] | None,
 ) -> tuple[list[Named] | None, list[Named]]:
     """Divide what is no factor into trained tensors and the base model's; None where it can be neither."""
-    num_wrapped = sum(item.name.endswith(".base_layer.weight") for item in plain)
+    names = [item.name for item in plain] if all_names is None else all_names
+    num_wrapped = sum(name.endswith(".base_layer.weight") for name in names)
     if is_live or (convention == "peft" and num_wrapped > _MAX_SAVED_EMBEDDINGS):
-        if is_live and not num_wrapped and not any(".original_module." in item.name for item in plain):
+        if is_live and not any(map(_is_frozen, names)):
             return list(plain), []  # a state dict without frozen parameters: whatever is there was trained
         is_saved = _trained_with(trained, bias, adapted)
         return [i for i in plain if is_saved(i.name)], [i for i in plain if not is_saved(i.name)]
@@ -180,6 +189,13 @@ def _split_plain(
     if is_training:
         return [], list(plain)
     return None, []
+
+
+def _is_frozen(name: str) -> bool:
+    """Has a state dict such a name only with the base model? Wrapped weights are frozen, their biases need not be."""
+    if ".original_module." in name:
+        return True
+    return ".base_layer." in name and not name.endswith(".bias") and parse_key(name) is None
 
 
 def _trained_with(trained: Collection[str] | None, bias: object, adapted: Collection[str]) -> Callable[[str], bool]:

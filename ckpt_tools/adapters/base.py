@@ -6,8 +6,8 @@ import os
 
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.adapters.assemble import known_shape
-from ckpt_tools.adapters.infer import BaseModel
 from ckpt_tools.adapters.sidecars import read_json
+from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.transform import plain_names
 

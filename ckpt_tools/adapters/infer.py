@@ -8,36 +8,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from ckpt_tools.adapters import family_settings
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.known import said_zero
 from ckpt_tools.adapters.peft_fields import OWN_FIELDS, PEFT_TYPES, has_field
-from ckpt_tools.adapters.target_modules import exact_pattern, matched, minimal_saved, minimal_suffixes, parents_of
+from ckpt_tools.adapters.target_settings import BaseModel, Config, pattern_path, saved_fields, some, target_fields
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
 F = TypeVar("F")
-Config = dict[str, Sourced[object]]
-"""Field of adapter_config.json → value and source."""
 SCALED = ("lora", "loha", "lokr")
 """Families with an alpha and a rank."""
 _MAX_SHOWN = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseModel:
-    """What is known of the base model."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """Parameter → shape."""
-    source: str
-    """For people: "--base", "the base model in the source"."""
-    task_type: Sourced[object] | None = None
-    """PEFT's task type, by the architecture in its config.json."""
 
 
 def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
@@ -62,7 +48,7 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
             "it is in no tensor, header or file beside it" if zero is None else f"{zero} says 0, which changes nothing"
         )
         raise UsageError(
-            f"alpha of {_some(missing)} is not known: {why}",
+            f"alpha of {some(missing)} is not known: {why}",
             where="--alpha",
             hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
             "changes every output",
@@ -91,12 +77,6 @@ def _is_unscaled(module: AdapterModule[F], adapter: Adapter[F]) -> bool:
     return adapter.convention != "peft" and module.family == "lokr" and {"w1", "w2"} <= module.factors.keys()
 
 
-def _some(modules: Sequence[AdapterModule[F]]) -> str:
-    shown = ", ".join(escape_name(module.path) for module in modules[:_MAX_SHOWN])
-    more = len(modules) - _MAX_SHOWN
-    return f"{len(modules)} modules ({shown}{f' and {more} more' if more > 0 else ''})"
-
-
 def infer_config(
     adapter: Adapter[F],
     *,
@@ -123,8 +103,8 @@ def infer_config(
     if family in SCALED:
         config |= _ranks_and_alphas(adapter, modules)
     config |= family_settings.infer(adapter, family, modules, shape_of, base.shapes if base else {})
-    config |= _targets(adapter, modules, base)
-    config |= _saved(adapter, modules, base)
+    config |= target_fields(adapter, modules, base)
+    config |= saved_fields(adapter, modules, base)
     for name, found in adapter.settings.items():
         if name not in config and name not in OWN_FIELDS and has_field(kind, name):
             config[name] = found
@@ -208,11 +188,6 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
     return config
 
 
-def pattern_path(module: AdapterModule[F]) -> str:
-    """Return the name by which PEFT's patterns know a module, or a parameter of one."""
-    return module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
-
-
 def _escaped(path: str) -> str:
     return re.escape(path).replace(r"\-", "-")
 
@@ -220,121 +195,3 @@ def _escaped(path: str) -> str:
 def _plain(value: float) -> float:
     """PEFT writes alphas as whole numbers where they are."""
     return int(value) if float(value).is_integer() else value
-
-
-def _targets(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
-    parameters = sorted({pattern_path(module) for module in modules if module.parameter != "weight"})
-    # Below a `base_layer` lies what PEFT adapts along with the module around it.
-    adapted = sorted({m.path for m in modules if m.parameter == "weight" and ".base_layer." not in m.path})
-    known = adapter.settings.get("target_parameters")
-    config: Config = {}
-    if parameters:
-        if known is None:
-            raise UsageError(
-                "the factors belong to parameters of modules (PEFT's target_parameters), and nothing says to which",
-                where=escape_name(parameters[0]),
-                hint='--config \'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]\', as in '
-                "the training run, or --base",
-            )
-        config["target_parameters"] = known
-    if not adapted:
-        config["target_modules"] = Sourced([], "only parameters are adapted")
-        return config
-    settled = adapter.settings.get("target_modules")
-    if settled is not None and settled.source == "--config" and not _covers(settled.value, adapted):
-        absent = next(path for path in adapted if not _covers(settled.value, [path]))
-        raise UsageError(
-            f"target_modules leaves out {escape_name(absent)}, whose factors are here: PEFT would not load them",
-            where="--config",
-            hint="leave target_modules out, it is worked out; or leave the factors out: --exclude",
-        )
-    all_modules = parents_of(base.shapes) if base is not None else frozenset()
-    if base is not None:
-        suffixes = minimal_suffixes(adapted, all_modules)
-        if suffixes is not None:
-            config["target_modules"] = Sourced(
-                list(suffixes), f"proven to match exactly these modules of {base.source}"
-            )
-        else:
-            pattern = exact_pattern(adapted)
-            config["target_modules"] = Sourced(
-                pattern, f"no list of names matches exactly these modules of {base.source}"
-            )
-    elif settled is not None and _covers(settled.value, adapted):
-        config["target_modules"] = settled
-        for name in ("exclude_modules", "layers_to_transform", "layers_pattern"):
-            if name in adapter.settings:
-                config[name] = adapter.settings[name]
-    else:
-        config["target_modules"] = Sourced(list(adapted), "paths of the adapted modules")
-    return config
-
-
-def _covers(target: object, adapted: Collection[str]) -> bool:
-    return all(matched(target, path) in (True, None) for path in adapted)
-
-
-def _saved(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
-    """Tell modules that are trained whole from biases that are trained beside an adapter."""
-    adapted = {module.path for module in modules}
-    saved = [module for module in adapter.modules if module.family == "saved"]
-    biases = [module.path for module in saved if set(module.factors) == {"bias"}]
-    # Of an adapted module PEFT saves an embedding's weight along with the factors.
-    whole = [module for module in saved if module.path not in adapted and module.path not in biases]
-    config: Config = {}
-    family = modules[0].family
-    known = adapter.settings.get("bias")
-    if known is not None and known.value not in (None, "none"):
-        config["bias"] = known
-    elif has_field(PEFT_TYPES[family], "bias"):
-        kind = f"{family}_only" if set(biases) <= adapted else "all"
-        config["bias"] = (
-            Sourced(kind, "trained biases") if biases else Sourced("none", "nothing says biases were trained")
-        )
-    settled = adapter.settings.get("modules_to_save")
-    paths = [module.path for module in whole]
-    if settled is not None and settled.source == "--config":
-        wanted = settled.value if isinstance(settled.value, list) else []
-        if not whole or not _saves(wanted, paths):
-            shown = _some(whole) if whole else "none"
-            raise UsageError(
-                f"modules_to_save does not name the modules whose tensors are whole: {shown}",
-                where="--config",
-                hint="leave it out: it is worked out from the tensors",
-            )
-    if not whole:
-        config["modules_to_save"] = Sourced(None, "no modules are trained whole")
-    elif settled is not None and isinstance(settled.value, list) and _saves(settled.value, paths):
-        config["modules_to_save"] = settled
-    elif "peft_type" in adapter.settings:
-        # PEFT's own choice: embeddings that were resized are saved, and are no modules_to_save.
-        config["modules_to_save"] = settled or Sourced(None, adapter.settings["peft_type"].source)
-    else:
-        _check_whole(whole, base)
-        names = minimal_saved(paths, parents_of(base.shapes) if base is not None else ())
-        config["modules_to_save"] = (
-            Sourced(list(names), "modules whose tensors are whole")
-            if names is not None
-            # PEFT loads tensors under the base's own names into the base.
-            else Sourced(None, "no list of names matches the modules alone; their tensors go into the base's own")
-        )
-    return config
-
-
-def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> None:
-    """PEFT loads every parameter of a module in modules_to_save, or fails."""
-    for module in whole:
-        own = [name for name in (base.shapes if base else ()) if name.startswith(f"{module.path}.")]
-        absent = [name for name in own if name[len(module.path) + 1 :] not in module.factors]
-        if absent and base is not None:
-            raise UsageError(
-                f"{escape_name(module.path)!r} was trained in part: {escape_name(absent[0])!r} is not among what was "
-                "trained, and PEFT saves modules whole",
-                where=base.source,
-                hint="--exclude its tensors, if they need not come along",
-            )
-
-
-def _saves(names: list[object], whole: Collection[str]) -> bool:
-    """Do the names of modules_to_save stand for all modules that are saved whole?"""
-    return all(any(isinstance(name, str) and name and f".{name}." in f".{path}." for name in names) for path in whole)

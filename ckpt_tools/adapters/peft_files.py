@@ -64,6 +64,22 @@ def peft_shape(module: AdapterModule[F], role: str, shape: tuple[int, ...]) -> t
     return (1, length, *(1,) * kernel) if kernel else (length,)
 
 
+def renested(adapter: Adapter[F]) -> Adapter[F]:
+    """Return the adapter with its wrappers counted anew: PEFT makes one for every parameter that is still adapted."""
+    present: dict[str, set[int]] = {}
+    for module in adapter.modules:
+        if module.family != "saved":
+            present.setdefault(module.path, set()).add(module.nesting)
+    return adapter.with_modules(
+        tuple(
+            module
+            if module.family == "saved"
+            else replace(module, nesting=sorted(present[module.path]).index(module.nesting))
+            for module in adapter.modules
+        )
+    )
+
+
 def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
     """Return the adapter with the module paths of its model, without the name that a pipeline has for that.
 
@@ -84,7 +100,8 @@ def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
         )
     prefix = prefixes.pop()
     modules = tuple(replace(module, path=module.path[len(prefix) :]) for module in adapter.modules)
-    return adapter.with_modules(modules), prefix.rstrip(".")
+    omitted = frozenset(path.removeprefix(prefix) for path in adapter.omitted)
+    return replace(adapter.with_modules(modules), omitted=omitted), prefix.rstrip(".")
 
 
 def config_text(config: Mapping[str, Sourced[object]]) -> bytes:
