@@ -1,4 +1,4 @@
-"""Is an adapter whole, and will a loader take it and change anything? Headers and the adapter's own bytes; no torch."""
+"""Is an adapter whole, and will a loader take it and change anything? Headers and the adapter's own bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same change of a weight, said by another family: exact, with the error that rounding leaves (torch).
+"""The same change of a weight, said by another family: exact, with the error that rounding leaves.
 
 Letters: r rank, out and in the dims of the weight, k a kernel's, l and m the dims of LoKr's first factor.
 
@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.adapters.delta import (
@@ -30,6 +29,7 @@ from ckpt_tools.adapters.delta import (
     rank_of,
     scale_of,
 )
+from ckpt_tools.arrays import Array, is_finite
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
@@ -94,9 +94,12 @@ def by_svd(module: Module, rank: int, shape: tuple[int, ...] | None = None) -> E
         raise UsageError(f"a rank of {rank}", where="--svd-rank", hint="1 or more")
     shape = shape or _own_shape(module)
     change = change_of(_undecomposed(module), shape)
-    left, singular, right = torch.linalg.svd(change.delta(0, change.rows), full_matrices=False)
+    try:
+        left, singular, right = np.linalg.svd(change.delta(0, change.rows), full_matrices=False)
+    except np.linalg.LinAlgError as error:
+        raise _refuse(module, "its singular values cannot be computed: are all elements numbers?") from error
     rank = min(rank, len(singular))
-    root = singular[:rank].sqrt()
+    root = np.sqrt(singular[:rank])
     pair = (left[:, :rank] * root, root[:, None] * right[:rank])
     return _from_pair(module, pair, shape, f"approximated by SVD with rank {rank}", scale=1.0)
 
@@ -111,7 +114,7 @@ def bake_scale(module: Module, into: Literal["A", "B"] = "B") -> Equivalent:
         raise _refuse(module, f"only a LoRA's scale can go into a factor, and this is {module.family}")
     name = into if "A" in module.factors else f"{into}_embedding"
     scale, rank = scale_of(module), rank_of(module) or 1
-    factors = {role: factor.to(torch.float32) for role, factor in module.factors.items()}
+    factors = {role: factor.astype(np.float32) for role, factor in module.factors.items()}
     factors[name] = factors[name] * scale
     if "B_bias" in factors:
         factors["B_bias"] = factors["B_bias"] * scale
@@ -177,7 +180,7 @@ def with_magnitude_shape(
     if whose == "peft":
         if by_column and "A_embedding" not in module.factors:
             raise _refuse(module, "its magnitude is one per column of the weight, PEFT's is one per row")
-        new = (1, shape[0], *ones) if ones else (magnitude.numel(),)
+        new = (1, shape[0], *ones) if ones else (magnitude.size,)
     else:
         new = (1, shape[1], *ones) if by_column else (shape[0], 1, *ones)
     factors = {**module.factors, "magnitude": magnitude.reshape(new)}
@@ -185,21 +188,25 @@ def with_magnitude_shape(
 
 
 def error_between(before: Module, after: Module, shape: tuple[int, ...] | None = None) -> float:
-    """Return max |Δ before - Δ after| / max |Δ before|; what they add, magnitudes apart."""
+    """Return max |Δ before - Δ after| / max |Δ before|; what they add, magnitudes apart. Infinite where one is."""
     shape = shape or _own_shape(before)
     one, other = change_of(_undecomposed(before), shape), change_of(_undecomposed(after), shape)
     largest = difference = 0.0
-    for start in range(0, one.rows, _ROWS_AT_ONCE):
-        stop = min(start + _ROWS_AT_ONCE, one.rows)
-        part = one.delta(start, stop)
-        largest = max(largest, float(part.abs().max()))
-        difference = max(difference, float((part - other.delta(start, stop)).abs().max()))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, one.rows, _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, one.rows)
+            part = one.delta(start, stop)
+            gap = float(np.abs(part - other.delta(start, stop)).max())
+            if math.isnan(gap):
+                return math.inf
+            largest = max(largest, float(np.abs(part).max()))
+            difference = max(difference, gap)
     return difference / largest if largest else difference
 
 
-def _exact_pair(module: Module, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+def _exact_pair(module: Module, shape: tuple[int, ...]) -> tuple[Array, Array] | None:
     """Return (out, R) and (R, columns) of which the product is the unscaled change; None when R would not be small."""
-    factors = {name: factor.to(torch.float64) for name, factor in module.factors.items()}
+    factors = {name: factor.astype(np.float64) for name, factor in module.factors.items()}
     if module.family == "lora":
         return low_rank_pair(factors)
     if module.family == "loha":
@@ -213,12 +220,10 @@ def _exact_pair(module: Module, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]
     rank, columns = left1.shape[1] * left2.shape[1], math.prod(shape[1:])
     if {"w1", "w2"} <= factors.keys() and rank * (shape[0] + columns) >= shape[0] * columns:
         return None
-    # torch.kron takes no matrix that is a view of another one's transpose.
-    left, right = (torch.kron(a.contiguous(), b.contiguous()) for a, b in ((left1, left2), (right1, right2)))
-    return left, right
+    return np.kron(left1, left2), np.kron(right1, right2)
 
 
-def _halves(factors: Mapping[str, Tensor], number: int) -> tuple[Tensor, Tensor]:
+def _halves(factors: Mapping[str, Array], number: int) -> tuple[Array, Array]:
     """Return two matrices of which the product is one half of a LoKr, the inner dim as small as can be."""
     whole = factors.get(f"w{number}")
     if whole is None:
@@ -228,14 +233,17 @@ def _halves(factors: Mapping[str, Tensor], number: int) -> tuple[Tensor, Tensor]
     matrix = whole.reshape(whole.shape[0], -1)
     rows, columns = matrix.shape
     if rows <= columns:
-        return torch.eye(rows, dtype=matrix.dtype), matrix
-    return matrix, torch.eye(columns, dtype=matrix.dtype)
+        return np.eye(rows, dtype=matrix.dtype), matrix
+    return matrix, np.eye(columns, dtype=matrix.dtype)
 
 
 def _from_pair(
-    module: Module, pair: tuple[Tensor, Tensor], shape: tuple[int, ...], how: str, scale: float | None = None
+    module: Module, pair: tuple[Array, Array], shape: tuple[int, ...], how: str, scale: float | None = None
 ) -> Equivalent:
-    left, right = (factor.to(torch.float32).contiguous() for factor in pair)
+    with np.errstate(over="ignore"):
+        left, right = (factor.astype(np.float32, order="C") for factor in pair)
+    if not (is_finite(left) and is_finite(right)):
+        raise _refuse(module, "products of its factors are too large for 32 bits")
     rank = left.shape[1]
     ones = (1,) * (len(shape) - 2)
     factors = {"A": right.reshape(rank, *shape[1:]), "B": left.reshape(shape[0], rank, *ones)}
@@ -280,13 +288,13 @@ def _own_shape(module: Module) -> tuple[int, ...]:
     if module.family == "full":
         return tuple(factors["diff"].shape)
     if module.family == "lora":
-        left, right = low_rank_pair({name: factor.to(torch.float32) for name, factor in factors.items()})
+        left, right = low_rank_pair({name: factor.astype(np.float32) for name, factor in factors.items()})
         kernel = factors["mid"].shape[2:] if "mid" in factors else factors["A"].shape[2:] if "A" in factors else ()
     elif module.family == "loha":
-        left, right = hadamard_pair({name: factor.to(torch.float32) for name, factor in factors.items()}, 1)
+        left, right = hadamard_pair({name: factor.astype(np.float32) for name, factor in factors.items()}, 1)
         kernel = factors["t1"].shape[2:] if "t1" in factors else ()
     else:
-        halves = {name: factor.to(torch.float32) for name, factor in factors.items()}
+        halves = {name: factor.astype(np.float32) for name, factor in factors.items()}
         first, second = _halves(halves, 1), _halves(halves, 2)
         kernel = factors["t2"].shape[2:] if "t2" in factors else factors["w2"].shape[2:] if "w2" in factors else ()
         columns = first[1].shape[1] * second[1].shape[1]

@@ -14,29 +14,28 @@ from ckpt_tools.adapters.family_settings import InexpressibleError
 from ckpt_tools.adapters.forms import (
     architecture_of,
     as_loras,
-    dtype_of,
     error_notes,
     summary,
     target_of,
-    tensor_bytes,
     through_diffusers,
     unflatten_paths,
 )
-from ckpt_tools.adapters.infer import BaseModel, Config, infer_config, with_alpha
+from ckpt_tools.adapters.infer import infer_config, with_alpha
 from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.locate import PEFT_FILE
 from ckpt_tools.adapters.naming import to_target
 from ckpt_tools.adapters.naming.architecture import candidates
 from ckpt_tools.adapters.overrides import parse_overrides
 from ckpt_tools.adapters.payload import TensorReader
-from ckpt_tools.adapters.peft_files import config_text, from_one_model, peft_names, peft_shape
+from ckpt_tools.adapters.peft_files import config_text, from_one_model, peft_names, peft_shape, renested
 from ckpt_tools.adapters.read import OpenedAdapter, load, read_adapter
 from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG
+from ckpt_tools.adapters.target_settings import BaseModel, Config
 from ckpt_tools.adapters.values import Values, look_at
 from ckpt_tools.adapters.variants import refuse_variants
 from ckpt_tools.adapters.write import Item, Output, staged, write
 from ckpt_tools.checkpoint import Finding, Format, TensorEntry
-from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.dtypes import BY_NAME, BY_TORCH_NAME, DType
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
@@ -68,7 +67,7 @@ class Export:
 
 
 Factor = Any
-"""A `TensorEntry`, whose bytes are moved, or a `torch.Tensor` that a conversion made."""
+"""A `TensorEntry`, whose bytes are moved, or an `Array` that a conversion made."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +155,7 @@ def export_lora(
         if overwrite:
             check_replaceable(target)
         model = read_base(base) if base is not None else _base_in(read.adapter)
-        whole = with_alpha(read.adapter, alpha)
+        whole = with_alpha(renested(read.adapter) if read.adapter.omitted else read.adapter, alpha)
         run = _Run(
             read=read,
             destination=target,
@@ -256,10 +255,14 @@ def _shape(factor: Factor) -> tuple[int, ...]:
 
 
 def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
-    stored = factor.dtype if isinstance(factor, TensorEntry) else dtype_of(factor)
+    stored = factor.dtype if isinstance(factor, TensorEntry) else BY_TORCH_NAME[factor.dtype.name]
 
     def read() -> memoryview:
-        return run.reader.read(factor) if isinstance(factor, TensorEntry) else tensor_bytes(factor)
+        if isinstance(factor, TensorEntry):
+            return run.reader.read(factor)
+        from ckpt_tools.arrays import bytes_of
+
+        return bytes_of(factor)
 
     return Item(name=name, shape=shape, dtype=_wanted(stored, run.dtype), stored=stored, read=read)
 
@@ -268,7 +271,7 @@ def _wanted(stored: DType, dtype: str) -> DType:
     return BY_NAME[dtype.upper()] if dtype != "keep" and stored.is_float else stored
 
 
-# For the others: names by tables, and torch
+# For the others: names by tables, and arithmetic
 
 
 def _for_others(

@@ -9,35 +9,22 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced, Target
 from ckpt_tools.adapters.assemble import Named, assemble
-from ckpt_tools.adapters.infer import SCALED, Config
+from ckpt_tools.adapters.infer import SCALED
 from ckpt_tools.adapters.keys import parse_key
 from ckpt_tools.adapters.known import add_settings
 from ckpt_tools.adapters.naming import ARCHITECTURES, ArchitectureName, to_target
 from ckpt_tools.adapters.naming.resolve import unflatten
 from ckpt_tools.adapters.peft_files import from_one_model
 from ckpt_tools.adapters.sidecars import read_sidecars
+from ckpt_tools.adapters.target_settings import Config
 from ckpt_tools.checkpoint import TensorEntry
-from ckpt_tools.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
-    import torch
+    from ckpt_tools.arrays import Array
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-def dtype_of(tensor: torch.Tensor) -> DType:
-    """Return our name of a tensor's type."""
-    return BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's row-major bytes."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(b"") if not flat.numel() else flat.view(torch.uint8).numpy().data
 
 
 def architecture_of(name: str | None) -> ArchitectureName | Literal["llm"] | None:
@@ -68,13 +55,15 @@ def unflatten_paths(adapter: Adapter[TensorEntry], base: Shapes) -> Adapter[Tens
 
 
 def through_diffusers(
-    loaded: Adapter[torch.Tensor], notes: list[str], architecture: str | None, svd_rank: int | None
-) -> Adapter[torch.Tensor]:
+    loaded: Adapter[Array], notes: list[str], architecture: str | None, svd_rank: int | None
+) -> Adapter[Array]:
     """Return an adapter of a diffusion model under diffusers' module paths, which are also PEFT's.
 
     Raises:
         UsageError: No architecture that is known, or something that cannot be said there.
     """
+    from ckpt_tools.arrays import dtype_of
+
     written = to_target(
         loaded, "diffusers", architecture=architecture_of(architecture), svd_rank=svd_rank, may_fuse=False
     )
@@ -100,14 +89,12 @@ def through_diffusers(
     )
 
 
-def _scalar(tensors: Mapping[str, torch.Tensor], entry: TensorEntry) -> float | None:
+def _scalar(tensors: Mapping[str, Array], entry: TensorEntry) -> float | None:
     tensor = tensors[entry.fqn]
-    return float(tensor.item()) if tensor.numel() == 1 else None
+    return float(tensor.item()) if tensor.size == 1 else None
 
 
-def as_loras(
-    loaded: Adapter[torch.Tensor], notes: list[str], svd_rank: int | None, base: Shapes
-) -> Adapter[torch.Tensor]:
+def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, base: Shapes) -> Adapter[Array]:
     """Return the adapter with every module said as a LoRA.
 
     Raises:

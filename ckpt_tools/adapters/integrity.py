@@ -1,4 +1,4 @@
-"""What is wrong with an adapter, whatever shall become of it: findings with stable codes. Torch only for tensors.
+"""What is wrong with an adapter, whatever shall become of it: findings with stable codes.
 
 adapter-truncated       a factor is empty, or has fewer dims than it needs
 adapter-missing-factor  half a pair
@@ -31,7 +31,7 @@ from ckpt_tools.text import escape_name
 from ckpt_tools.transform import strip_wrappers
 
 if TYPE_CHECKING:
-    import torch
+    from ckpt_tools.arrays import Array
 
 F = TypeVar("F")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -382,15 +382,14 @@ def _is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
 def _dtype(factor: object) -> DType | None:
     if isinstance(factor, TensorEntry):
         return factor.dtype
-    return BY_TORCH_NAME.get(str(getattr(factor, "dtype", "")).removeprefix("torch."))
+    return BY_TORCH_NAME.get(str(getattr(factor, "dtype", "")))
 
 
 def _look(factor: object) -> Values | None:
-    tensor: torch.Tensor = factor  # type: ignore[assignment]
-    dtype = _dtype(tensor)
-    if dtype is None or not tensor.numel():
+    array: Array = factor  # type: ignore[assignment]
+    dtype = _dtype(array)
+    if dtype is None or not array.size:
         return None
-    import torch
+    from ckpt_tools.arrays import bytes_of
 
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return look_at(content.data, dtype)
+    return look_at(bytes_of(array), dtype)

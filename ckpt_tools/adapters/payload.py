@@ -1,6 +1,6 @@
 """Read whole tensors of an adapter, and no byte more: every source layout, CRC-32s checked where they were recorded.
 
-Adapters are small; a tensor at a time is in memory. No torch.
+Adapters are small; a tensor at a time is in memory.
 """
 
 from __future__ import annotations

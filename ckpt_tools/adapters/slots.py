@@ -1,4 +1,4 @@
-"""Where in a base model's tensors an adapter's modules may belong: as they are, fused, split or stacked. No torch.
+"""Where in a base model's tensors an adapter's modules may belong: as they are, fused, split or stacked.
 
 A tensor is a matrix, rows × columns. A slot is a name that a module could have, and the rows of base tensors behind
 it: all rows of one tensor, some rows of a fused one, or the rows of several one after the other.

@@ -1,4 +1,4 @@
-"""What the numbers of a tensor are like: all zero, all one, finite. By their bits, without torch."""
+"""What the numbers of a tensor are like: all zero, all one, finite. By their bits."""
 
 from __future__ import annotations
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
+from arrays import to_array, to_tensor
 from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.naming import Written
+from ckpt_tools.adapters.naming import to_target as to_target_of_arrays
 
 
 def flux1() -> nn.Module:
@@ -162,6 +166,15 @@ def linears(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def adapter(modules: Iterable[AdapterModule[torch.Tensor]], convention: str = "peft") -> Adapter[torch.Tensor]:
     return Adapter(modules=tuple(sorted(modules, key=lambda module: module.path)), convention=convention)
+
+
+def to_target(given: Adapter[torch.Tensor], target: str, **options: object) -> Written:
+    """The product's `to_target`, for torch tensors on both sides."""
+    modules = [
+        each.with_factors({role: to_array(factor) for role, factor in each.factors.items()}) for each in given.modules
+    ]
+    written = to_target_of_arrays(given.with_modules(tuple(modules)), target, **options)
+    return replace(written, tensors={name: to_tensor(array) for name, array in written.tensors.items()})
 
 
 def delta(module: AdapterModule[torch.Tensor]) -> torch.Tensor:

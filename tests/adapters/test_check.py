@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters.image_models import COMPONENT, MODELS, adapter, linears, lora
+from adapters.image_models import COMPONENT, MODELS, adapter, linears, lora, to_target
 from adapters.test_diffusers import load as load_in_diffusers
 from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools.adapters.check import check_lora
 from ckpt_tools.adapters.loaders import AdapterFile, LoaderReport, TensorHead, simulate
-from ckpt_tools.adapters.naming import to_target
 from ckpt_tools.cli import main
 from ckpt_tools.dtypes import BY_TORCH_NAME
 

@@ -20,12 +20,13 @@ from adapters.image_models import (
     apply_to_model,
     linears,
     lora,
+    to_target,
 )
 from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
-from ckpt_tools.adapters.naming import Written, to_target
+from ckpt_tools.adapters.naming import Written
 
 TOLERANCE = 2e-4
 LOADERS = {

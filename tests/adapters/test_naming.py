@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 import torch
 from adapters.comfyui_keys import native_checkpoint_names, patched
-from adapters.image_models import MODELS, adapter, delta, linears, lora
+from adapters.image_models import MODELS, adapter, delta, linears, lora, to_target
 from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
-from ckpt_tools.adapters.naming import ARCHITECTURES, detect_architecture, to_target
+from ckpt_tools.adapters.naming import ARCHITECTURES, detect_architecture
 from ckpt_tools.adapters.naming.resolve import place, readings, unflatten
 from ckpt_tools.errors import UsageError
 

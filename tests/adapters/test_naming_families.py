@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters.image_models import MODELS, adapter, lora
+from adapters.image_models import MODELS, adapter, lora, to_target
 from adapters.test_diffusers import TOLERANCE, load, save
 
 from ckpt_tools.adapters.adapter import AdapterModule, Family, Sourced
-from ckpt_tools.adapters.naming import to_target
 from ckpt_tools.errors import UsageError
 
 ATTN = "double_blocks.0.img_attn"

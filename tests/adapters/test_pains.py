@@ -17,14 +17,13 @@ import pytest
 import torch
 from adapters import families
 from adapters.comfyui_keys import patched
-from adapters.image_models import COMPONENT, MODELS, adapter, apply_to_model, linears, lora
+from adapters.image_models import COMPONENT, MODELS, adapter, apply_to_model, linears, lora, to_target
 from adapters.test_diffusers import TOLERANCE
 from adapters.test_diffusers import load as load_in_diffusers
 from adapters.test_naming import native_weights
 from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.adapters.naming import to_target
 from ckpt_tools.cli import main
 
 LLAMA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}

@@ -1,4 +1,4 @@
-"""Loaders of adapters, simulated by their key rules: what they map, leave out silently, or refuse. No torch.
+"""Loaders of adapters, simulated by their key rules: what they map, leave out silently, or refuse.
 
 `simulate` says of a file whether a loader takes it and whether that changes anything, without the loader's library.
 """

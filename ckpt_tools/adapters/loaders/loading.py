@@ -1,4 +1,4 @@
-"""What a loader is given, and what it makes of it. No torch."""
+"""What a loader is given, and what it makes of it."""
 
 from __future__ import annotations
 

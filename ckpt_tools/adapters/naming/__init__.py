@@ -1,12 +1,11 @@
 """Names of the ecosystems: what diffusers, kohya and ComfyUI call the modules and the factors of an adapter.
 
 `to_target` writes an adapter in the names of one of them; `detect_architecture` tells the model family from names.
-Importing this package imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -16,13 +15,13 @@ from ckpt_tools.adapters.naming.written import Written
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
+    from ckpt_tools.arrays import Array
 
 __all__ = ["ARCHITECTURES", "ArchitectureName", "Written", "detect_architecture", "to_target"]
 
 
 def to_target(
-    adapter: Adapter[torch.Tensor],
+    adapter: Adapter[Array],
     target: Target,
     *,
     architecture: ArchitectureName | Literal["llm"] | None = None,
@@ -70,27 +69,20 @@ def to_target(
             where=adapter.modules[0].path,
             hint="say which with --architecture, or give the base model with --base",
         )
-    chosen = results[0] if len(found) == 1 else _without_family(results[0])
-    return replace(chosen, tensors=_apart(chosen.tensors))
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Give every tensor memory of its own: safetensors' own writer refuses others."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        memory = tensor.untyped_storage().data_ptr()
-        is_alone = memory not in seen and tensor.untyped_storage().nbytes() == tensor.nbytes
-        result[name] = tensor if is_alone else tensor.clone()
-        seen.add(memory)
-    return result
+    return results[0] if len(found) == 1 else _without_family(results[0])
 
 
 def _is_same(one: Written, other: Written) -> bool:
     """Does it not matter which of two families the adapter is for?"""
     if one.tensors.keys() != other.tensors.keys():
         return False
-    return all(bool(tensor.equal(other.tensors[name])) for name, tensor in one.tensors.items())
+    from ckpt_tools.arrays import bytes_of
+
+    return all(
+        (tensor.dtype, tensor.shape) == (other.tensors[name].dtype, other.tensors[name].shape)
+        and bytes_of(tensor) == bytes_of(other.tensors[name])
+        for name, tensor in one.tensors.items()
+    )
 
 
 def _without_family(written: Written) -> Written:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
+import numpy as np
 
 from ckpt_tools.adapters import equivalents
 from ckpt_tools.adapters.adapter import Convention, Family, Sourced
@@ -13,6 +13,7 @@ from ckpt_tools.adapters.delta import Setting, magnitude_is_by_column, rank_of, 
 from ckpt_tools.adapters.naming.placing import Placed
 from ckpt_tools.adapters.naming.rows import InexpressibleError, Module, refuse
 from ckpt_tools.adapters.naming.shapes import columns_of, rows_of
+from ckpt_tools.arrays import Array, is_finite
 
 _FLOAT32 = 2.0**-20
 """Relative error that is not reported."""
@@ -62,7 +63,7 @@ class Fitting:
         if scale != 1.0:
             for role in ("B", "B_bias"):
                 if role in factors:
-                    factors[role] = self._times(module.path, factors[role], scale)
+                    factors[role] = self._times(module, role, scale)
             self._count("alpha/r multiplied into B")
         return replace(
             module,
@@ -79,16 +80,22 @@ class Fitting:
             return module
         role = "w1" if "w1" in module.factors else "w1_a"
         self._count("alpha/r multiplied into w1")
-        return replace(module, factors={**module.factors, role: self._times(module.path, module.factors[role], scale)})
+        return replace(module, factors={**module.factors, role: self._times(module, role, scale)})
 
-    def _times(self, path: str, factor: torch.Tensor, scale: float) -> torch.Tensor:
-        exact = factor.double() * scale
-        for dtype in (factor.dtype, torch.float32):
-            rounded = exact.to(dtype)
-            if bool((rounded.double() == exact).all()):
-                return rounded
-        largest = exact.abs().max().item()
-        self._add_error(path, (exact - rounded.double()).abs().max().item() / largest if largest else 0.0)
+    def _times(self, module: Module, role: str, scale: float) -> Array:
+        factor = module.factors[role]
+        with np.errstate(over="ignore", invalid="ignore"):  # too large for one type: the next one
+            exact = factor.astype(np.float64) * scale
+            for dtype in (factor.dtype, np.dtype(np.float32)):
+                rounded = exact.astype(dtype)
+                if bool((rounded.astype(np.float64) == exact).all()) and is_finite(rounded):
+                    return rounded
+        if not is_finite(rounded):
+            raise refuse(module, f"{role} times alpha/r is too large for 32 bits")
+        largest = float(np.abs(exact).max())
+        self._add_error(
+            module.path, float(np.abs(exact - rounded.astype(np.float64)).max()) / largest if largest else 0.0
+        )
         return rounded
 
     def with_plain_alpha(self, module: Module) -> Module:
@@ -107,18 +114,18 @@ class Fitting:
         )
         if module.family == "lokr" and {"w1", "w2"} <= module.factors.keys():
             # LyCORIS and ComfyUI scale no LoKr of two full factors, whatever its alpha.
-            factor = self._times(module.path, module.factors["w1"], scale_of(module))
+            factor = self._times(module, "w1", scale_of(module))
             scaled = replace(scaled, factors={**module.factors, "w1": factor}, alpha=None, rank=None)
         return scaled
 
-    def magnitude_by_row(self, module: Module) -> torch.Tensor:
+    def magnitude_by_row(self, module: Module) -> Array:
         """Return a DoRA's magnitude as (out,).
 
         Raises:
             InexpressibleError: It is one per column of the weight.
         """
         magnitude = module.factors["magnitude"]
-        if self.has_columns(module) or magnitude.numel() != rows_of(module):
+        if self.has_columns(module) or magnitude.size != rows_of(module):
             raise refuse(module, "its magnitude is one per column of the weight, PEFT's and diffusers' is one per row")
         return magnitude.reshape(-1)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.naming.architecture import Architecture, Part
 from ckpt_tools.adapters.naming.resolve import Place, place
@@ -19,6 +17,7 @@ from ckpt_tools.adapters.naming.rows import (
     swap_halves,
 )
 from ckpt_tools.adapters.naming.shapes import columns_of, rows_of
+from ckpt_tools.arrays import Array
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
@@ -36,7 +35,7 @@ class Placed:
     """Its path is the one inside that model, in the target's spelling."""
 
 
-def place_all(adapter: Adapter[torch.Tensor], architecture: Architecture) -> list[tuple[Place, Module]]:
+def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple[Place, Module]]:
     """Look every module up.
 
     Raises:

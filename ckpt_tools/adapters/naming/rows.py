@@ -1,6 +1,6 @@
 """Rows of an adapted weight: cut a module into the modules of its parts, put parts together, swap halves. Exact.
 
-Letters: r rank, out and in the dims of the weight, s the scale alpha/r. Needs torch; imported where tensors are there.
+Letters: r rank, out and in the dims of the weight, s the scale alpha/r. Imported where tensors are there.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
-import torch
+import numpy as np
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
 from ckpt_tools.adapters.delta import scale_of
+from ckpt_tools.arrays import Array, is_finite
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
-Module = AdapterModule[torch.Tensor]
+Module = AdapterModule[Array]
 """With its factors loaded."""
 
 _BY_OUT = {
@@ -39,7 +41,7 @@ def refuse(module: Module, reason: str) -> InexpressibleError:
     )
 
 
-def with_scale(module: Module, factors: Mapping[str, torch.Tensor], scale: float) -> Module:
+def with_scale(module: Module, factors: Mapping[str, Array], scale: float) -> Module:
     """Return a lora with new factors whose alpha says `scale`."""
     rank = factors["A"].shape[0]
     return replace(
@@ -70,20 +72,20 @@ def split(module: Module, sizes: Sequence[int], paths: Sequence[str]) -> tuple[M
     roles = _row_roles(module)
     if module.family == "loha" and "t1" in module.factors:
         raise refuse(module, "a Tucker decomposition has no rows to split")
-    pieces: dict[str, tuple[torch.Tensor, ...]] = {}
+    pieces: dict[str, list[Array]] = {}
     for role in roles:
         factor = module.factors[role]
         if role == "magnitude" and factor.ndim > 1 and factor.shape[0] == 1 != sum(sizes):
             raise refuse(module, "its magnitude is one per column, which all parts share")
         if factor.shape[0] != sum(sizes):
             raise refuse(module, f"{role} has {factor.shape[0]} rows, {sum(sizes)} are needed")
-        pieces[role] = torch.split(factor, list(sizes))
+        pieces[role] = _cut(factor, sizes)
     parts = [
         replace(
             module,
             path=path,
             factors={
-                role: (pieces[role][i] if role in pieces else factor).clone() for role, factor in module.factors.items()
+                role: (pieces[role][i] if role in pieces else factor).copy() for role, factor in module.factors.items()
             },
         )
         for i, path in enumerate(paths)
@@ -97,14 +99,14 @@ def split(module: Module, sizes: Sequence[int], paths: Sequence[str]) -> tuple[M
 def _drop_idle_ranks(part: Module) -> Module | None:
     """Leave out ranks whose column of B is zero; None when all are."""
     a, b = part.factors["A"], part.factors["B"]
-    is_used = b.reshape(b.shape[0], b.shape[1], -1).ne(0).any(dim=2).any(dim=0)
+    is_used = (b.reshape(b.shape[0], b.shape[1], -1) != 0).any(axis=(0, 2))
     if bool(is_used.all()):
         return part
     if not bool(is_used.any()):
         return None
     if "mid" in part.factors:
         return part
-    factors = {**part.factors, "A": a[is_used].contiguous(), "B": b[:, is_used].contiguous()}
+    factors = {**part.factors, "A": a[is_used], "B": np.asarray(b[:, is_used], order="C")}
     return with_scale(part, factors, scale_of(part))
 
 
@@ -116,12 +118,12 @@ def _split_lokr(module: Module, sizes: Sequence[int], paths: Sequence[str]) -> t
         raise refuse(module, "a LoKr with a Tucker core or a magnitude cannot be cut into parts")
     if any(size % height for size in sizes) or module.factors[role].shape[0] * height != sum(sizes):
         raise refuse(module, f"its blocks are {height} rows high, the parts {', '.join(map(str, sizes))}")
-    pieces = torch.split(module.factors[role], [size // height for size in sizes])
+    pieces = _cut(module.factors[role], [size // height for size in sizes])
     return tuple(
         replace(
             module,
             path=path,
-            factors={name: (pieces[i] if name == role else factor).clone() for name, factor in module.factors.items()},
+            factors={name: (pieces[i] if name == role else factor).copy() for name, factor in module.factors.items()},
         )
         for i, path in enumerate(paths)
     )
@@ -154,66 +156,66 @@ def join(parts: Mapping[int, Module], sizes: Sequence[int], path: str) -> Module
     for index, part in parts.items():
         if part.factors["B"].shape[0] != sizes[index]:
             raise refuse(part, f"B has {part.factors['B'].shape[0]} rows, {sizes[index]} are needed")
-    factors: dict[str, torch.Tensor] = {}
+    factors: dict[str, Array] = {}
     if any(part.is_dora for part in parts.values()):
         if len(parts) != len(sizes) or not all(part.is_dora for part in parts.values()):
             raise refuse(some, "a fused weight has one magnitude per row, and not all of its parts have one")
-        factors["magnitude"] = torch.cat([parts[i].factors["magnitude"].reshape(-1) for i in range(len(sizes))])
+        factors["magnitude"] = _stack([parts[i].factors["magnitude"].reshape(-1) for i in range(len(sizes))])
     if any("B_bias" in part.factors for part in parts.values()):
         dtype = some.factors["B"].dtype
         biases = [
-            parts[i].factors["B_bias"]
-            if i in parts and "B_bias" in parts[i].factors
-            else torch.zeros(size, dtype=dtype)
+            parts[i].factors["B_bias"] if i in parts and "B_bias" in parts[i].factors else np.zeros(size, dtype)
             for i, size in enumerate(sizes)
         ]
         scales = {scale_of(part) for part in parts.values()}
         if len(scales) > 1:
             raise refuse(some, "its parts have biases and different scales")
-        factors["B_bias"] = torch.cat(biases)
+        factors["B_bias"] = _stack(biases)
     return _join_lora(parts, sizes, path, factors)
 
 
-def _join_lora(
-    parts: Mapping[int, Module], sizes: Sequence[int], path: str, others: Mapping[str, torch.Tensor]
-) -> Module:
+def _join_lora(parts: Mapping[int, Module], sizes: Sequence[int], path: str, others: Mapping[str, Array]) -> Module:
     order = sorted(parts)
     scales = {i: scale_of(parts[i]) for i in order}
     common = scales[order[0]] if len(set(scales.values())) == 1 else None
-    up = {
-        i: parts[i].factors["B"] if common is not None else (parts[i].factors["B"].double() * scales[i]).float()
-        for i in order
-    }
+    up = {i: parts[i].factors["B"] if common is not None else _times(parts[i], scales[i]) for i in order}
     down = {i: parts[i].factors["A"] for i in order}
-    dtype = torch.promote_types(up[order[0]].dtype, down[order[0]].dtype)
-    for i in order:
-        dtype = torch.promote_types(dtype, torch.promote_types(up[i].dtype, down[i].dtype))
-    is_shared = all(down[i].shape == down[order[0]].shape and torch.equal(down[i], down[order[0]]) for i in order)
+    dtype = _common_dtype([*up.values(), *down.values()])
+    down = {i: factor.astype(dtype) for i, factor in down.items()}
+    is_shared = all(np.array_equal(down[i], down[order[0]]) for i in order)
     starts = list(accumulate(sizes, initial=0))
     rank = down[order[0]].shape[0] if is_shared else sum(down[i].shape[0] for i in order)
-    b = torch.zeros(sum(sizes), rank, dtype=dtype)
+    b = np.zeros((sum(sizes), rank), dtype)
     column = 0
     for i in order:
         width = up[i].shape[1]
         at = 0 if is_shared else column
-        b[starts[i] : starts[i + 1], at : at + width] = up[i].to(dtype)
+        b[starts[i] : starts[i + 1], at : at + width] = up[i].astype(dtype)
         column += width
-    a = (down[order[0]].clone() if is_shared else torch.cat([down[i] for i in order])).to(dtype)
+    a = down[order[0]] if is_shared else _stack([down[i] for i in order])
     module = replace(parts[order[0]], path=path)
     return with_scale(module, {"A": a, "B": b, **others}, 1.0 if common is None else common)
 
 
+def _times(module: Module, scale: float) -> Array:
+    with np.errstate(over="ignore"):
+        scaled = (module.factors["B"].astype(np.float64) * scale).astype(np.float32)
+    if not is_finite(scaled):
+        raise refuse(module, "B times alpha/r is too large for 32 bits")
+    return scaled
+
+
 def _join_full(parts: Mapping[int, Module], sizes: Sequence[int], path: str) -> Module:
     some = next(iter(parts.values()))
-    factors: dict[str, torch.Tensor] = {}
+    factors: dict[str, Array] = {}
     for role in ("diff", "diff_b"):
         like = next((part.factors[role] for part in parts.values() if role in part.factors), None)
         if like is not None:
-            factors[role] = torch.cat(
+            factors[role] = _stack(
                 [
                     parts[i].factors[role]
                     if i in parts and role in parts[i].factors
-                    else torch.zeros(size, *like.shape[1:], dtype=like.dtype)
+                    else np.zeros((size, *like.shape[1:]), like.dtype)
                     for i, size in enumerate(sizes)
                 ]
             )
@@ -235,13 +237,35 @@ def swap_halves(module: Module) -> Module:
     for role in _row_roles(module):
         if role == "magnitude" and factors[role].ndim > 1 and factors[role].shape[0] == 1:
             continue
+        if factors[role].shape[0] % 2:
+            raise refuse(module, f"its halves cannot be swapped: {role} has an odd number of rows")
         factors[role] = _swapped(factors[role])
     return replace(module, factors=factors)
 
 
-def _swapped(factor: torch.Tensor) -> torch.Tensor:
-    upper, lower = factor.chunk(2)
-    return torch.cat([lower, upper])
+def _swapped(factor: Array) -> Array:
+    half = factor.shape[0] // 2
+    return np.concatenate([factor[half:], factor[:half]])
+
+
+def _cut(factor: Array, sizes: Sequence[int]) -> list[Array]:
+    return np.split(factor, list(accumulate(sizes))[:-1])
+
+
+def _stack(parts: Sequence[Array]) -> Array:
+    dtype = _common_dtype(parts)
+    return np.concatenate([part.astype(dtype) for part in parts])
+
+
+def _common_dtype(arrays: Sequence[Array]) -> np.dtype[Any]:
+    """Return a type that holds the elements of all: numpy's choice, or float32 where it has none."""
+    dtype = arrays[0].dtype
+    for array in arrays[1:]:
+        try:
+            dtype = np.promote_types(dtype, array.dtype)
+        except TypeError:  # bfloat16 and float16, or 8 bits of two kinds
+            dtype = np.dtype(np.float32)
+    return dtype
 
 
 def _row_roles(module: Module) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Rules that tie the module names of one implementation to those of another. No torch.
+"""Rules that tie the module names of one implementation to those of another.
 
 A model family has two spellings of its modules: the native one, of its authors (BFL's FLUX, Stability's MMDiT, the LDM
 U-Net), which kohya and ComfyUI use, and the one of diffusers. A rule ties one native module to the one or several
@@ -7,6 +7,7 @@ diffusers modules that hold the same rows. `{i}` stands for a number that both s
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,21 +94,21 @@ class Names:
 
     rules: tuple[Rule, ...]
     """In the order of the model."""
-    _by_shape: Mapping[str, tuple[tuple[re.Pattern[str], Rule, int | None], ...]] = field(init=False, repr=False)
+    _by_shape: Mapping[str, tuple[tuple[str, Rule, int | None], ...]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        table: dict[str, list[tuple[re.Pattern[str], Rule, int | None]]] = {}
+        table: dict[str, list[tuple[str, Rule, int | None]]] = {}
         for rule in self.rules:
             for part, path in ((None, rule.native), *enumerate(rule.diffusers)):
                 for text in {path, path.replace(".", "_")}:
-                    table.setdefault(_shape(text), []).append((_pattern(text), rule, part))
+                    table.setdefault(_shape(text), []).append((text, rule, part))
         object.__setattr__(self, "_by_shape", {shape: tuple(rows) for shape, rows in table.items()})
 
     def find(self, name: str) -> tuple[Match, ...]:
         """Return every reading of `name`, dotted or with underscores; one where the name is known and plain."""
         found: dict[tuple[str, int | None], Match] = {}
-        for pattern, rule, part in self._by_shape.get(_shape(name), ()):
-            hit = pattern.fullmatch(name)
+        for text, rule, part in self._by_shape.get(_shape(name), ()):
+            hit = _pattern(text).fullmatch(name)
             if hit is None:
                 continue
             match = Match(rule, tuple(sorted(hit.groupdict().items())), part)
@@ -122,5 +123,6 @@ def _shape(name: str) -> str:
     return _NUMBER.sub("#", re.sub(r"\{\w\}", "#", name))
 
 
+@functools.cache
 def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(_HOLE.sub(r"(?P<\1>\\d+)", re.escape(template)))

@@ -1,4 +1,4 @@
-"""How many rows and columns the weight of a module has, as far as its factors tell. No torch."""
+"""How many rows and columns the weight of a module has, as far as its factors tell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt_tools.adapters.adapter import AdapterModule
 
 
 class Shaped(Protocol):
-    """A `TensorEntry` or a `torch.Tensor`."""
+    """A `TensorEntry` or an `Array`."""
 
     @property
     def shape(self) -> Sequence[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
+import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter, Family
 from ckpt_tools.adapters.naming import suffixes
@@ -16,12 +16,13 @@ from ckpt_tools.adapters.naming.metadata import diffusers_metadata, kohya_metada
 from ckpt_tools.adapters.naming.placing import Placed, in_diffusers, in_native, place_all
 from ckpt_tools.adapters.naming.rows import Module, refuse
 from ckpt_tools.adapters.naming.written import Written, file_name
+from ckpt_tools.arrays import Array
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 """The one name that diffusers finds by itself."""
 
 
-def to_diffusers(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting: Fitting) -> Written:
+def to_diffusers(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
     """Write loras under diffusers' module names, alpha/r multiplied into B: most of its loaders refuse an alpha.
 
     Raises:
@@ -33,7 +34,7 @@ def to_diffusers(adapter: Adapter[torch.Tensor], architecture: Architecture, fit
         return _lokr_file(whole, fitting)
     placed = in_diffusers(places, as_lora=fitting.as_lora)
     fitted = [replace(each, module=_for_diffusers(each, architecture, fitting)) for each in placed]
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Array] = {}
     for each in fitted:
         table = suffixes.TEXT_ENCODER if each.part.is_encoder else suffixes.PEFT
         require(each, table, "diffusers")
@@ -49,7 +50,7 @@ def to_diffusers(adapter: Adapter[torch.Tensor], architecture: Architecture, fit
 
 def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
     """LoKr of FLUX.2; diffusers takes alpha for the rank here as well, and rebuilds the configuration by itself."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Array] = {}
     for each in placed:
         _put(tensors, f"{each.part.component}.{each.module.path}", fitting.baked_lokr(each.module), suffixes.PEFT)
     return Written(
@@ -73,14 +74,14 @@ def _for_diffusers(placed: Placed, architecture: Architecture, fitting: Fitting)
     return module
 
 
-def to_kohya(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting: Fitting) -> Written:
+def to_kohya(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
     """Write kohya's names: the authors' paths with underscores, and an alpha for every module.
 
     Raises:
         UsageError: A module or family that kohya and LyCORIS have no name for.
     """
     placed = _native(adapter, architecture, fitting)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Array] = {}
     for each in placed:
         require(each, suffixes.LYCORIS, "kohya")
         name = f"{each.part.kohya[0]}_{each.module.path.replace('.', '_')}"
@@ -91,7 +92,7 @@ def to_kohya(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting
     return Written(file=file, tensors=tensors, metadata=metadata, notes=fitting.finish(), errors=fitting.errors)
 
 
-def to_comfyui(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting: Fitting) -> Written:
+def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
     """Write ComfyUI's generic names: the authors' paths below diffusion_model and text_encoders.
 
     Plain loras of FLUX.2 are written as ai-toolkit does, lora_A and lora_B without an alpha: diffusers reads these as
@@ -103,7 +104,7 @@ def to_comfyui(adapter: Adapter[torch.Tensor], architecture: Architecture, fitti
     """
     placed = _native(adapter, architecture, fitting)
     is_bare = architecture.name == "flux2" and all(_is_plain(each.module) for each in placed)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Array] = {}
     for each in placed:
         require(each, suffixes.LYCORIS, "ComfyUI")
         name = f"{each.part.comfyui}.{each.module.path}"
@@ -123,7 +124,7 @@ def _is_plain(module: Module) -> bool:
     return module.family == "lora" and module.factors.keys() == {"A", "B"}
 
 
-def _native(adapter: Adapter[torch.Tensor], architecture: Architecture, fitting: Fitting) -> list[Placed]:
+def _native(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> list[Placed]:
     placed = in_native(place_all(adapter, architecture), as_lora=fitting.as_lora)
     return [replace(each, module=_for_lycoris(each.module, fitting)) for each in placed]
 
@@ -139,14 +140,15 @@ def _for_lycoris(module: Module, fitting: Fitting) -> Module:
     return replace(module, factors={**module.factors, "magnitude": shaped})
 
 
-def _put(
-    tensors: dict[str, torch.Tensor], name: str, module: Module, table: Mapping[Family, Mapping[str, str]]
-) -> None:
+def _put(tensors: dict[str, Array], name: str, module: Module, table: Mapping[Family, Mapping[str, str]]) -> None:
     for role, factor in module.factors.items():
-        tensors[f"{name}.{table[module.family][role]}"] = factor.contiguous()
+        tensors[f"{name}.{table[module.family][role]}"] = np.asarray(factor, order="C")
 
 
-def _put_alpha(tensors: dict[str, torch.Tensor], name: str, module: Module) -> None:
+def _put_alpha(tensors: dict[str, Array], name: str, module: Module) -> None:
     """Alpha as a floating-point scalar: readers divide it by the rank, and diffusers refuses an integer."""
-    if module.alpha is not None:
-        tensors[f"{name}.alpha"] = torch.tensor(float(module.alpha.value), dtype=torch.float32)
+    if module.alpha is None:
+        return
+    if abs(module.alpha.value) > float(np.finfo(np.float32).max):
+        raise refuse(module, f"its alpha of {module.alpha.value:g} is too large for 32 bits")
+    tensors[f"{name}.alpha"] = np.array(module.alpha.value, np.float32)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from ckpt_tools.arrays import Array
 
 _TRAPS = ("checkpoint", "optimizer", "scheduler")
 """diffusers overlooks a file with one of these in its name, and fails when no other is there."""
@@ -19,8 +19,8 @@ class Written:
 
     file: str
     """Name of the file."""
-    tensors: Mapping[str, torch.Tensor]
-    """Name → tensor, contiguous, none sharing memory with another."""
+    tensors: Mapping[str, Array]
+    """Name → tensor, row-major; some may be the adapter's own arrays, or share memory."""
     metadata: Mapping[str, str]
     """The header's `__metadata__`."""
     config: Mapping[str, object] | None = None
