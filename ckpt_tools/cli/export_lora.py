@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import os
+import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,15 +88,22 @@ def export_lora(
     """Take a LoRA, or a relative of it, out of any checkpoint, and write it for an ecosystem; nothing else is read."""
     if push is None and (private or create_pr or revision or commit_message or license or endpoint):
         raise UsageError("nothing is pushed", hint="these options come with --push REPO")
-    if push is not None and dry_run:
-        raise UsageError(
-            "what would be pushed is known once it is written",
-            hint=f"leave --push out, or export first and then: ckpt push {escape_name(destination)} {push} -n",
-        )
+    send = functools.partial(
+        _push,
+        repo=push or "",
+        private=private,
+        create_pr=create_pr,
+        revision=revision,
+        commit_message=commit_message,
+        license=license,
+        endpoint=endpoint,
+        say=None if quiet or json else note,
+    )
+    pushed = None
     with progress_of(progress, quiet=quiet or json) as factory:
-        result = api.export_lora(
+        export = functools.partial(
+            api.export_lora,
             source,
-            destination,
             to=to,
             alpha=alpha,
             base_model=base_model,
@@ -104,26 +115,16 @@ def export_lora(
             dtype=dtype,
             include=include or (),
             exclude=exclude or (),
-            overwrite=overwrite,
-            dry_run=dry_run,
             progress=factory,
             format=format_of(from_format),
         )
+        result = export(destination, overwrite=overwrite, dry_run=dry_run)
+        if push is not None and dry_run and result.ok:
+            result, pushed = _push_dry(result, export, send)
     if not json:
         _print(result, quiet=quiet, verbose=verbose)
-    pushed = None
-    if push is not None and result.ok:
-        pushed = _push(
-            result,
-            push,
-            private=private,
-            create_pr=create_pr,
-            revision=revision,
-            commit_message=commit_message,
-            license=license,
-            endpoint=endpoint,
-            say=None if quiet or json else note,
-        )
+    if push is not None and not dry_run and result.ok:
+        pushed = send(result)
     if json:
         document = export_json(result)
         print_json(document if pushed is None else {**document, "push": push_json(pushed)})
@@ -132,10 +133,25 @@ def export_lora(
     return 0 if result.ok and (pushed is None or pushed.ok) else 3
 
 
+def _push_dry(
+    planned: Export, export: Callable[[str], Export], send: Callable[..., PushResult]
+) -> tuple[Export, PushResult | None]:
+    """Compare what would be written with what the hub has: only whole files can be, so they are written aside.
+
+    Returns:
+        The plan, with what the values tell as well, and that of the push; None when nothing would be written.
+    """
+    name = os.path.basename(os.path.abspath(planned.conversion.destination))
+    with tempfile.TemporaryDirectory(prefix="ckpt-export-") as directory:
+        written = export(os.path.join(directory, name))
+        result = dataclasses.replace(planned, findings=written.findings)
+        return result, send(written, dry_run=True) if written.ok else None
+
+
 def _push(
     result: Export,
-    repo: str,
     *,
+    repo: str,
     private: bool,
     create_pr: bool,
     revision: str | None,
@@ -143,6 +159,7 @@ def _push(
     license: str | None,  # noqa: A002 - the option's name
     endpoint: str | None,
     say: Callable[[str], None] | None,
+    dry_run: bool = False,
 ) -> PushResult:
     """Push what was exported; its card says where every setting came from."""
     destination = result.conversion.destination
@@ -161,10 +178,13 @@ def _push(
             revision=revision,
             commit_message=commit_message,
             endpoint=endpoint,
+            dry_run=dry_run,
             card=facts,
             say=say,
         )
     except BaseException as error:
+        if dry_run:
+            raise
         shown = escape_name(destination)
         error.add_note(f"the adapter is written and complete in {shown}; to send it: ckpt push {shown} {repo}")
         raise

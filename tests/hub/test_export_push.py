@@ -61,8 +61,71 @@ def test_export_whose_push_fails_keeps_what_was_written_and_says_so(hub: Hub, ru
 
 def test_export_with_options_of_a_push_alone_is_refused(run, tmp_path: Path):
     source = write_source(tmp_path / "run")
-    for options in (("--private",), ("--push", "me/lora", "--dry-run")):
-        code, _, error = run("export-lora", source, tmp_path / "out", "--alpha", 8, *options)
-        assert code == 2, error
-        assert "--push" in error
+    code, _, error = run("export-lora", source, tmp_path / "out", "--alpha", 8, "--private")
+    assert code == 2, error
+    assert "--push" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch) -> Path:
+    """Where temporary directories are made."""
+    path = tmp_path / "scratch"
+    path.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(path))
+    return path
+
+
+def test_dry_run_says_what_the_push_would_send_and_leaves_nothing(hub: Hub, run, tmp_path: Path, scratch: Path):
+    source, out = write_source(tmp_path / "run"), tmp_path / "out"
+    options = ("--base-model", "org/base", "--push", "me/lora", "--json")
+    code, text, error = run("export-lora", source, out, "--alpha", 8, *options, "--dry-run")
+    assert code == 0, error
+    planned = json.loads(text)
+    assert planned["destination"] == str(out)
+    assert planned["push"]["dry_run"] is True
+    assert set(states(planned["push"]).values()) == {"new"}
+    assert hub.writes == []
+    assert not out.exists()
+    assert not list(scratch.iterdir())
+    code, text, error = run("export-lora", source, out, "--alpha", 8, *options)
+    assert code == 0, error
+    assert states(json.loads(text)["push"]) == states(planned["push"])
+    assert {each["file"] for each in planned["plan"]["files"]} == {path.name for path in out.iterdir()}
+    num_writes = len(hub.writes)
+    # Once more, with another alpha: that is in the configuration, and in the card, which is there already.
+    code, text, error = run("export-lora", source, tmp_path / "other", "--alpha", 4, *options, "--dry-run")
+    assert code == 0, error
+    again = states(json.loads(text)["push"])
+    assert again["adapter_model.safetensors"] == "unchanged"
+    assert again["adapter_config.json"] == "changed"
+    assert len(hub.writes) == num_writes
+    assert not list(scratch.iterdir())
+
+
+def test_dry_run_of_a_push_is_shown_to_people(hub: Hub, run, tmp_path: Path, scratch: Path):
+    source = write_source(tmp_path / "run")
+    options = ("--alpha", 8, "--push", "me/lora", "-n")
+    code, text, error = run("export-lora", source, tmp_path / "out", *options)
+    assert code == 0, error
+    assert "adapter_model.safetensors" in text
+    assert "would create it; 3 new" in text
+    assert str(scratch) not in text + error
+
+
+def test_dry_run_of_a_push_finds_what_the_export_would(hub: Hub, run, tmp_path: Path, scratch: Path, monkeypatch):
+    source = write_source(tmp_path / "run", is_dead=True)
+    options = ("--alpha", 8, "--push", "me/lora", "--dry-run")
+    code, text, _ = run("export-lora", source, tmp_path / "out", *options, "--json")
+    assert code == 3
+    document = json.loads(text)
+    assert [each["code"] for each in document["findings"]] == ["adapter-zero"]
+    assert "push" not in document
+    (tmp_path / "there").mkdir()
+    assert run("export-lora", source, tmp_path / "there", *options)[0] == 5
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    code, _, error = run("export-lora", write_source(tmp_path / "live"), tmp_path / "out", *options)
+    assert code == 1
+    assert "is written" not in error
+    assert not list(scratch.iterdir())
     assert not (tmp_path / "out").exists()
