@@ -134,7 +134,7 @@ def read_block(
         total += len(run)
     if dtype is not entry.dtype:
         target = buffers.get(1, byte_box(block, dtype).num_elems)
-        cast(content, entry.dtype, target, dtype)
+        cast(content, entry.dtype, target, dtype, bulk=True)
         content = _to_front(target, buffers)
     return content, reads, total
 

@@ -1,4 +1,4 @@
-"""Changes to the rows of a weight, one class for every way in which a family changes them (torch, float32).
+"""Changes to the rows of a weight, one class for every way in which a family changes them (float32).
 
 A weight is looked at as a matrix, rows × columns; see `delta`. Most families change a row without looking at any
 other, so that a weight can be changed piece by piece; `Change.is_rowwise` says so.
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ckpt_tools.adapters import rotation
+from ckpt_tools.arrays import Array
 
 
 class Change:
@@ -33,18 +33,19 @@ class Change:
         self.rows = rows
         self.columns = columns
 
-    def delta(self, start: int, stop: int) -> Tensor:
+    def delta(self, start: int, stop: int) -> Array:
         """Return what is added to rows [start, stop), as (rows, columns)."""
         raise NotImplementedError
 
-    def apply(self, weight: Tensor, start: int) -> Tensor:
+    def apply(self, weight: Array, start: int) -> Array:
         """Return the new rows (float32), in the memory of the old ones where that is possible.
 
         Args:
             weight: Rows from `start` on, (n, columns), float32; all of them when the change is not row by row.
             start: The first row.
         """
-        return weight.add_(self.delta(start, start + weight.shape[0]))
+        weight += self.delta(start, start + weight.shape[0])
+        return weight
 
 
 class LowRank(Change):
@@ -56,25 +57,27 @@ class LowRank(Change):
         scale: Multiplies the product.
     """
 
-    def __init__(self, left: Tensor, right: Tensor, scale: float) -> None:
+    def __init__(self, left: Array, right: Array, scale: float) -> None:
         super().__init__(left.shape[0], right.shape[1])
         if left.shape[1] != right.shape[0]:
             raise ValueError("the factors have different ranks")
         self.scale = scale
         if math.frexp(scale)[0] == 0.5:  # a power of two: the same bits, and a pass less over the weight
             left, self.scale = left * scale, 1.0
-        self.left, self.right = left.contiguous(), right.contiguous()
+        self.left, self.right = np.ascontiguousarray(left), np.ascontiguousarray(right)
 
-    def delta(self, start: int, stop: int) -> Tensor:
+    def delta(self, start: int, stop: int) -> Array:
         """Return what is added; rounded as PEFT rounds: the product first, then its multiple."""
-        product = self.left[start:stop] @ self.right
-        return product if self.scale == 1.0 else product.mul_(self.scale)
+        product: Array = self.left[start:stop] @ self.right
+        if self.scale != 1.0:
+            product *= self.scale
+        return product
 
 
 class Hadamard(Change):
     """scale·(left1·right1 ⊙ left2·right2), LoHa."""
 
-    def __init__(self, pairs: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], scale: float) -> None:
+    def __init__(self, pairs: tuple[tuple[Array, Array], tuple[Array, Array]], scale: float) -> None:
         super().__init__(pairs[0][0].shape[0], pairs[0][1].shape[1])
         for left, right in pairs:
             if (left.shape[0], right.shape[1], left.shape[1]) != (self.rows, self.columns, right.shape[0]):
@@ -82,35 +85,40 @@ class Hadamard(Change):
         self.pairs = pairs
         self.scale = scale
 
-    def delta(self, start: int, stop: int) -> Tensor:
+    def delta(self, start: int, stop: int) -> Array:
         """Return what is added."""
         (left1, right1), (left2, right2) = self.pairs
-        return (left1[start:stop] @ right1).mul_(left2[start:stop] @ right2).mul_(self.scale)
+        product: Array = left1[start:stop] @ right1
+        product *= left2[start:stop] @ right2
+        product *= self.scale
+        return product
 
 
 class Kronecker(Change):
     """scale·(w1 ⊗ w2), LoKr; w1 (l, m), w2 (out/l, columns/m)."""
 
-    def __init__(self, w1: Tensor, w2: Tensor, scale: float) -> None:
+    def __init__(self, w1: Array, w2: Array, scale: float) -> None:
         super().__init__(w1.shape[0] * w2.shape[0], w1.shape[1] * w2.shape[1])
         self.w1, self.w2, self.scale = w1, w2, scale
 
-    def delta(self, start: int, stop: int) -> Tensor:
+    def delta(self, start: int, stop: int) -> Array:
         """Return what is added."""
-        index = torch.arange(start, stop)
+        index = np.arange(start, stop)
         outer = self.w1[index // self.w2.shape[0]]
         inner = self.w2[index % self.w2.shape[0]]
-        return (outer[:, :, None] * inner[:, None, :]).reshape(stop - start, -1).mul_(self.scale)
+        product: Array = (outer[:, :, None] * inner[:, None, :]).reshape(stop - start, -1)
+        product *= self.scale
+        return product
 
 
 class Difference(Change):
     """scale·diff."""
 
-    def __init__(self, diff: Tensor, scale: float) -> None:
+    def __init__(self, diff: Array, scale: float) -> None:
         super().__init__(*diff.shape)
         self.diff, self.scale = diff, scale
 
-    def delta(self, start: int, stop: int) -> Tensor:
+    def delta(self, start: int, stop: int) -> Array:
         """Return what is added."""
         return self.diff[start:stop] * self.scale
 
@@ -124,11 +132,11 @@ class Experts(Change):
         scale: Multiplies the products.
     """
 
-    def __init__(self, left: Tensor, right: Tensor, scale: float) -> None:
+    def __init__(self, left: Array, right: Array, scale: float) -> None:
         super().__init__(left.shape[0] * left.shape[1], right.shape[2])
         self.parts = tuple(LowRank(a, b, scale) for a, b in zip(left, right, strict=True))
 
-    def delta(self, start: int, stop: int) -> Tensor:
+    def delta(self, start: int, stop: int) -> Array:
         """Return what is added."""
         per_expert = self.parts[0].rows
         pieces = []
@@ -137,7 +145,7 @@ class Experts(Change):
             end = min(per_expert, row + stop - start)
             pieces.append(self.parts[expert].delta(row, end))
             start += end - row
-        return torch.cat(pieces)
+        return np.concatenate(pieces)
 
 
 class Decomposed(Change):
@@ -152,22 +160,22 @@ class Decomposed(Change):
 
     is_additive = False
 
-    def __init__(self, inner: Change, magnitude: Tensor, *, by_column: bool, num_spatial: int = 1) -> None:
+    def __init__(self, inner: Change, magnitude: Array, *, by_column: bool, num_spatial: int = 1) -> None:
         super().__init__(inner.rows, inner.columns)
-        self.inner, self.magnitude, self.num_spatial = inner, magnitude.flatten(), num_spatial
+        self.inner, self.magnitude, self.num_spatial = inner, magnitude.reshape(-1), num_spatial
         self.is_rowwise = not by_column
 
-    def apply(self, weight: Tensor, start: int) -> Tensor:
+    def apply(self, weight: Array, start: int) -> Array:
         """Return the new rows. What has no length keeps none."""
         new = self.inner.apply(weight, start)
         if self.is_rowwise:
-            norm = torch.linalg.vector_norm(new, dim=1)
-            factor = self.magnitude[start : start + len(norm)] / norm
-            return new.mul_(torch.where(norm == 0, 0.0, factor)[:, None])
-        groups = new.view(new.shape[0], -1, self.num_spatial)
-        norm = torch.linalg.vector_norm(groups, dim=(0, 2))
-        factor = torch.where(norm == 0, 0.0, self.magnitude / norm)
-        return groups.mul_(factor[None, :, None]).view(new.shape)
+            norm = np.linalg.norm(new, axis=1)
+            new *= _quotient(self.magnitude[start : start + len(norm)], norm)[:, None]
+            return new
+        groups = new.reshape(new.shape[0], -1, self.num_spatial)
+        norm = np.sqrt(np.square(groups).sum(axis=(0, 2), dtype=np.float64)).astype(np.float32)
+        groups *= _quotient(self.magnitude, norm)[None, :, None]
+        return groups.reshape(new.shape)
 
 
 class InputRotation(Change):
@@ -182,16 +190,18 @@ class InputRotation(Change):
 
     is_additive = False
 
-    def __init__(self, rows: int, columns: int, blocks: Tensor, row_scale: Tensor | None = None) -> None:
+    def __init__(self, rows: int, columns: int, blocks: Array, row_scale: Array | None = None) -> None:
         super().__init__(rows, columns)
         self.blocks, self.row_scale = blocks, row_scale
 
-    def apply(self, weight: Tensor, start: int) -> Tensor:
+    def apply(self, weight: Array, start: int) -> Array:
         """Return the new rows."""
         if self.blocks.ndim == 3:
             return rotation.rotate_columns(weight, self.blocks)
         new = rotation.rotate_inputs_by_butterfly(weight, self.blocks)
-        return new if self.row_scale is None else new.mul_(self.row_scale[start : start + len(new), None])
+        if self.row_scale is not None:
+            new *= self.row_scale[start : start + len(new), None]
+        return new
 
 
 class OutputRotation(Change):
@@ -200,17 +210,19 @@ class OutputRotation(Change):
     is_additive = False
     is_rowwise = False
 
-    def __init__(self, rows: int, columns: int, rotations: Tensor, rescale: Tensor | None) -> None:
+    def __init__(self, rows: int, columns: int, rotations: Array, rescale: Array | None) -> None:
         super().__init__(rows, columns)
         self.rotations, self.rescale = rotations, rescale
 
-    def apply(self, weight: Tensor, start: int) -> Tensor:
+    def apply(self, weight: Array, start: int) -> Array:
         """Return the new weight."""
         if start or weight.shape[0] != self.rows:
             raise ValueError("an output rotation needs all rows")
         mix = rotation.rotate_outputs if self.rotations.ndim == 3 else rotation.rotate_outputs_by_butterfly
         new = mix(weight, self.rotations)
-        return new if self.rescale is None else new.mul_(self.rescale[:, None])
+        if self.rescale is not None:
+            new *= self.rescale[:, None]
+        return new
 
 
 class Replacement(Change):
@@ -218,10 +230,15 @@ class Replacement(Change):
 
     is_additive = False
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Array) -> None:
         super().__init__(*tensor.shape)
         self.tensor = tensor
 
-    def apply(self, weight: Tensor, start: int) -> Tensor:
+    def apply(self, weight: Array, start: int) -> Array:
         """Return the new rows."""
-        return self.tensor[start : start + weight.shape[0]].clone()
+        return self.tensor[start : start + weight.shape[0]].copy()
+
+
+def _quotient(magnitude: Array, norm: Array) -> Array:
+    """Return magnitude / norm, and 0 where the norm is."""
+    return np.divide(magnitude, norm, out=np.zeros_like(norm), where=norm != 0)

@@ -1,4 +1,4 @@
-"""What an adapter makes of a weight, for every family (torch, float32).
+"""What an adapter makes of a weight, for every family (float32).
 
 A weight is looked at as a matrix: `rows` × `columns`. Rows are the dims that a factor has one row for (out of a linear
 layer or a convolution, num_embeddings of an embedding, experts × out of a stack), columns all others.
@@ -15,8 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ckpt_tools.adapters import rotation
 from ckpt_tools.adapters.adapter import AdapterModule, Convention, Sourced
@@ -32,10 +31,11 @@ from ckpt_tools.adapters.changes import (
     OutputRotation,
     Replacement,
 )
+from ckpt_tools.arrays import Array
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.text import escape_name
 
-Module = AdapterModule[Tensor]
+Module = AdapterModule[Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +127,15 @@ def change_of(module: Module, shape: tuple[int, ...], setting: Setting = PLAIN, 
         UsageError: Something that the result depends on is not known, or cannot be done for this family.
         UnreadableError: The factors do not go together, or make another shape.
     """
-    factors = {name: factor.to(torch.float32) for name, factor in module.factors.items()}
     whose = escape_name(module.path)
+    factors = module.factors
     try:
-        change = _build(module, factors, shape, setting, role)
+        with np.errstate(all="ignore"):  # whether numbers are finite is looked at in the result
+            factors = {name: factor.astype(np.float32) for name, factor in factors.items()}
+            change = _build(module, factors, shape, setting, role)
     except KeyError as error:
         raise UnreadableError(f"{whose} lacks the factor {error.args[0]}", where=whose) from error
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (ValueError, IndexError, np.linalg.LinAlgError) as error:
         shapes = ", ".join(f"{name} {list(factor.shape)}" for name, factor in factors.items())
         raise UnreadableError(f"the factors of {whose} do not go together: {shapes}", where=whose) from error
     if (change.rows, change.columns) != geometry(shape, setting.num_experts):
@@ -153,7 +155,7 @@ def geometry(shape: tuple[int, ...], num_experts: int = 1) -> tuple[int, int]:
     return math.prod(shape[:lead]), math.prod(shape[lead:])
 
 
-def delta(module: Module, shape: tuple[int, ...], setting: Setting = PLAIN) -> Tensor:
+def delta(module: Module, shape: tuple[int, ...], setting: Setting = PLAIN) -> Array:
     """Return what `module` adds to a weight of `shape`, float32.
 
     Raises:
@@ -162,21 +164,21 @@ def delta(module: Module, shape: tuple[int, ...], setting: Setting = PLAIN) -> T
     change = change_of(module, shape, setting)
     if not change.is_additive:
         raise UsageError(f"{escape_name(module.path)} is not a sum of the weight and something else")
-    return change.delta(0, change.rows).view(shape)
+    return change.delta(0, change.rows).reshape(shape)
 
 
-def new_weight(module: Module, weight: Tensor, setting: Setting = PLAIN) -> Tensor:
+def new_weight(module: Module, weight: Array, setting: Setting = PLAIN) -> Array:
     """Return the adapted weight, float32, of `weight`'s shape. `weight` is not changed.
 
     Raises:
         UsageError, UnreadableError: As `change_of`.
     """
-    change = change_of(module, tuple(weight.shape), setting)
-    copy = weight.detach().to(torch.float32, copy=True).reshape(change.rows, change.columns)
-    return change.apply(copy, 0).view(weight.shape)
+    change = change_of(module, weight.shape, setting)
+    copy = weight.astype(np.float32).reshape(change.rows, change.columns)
+    return change.apply(copy, 0).reshape(weight.shape)
 
 
-def _build(module: Module, factors: dict[str, Tensor], shape: tuple[int, ...], setting: Setting, role: str) -> Change:
+def _build(module: Module, factors: dict[str, Array], shape: tuple[int, ...], setting: Setting, role: str) -> Change:
     rows, columns = geometry(shape, setting.num_experts)
     if module.family == "saved":
         return Replacement(_of_shape(factors[role], shape).reshape(rows, columns))
@@ -208,46 +210,46 @@ def _build(module: Module, factors: dict[str, Tensor], shape: tuple[int, ...], s
     return _decomposed(module, inner, factors, shape, setting)
 
 
-def _of_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{tuple(tensor.shape)} instead of {shape}")
+def _of_shape(tensor: Array, shape: tuple[int, ...]) -> Array:
+    if tensor.shape != shape:
+        raise ValueError(f"{tensor.shape} instead of {shape}")
     return tensor
 
 
-def _bias(module: Module, factors: dict[str, Tensor], setting: Setting) -> Change:
+def _bias(module: Module, factors: dict[str, Array], setting: Setting) -> Change:
     if module.family == "full":
         return Difference(factors["diff_b"].reshape(-1, 1), setting.scale)
     return Difference(factors["B_bias"].reshape(-1, 1), scale_of(module) * setting.scale)
 
 
-def _lora(factors: dict[str, Tensor], shape: tuple[int, ...], scale: float, setting: Setting) -> Change:
+def _lora(factors: dict[str, Array], shape: tuple[int, ...], scale: float, setting: Setting) -> Change:
     if setting.num_experts > 1:
         return _experts(factors, shape, scale, setting)
     left, right = low_rank_pair(factors)
     return LowRank(right.T, left.T, scale) if setting.transposed else LowRank(left, right, scale)
 
 
-def _lokr(factors: dict[str, Tensor], shape: tuple[int, ...], scale: float, setting: Setting) -> Change:
+def _lokr(factors: dict[str, Array], shape: tuple[int, ...], scale: float, setting: Setting) -> Change:
     if setting.convention == "peft" and len(shape) == 3 and "w2" in factors and factors["w2"].ndim == 3:
-        # PEFT leaves w1 as a matrix here, so that torch.kron takes its dims for the last two of the convolution's.
-        # Its forward does the same: what was trained means this.
+        # PEFT leaves w1 as a matrix here, so that the Kronecker product takes its dims for the last two of the
+        # convolution's. Its forward does the same: what was trained means this.
         w1 = factors["w1"] if "w1" in factors else factors["w1_a"] @ factors["w1_b"]
-        product = torch.kron(w1, factors["w2"].contiguous())
+        product = np.kron(w1, factors["w2"])
         return Difference(product.reshape(geometry(shape)), scale)
     return Kronecker(*kronecker_pair(factors), scale)
 
 
-def _experts(factors: dict[str, Tensor], shape: tuple[int, ...], scale: float, setting: Setting) -> Change:
+def _experts(factors: dict[str, Array], shape: tuple[int, ...], scale: float, setting: Setting) -> Change:
     num = shape[0]
     down, up = factors["A"], factors["B"]
     right = down.reshape(num, -1, down.shape[-1])
-    left = up.reshape(up.shape[0], -1, num).permute(2, 0, 1)
+    left = up.reshape(up.shape[0], -1, num).transpose(2, 0, 1)
     if setting.transposed:
-        left, right = right.transpose(1, 2), left.transpose(1, 2)
+        left, right = right.swapaxes(1, 2), left.swapaxes(1, 2)
     return Experts(left, right, scale)
 
 
-def low_rank_pair(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def low_rank_pair(factors: Mapping[str, Array]) -> tuple[Array, Array]:
     """Return (rows, r) and (r, columns) of a LoRA: linear, convolution, Tucker, embedding."""
     if "A_embedding" in factors:
         return factors["A_embedding"].T, factors["B_embedding"].T
@@ -255,20 +257,20 @@ def low_rank_pair(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     left = up.reshape(up.shape[0], up.shape[1])
     if "mid" in factors:
         flat = down.reshape(down.shape[0], -1)
-        down = torch.einsum("mn...,nj->mj...", factors["mid"], flat)
+        down = np.einsum("mn...,nj->mj...", factors["mid"], flat)
     return left, down.reshape(down.shape[0], -1)
 
 
-def hadamard_pair(factors: Mapping[str, Tensor], number: int) -> tuple[Tensor, Tensor]:
+def hadamard_pair(factors: Mapping[str, Array], number: int) -> tuple[Array, Array]:
     """Return (out, r) and (r, columns) of one half of a LoHa."""
     left, right = factors[f"w{number}_a"], factors[f"w{number}_b"]
     if f"t{number}" not in factors:
         return left, right.reshape(right.shape[0], -1)
-    tucker = torch.einsum("ij...,jr->ir...", factors[f"t{number}"], right)
+    tucker = np.einsum("ij...,jr->ir...", factors[f"t{number}"], right)
     return left.T, tucker.reshape(tucker.shape[0], -1)
 
 
-def kronecker_pair(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def kronecker_pair(factors: Mapping[str, Array]) -> tuple[Array, Array]:
     """Return w1 (l, m) and w2 (out/l, columns/m) of a LoKr, its factored halves multiplied."""
     w1 = factors["w1"] if "w1" in factors else factors["w1_a"] @ factors["w1_b"]
     if "w2" in factors:
@@ -279,28 +281,28 @@ def kronecker_pair(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return w1, w2.reshape(w2.shape[0], -1)
 
 
-def kronecker_second(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def kronecker_second(factors: Mapping[str, Array]) -> tuple[Array, Array]:
     """Return (out/l, r) and (r, columns/m) of a factored second half."""
     left, right = factors["w2_a"], factors["w2_b"]
     if "t2" in factors:
-        tucker = torch.einsum("ij...,jr->ir...", factors["t2"], right)
+        tucker = np.einsum("ij...,jr->ir...", factors["t2"], right)
         return left.T, tucker.reshape(tucker.shape[0], -1)
     return left, right.reshape(right.shape[0], -1)
 
 
 def _decomposed(
-    module: Module, inner: Change, factors: dict[str, Tensor], shape: tuple[int, ...], setting: Setting
+    module: Module, inner: Change, factors: dict[str, Array], shape: tuple[int, ...], setting: Setting
 ) -> Change:
     magnitude = factors["magnitude"]
-    by_column = magnitude_is_by_column(module, tuple(magnitude.shape), shape, setting)
+    by_column = magnitude_is_by_column(module, magnitude.shape, shape, setting)
     num_spatial = math.prod(shape[2:]) if by_column else 1
-    if magnitude.numel() != (shape[1] if by_column else shape[0]):
+    if magnitude.size != (shape[1] if by_column else shape[0]):
         raise ValueError("the magnitude has another length")
     return Decomposed(inner, magnitude, by_column=by_column, num_spatial=num_spatial)
 
 
 def magnitude_is_by_column(
-    module: AdapterModule[Tensor], magnitude: tuple[int, ...], shape: tuple[int, ...], setting: Setting = PLAIN
+    module: AdapterModule[Array], magnitude: tuple[int, ...], shape: tuple[int, ...], setting: Setting = PLAIN
 ) -> bool:
     """Does a magnitude belong to the columns (dim 1 of the weight) instead of the rows?
 
@@ -325,7 +327,7 @@ def magnitude_is_by_column(
     return True
 
 
-def _oft(module: Module, factors: dict[str, Tensor], rows: int, columns: int, setting: Setting) -> Change:
+def _oft(module: Module, factors: dict[str, Array], rows: int, columns: int, setting: Setting) -> Change:
     if "blocks" in factors:
         blocks = factors["blocks"]
         rotations = rotation.lycoris_rotation(blocks, _constraint(module) * rows)
@@ -346,11 +348,11 @@ def _oft(module: Module, factors: dict[str, Tensor], rows: int, columns: int, se
     if num * size != columns and not (num == 1 and columns % size == 0):
         raise ValueError("the blocks do not cover the inputs")
     if name == "R":  # PEFT multiplies an embedding by R, other weights by its transpose
-        rotations = rotations.transpose(1, 2)
-    return InputRotation(rows, columns, rotations.contiguous())
+        rotations = rotations.swapaxes(1, 2)
+    return InputRotation(rows, columns, np.ascontiguousarray(rotations))
 
 
-def _boft(module: Module, factors: dict[str, Tensor], rows: int, columns: int) -> Change:
+def _boft(module: Module, factors: dict[str, Array], rows: int, columns: int) -> Change:
     if "blocks" in factors:
         rotations = rotation.lycoris_rotation(factors["blocks"], _constraint(module) * rows)
         if rotations.shape[1] * rotations.shape[2] != rows:
@@ -359,7 +361,7 @@ def _boft(module: Module, factors: dict[str, Tensor], rows: int, columns: int) -
     stored = factors["R"]
     if stored.shape[1] * stored.shape[2] != columns:
         raise ValueError("the blocks do not cover the inputs")
-    row_scale = factors["s"].flatten() if "s" in factors else None
+    row_scale = factors["s"].reshape(-1) if "s" in factors else None
     if row_scale is not None and len(row_scale) != rows:
         raise ValueError("boft_s has another length")
     return InputRotation(rows, columns, stored, row_scale)
@@ -369,5 +371,5 @@ def _constraint(module: Module) -> float:
     return 0.0 if module.alpha is None else module.alpha.value
 
 
-def _rescale(factors: dict[str, Tensor]) -> Tensor | None:
-    return factors["rescale"].flatten() if "rescale" in factors else None
+def _rescale(factors: dict[str, Array]) -> Array | None:
+    return factors["rescale"].reshape(-1) if "rescale" in factors else None

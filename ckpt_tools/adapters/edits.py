@@ -1,20 +1,21 @@
-"""The arithmetic of a merge on the bytes of blocks (torch): read as stored, computed in float32, cast once.
+"""The arithmetic of a merge on the bytes of blocks: read as stored, computed in float32, cast once.
 
-Imported by the first block that needs it, so that others move meanwhile.
+Imported by the first block that needs it.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import ml_dtypes
+import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.changes import Change
 from ckpt_tools.adapters.delta import Setting, change_of
 from ckpt_tools.adapters.matching import Part
+from ckpt_tools.arrays import Array, array_of, is_finite, numpy_dtype
+from ckpt_tools.casting import cast_array
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.text import escape_name
@@ -39,11 +40,13 @@ class Arithmetic:
     """
 
     def __init__(
-        self, name: str, before: DType, after: DType, parts: Sequence[Part], adapter: Adapter[Tensor], scale: float
+        self, name: str, before: DType, after: DType, parts: Sequence[Part], adapter: Adapter[Array], scale: float
     ) -> None:
         self._name = name
-        self._before, self._after = _torch_dtype(before), _torch_dtype(after)
-        self._work = torch.promote_types(self._before, torch.float32)
+        self._before, self._after = before, after
+        self._work = np.float64 if before.name == "F64" else np.float32
+        largest = float(ml_dtypes.finfo(numpy_dtype(after)).max)  # type: ignore[no-untyped-call]
+        self._safe_square = min(largest * largest, float(np.finfo(np.float32).max))
         self._parts = tuple((part, _change(part, adapter, scale)) for part in parts)
         self.columns = self._parts[0][1].columns
         """Of the tensor as a matrix."""
@@ -66,74 +69,77 @@ class Arithmetic:
         Raises:
             CkptError: The result is not finite where the base is.
         """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "the buffer is not writable": it is only read
-            before = torch.frombuffer(content, dtype=self._before).view(-1, self.columns)
-            after = torch.frombuffer(result, dtype=self._after).view(-1, self.columns)
-        step = max(1, _PIECE_ELEMS // self.columns) if self.is_rowwise else max(1, before.shape[0])
-        for start in range(0, before.shape[0], step):
-            stop = min(start + step, before.shape[0])
-            self._piece(row + start, before[start:stop], after[start:stop])
+        with np.errstate(all="ignore"):  # what is not finite is looked for in the result
+            whole = array_of(content, self._before, (-1, self.columns))
+            after = array_of(result, self._after, (-1, self.columns))
+            step = max(1, _PIECE_ELEMS // self.columns) if self.is_rowwise else max(1, len(whole))
+            for start in range(0, len(whole), step):
+                stop = min(start + step, len(whole))
+                self._piece(row + start, whole[start:stop], after[start:stop])
 
-    def _piece(self, row: int, before: Tensor, after: Tensor) -> None:
-        weight = before.to(self._work, copy=True)
+    def _piece(self, row: int, before: Array, after: Array) -> None:
+        weight = np.empty(before.shape, self._work)
+        cast_array(before, weight, bulk=True)
         for part, change in self._parts:
             first, last = max(row, part.start), min(row + len(weight), part.start + part.count)
             if first < last:
                 rows = weight[first - row : last - row]
                 offset = part.offset + first - part.start
                 if change.is_additive:  # into a weight of float64 without rounding it
-                    rows.add_(change.delta(offset, offset + len(rows)))
-                    continue
-                new = change.apply(rows.to(torch.float32), offset)
-                if new.data_ptr() != rows.data_ptr():
-                    rows.copy_(new)
+                    rows += change.delta(offset, offset + len(rows))
+                else:
+                    rows[:] = change.apply(rows.astype(np.float32), offset)
         self._check_range(before, weight)
         if not all(self.has_changed):
             self._look(row, before, weight)
-        after.copy_(weight)
+        cast_array(weight, after, bulk=True)
 
-    def _check_range(self, before: Tensor, weight: Tensor) -> None:
+    def _check_range(self, before: Array, weight: Array) -> None:
         """Refuse what is not finite, or would not be after the cast, unless the base is not finite either."""
-        flat = weight.flatten()
+        flat = weight.reshape(-1)
         # The sum of squares bounds every element, and costs next to nothing; only beyond it is every one looked at.
-        largest = torch.finfo(self._after).max
-        if float(torch.dot(flat, flat)) <= min(largest * largest, torch.finfo(torch.float32).max):
+        if float(np.dot(flat, flat)) <= self._safe_square:
             return
-        if not _is_finite(weight.to(self._after)) and _is_finite(before):
+        if not is_finite(self._cast(weight)) and is_finite(before):
             raise self._not_finite(weight)
 
-    def _not_finite(self, weight: Tensor) -> CkptError:
+    def _not_finite(self, weight: Array) -> CkptError:
         what = "values that are not finite"
-        if _is_finite(weight):
-            what = f"values too large for {str(self._after).removeprefix('torch.')}"
+        if is_finite(weight):
+            what = f"values too large for {self._after.torch_name}"
         return CkptError(
             f"tensor {escape_name(self._name)!r} would get {what}",
             where=escape_name(self._name),
             hint="`ckpt check-lora ADAPTER` looks for broken factors; --dtype bf16 or f32 has the range of float32",
         )
 
-    def _look(self, row: int, before: Tensor, weight: Tensor) -> None:
+    def _look(self, row: int, before: Array, weight: Array) -> None:
         """Has anything changed, and should it have?"""
         for i, (part, change) in enumerate(self._parts):
             first, last = max(row, part.start) - row, min(row + len(weight), part.start + part.count) - row
             if first >= last or self.has_changed[i]:
                 continue
             old, new = before[first:last], weight[first:last]
-            if not torch.equal(old.to(self._after), new.to(self._after)):
+            if not np.array_equal(self._cast(old), self._cast(new)):
                 self.has_changed[i] = self.should_change[i] = True
             elif not self.should_change[i]:
                 offset = part.offset + row + first - part.start
                 self.should_change[i] = _differs(change, old, new, offset)
 
+    def _cast(self, array: Array) -> Array:
+        """Return the elements as they are to be."""
+        result = np.empty(array.shape, numpy_dtype(self._after))
+        cast_array(array, result, bulk=True)
+        return result
 
-def _differs(change: Change, old: Tensor, new: Tensor, offset: int) -> bool:
+
+def _differs(change: Change, old: Array, new: Array, offset: int) -> bool:
     if change.is_additive:
         return bool(change.delta(offset, offset + len(old)).any())
-    return not torch.equal(old.to(torch.float32), new)
+    return not np.array_equal(old.astype(np.float32), new)
 
 
-def _change(part: Part, adapter: Adapter[Tensor], scale: float) -> Change:
+def _change(part: Part, adapter: Adapter[Array], scale: float) -> Change:
     setting = Setting(
         scale=scale,
         transposed=part.transposed,
@@ -142,13 +148,3 @@ def _change(part: Part, adapter: Adapter[Tensor], scale: float) -> Change:
         settings=adapter.settings,
     )
     return change_of(adapter.modules[part.module], part.shape, setting, part.role)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Several times as fast as torch.isfinite: 0 times what is not finite is not 0."""
-    return float((tensor * 0).sum(dtype=torch.float32)) == 0.0
-
-
-def _torch_dtype(dtype: DType) -> torch.dtype:
-    found: torch.dtype = getattr(torch, str(dtype.torch_name))
-    return found

@@ -1,9 +1,9 @@
-"""Load an adapter beside other work: torch takes seconds to import, and much of a merge only moves bytes."""
+"""An adapter that is read when it is first needed, by whichever worker that is."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter
@@ -12,11 +12,11 @@ from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.opening import Opened
 
 if TYPE_CHECKING:
-    import torch
+    from ckpt_tools.arrays import Array
 
 
 class Loading:
-    """An adapter's tensors, on their way.
+    """An adapter's tensors, read once.
 
     Args:
         adapter: From headers.
@@ -26,47 +26,32 @@ class Loading:
     def __init__(self, adapter: Adapter[TensorEntry], opened: Opened) -> None:
         self._adapter = adapter
         self._opened = opened
-        self._future: Future[Adapter[torch.Tensor]] = Future()
-        self._thread: threading.Thread | None = None
-        self._replaced: Adapter[torch.Tensor] | None = None
-        self._num_threads = 0
+        self._lock = threading.Lock()
+        self._loaded: Adapter[Array] | None = None
+        self._settings = ExitStack()
 
-    def start(self) -> None:
-        """Begin, in a thread of its own; again does nothing."""
-        if self._thread is not None:
-            return
-        self._thread = threading.Thread(target=self._load, name="ckpt-adapter", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> Adapter[torch.Tensor]:
+    def get(self) -> Adapter[Array]:
         """Return the loaded adapter.
 
         Raises:
             CkptError: Its bytes cannot be read, or are damaged.
         """
-        return self._replaced or self._future.result()
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = load(self._adapter, self._opened)
+                self._leave_threads_to_workers()
+            return self._loaded
 
-    def replace(self, adapter: Adapter[torch.Tensor]) -> None:
-        """Give another adapter to those who wait: the same change under other names."""
-        self._replaced = adapter
+    def replace(self, adapter: Adapter[Array]) -> None:
+        """Give another adapter from now on: the same change under other names."""
+        self._loaded = adapter
 
     def close(self) -> None:
-        """Wait for the end, and give torch its threads back."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        if self._num_threads:
-            import torch
+        """Give numpy its threads back."""
+        self._settings.close()
 
-            torch.set_num_threads(self._num_threads)
+    def _leave_threads_to_workers(self) -> None:
+        """The executor's workers compute side by side: threads of each one's own would wait for each other."""
+        from threadpoolctl import threadpool_limits
 
-    def _load(self) -> None:
-        try:
-            import torch
-
-            # The executor's workers compute side by side: more threads for each would only wait for each other.
-            self._num_threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            self._future.set_result(load(self._adapter, self._opened))
-        except BaseException as error:  # noqa: BLE001 - raised again where the adapter is needed
-            self._future.set_exception(error)
+        self._settings.enter_context(threadpool_limits(1, user_api="blas"))

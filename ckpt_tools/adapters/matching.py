@@ -1,4 +1,4 @@
-"""Find the base tensors that an adapter changes, and prove that every module fits. No torch."""
+"""Find the base tensors that an adapter changes, and prove that every module fits."""
 
 from __future__ import annotations
 

@@ -31,8 +31,10 @@ from ckpt_tools.to_hf import gathering_job
 from ckpt_tools.to_mesh import notes_on
 from ckpt_tools.transform import find_model, is_optimizer, plain_names
 
+_NUMPY_BYTES = 64 << 20
+"""Of numpy and its linear algebra, once imported."""
 _TORCH_BYTES = 256 << 20
-"""Of torch, once imported."""
+"""Of torch, which is imported to cast float16."""
 
 
 class MergeUnchangedError(CkptError):
@@ -97,13 +99,13 @@ def _with_edits(
     entries = {entry.fqn: entry for entry in job.source.tensors}
     turns = threading.Lock()
     edits = {
-        fqn: TensorEdit(entries[fqn], targets[fqn], parts, loading.wait, scale, job.opened.source, turns)
+        fqn: TensorEdit(entries[fqn], targets[fqn], parts, loading.get, scale, job.opened.source, turns)
         for fqn, parts in match.parts.items()
     }
     job.edits = edits
     job.edit_bytes = _edit_bytes(adapter, edits, num_workers)
     job.notes += _notes(adapter, match, scale)
-    job.prepare = lambda: _prepare(job, stored, read, loading, pairs, scale, num_workers)
+    job.prepare = lambda: _prepare(job, stored, read, pairs, scale, num_workers)
 
     def accept() -> None:
         read.opened.source.check_unchanged()
@@ -117,13 +119,11 @@ def _prepare(
     job: Job,
     adapter: Adapter[TensorEntry],
     read: OpenedAdapter,
-    loading: Loading,
     pairs: Collection[Pair],
     scale: float,
     num_workers: int,
 ) -> None:
-    """Begin to load the adapter, and say what identifies the result."""
-    loading.start()
+    """Refuse a tied base, and say what identifies the result."""
     refuse_equal(pairs, job.opened, num_workers=num_workers)
     entries = [read.opened.resolve(entry) for module in adapter.modules for entry in module.factors.values()]
     digests = scan(entries, read.opened.source, num_workers=num_workers).digests
@@ -223,14 +223,17 @@ def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
 
 
 def _edit_bytes(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit], num_workers: int) -> int:
-    """Return an upper bound of the memory of torch, the adapter and the tensors that are computed whole."""
+    """Return an upper bound of the memory of the libraries, the adapter and the tensors that are computed whole."""
     factors = sum(entry.num_elems for module in adapter.modules for entry in module.factors.values())
     whole = [
         edit.entry for edit in edits.values() if any(_mixes_rows(adapter.modules[part.module]) for part in edit.parts)
     ]
     largest = max((entry.num_elems for entry in whole), default=0)
     # Read, in float32, in float32 once more, and as it is written; pieces of 2²⁰ bytes otherwise, a few per worker.
-    return _TORCH_BYTES + 2 * 4 * factors + largest * (2 * 8 + 2 * 4) + num_workers * (8 << 20)
+    libraries = _NUMPY_BYTES
+    if any("F16" in (edit.entry.dtype.name, edit.dtype.name) for edit in edits.values()):
+        libraries += _TORCH_BYTES
+    return libraries + 2 * 4 * factors + largest * (2 * 8 + 2 * 4) + num_workers * (8 << 20)
 
 
 def _mixes_rows(module: AdapterModule[TensorEntry]) -> bool:

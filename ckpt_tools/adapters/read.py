@@ -14,20 +14,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
-from ckpt_tools.adapters.assemble import Named, assemble
+from ckpt_tools.adapters.assemble import Named, assemble, without_wrappers
 from ckpt_tools.adapters.keys import parse_key, refused_kind
 from ckpt_tools.adapters.known import add_settings
 from ckpt_tools.adapters.locate import locate
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.sidecars import Sidecars, read_sidecars
-from ckpt_tools.checkpoint import Format, TensorEntry
+from ckpt_tools.checkpoint import Checkpoint, Format, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.opening import Opened, open_path, read_file
 from ckpt_tools.text import escape_name
 from ckpt_tools.transform import find_model, is_optimizer, select, strip_wrappers
 
 if TYPE_CHECKING:
-    import torch
+    from ckpt_tools.arrays import Array
 
 _ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
 _STATE = re.compile(r"^(?:[^.]+\.)?state\.")
@@ -98,12 +98,18 @@ def read_adapter(
             trained=_trained(opened),
             bias=sidecars.peft["bias"].value if "bias" in sidecars.peft else None,
             path=path,
+            all_names=[strip_wrappers(entry.fqn) for entry in whole.checkpoint.tensors if not is_optimizer(entry)],
         )
-        adapter = replace(adapter, name=name, left_out=_left_out(opened, named, adapter))
+        adapter = replace(
+            adapter,
+            name=name,
+            left_out=_left_out(opened, named, adapter),
+            omitted=_omitted(whole.checkpoint, opened.checkpoint) if include or exclude else frozenset(),
+        )
         yield OpenedAdapter(opened, add_settings(adapter, sidecars, TensorReader(opened).read_scalar))
 
 
-def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | None = None) -> Adapter[torch.Tensor]:
+def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | None = None) -> Adapter[Array]:
     """Read the adapter's tensors, and no other byte.
 
     Memory: the adapter. CRC-32s are checked where the source records them.
@@ -114,26 +120,23 @@ def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | N
     reader = reader or TensorReader(opened)
     return adapter.with_modules(
         tuple(
-            module.with_factors({role: to_torch(reader, entry) for role, entry in module.factors.items()})
+            module.with_factors({role: to_array(reader, entry) for role, entry in module.factors.items()})
             for module in adapter.modules
         )
     )
 
 
-def to_torch(reader: TensorReader, entry: TensorEntry) -> torch.Tensor:
+def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
     """Read one tensor.
 
     Raises:
-        UnreadableError: Damaged, or of a type that torch lacks.
+        UnreadableError: Damaged, or of a type that is no array's.
     """
-    import torch
+    from ckpt_tools.arrays import array_of, numpy_dtype
 
-    if entry.dtype.torch_name is None or entry.dtype.pack > 1:
+    if numpy_dtype(entry.dtype) is None:
         raise UnreadableError(f"an adapter of {entry.dtype.name} elements", where=escape_name(entry.fqn))
-    dtype: torch.dtype = getattr(torch, entry.dtype.torch_name)
-    if not entry.num_elems:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(reader.read(entry), dtype=dtype).reshape(entry.shape)
+    return array_of(reader.read(entry), entry.dtype, entry.shape)
 
 
 def _header_metadata(opened: Opened) -> Mapping[str, str]:
@@ -168,13 +171,9 @@ def _name(opened: Opened, path: str) -> list[Named]:
     roots: Counter[str] = Counter()
     named = []
     for entry in checkpoint.tensors:
-        name = strip_wrappers(entry.fqn).removeprefix(prefix)
-        match = _ROOT.match(name)
-        if match is not None:
-            name = name[match.end() :]
-        elif (at := name.find("." + _PEFT_ROOT)) >= 0:
-            roots[name[:at]] += 1
-            name = name[at + 1 + len(_PEFT_ROOT) :]
+        root, name = _cut_root(strip_wrappers(entry.fqn).removeprefix(prefix))
+        if root is not None:
+            roots[root] += 1
         named.append(Named(name, parse_key(name), entry))
     if len(roots) > 1:
         shown = ", ".join(escape_name(root) for root in sorted(roots))
@@ -194,6 +193,29 @@ def _name(opened: Opened, path: str) -> list[Named]:
             hint="`ckpt inspect SRC --tensors` lists the names",
         )
     return named
+
+
+def _cut_root(name: str) -> tuple[str | None, str]:
+    """Return whose name it is, where a trainer holds several models, and the name inside that model."""
+    match = _ROOT.match(name)
+    if match is not None:
+        return None, name[match.end() :]
+    at = name.find("." + _PEFT_ROOT)
+    return (None, name) if at < 0 else (name[:at], name[at + 1 + len(_PEFT_ROOT) :])
+
+
+def _omitted(whole: Checkpoint, chosen: Checkpoint) -> frozenset[str]:
+    prefix = find_model(chosen)[1] if whole.format in ("dcp", "hf-sharded") else ""
+    model = find_model(whole)[0] if whole.format in ("dcp", "hf-sharded") else whole
+    kept = {entry.fqn for entry in chosen.tensors}
+    paths = set()
+    for entry in model.tensors:
+        if entry.fqn in kept:
+            continue
+        _, name = _cut_root(strip_wrappers(entry.fqn).removeprefix(prefix))
+        key = parse_key(name)
+        paths.add(key.path if key is not None else without_wrappers(name).rpartition(".")[0])
+    return frozenset(paths)
 
 
 def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[list[Named], str]:

@@ -9,11 +9,10 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.loading import Loading
 from ckpt_tools.adapters.matching import Match, match_modules
 from ckpt_tools.checkpoint import TensorEntry
-from ckpt_tools.dtypes import BY_TORCH_NAME
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
+    from ckpt_tools.arrays import Array
 
 _RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers")
 """Conventions whose names can be those of another implementation."""
@@ -40,8 +39,7 @@ def match_any_spelling(
     except UsageError as error:
         if adapter.convention not in _RESPELLED:
             raise
-        loading.start()
-        for respelled, whose, notes in _respellings(loading.wait(), tensors):
+        for respelled, whose, notes in _respellings(loading.get(), tensors):
             described = _described(respelled)
             try:
                 match = match_modules(described, tensors)
@@ -57,8 +55,8 @@ def match_any_spelling(
 
 
 def _respellings(
-    loaded: Adapter[torch.Tensor], tensors: Mapping[str, TensorEntry]
-) -> Iterator[tuple[Adapter[torch.Tensor], str, tuple[str, ...]]]:
+    loaded: Adapter[Array], tensors: Mapping[str, TensorEntry]
+) -> Iterator[tuple[Adapter[Array], str, tuple[str, ...]]]:
     from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
     from ckpt_tools.adapters.naming.choose import choose_architectures
     from ckpt_tools.adapters.naming.fit import Fitting
@@ -75,11 +73,11 @@ def _respellings(
                 placed = spell(place_all(loaded, ARCHITECTURES[family]), as_lora=fitting.as_lora)
             except UsageError:
                 continue
-            modules: tuple[AdapterModule[torch.Tensor], ...] = tuple(each.module for each in placed)
+            modules: tuple[AdapterModule[Array], ...] = tuple(each.module for each in placed)
             yield loaded.with_modules(modules), f"{whose} {ARCHITECTURES[family].title}", fitting.finish()
 
 
-def _described(adapter: Adapter[torch.Tensor]) -> Adapter[TensorEntry]:
+def _described(adapter: Adapter[Array]) -> Adapter[TensorEntry]:
     """Return what headers would say of a loaded adapter."""
     return adapter.with_modules(
         tuple(
@@ -91,6 +89,7 @@ def _described(adapter: Adapter[torch.Tensor]) -> Adapter[TensorEntry]:
     )
 
 
-def _entry(name: str, factor: torch.Tensor) -> TensorEntry:
-    dtype = BY_TORCH_NAME[str(factor.dtype).removeprefix("torch.")]
-    return TensorEntry(fqn=name, dtype=dtype, shape=tuple(factor.shape), chunks=())
+def _entry(name: str, factor: Array) -> TensorEntry:
+    from ckpt_tools.arrays import dtype_of
+
+    return TensorEntry(fqn=name, dtype=dtype_of(factor), shape=factor.shape, chunks=())

@@ -1,6 +1,6 @@
 """Edits of a merge as the executor sees them: block by block where the family allows it, else the whole tensor once.
 
-No torch: `edits` is imported by the first block that needs it.
+`edits`, and numpy with it, is imported by the first block that needs it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.strides import byte_box, start_of
 
 if TYPE_CHECKING:
-    import torch
-
     from ckpt_tools.adapters.adapter import Adapter
     from ckpt_tools.adapters.edits import Arithmetic
+    from ckpt_tools.arrays import Array
 
 
 class TensorEdit:
@@ -43,7 +42,7 @@ class TensorEdit:
         entry: TensorEntry,
         dtype: DType,
         parts: Sequence[Part],
-        load: Callable[[], Adapter[torch.Tensor]],
+        load: Callable[[], Adapter[Array]],
         scale: float,
         source: Source,
         turns: threading.Lock,

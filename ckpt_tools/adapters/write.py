@@ -107,7 +107,7 @@ def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview],
         see(item, content)
         if item.dtype is not item.stored and len(content):
             target = memoryview(bytearray(item.entry.nbytes))
-            cast(content, item.stored, target, item.dtype)
+            cast(content, item.stored, target, item.dtype, bulk=False)
             content = target
         if len(content) != item.entry.nbytes:
             raise CkptError(f"{len(content)} bytes for {item.entry.nbytes}", where=escape_name(item.name))

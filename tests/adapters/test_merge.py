@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -448,8 +446,10 @@ def test_names_of_another_implementation_are_understood(tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["diag-oft", "dora by column"])
 def test_what_mixes_rows_is_computed_over_many_blocks(tmp_path, algorithm):
+    from adapters.maths import new_weight
+
     from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-    from ckpt_tools.adapters.delta import Setting, new_weight
+    from ckpt_tools.adapters.delta import Setting
 
     weight = torch.randn(2560, 640)
     base = write_base(tmp_path / "base", {"blocks.to_q.weight": weight})
@@ -696,7 +696,9 @@ def test_command_reports_as_the_contract_says(tmp_path, capsys):
     assert main([*args, "--dry-run"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["plan"]["bytes"] > 0
-    assert planned["plan"]["peak_bytes"] > 256 << 20  # torch counts
+    assert 64 << 20 < planned["plan"]["peak_bytes"] < 256 << 20
+    assert main([*args, "--dry-run", "--dtype", "f16"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["peak_bytes"] > 256 << 20  # torch, which casts float16
     assert not (tmp_path / "out").exists()
     assert main(args) == 0
     document = json.loads(capsys.readouterr().out)
@@ -707,15 +709,3 @@ def test_command_reports_as_the_contract_says(tmp_path, capsys):
     assert main([*args, "--overwrite", "--scale", "nan"]) == 2
     assert main([*args, "--overwrite", "--scale", "1e-30"]) == 3
     assert json.loads(capsys.readouterr().err.splitlines()[-1])["error"]["code"] == "merge-unchanged"
-
-
-def test_dry_run_imports_no_torch(tmp_path):
-    base, factors = simple(tmp_path)
-    adapter = write_adapter(tmp_path / "adapter", factors)
-    code = (
-        "import sys; from ckpt_tools.cli import main; "
-        f"assert main(['merge-lora', {str(base)!r}, {str(adapter)!r}, {str(tmp_path / 'out')!r}, '-n', '-q']) == 0; "
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr

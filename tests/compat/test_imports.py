@@ -38,6 +38,12 @@ def made(tmp_path_factory):
     state = {"a.weight": torch.randn(16, 8), "b.weight": torch.randn(8, 16).bfloat16(), "c": torch.tensor(1.0)}
     save_file(state, directory / "hf" / "model.safetensors", metadata={"format": "pt"})
     (directory / "hf" / "config.json").write_text("{}")
+    (directory / "adapter").mkdir()
+    factors = {"lora_A": torch.ones(2, 8), "lora_B": torch.ones(16, 2)}
+    factors = {f"base_model.model.a.{name}.weight": factor for name, factor in factors.items()}
+    save_file(factors, directory / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["a"]}
+    (directory / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     api.shard(directory / "hf", directory / "dp", mesh="dp_shard=8")
     api.shard(directory / "hf", directory / "tp", mesh="dp_shard=2,tp=2", set=["*.weight=tp:S(1)"])
     return directory
@@ -62,12 +68,16 @@ COMMANDS = {
     "shard-rules": ["shard", "{made}/hf", "{out}/out", "--mesh", "dp_shard=2,tp=2", "--set", "a.*=tp:S(0)"],
     "gather": ["gather", "{made}/dp", "{out}/out"],
     "gather-split": ["gather", "{made}/dp", "{out}/out", "--max-shard-size", "1KB"],
+    "gather-bf16": ["gather", "{made}/dp", "{out}/out", "--dtype", "bf16"],
+    "merge": ["merge-lora", "{made}/hf", "{made}/adapter", "{out}/out"],
+    "merge-dcp": ["merge-lora", "{made}/dp", "{made}/adapter", "{out}/out", "--dtype", "f32"],
     "gather-like": ["gather", "{made}/dp", "{out}/out", "--like", "{made}/hf"],
     "reshard": ["reshard", "{made}/dp", "{out}/out", "--mesh", "dp_shard=3"],
     "reshard-columns": ["reshard", "{made}/tp", "{out}/out", "--mesh", "dp_shard=2", "--set", "a.*=dp_shard:S(1)"],
 }
 # What cuts along dim 0 alone moves whole rows: no array library is needed.
-NUMPY_FREE = [name for name in COMMANDS if name not in ("verify-dcp", "verify-against", "diff", "reshard-columns")]
+WITH_NUMPY = ("verify-dcp", "verify-against", "diff", "reshard-columns", "gather-bf16", "merge", "merge-dcp")
+NUMPY_FREE = [name for name in COMMANDS if name not in WITH_NUMPY]
 
 
 def fill(command, made, tmp_path):
@@ -83,7 +93,7 @@ def test_command_imports_no_torch(made, tmp_path, name):
         assert "numpy" not in modules
 
 
-def test_command_that_casts_imports_torch(made, tmp_path):
+def test_command_that_casts_to_float16_imports_torch(made, tmp_path):
     # The control: the probe sees what it looks for.
     modules = modules_after("shard", made / "hf", tmp_path / "out", "--mesh", "dp_shard=2", "--dtype", "f16")
     assert "torch" in modules
