@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -20,11 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt_tools import errors
+from ckpt_tools.children import LOOPBACK, describe_end, error_from_json, error_to_json
 from ckpt_tools.dtensor_engine.rank import Job, describe, save_rank
 from ckpt_tools.errors import CkptError
-
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def run_local_ranks(job: Job) -> None:
@@ -60,9 +57,8 @@ def _failure(private: str, failed: Mapping[int, int | None]) -> CkptError:
     """Return the error of the rank that failed first; what the others say is mostly that it is gone."""
     for rank, exitcode in failed.items():
         if exitcode is not None and exitcode < 0:
-            name = signal.Signals(-exitcode).name
-            hint = "most likely the machine ran out of memory" if name == "SIGKILL" else None
-            return CkptError(f"rank {rank} was ended by {name}", hint=hint)
+            how, hint = describe_end(exitcode, "try --engine stream")
+            return CkptError(f"rank {rank} {how}", hint=hint)
     reports = []
     for name in os.listdir(private):
         if name.endswith(".error.json"):
@@ -75,8 +71,7 @@ def _failure(private: str, failed: Mapping[int, int | None]) -> CkptError:
             hint="a script that calls this needs `if __name__ == '__main__':` around what it runs",
         )
     first = min(reports, key=lambda report: report["time_ns"])
-    kind = getattr(errors, first["class"], CkptError)
-    return kind(first["what"], where=first["where"] or f"rank {first['rank']}", hint=first["hint"])
+    return error_from_json(first["error"] | {"where": first["error"]["where"] or f"rank {first['rank']}"})
 
 
 def _run_rank(rank: int, private: str, job: Job) -> None:
@@ -85,7 +80,7 @@ def _run_rank(rank: int, private: str, job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -98,11 +93,8 @@ def _run_rank(rank: int, private: str, job: Job) -> None:
         save_rank(job)
         dist.destroy_process_group()
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - the report is the only way out of here
-        time_ns = time.time_ns()
-        report = {"rank": rank, "time_ns": time_ns, "class": "CkptError", "what": describe(error), "where": None}
-        report["hint"] = None
-        if isinstance(error, CkptError):
-            report |= {"class": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+        told = error if isinstance(error, CkptError) else CkptError(describe(error))
+        report = {"rank": rank, "time_ns": time.time_ns(), "error": error_to_json(told)}
         path = os.path.join(private, f"{rank}.error")
         with open(path, "w", encoding="utf-8") as file:
             json.dump(report, file)

@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import os
+import time
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.estimate.source import SIZES_HINT
+from ckpt_tools.estimate.options import EstimateOptions, parse_options
+from ckpt_tools.estimate.report import Estimate
+from ckpt_tools.estimate.run import by_formula
+from ckpt_tools.estimate.source import SIZES_HINT, config_path
 from ckpt_tools.memory import peak_rss_bytes
 
-JOB_NAME = "job.json"
-"""What to do: options, the config's path, the parent."""
-RESULT_NAME = "result.json"
-"""What came of it."""
 
-
-def main(directory: str) -> None:
-    """Do the job of a directory."""
-    from ckpt_tools.smoke.world import die_with_parent
-
-    with open(os.path.join(directory, JOB_NAME), encoding="utf-8") as file:
-        job = json.load(file)
-    die_with_parent(job["parent"])
+def estimate(job: dict[str, Any]) -> dict[str, object]:
+    """Estimate what the "options" of a job say; what `run.start_estimate` calls in a child."""
+    start = time.perf_counter()
+    options = parse_options(job["options"])
+    config = config_path(options)
     try:
-        result = _run(job)
+        result = by_formula(options) if config is None else _track(options, os.path.abspath(config))
     except CkptError as error:
         # What builds models for smoke runs proposes an option that estimates do not have.
-        hint = SIZES_HINT if "--factory" in (error.hint or "") else error.hint
-        parts = {"what": error.what, "where": error.where, "hint": hint}
-        result = {"error": {"class": type(error).__name__, **parts}}
-    path = os.path.join(directory, RESULT_NAME)
-    with open(path + ".part", "w", encoding="utf-8") as file:
-        json.dump(result, file)
-    os.replace(path + ".part", path)
+        if "--factory" in (error.hint or ""):
+            error.hint = SIZES_HINT
+        raise
+    return replace(result, seconds=time.perf_counter() - start).to_json()
 
 
-def _run(job: dict[str, Any]) -> dict[str, object]:
+def _track(options: EstimateOptions, config: str) -> Estimate:
     import torch
 
     from ckpt_tools.estimate.evaluate import evaluate, propose
     from ckpt_tools.estimate.model import figures_of, notes_of
-    from ckpt_tools.estimate.options import parse_options
-    from ckpt_tools.estimate.report import Estimate
     from ckpt_tools.estimate.track import track
     from ckpt_tools.smoke.options import SmokeOptions
     from ckpt_tools.smoke.setting import find_recipe
 
     torch.set_num_threads(1)
-    options = parse_options(job["options"])
-    recipe = find_recipe(SmokeOptions(model=job["config"]))
+    recipe = find_recipe(SmokeOptions(model=config))
     figures = figures_of(recipe)
 
     def tracked(case: Any) -> Any:  # noqa: ANN401 - a Case; torch's side is imported here only
@@ -65,4 +56,4 @@ def _run(job: dict[str, Any]) -> dict[str, object]:
         proposals=proposals,
         notes=notes_of(recipe, options.case),
         peak_rss_bytes=peak_rss_bytes(),
-    ).to_json()
+    )

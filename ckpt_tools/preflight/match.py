@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ckpt_tools.checkpoint import Checkpoint, Finding
+from ckpt_tools.children import Child
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.infer import infer_mesh
 from ckpt_tools.layout import Mesh
 from ckpt_tools.opening import Opened, open_path
-from ckpt_tools.preflight.child import call_in_child
 from ckpt_tools.preflight.comparison import Comparison, ModelView, comparison_from_json, facts_from_json
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
 from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
@@ -333,7 +332,8 @@ def look_at_model(
         "max_elems": max_elems,
     }
     try:
-        answer: dict[str, Any] = call_in_child(COMPARE, job)
+        with Child(COMPARE, job, does="describes the model") as child:
+            answer = child.result()
     except UnreadableError:
         raise
     except CkptError as error:

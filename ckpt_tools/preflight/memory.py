@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from ckpt_tools.checkpoint import Finding
-from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run_estimate
-from ckpt_tools.estimate.options import parse_options
+from ckpt_tools.children import Child
+from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run
 from ckpt_tools.estimate.report import estimate_from_json
 from ckpt_tools.layout import FSDP_AXIS, Mesh
-from ckpt_tools.preflight.child import Child
 from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name
@@ -186,20 +184,11 @@ def _optimizer(spec: ParallelSpec, notes: list[str]) -> str:
     return "adamw"
 
 
-ESTIMATE = "ckpt_tools.preflight.memory:estimate_job"
-"""What runs in the child."""
-
-
-def estimate_job(job: Mapping[str, Any]) -> dict[str, object]:
-    """Run the estimate of a question, in the child. What it starts ends with it."""
-    return run_estimate(parse_options(job["options"])).to_json()
-
-
 def start_estimate(question: MemoryQuestion) -> AbstractContextManager[Child | None]:
     """Start the estimate, beside whatever else is done; leaving the context ends it."""
     if question.options is None:
         return nullcontext()
-    return Child(ESTIMATE, {"options": question.options.to_text()})
+    return run.start_estimate(question.options)
 
 
 def estimate_memory(question: MemoryQuestion) -> Estimate | None:

@@ -1,6 +1,6 @@
 """The model on the meta device, beside the names of a checkpoint. Imports torch: for a process of its own.
 
-`compare` is what `child.call_in_child` runs; what it returns is read by `match`.
+`compare` is what `match.look_at_model` calls in a child, and reads the answer of.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.checkpoint import Finding
+from ckpt_tools.children import Child
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.report import estimate_from_json
-from ckpt_tools.preflight.child import Child
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, read_config
 from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_spec, write_cuts

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_tools.checkpoint import Finding
+from ckpt_tools.children import error_from_json
 from ckpt_tools.errors import CkptError
-from ckpt_tools.smoke.journal import RankLog, error_of
+from ckpt_tools.smoke.journal import RankLog
 from ckpt_tools.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 
 _NOT_REACHED = "not reached"
@@ -17,7 +18,7 @@ def first_error(logs: Mapping[int, RankLog]) -> CkptError | None:
     """Return what makes the run meaningless, as the lowest rank says it."""
     for rank in sorted(logs):
         for event in logs[rank].of_kind("error"):
-            return error_of(event)
+            return error_from_json(event)
     return None
 
 

@@ -14,12 +14,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tools import errors
 from ckpt_tools.checkpoint import Finding
+from ckpt_tools.children import error_to_json
 from ckpt_tools.errors import CkptError
 
 Event = dict[str, Any]
 """`kind`, `time`, and what belongs to that kind."""
+WORLD_NAME = "world"
+"""Directory of the ranks that train."""
+RELOAD_NAME = "reload"
+"""Directory of the ranks that reload."""
 
 
 class Journal:
@@ -60,8 +64,7 @@ class Journal:
 
     def error(self, error: CkptError) -> None:
         """Report that the run itself cannot be meant, or the source cannot be read."""
-        parts = {"what": error.what, "where": error.where, "hint": error.hint}
-        self._add({"kind": "error", "class": type(error).__name__, **parts})
+        self._add({"kind": "error", **error_to_json(error)})
 
     def _add(self, event: Event) -> None:
         event["time"] = time.time()
@@ -135,10 +138,3 @@ class RankLog:
         """Return the last value of a fact, None without one."""
         values = [event["value"] for event in self.of_kind("fact") if event["name"] == name]
         return values[-1] if values else None
-
-
-def error_of(event: Event) -> CkptError:
-    """Return the error that an `error` event stands for."""
-    kind = getattr(errors, event["class"], CkptError)
-    error: CkptError = kind(event["what"], where=event["where"], hint=event["hint"])
-    return error

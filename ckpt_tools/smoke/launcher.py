@@ -1,16 +1,13 @@
 """The process between the caller and the ranks: imports torch once, forks the ranks, watches them, and reports.
 
-It is started by `start.run_local` with a directory that holds `job.json`, and leaves `result.json` there.
+`launch` is what `start.run_local` calls in a child.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
-import select
-import shutil
 import signal
 import warnings
 from contextlib import suppress
@@ -18,23 +15,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.checkpoint import Finding
+from ckpt_tools.children import die_with_parent
 from ckpt_tools.errors import CkptError
 from ckpt_tools.smoke.assemble import assemble, first_error, is_abort
-from ckpt_tools.smoke.journal import Journal
+from ckpt_tools.smoke.journal import RELOAD_NAME, WORLD_NAME, Journal
 from ckpt_tools.smoke.options import SmokeOptions, parse_options
-from ckpt_tools.smoke.world import Outcome, World, die_with_parent
+from ckpt_tools.smoke.world import Outcome, World
 
 if TYPE_CHECKING:
     from ckpt_tools.smoke.setting import Setting
 
-JOB_NAME = "job.json"
-"""What to do."""
-RESULT_NAME = "result.json"
-"""What came of it."""
-WORLD_NAME = "world"
-"""Directory of the ranks that train."""
-RELOAD_NAME = "reload"
-"""Directory of the ranks that reload."""
 _PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -45,42 +35,21 @@ _PRELOAD = (
 )
 
 
-def main(directory: str) -> None:
-    """Do the job of a directory."""
-    with open(os.path.join(directory, JOB_NAME), encoding="utf-8") as file:
-        job = json.load(file)
+def launch(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job; no rank is left when this returns.
+
+    Args:
+        job: The "options"; what was "saved" by others and is to be reloaded, or None; and what a child is told.
+    """
     worlds: list[World] = []
-
-    def stop(*_: object) -> None:
-        for world in worlds:
-            world.kill()
-        shutil.rmtree(directory, ignore_errors=True)
-        os._exit(1)
-
-    signal.signal(signal.SIGTERM, stop)
-    die_with_parent(job["parent"], signal.SIGTERM)
     try:
-        result = _run(job, directory, worlds)
-    except CkptError as error:
-        parts = {"what": error.what, "where": error.where, "hint": error.hint}
-        result = {"error": {"class": type(error).__name__, **parts}}
+        return _run(job, worlds)
     finally:
         for world in worlds:
             world.kill()
-    path = os.path.join(directory, RESULT_NAME)
-    with open(path + ".part", "w", encoding="utf-8") as file:
-        json.dump(result, file)
-    os.replace(path + ".part", path)
 
 
-def _check_parent() -> None:
-    """End when the caller is gone: its end of the pipe is closed."""
-    readable, _, _ = select.select([0], [], [], 0)
-    if readable and not os.read(0, 1):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _run(job: dict[str, Any], directory: str, worlds: list[World]) -> dict[str, Any]:
+def _run(job: dict[str, Any], worlds: list[World]) -> dict[str, Any]:
     options = parse_options(job["options"])
     preload(options)
     from ckpt_tools.smoke import other
@@ -89,10 +58,10 @@ def _run(job: dict[str, Any], directory: str, worlds: list[World]) -> dict[str, 
     setting = resolve(options)
     _warm(setting)
     if job["saved"] is not None:  # the ranks that trained are torchrun's
-        outcome = _run_world(setting, directory, RELOAD_NAME, worlds, job["saved"])
+        outcome = _run_world(setting, job, RELOAD_NAME, worlds, job["saved"])
         findings = [asdict(finding) for finding in outcome.findings]
         return {"events": {rank: log.events for rank, log in outcome.logs.items()}, "findings": findings}
-    first = _run_world(setting, directory, WORLD_NAME, worlds)
+    first = _run_world(setting, job, WORLD_NAME, worlds)
     error = first_error(first.logs)
     if error is not None:
         raise error
@@ -100,7 +69,7 @@ def _run(job: dict[str, Any], directory: str, worlds: list[World]) -> dict[str, 
     reloading, why_not = other.setting_for(setting, first.logs[0])
     if reloading is not None and is_sound(first):
         saved = other.saved_by(setting, reloading, first.logs[0])
-        second = _run_world(reloading, directory, RELOAD_NAME, worlds, saved)
+        second = _run_world(reloading, job, RELOAD_NAME, worlds, saved)
     report = assemble(
         first.logs,
         source=options.label,
@@ -108,7 +77,7 @@ def _run(job: dict[str, Any], directory: str, worlds: list[World]) -> dict[str, 
         mesh=str(setting.mesh),
         strategy=setting.policy.strategy,
         device=str(first.logs[0].fact("device") or options.device),
-        findings=[*first.findings, *_of_traces(directory, first), *(second.findings if second else [])],
+        findings=[*first.findings, *_of_traces(job["directory"], first), *(second.findings if second else [])],
         stacks=first.stacks or (second.stacks if second else {}),
         reload_logs=second.logs if second else None,
         reload_skipped=why_not,
@@ -141,11 +110,11 @@ def _warm(setting: Setting) -> None:
 
 
 def _run_world(
-    setting: Setting, directory: str, name: str, worlds: list[World], saved: dict[str, object] | None = None
+    setting: Setting, job: dict[str, Any], name: str, worlds: list[World], saved: dict[str, object] | None = None
 ) -> Outcome:
     from ckpt_tools.smoke.rank import run_rank
 
-    private = os.path.join(directory, name)
+    private = os.path.join(job["directory"], name)
     size = setting.mesh.world_size
 
     def be_rank(rank: int, journal: Journal) -> bool:
@@ -163,7 +132,7 @@ def _run_world(
     world = World(private, size, be_rank)
     worlds.append(world)
     world.start()
-    return world.watch(setting.timeout_s, _check_parent)
+    return world.watch(setting.timeout_s, lambda: die_with_parent(job["parent"], signal.SIGTERM))
 
 
 def is_sound(outcome: Outcome) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -13,24 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckpt_tools.checkpoint import Finding
+from ckpt_tools.children import describe_end, die_with_parent
 from ckpt_tools.smoke.hang import MAX_STACK_CHARS, describe_hang, parse_stack
 from ckpt_tools.smoke.journal import Journal, RankLog, events_path, read_events
 from ckpt_tools.text import escape_name
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""Network interface that the ranks talk over."""
 _POLL_S = 0.05
 _GRACE_S = 4.0
 """What the other ranks get to end once one has failed: mostly they wait for it."""
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel end this process when its parent is gone, also when that was killed (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-        if os.getppid() != parent:  # it was faster
-            os._exit(1)
 
 
 @dataclass(slots=True)
@@ -82,7 +71,6 @@ class World:
             stacks = open(self._file(rank, "stacks"), "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             faulthandler.enable(file=stacks)
-            os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
             done = self._function(rank, Journal(events_path(self._directory, rank)))
             sys.stderr.flush()
             # Without a farewell: after a failure the other ranks may never answer.
@@ -152,10 +140,8 @@ class World:
         outcome.findings.append(describe_hang(outcome.logs, frames, running, timeout_s))
 
     def _death(self, rank: int, status: int, log: RankLog) -> Finding:
-        number = os.waitstatus_to_exitcode(status)
-        how = f"was ended by {signal.Signals(-number).name}" if number < 0 else f"ended with exit status {number}"
+        how, hint = describe_end(os.waitstatus_to_exitcode(status), "try fewer ranks, or a smaller model")
         phase = log.phase or log.last_phase or "start"
-        hint = "the machine may have run out of memory: try fewer ranks, or a smaller model" if number == -9 else None
         tail = self._tail(rank)
         return Finding(
             code="rank-died",

@@ -195,7 +195,7 @@ def test_preflight_that_is_interrupted_ends_at_once_and_leaves_nothing(model, tm
         text=True,
     )
     deadline = time.monotonic() + 60
-    while len(list((tmp_path / "tmp").glob("ckpt-preflight-*"))) < 2 and time.monotonic() < deadline:
+    while len(list((tmp_path / "tmp").glob("ckpt-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     try:

@@ -13,12 +13,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from pathlib import Path
 
-from ckpt_tools.smoke.journal import error_of
+from ckpt_tools.children import environment, read_answer
 from ckpt_tools.smoke.options import SmokeOptions
 from ckpt_tools.smoke.report import report_from_json
-from ckpt_tools.smoke.start import _environment, _write
+from ckpt_tools.smoke.start import LAUNCH
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from smoke.farm import serve; serve()"
 
@@ -33,7 +32,7 @@ class Farm:
             [sys.executable, "-P", "-c", _BOOT, path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(self._directory.name),
+            env=environment(self._directory.name, gpu=True),
             text=True,
         )
         assert self._process.stdout.readline() == "ready\n"
@@ -61,22 +60,19 @@ class Farm:
         """
         options.setdefault("timeout_s", 60.0)
         with tempfile.TemporaryDirectory(prefix="farm-") as directory:
-            job = {"options": SmokeOptions(**options).to_text(), "parent": self._process.pid, "saved": None}
-            _write(os.path.join(directory, "job.json"), job)
-            self.call("smoke.farm:launch", directory, str(path or ""))
-            result = json.loads(Path(directory, "result.json").read_text())
-        if "error" in result:
-            raise error_of(result["error"])
-        return report_from_json(result["report"])
+            job = {"options": SmokeOptions(**options).to_text(), "saved": None}
+            self.call("smoke.farm:launch", directory, str(path or ""), job)
+            return report_from_json(read_answer(directory)["report"])
 
 
-def launch(directory, path):
+def launch(directory, path, job):
     """Be the launcher."""
-    from ckpt_tools.smoke.launcher import main
+    from ckpt_tools.children import serve
 
+    os.setsid()
     if path:
         sys.path.append(path)
-    main(directory)
+    serve(directory, {"function": LAUNCH, "job": job, "parent": os.getppid()})
 
 
 def serve():
@@ -86,14 +82,13 @@ def serve():
     preload(SmokeOptions())
     for name in ("bert", "llama", "qwen3_moe", "t5"):
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    lifeline, _ = os.pipe()
     print("ready", flush=True)
     for line in sys.stdin:
         function, args = json.loads(line)
         pid = os.fork()
         if pid == 0:
             try:
-                os.dup2(lifeline, 0)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 os.dup2(2, 1)
                 module, name = function.split(":")
                 getattr(importlib.import_module(module), name)(*args)

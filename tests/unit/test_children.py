@@ -1,0 +1,385 @@
+"""A function in a process of its own: what it answers, how it ends, what is left of it."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_tools import errors
+from ckpt_tools.children import Child, describe_end, environment, error_from_json, error_to_json
+from ckpt_tools.errors import CkptError, LimitError, StorageError, UsageError
+
+BIG = 10 << 20
+
+
+# What children do.
+
+
+def echo(job):
+    return job
+
+
+def refuse(job):
+    raise LimitError("too much", where="here", hint="less")
+
+
+def fail(job):
+    print("not the reason")
+    raise ValueError("the \x1b[31mreason")
+
+
+def die(job):
+    print("the last word", flush=True)
+    os.kill(os.getpid(), job["number"])
+    time.sleep(60)
+
+
+def crash(job):
+    faulthandler._sigsegv()
+
+
+def sleep(job):
+    time.sleep(60)
+
+
+def sleep_deaf(job):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(job["directory"], "ready").touch()
+    time.sleep(60)
+
+
+def leave(job):
+    os._exit(job["status"])
+
+
+def print_rubbish(job):
+    os.write(1, b'\xff\x00{"result": 1}\n' * 1000)
+    os.write(2, b"\xfe" * 100_000)
+    return {"fine": True}
+
+
+def print_much(job):
+    for number in (1, 2):
+        for _ in range(10):
+            os.write(number, b"x" * (BIG // 10))
+    return {"text": "ä" * BIG}
+
+
+def print_much_and_fail(job):
+    os.write(1, b"x" * BIG)
+    raise RuntimeError("at last")
+
+
+def cut_short(job):
+    Path(job["directory"], "result.json").write_text('{"result": {"a"')
+    os._exit(0)
+
+
+def describe(job):
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "session": os.getsid(0),
+        "stdin": os.read(0, 1).decode(),
+        "temporary": tempfile.gettempdir(),
+        "environment": dict(os.environ),
+        "path": sys.path,
+    }
+
+
+def tell(job, *pids):
+    part = Path(job["file"] + ".part")
+    part.write_text(json.dumps(pids))
+    part.rename(job["file"])
+
+
+def be_alone(job):
+    tell(job, os.getpid())
+    time.sleep(60)
+
+
+def be_family(job):
+    """Have a child that ends when told to and one that does not, tell who they are, and wait."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    mild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        tell(job, os.getpid(), mild.pid, other.pid)
+        if job["wait"]:
+            time.sleep(60)
+        os._exit(0)
+
+
+# What is seen of them.
+
+
+def child(function, job=None, **options):
+    return Child(f"{__name__}:{function.__name__}", job or {}, does="is tried", **options)
+
+
+def result_of(function, job=None, **options):
+    with child(function, job) as started:
+        return started.result(**options)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def read_pids(file):
+    wait_for(file.exists)
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path, monkeypatch):
+    """Whatever happens, nothing is left of a directory."""
+    directory = tmp_path / "private"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    yield directory
+    assert not list(directory.iterdir())
+
+
+def test_child_returns_what_the_function_returns():
+    answer = result_of(echo, {"a": [1, None, "ä\udcff"]})
+    assert answer["a"] == [1, None, "ä\udcff"]
+    assert answer["parent"] == os.getpid()
+
+
+def test_child_that_refuses_raises_the_same_error_here():
+    with pytest.raises(LimitError, match="too much") as caught:
+        result_of(refuse)
+    assert (caught.value.where, caught.value.hint) == ("here", "less")
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_child_that_fails_is_told_by_its_last_words_made_safe():
+    with pytest.raises(CkptError) as caught:
+        result_of(fail)
+    assert caught.value.what == r"the process that is tried has failed: ValueError: the \x1b[31mreason"
+    (note,) = caught.value.__notes__
+    assert "not the reason" in note
+    assert "Traceback" in note
+    assert "\x1b" not in note
+
+
+@pytest.mark.parametrize(
+    ("number", "what", "hint"),
+    [
+        (signal.SIGKILL, "was ended by SIGKILL", "the machine may have run out of memory: make room"),
+        (signal.SIGTERM, "was ended by SIGTERM", None),
+        (signal.SIGRTMIN + 3, f"was ended by signal {signal.SIGRTMIN + 3}", None),
+    ],
+)
+def test_child_that_is_killed_is_reported_with_what_to_do(number, what, hint):
+    with child(die, {"number": int(number)}, relief="make room") as started, pytest.raises(CkptError) as caught:
+        started.result()
+    assert caught.value.what == f"the process that is tried {what}"
+    assert caught.value.hint == hint
+    assert caught.value.__notes__ == ["the last word"]
+
+
+def test_child_whose_library_crashes_says_where():
+    with pytest.raises(CkptError, match="was ended by SIGSEGV") as caught:
+        result_of(crash)
+    assert "a compiled library" in caught.value.hint
+    assert "in crash" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_child_that_leaves_without_an_answer_is_an_error(status):
+    with pytest.raises(CkptError, match=f"has failed: exit status {status}"):
+        result_of(leave, {"status": status})
+
+
+def test_child_whose_answer_is_cut_short_is_an_error():
+    with pytest.raises(CkptError, match="has left an answer that cannot be read"):
+        result_of(cut_short)
+
+
+def test_silent_child_past_its_deadline_is_ended():
+    start = time.monotonic()
+    with child(sleep) as started:
+        with pytest.raises(CkptError, match="took more than 1 s"):
+            started.result(timeout_s=1.0)
+        assert time.monotonic() - start < 3
+        assert not is_alive(started._process.pid)
+
+
+def test_deaf_child_past_its_deadline_is_killed():
+    with child(sleep_deaf) as started:
+        wait_for(Path(started.directory, "ready").exists)
+        with pytest.raises(CkptError, match="took more than 0 s"):
+            started.result(timeout_s=0.1)
+        assert not is_alive(started._process.pid)
+
+
+def test_child_that_writes_rubbish_still_answers():
+    assert result_of(print_rubbish) == {"fine": True}
+
+
+def test_child_that_writes_much_still_answers_much():
+    assert result_of(print_much) == {"text": "ä" * BIG}
+
+
+def test_child_that_writes_much_and_fails_is_told_by_the_end_alone():
+    with pytest.raises(CkptError, match="RuntimeError: at last") as caught:
+        result_of(print_much_and_fail)
+    assert len(caught.value.__notes__[0]) < 5000
+
+
+def test_child_lives_apart_from_terminal_torchrun_and_network(monkeypatch, tmp_path):
+    here = {"RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "x", "CKPT_JSON": "1"}
+    for name, value in (here | {"OMP_NUM_THREADS": "64", "MY_RANK": "kept"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    found = result_of(describe)
+    assert found["parent"] == os.getpid()
+    assert found["session"] == found["pid"]
+    assert found["stdin"] == ""
+    assert "" not in found["path"]
+    seen = found["environment"]
+    assert not set(here) & set(seen)
+    assert found["temporary"] == seen["TMPDIR"]
+    assert not os.path.exists(found["temporary"])
+    expected = {"OMP_NUM_THREADS": "1", "MY_RANK": "kept", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert expected.items() <= seen.items()
+    assert seen["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_environment_with_gpus_leaves_those_that_the_caller_may_see(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert environment("/x", gpu=True)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert environment("/x")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_child_takes_what_it_has_started_with_it(tmp_path, wait):
+    file = tmp_path / "pids"
+    with child(be_family, {"file": str(file), "wait": wait}) as started:
+        pids = read_pids(file)
+        if not wait:
+            with pytest.raises(CkptError, match="exit status 0"):
+                started.result()
+    wait_for(lambda: not any(map(is_alive, pids)), 2)
+
+
+PARENT = """
+import os, sys, tempfile, time
+sys.path[:0] = [sys.argv[1]]
+from ckpt_tools.children import Child
+with Child(f"test_children:{sys.argv[2]}", {"file": sys.argv[3], "wait": True}, does="is tried") as child:
+    child.result(None)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_parent_that_is_ended_leaves_no_process_and_no_file(tmp_path, private, number):
+    command = [sys.executable, "-c", PARENT, os.path.dirname(__file__), "be_family", str(tmp_path / "pids")]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(private)}, stderr=subprocess.DEVNULL) as process:
+        try:
+            pids = read_pids(tmp_path / "pids")
+            assert list(private.iterdir())
+            process.send_signal(number)
+            process.wait(timeout=10)
+            wait_for(lambda: not any(map(is_alive, pids)), 5)
+            wait_for(lambda: not list(private.iterdir()), 2)
+        finally:
+            process.kill()
+
+
+def test_parent_that_is_killed_takes_a_plain_child_with_it_at_once(tmp_path, private):
+    command = [sys.executable, "-c", PARENT, os.path.dirname(__file__), "be_alone", str(tmp_path / "pids")]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(private)}) as process:
+        (pid,) = read_pids(tmp_path / "pids")
+        process.kill()
+    wait_for(lambda: not is_alive(pid), 1)
+    wait_for(lambda: not list(private.iterdir()), 1)
+
+
+def test_interrupt_while_a_child_is_awaited_ends_it_at_once():
+    timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    start = time.monotonic()
+    with child(sleep) as started:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            started.result()
+    timer.join()
+    assert time.monotonic() - start < 3
+    assert not is_alive(started._process.pid)
+
+
+def test_child_of_a_thread_that_blocks_signals_still_ends():
+    def work():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        with child(sleep) as started:
+            time.sleep(0.5)
+            begun.append(time.monotonic())
+        begun.append(time.monotonic())
+        assert not is_alive(started._process.pid)
+
+    begun = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert begun[1] - begun[0] < 2
+
+
+def test_waiting_caller_is_called_often_and_after_the_end():
+    calls = []
+    with child(echo) as started:
+        started.result(on_wait=lambda: calls.append(os.path.exists(os.path.join(started.directory, "result.json"))))
+    assert calls[0] is False
+    assert calls[-1] is True
+
+
+def test_child_that_cannot_be_started_is_an_error_of_the_system(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(StorageError, match="the process that is tried cannot be started: No such file"), child(echo):
+        pass
+
+
+def test_temporary_directory_that_is_not_there_is_an_error_of_the_system(monkeypatch, private):
+    monkeypatch.setattr(tempfile, "tempdir", str(private / "missing"))
+    with pytest.raises(StorageError, match="cannot be started"), child(echo):
+        pass
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+def test_errors_survive_the_way_between_processes(kind):
+    if issubclass(kind, CkptError):
+        error = error_from_json(json.loads(json.dumps(error_to_json(kind("what", where="where", hint=None)))))
+        assert type(error) is kind
+        assert (error.what, error.where, error.hint) == ("what", "where", None)
+
+
+def test_error_of_a_class_that_is_not_known_is_an_error():
+    class OtherError(UsageError):
+        pass
+
+    assert type(error_from_json(error_to_json(OtherError("what")))) is CkptError
+
+
+def test_describe_end_of_an_exit_status_blames_nothing():
+    assert describe_end(3, "make room") == ("ended with exit status 3", None)
