@@ -9,6 +9,7 @@ Source: YAML 1.1 (https://yaml.org/spec/1.1/), core types of https://yaml.org/ty
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import yaml
 
@@ -18,6 +19,7 @@ MAX_DEPTH = 32
 """Mappings and lists inside one another; an alias of what it lies in has no end."""
 
 _TAG = "tag:yaml.org,2002:"
+_MERGE = _TAG + "merge"
 _NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]{0,14})")
 _FRACTION = re.compile(r"[-+]?[0-9]{1,15}\.[0-9]{0,15}")
 _MAX_NUMBER_CHARS = 64
@@ -36,13 +38,42 @@ def load_yaml(text: str, *, full: bool = False) -> object:
     Raises:
         ValueError: Not YAML, or more than a file of rules needs; the message says what, in one line or several.
     """
+    composer = _Composer(text)
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = composer.get_single_node()
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+    finally:
+        composer.dispose()
     return None if node is None else _Builder(full=full).build(node, 0)
+
+
+class _Composer(yaml.SafeLoader):
+    """PyYAML's composer, which stops where the text is more, or other, than anything that will be built of it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_nodes = 0
+        self._keys: list[set[str]] = []
+        """Those that each of the values has so far which lie around what is composed; of lists none."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:  # noqa: ANN401 - key or number
+        """Compose one value of `parent`."""
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise _too_many()
+        if parent is not None and len(self._keys) > MAX_DEPTH:
+            raise _too_deep(parent.start_mark)
+        if isinstance(parent, yaml.MappingNode) and isinstance(index, yaml.ScalarNode) and index.tag != _MERGE:
+            if index.value in self._keys[-1]:
+                raise ValueError(f"the key {index.value[:100]!r} is written twice{index.start_mark}")
+            self._keys[-1].add(index.value)
+        self._keys.append(set())
+        node = super().compose_node(parent, index)
+        self._keys.pop()
+        return node
 
 
 class _Builder:
@@ -54,9 +85,9 @@ class _Builder:
         """Return the value of a node."""
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
-            raise ValueError(f"more than {MAX_NODES} values, aliases counted as often as they are used")
+            raise _too_many()
         if depth > MAX_DEPTH:
-            raise ValueError(f"more than {MAX_DEPTH} mappings and lists inside one another{node.start_mark}")
+            raise _too_deep(node.start_mark)
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.ScalarNode):
             return _any_number(kind, node) if self._full and kind in ("int", "float") else _scalar(kind, node)
@@ -70,26 +101,31 @@ class _Builder:
         result: dict[str, object] = {}
         merged: dict[str, object] = {}
         for key_node, value_node in node.value:
-            if self._full and key_node.tag == f"{_TAG}merge":
-                merged = self._merge(value_node, depth) | merged
+            if self._full and key_node.tag == _MERGE:
+                self._merge(value_node, depth, merged)
                 continue
             key = self.build(key_node, depth + 1)
             if not isinstance(key, str):
                 raise ValueError(f"a key that is not text{key_node.start_mark}")  # noqa: TRY004 - the content's fault
-            if key in result:
-                raise ValueError(f"the key {key[:100]!r} is written twice{key_node.start_mark}")
             result[key] = self.build(value_node, depth + 1)
         return merged | result
 
-    def _merge(self, node: yaml.Node, depth: int) -> dict[str, object]:
-        """Return what `<<` adds: a mapping, or several, of which the first wins."""
+    def _merge(self, node: yaml.Node, depth: int, merged: dict[str, object]) -> None:
+        """Add what `<<` adds to `merged`: a mapping, or several, of which the first wins."""
         value = self.build(node, depth + 1)
-        result: dict[str, object] = {}
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, dict):
                 raise ValueError(f"`<<` takes mappings{node.start_mark}")  # noqa: TRY004 - the content's fault
-            result = item | result
-        return result
+            for key, one in item.items():
+                merged.setdefault(key, one)
+
+
+def _too_many() -> ValueError:
+    return ValueError(f"more than {MAX_NODES} values, aliases counted as often as they are used")
+
+
+def _too_deep(mark: yaml.Mark) -> ValueError:
+    return ValueError(f"more than {MAX_DEPTH} mappings and lists inside one another{mark}")
 
 
 def _any_number(kind: str, node: yaml.ScalarNode) -> object:

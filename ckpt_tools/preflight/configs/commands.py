@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from ckpt_tools.text import escape_name
 
+MAX_COMMAND_CHARS = 256 << 10
+"""Longest command that is read: shlex takes time with the square of a word's length."""
 _SEPARATORS = frozenset({";", "&&", "||", "|", "&", ";;"})
 
 
@@ -20,7 +22,7 @@ def split_commands(text: str) -> tuple[tuple[str, ...], ...]:
     may span lines; a here-document is read as if it were part of the script.
 
     Raises:
-        ValueError: A quote that is never closed.
+        ValueError: A quote that is never closed, or a command beyond `MAX_COMMAND_CHARS`.
     """
     commands: list[tuple[str, ...]] = []
     for line in _logical_lines(text):
@@ -76,6 +78,8 @@ def _clean(line: str, quote: str) -> tuple[str, str]:
 
 
 def _words(line: str) -> list[str]:
+    if len(line) > MAX_COMMAND_CHARS:
+        raise ValueError(f"a command of {len(line)} characters, the limit is {MAX_COMMAND_CHARS}")
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
     lexer.whitespace_split = True
     lexer.commenters = ""

@@ -6,10 +6,11 @@ import json
 import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.preflight.configs.commands import split_commands
 from ckpt_tools.rules.plain_yaml import load_yaml
 from ckpt_tools.storage.named_file import read_named_file
@@ -19,6 +20,8 @@ MAX_BYTES = 1 << 20
 """Longest config that is read; real ones have some kilobytes."""
 MAX_DEPTH = 64
 """Mappings and lists inside one another."""
+_MAX_DOTS = 10_000
+"""In TOML: tomllib takes time with the square of a key's parts."""
 
 _OPTION = re.compile(r"(^|\s)--[A-Za-z][\w.-]*")
 _OVERRIDE = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/]+)+=", re.MULTILINE)
@@ -116,8 +119,7 @@ def parse_json(text: str, path: str) -> object:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {escape_name(twice)!r} is written twice")
     return result
 
@@ -130,6 +132,8 @@ def _check_depth(value: object, depth: int) -> None:
 
 
 def _parse_toml(text: str, path: str) -> object:
+    if text.count(".") > _MAX_DOTS:
+        raise LimitError(f"more than {_MAX_DOTS} dots, in keys and elsewhere", where=escape_name(path))
     try:
         values: object = tomllib.loads(text)
         _check_depth(values, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
@@ -29,6 +30,7 @@ from ckpt_tools.preflight.configs.openrlhf_names import (
     PLAN,
 )
 from ckpt_tools.preflight.configs.schema import (
+    MAX_FINDINGS,
     Count,
     Dtype,
     Names,
@@ -166,7 +168,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     )
     findings += not_in_file(variables, read_names)
     raw, wrong = validate(OpenRlhf, values, spell=lambda path: f"--{path}")
-    findings += wrong + tuple(_unknown_options(values))
+    findings += wrong + tuple(islice(_unknown_options(values), MAX_FINDINGS))
     world = world_size or _world(raw, document.commands, script, variables)
     engine = _engine(raw, values)
     axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}

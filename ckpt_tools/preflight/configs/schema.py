@@ -13,6 +13,7 @@ import copy
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
@@ -25,7 +26,7 @@ from ckpt_tools.text import escape_name
 TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
 FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
 _MAX_DIGITS = 18
-_MAX_FINDINGS = 200
+MAX_FINDINGS = 200
 """Findings of one kind on one file; whoever hands in another thing than a config needs no list of everything in it."""
 _MAX_SHOWN = 60
 
@@ -182,8 +183,9 @@ def validate(
             for problem in error.errors(include_url=False, include_context=True):
                 findings.append(_wrong_type(problem, spell))
                 _remove(left, problem["loc"])
-    findings += _unknown_keys(model, values, (), spell)
-    return checked, tuple(findings[:_MAX_FINDINGS])
+    # No more than are said: to find the nearest name takes a while.
+    findings += islice(_unknown_keys(model, values, (), spell), max(0, MAX_FINDINGS - len(findings)))
+    return checked, tuple(findings[:MAX_FINDINGS])
 
 
 def _wrong_type(problem: Any, spell: Spell) -> Finding:  # noqa: ANN401 - pydantic's ErrorDetails, whose context is untyped
