@@ -203,6 +203,7 @@ def _dcp_job(base: Opened, destination: str, dtype: str) -> Job:
         target=dcp.place(target.tensors, grids),
         destination=destination,
         assets=[(base.source, asset) for asset in base.checkpoint.assets],
+        dtype=dtype,
         mesh=base.checkpoint.mesh,
         placements={fqn: placed for fqn, placed in placements.items() if fqn in kept},
         notes=[*notes_on(base), *_omitted(base.checkpoint, kept)],
