@@ -7,6 +7,7 @@ import os
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.adapters.assemble import known_shape
 from ckpt_tools.adapters.sidecars import read_json
+from ckpt_tools.adapters.slots import stacked_experts
 from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.transform import plain_names
@@ -32,7 +33,9 @@ def read_base(path: str | os.PathLike[str]) -> BaseModel:
         UnreadableError: Not a complete, readable checkpoint.
     """
     with open_path(os.fspath(path)) as opened:
-        shapes = {name: known_shape(entry) for name, entry in plain_names(opened.checkpoint).items()}
+        tensors = plain_names(opened.checkpoint)
+        shapes = {name: slot.shape for name, slot in stacked_experts(tensors).items()}
+        shapes |= {name: known_shape(entry) for name, entry in tensors.items()}
         return BaseModel(shapes=shapes, source="--base", task_type=_task_type(opened))
 
 

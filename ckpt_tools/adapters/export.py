@@ -22,6 +22,7 @@ from ckpt_tools.adapters.forms import (
 )
 from ckpt_tools.adapters.infer import infer_config, with_alpha
 from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
+from ckpt_tools.adapters.known import settle_parameters
 from ckpt_tools.adapters.locate import PEFT_FILE
 from ckpt_tools.adapters.naming import to_target
 from ckpt_tools.adapters.naming.architecture import candidates
@@ -155,7 +156,8 @@ def export_lora(
         if overwrite:
             check_replaceable(target)
         model = read_base(base) if base is not None else _base_in(read.adapter)
-        whole = with_alpha(renested(read.adapter) if read.adapter.omitted else read.adapter, alpha)
+        whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
+        whole = with_alpha(renested(whole) if whole.omitted else whole, alpha)
         run = _Run(
             read=read,
             destination=target,

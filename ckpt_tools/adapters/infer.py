@@ -151,6 +151,8 @@ def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | Non
 
 def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Config:
     """Put the most frequent rank and alpha in front, and the others into patterns that match one module each."""
+    if any(not module.parameter for module in modules) and (config := _configured(adapter, modules)):
+        return config
     ranks: dict[str, Sourced[int]] = {}
     alphas: dict[str, Sourced[float]] = {}
     for module in modules:
@@ -185,6 +187,25 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
         known = adapter.settings.get("use_rslora")
         source = known.source if known else "alpha is the numerator of alpha/r (else: --config use_rslora=true)"
         config["use_rslora"] = Sourced(rslora.pop(), source)
+    return config
+
+
+def _configured(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Config:
+    """Return ranks and alphas as the training run's configuration has them; {} where that has none by name.
+
+    Which of a module's parameters has which factors, and so which pattern, the base model alone would tell.
+    """
+    settings = adapter.settings
+    patterns = [settings[name] for name in ("rank_pattern", "alpha_pattern") if name in settings]
+    if not any(found.value for found in patterns) or not {"r", "lora_alpha"} <= settings.keys():
+        return {}
+    given = {m.alpha for m in modules if m.alpha is not None and m.alpha.source == "--alpha"}
+    config: Config = {name: settings[name] for name in ("r", "rank_pattern") if name in settings}
+    if given:
+        config |= {"lora_alpha": given.pop(), "alpha_pattern": Sourced({}, "--alpha")}
+    else:
+        config |= {name: settings[name] for name in ("lora_alpha", "alpha_pattern") if name in settings}
+    config["use_rslora"] = settings.get("use_rslora", Sourced(False, "alpha is the numerator of alpha/r"))
     return config
 
 

@@ -50,6 +50,27 @@ def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, read_scalar:
     return replace(adapter, modules=tuple(done), settings=settings)
 
 
+def settle_parameters(adapter: Adapter[TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Adapter[TensorEntry]:
+    """Say which parameter each module changes where only the base model tells, and what the settings say of that one.
+
+    Args:
+        adapter: As read.
+        shapes: Of the base model's parameters, those of stacked experts among them.
+    """
+    if all(module.parameter for module in adapter.modules):
+        return adapter
+    held = replace(adapter, base_shapes=shapes)
+    modules = []
+    for module, parameter in _parameters(held, adapter.settings):
+        settled = module
+        if parameter and not module.parameter:
+            settled = _with_rank(replace(module, parameter=parameter), held, adapter.settings)
+            alpha = _alpha_beside(settled, adapter.settings, adapter.convention, Sidecars())
+            settled = replace(settled, alpha=alpha or module.alpha)
+        modules.append(settled)
+    return adapter.with_modules(tuple(modules))
+
+
 def _parameters(adapter: Adapter[TensorEntry], settings: Fields) -> Iterator[tuple[AdapterModule[TensorEntry], str]]:
     """Say which parameter each module changes: the weight, or one of those that PEFT wraps one by one."""
     wanted = settings.get("target_parameters")

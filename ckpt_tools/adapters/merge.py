@@ -11,11 +11,12 @@ from dataclasses import replace
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.infer import with_alpha
 from ckpt_tools.adapters.integrity import check_structure
+from ckpt_tools.adapters.known import settle_parameters
 from ckpt_tools.adapters.loading import Loading
 from ckpt_tools.adapters.matching import Match
 from ckpt_tools.adapters.read import OpenedAdapter
 from ckpt_tools.adapters.respell import match_any_spelling
-from ckpt_tools.adapters.slots import some
+from ckpt_tools.adapters.slots import find_slots, some
 from ckpt_tools.adapters.tensor_edit import TensorEdit
 from ckpt_tools.adapters.tied import Pair, refuse_equal, suspects
 from ckpt_tools.adapters.variants import refuse_variants
@@ -74,7 +75,11 @@ def merging_job(
         AdapterRefusedError: The adapter is broken.
     """
     check_separate(read.opened, destination)
-    adapter = with_alpha(read.adapter, alpha)
+    adapter = read.adapter
+    if not all(module.parameter for module in adapter.modules):
+        slots = find_slots(plain_names(base.checkpoint))
+        adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
+    adapter = with_alpha(adapter, alpha)
     refuse_variants(adapter)
     _refuse_broken(adapter)
     job = _job(base, destination, dtype=dtype, max_shard_size=max_shard_size)

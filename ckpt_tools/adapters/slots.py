@@ -78,7 +78,7 @@ def find_slots(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
         tensors: Name as a plain model has it → tensor.
     """
     slots = {name: _whole(entry) for name, entry in tensors.items()}
-    virtual = {**_of_fused(tensors), **_of_split(tensors), **_of_experts(tensors)}
+    virtual = {**_of_fused(tensors), **_of_split(tensors), **stacked_experts(tensors)}
     return {**virtual, **slots}
 
 
@@ -118,7 +118,8 @@ def _of_split(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
     return slots
 
 
-def _of_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
+def stacked_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
+    """Return the parameters that a model makes of experts that are stored one by one."""
     experts: dict[str, dict[int, dict[str, TensorEntry]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in tensors.items():
         match = _EXPERT.fullmatch(name)

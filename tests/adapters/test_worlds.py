@@ -1,0 +1,99 @@
+"""Small worlds of models and adapters in which ckpt was wrong once: PEFT and transformers say what is right."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from adapters.peft_world import randomise
+from adapters.test_merge import TOLERANCE, save_model, tensors_of
+
+from ckpt_tools import api
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def build(kind: str):
+    import transformers as t
+
+    torch.manual_seed(0)
+    language = {**SMALL, "vocab_size": 40, "num_key_value_heads": 2}
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+        return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**language, **experts)).eval()
+    if kind == "mixtral":
+        return t.MixtralForCausalLM(t.MixtralConfig(**language, num_local_experts=4)).eval()
+    return t.LlamaForCausalLM(t.LlamaConfig(**language, attention_bias=True)).eval()
+
+
+def answers(model) -> torch.Tensor:
+    ids = torch.arange(1, 15).reshape(2, 7)
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+class World:
+    """A model, a random adapter of it, and what PEFT makes of the two."""
+
+    def __init__(self, tmp_path, kind, config) -> None:
+        from peft import get_peft_model
+
+        model = build(kind)
+        self.base, self.adapter = save_model(model, tmp_path / "base"), tmp_path / "adapter"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            live = get_peft_model(copy.deepcopy(model), config)
+            trained = {name for name, p in live.named_parameters() if p.requires_grad}
+            randomise(live, trained.__contains__)
+            live.save_pretrained(self.adapter)
+        self.live, self.kind = live.eval(), type(model)
+        self.answers = answers(self.live)
+        assert float((self.answers - answers(model)).abs().max()) > 1e-3
+
+    def plain(self, path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.kind.from_pretrained(path).eval()
+
+    def check_merged(self, path) -> None:
+        assert float((answers(self.plain(path)) - self.answers).abs().max()) <= 10 * TOLERANCE
+
+    def check_loads(self, path) -> None:
+        from peft import PeftModel
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = PeftModel.from_pretrained(self.plain(self.base), path).eval()
+        assert torch.equal(answers(loaded), self.answers)
+
+
+# Parameters of stacked experts
+
+
+@pytest.fixture
+def patterned(tmp_path):
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=[],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        rank_pattern={"experts.gate_up_proj": 2},
+        alpha_pattern={"experts.down_proj": 3},
+    )
+    return World(tmp_path, "qwen3_moe", config)
+
+
+def test_patterns_for_one_of_two_parameters_of_a_module_are_merged(patterned, tmp_path):
+    api.merge_lora(patterned.base, patterned.adapter, tmp_path / "out")
+    patterned.check_merged(tmp_path / "out")
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+def test_patterns_for_one_of_two_parameters_of_a_module_are_exported(patterned, tmp_path, with_base):
+    result = api.export_lora(patterned.adapter, tmp_path / "out", base=patterned.base if with_base else None)
+    assert result.ok
+    patterned.check_loads(tmp_path / "out")
