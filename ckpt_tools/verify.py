@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ckpt_tools.check_manifest import Findings, check_frames, check_manifest, size_of
@@ -324,8 +324,5 @@ def to_json(result: Verification) -> dict[str, object]:
         "level": result.level,
         "checked": {"tensors": result.tensors, "chunks": result.chunks, "bytes": result.nbytes},
         "not_checked": list(result.not_checked),
-        "findings": [
-            {"code": f.code, "severity": f.severity, "where": f.where, "what": f.what, "hint": f.hint}
-            for f in result.findings
-        ],
+        "findings": [asdict(finding) for finding in result.findings],
     }

@@ -9,9 +9,8 @@ import typer
 from ckpt_tools import api
 from ckpt_tools.adapters.check import LoraCheck, to_json
 from ckpt_tools.adapters.loaders import LoaderReport
-from ckpt_tools.checkpoint import Finding
 from ckpt_tools.cli import adapter_options, options
-from ckpt_tools.cli.output import note, print_json, say
+from ckpt_tools.cli.output import note, print_json, say, say_findings
 from ckpt_tools.cli.values import format_of
 from ckpt_tools.text import escape_name
 
@@ -56,11 +55,7 @@ def check_lora(
     if json:
         print_json(to_json(result))
         return 0 if result.ok else 3
-    shown = result.findings if verbose else result.findings[:_MAX_SHOWN]
-    for finding in shown:
-        _say_finding(finding)
-    if len(shown) < len(result.findings):
-        say(f"… and {len(result.findings) - len(shown)} more findings (-v shows all)")
+    say_findings(result.findings, most=None if verbose else _MAX_SHOWN)
     if not quiet:
         _say_adapter(result, verbose=verbose)
         if result.loaders:
@@ -69,13 +64,6 @@ def check_lora(
             note(f"not checked: {text}")
         say(f"{escape_name(source)}: {'ok' if result.ok else 'NOT ok'}")
     return 0 if result.ok else 3
-
-
-def _say_finding(finding: Finding, indent: str = "") -> None:
-    say(f"{indent}{finding.severity}: {finding.code}: {finding.what}")
-    say(f"{indent}   at: {finding.where}")
-    if finding.hint is not None:
-        say(f"{indent} hint: {finding.hint}")
 
 
 def _say_adapter(result: LoraCheck, *, verbose: bool) -> None:
@@ -97,9 +85,7 @@ def _say_loaders(result: LoraCheck, *, verbose: bool) -> None:
         counts = f"{report.num_matched} of {total} tensors, {len(report.matched)} modules"
         say(f"{report.loader:>9}: {_verdict(report)}" + (f" ({counts})" if report.loads else ""))
         if verbose:
-            for finding in report.findings:
-                if finding not in told:
-                    _say_finding(finding, indent=" " * 11)
+            say_findings([finding for finding in report.findings if finding not in told], indent=" " * 11)
 
 
 def _verdict(report: LoaderReport) -> str:

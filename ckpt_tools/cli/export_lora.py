@@ -13,7 +13,7 @@ import typer
 
 from ckpt_tools import api
 from ckpt_tools.cli import adapter_options, hub_options, options
-from ckpt_tools.cli.output import conversion_json, note, print_conversion, print_json, progress_of, say
+from ckpt_tools.cli.output import conversion_json, note, print_conversion, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.push import print_push
 from ckpt_tools.cli.values import format_of
 from ckpt_tools.errors import UsageError
@@ -196,10 +196,7 @@ def export_json(result: Export) -> dict[str, object]:
         **conversion_json(result.conversion),
         "ok": result.ok,
         "config": {name: {"value": found.value, "source": found.source} for name, found in result.config.items()},
-        "findings": [
-            {"code": f.code, "severity": f.severity, "where": f.where, "what": f.what, "hint": f.hint}
-            for f in result.findings
-        ],
+        "findings": [dataclasses.asdict(finding) for finding in result.findings],
     }
 
 
@@ -208,14 +205,7 @@ _MAX_VALUE_CHARS = 60
 
 
 def _print(result: Export, *, quiet: bool, verbose: bool) -> None:
-    shown = result.findings if verbose else result.findings[:_MAX_SHOWN]
-    for finding in shown:
-        say(f"{finding.severity}: {finding.code}: {finding.what}")
-        say(f"   at: {finding.where}")
-        if finding.hint is not None:
-            say(f" hint: {finding.hint}")
-    if len(shown) < len(result.findings):
-        say(f"… and {len(result.findings) - len(shown)} more findings (-v shows all)")
+    say_findings(result.findings, most=None if verbose else _MAX_SHOWN)
     if not result.ok:
         say(f"nothing was written to {escape_name(result.conversion.destination)}")
         return

@@ -8,11 +8,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 from ckpt_tools.api import ProgressFactory
+from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.job import Conversion
@@ -54,6 +55,18 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
     if error.hint is not None:
         note(f" hint: {error.hint}")
     print_notes(error)
+
+
+def say_findings(findings: Sequence[Finding], *, most: int | None = None, indent: str = "") -> None:
+    """Print findings as part of the result, `most` of them at most."""
+    shown = findings[:most]
+    for finding in shown:
+        say(f"{indent}{finding.severity}: {finding.code}: {finding.what}")
+        say(f"{indent}   at: {finding.where}")
+        if finding.hint is not None:
+            say(f"{indent} hint: {finding.hint}")
+    if len(shown) < len(findings):
+        say(f"{indent}… and {len(findings) - len(shown)} more findings (-v shows all)")
 
 
 def print_notes(error: BaseException) -> None:

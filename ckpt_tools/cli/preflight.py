@@ -9,7 +9,7 @@ import typer
 
 from ckpt_tools import api
 from ckpt_tools.cli import options
-from ckpt_tools.cli.output import print_json, say, terminal_width, use_colour
+from ckpt_tools.cli.output import print_json, say, say_findings, terminal_width, use_colour
 from ckpt_tools.cli.screen import Screen
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.report import PreflightReport, describe_spec
@@ -148,13 +148,8 @@ def _print(report: PreflightReport, *, quiet: bool, verbose: bool) -> None:
         ]
         screen.table(("check", "", "seconds", ""), rows, align="llrl")
         screen.line()
-    for finding in sorted(report.findings, key=lambda one: _ORDER[one.severity]):
-        if finding.severity == "info" and quiet:
-            continue
-        say(f"{finding.severity}: {finding.code}: {finding.what}")
-        say(f"   at: {finding.where}")
-        if finding.hint is not None:
-            say(f" hint: {finding.hint}")
+    findings = [finding for finding in report.findings if finding.severity != "info" or not quiet]
+    say_findings(sorted(findings, key=lambda one: _ORDER[one.severity]))
     if quiet:
         return
     for text in report.notes:

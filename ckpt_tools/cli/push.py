@@ -9,7 +9,7 @@ import typer
 
 from ckpt_tools import api
 from ckpt_tools.cli import hub_options, options
-from ckpt_tools.cli.output import note, print_json, progress_of, say
+from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts
 from ckpt_tools.hub.plan import PushResult
@@ -132,11 +132,7 @@ _MAX_SHOWN = 30
 
 def print_push(result: PushResult, *, quiet: bool, verbose: bool) -> None:
     """Show what was sent, and the proof that it arrived."""
-    for finding in result.findings:
-        say(f"{finding.severity}: {finding.code}: {finding.what}")
-        say(f"   at: {finding.where}")
-        if finding.hint is not None:
-            say(f" hint: {finding.hint}")
+    say_findings(result.findings)
     for text in result.notes:
         note(f"note: {text}")
     if quiet:

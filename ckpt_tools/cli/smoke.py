@@ -10,7 +10,7 @@ import typer
 
 from ckpt_tools import api
 from ckpt_tools.cli import options
-from ckpt_tools.cli.output import note, print_json, say, terminal_width, use_colour
+from ckpt_tools.cli.output import note, print_json, say, say_findings, terminal_width, use_colour
 from ckpt_tools.cli.screen import Screen
 from ckpt_tools.errors import UsageError
 from ckpt_tools.smoke.report import HOW_MEMORY, PHASES, ReloadResult, SmokeReport
@@ -210,11 +210,7 @@ def _print(report: SmokeReport, *, quiet: bool, verbose: bool) -> None:
         for text in report.notes:
             screen.line(f"note: {text}")
         screen.line()
-    for finding in report.findings:
-        say(f"{finding.severity}: {finding.code}: {finding.what}")
-        say(f"   at: {finding.where}")
-        if finding.hint is not None:
-            say(f" hint: {finding.hint}")
+    say_findings(report.findings)
     if verbose:
         for rank, text in sorted(report.stacks.items()):
             say(f"stacks of rank {rank}:")

@@ -8,7 +8,7 @@ import typer
 
 from ckpt_tools import api
 from ckpt_tools.cli import options
-from ckpt_tools.cli.output import note, print_json, progress_of, say
+from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.values import format_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
@@ -52,14 +52,7 @@ def verify(
     if json:
         print_json(to_json(result))
         return 0 if result.ok else 3
-    shown = result.findings if verbose else result.findings[:_MAX_SHOWN]
-    for finding in shown:
-        say(f"{finding.severity}: {finding.code}: {finding.what}")
-        say(f"   at: {finding.where}")
-        if finding.hint is not None:
-            say(f" hint: {finding.hint}")
-    if len(shown) < len(result.findings):
-        say(f"… and {len(result.findings) - len(shown)} more findings (-v shows all)")
+    say_findings(result.findings, most=None if verbose else _MAX_SHOWN)
     if not quiet:
         for text in result.not_checked:
             note(f"not checked: {text}")

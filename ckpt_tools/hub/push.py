@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools.checkpoint import Finding
@@ -333,10 +333,7 @@ def result_json(result: PushResult) -> dict[str, object]:
         "left_out": [{"path": path, "why": why} for path, why in result.left_out],
         "sent_bytes": result.sent_bytes,
         "checked": {"files": result.num_checked, "bytes": result.checked_bytes},
-        "findings": [
-            {"code": f.code, "severity": f.severity, "where": f.where, "what": f.what, "hint": f.hint}
-            for f in result.findings
-        ],
+        "findings": [asdict(finding) for finding in result.findings],
         "notes": list(result.notes),
         "seconds": round(result.seconds, 3),
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.layout import AXES, FSDP_AXIS, Mesh
 from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
-from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.smoke import SmokeOptions
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
@@ -126,7 +126,7 @@ def fold_spec(
         whole = Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in whole.axes))
     mesh, folded = fold_mesh(whole, max_ranks=max_ranks)
     notes += folded
-    strategy = _strategy(spec, mesh)
+    strategy = strategy_on(spec, mesh)
     if spec.strategy is not None and strategy.removesuffix("_zero2") != spec.strategy:
         notes.append(f"{spec.strategy} becomes {strategy} on {mesh}")
     if type(spec.reshard_after_forward) is int:
@@ -158,17 +158,6 @@ def _likely_mesh(spec: ParallelSpec) -> Mesh:
     sizes = {name: _KEPT if size == -1 else size for name, size in spec.axes.items() if name in AXES and name != "ep"}
     axes = tuple((name, size) for name, size in sizes.items() if size > 1)
     return Mesh(axes or (("dp_replicate" if spec.engine == "ddp" else FSDP_AXIS, _KEPT),))
-
-
-def _strategy(spec: ParallelSpec, mesh: Mesh) -> str:
-    """Return the strategy that the folded mesh allows."""
-    replicates, shards = mesh.size("dp_replicate") > 1, mesh.size(FSDP_AXIS) > 1
-    keeps = spec.strategy == "shard_grad_op" or spec.reshard_after_forward is False
-    if replicates and shards:
-        return "hybrid_shard_zero2" if keeps else "hybrid_shard"
-    if replicates:
-        return "no_shard"
-    return "shard_grad_op" if keeps else "full_shard"
 
 
 def _not_tried(spec: ParallelSpec) -> list[str]:

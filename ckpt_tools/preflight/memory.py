@@ -16,7 +16,7 @@ from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run
 from ckpt_tools.estimate.report import estimate_from_json
 from ckpt_tools.layout import FSDP_AXIS, Mesh
 from ckpt_tools.preflight.mesh_match import shard_mesh
-from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -66,7 +66,7 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
         return MemoryQuestion(options=None, why_not="the stages of a pipeline are not estimated")
     notes: list[str] = []
     mesh = _mesh(spec)
-    strategy = _strategy(spec, mesh)
+    strategy = strategy_on(spec, mesh)
     seq_len = spec.seq_len or min(_DEFAULT_SEQ_LEN, max_positions or _DEFAULT_SEQ_LEN)
     if spec.seq_len is None:
         notes.append(f"samples of {seq_len} tokens are assumed: the config does not say how long they are")
@@ -130,16 +130,6 @@ def _mesh(spec: ParallelSpec) -> Mesh:
     if spec.engine in ("ddp", "none") and mesh.size(FSDP_AXIS) > 1:
         mesh = Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in mesh.axes))
     return mesh
-
-
-def _strategy(spec: ParallelSpec, mesh: Mesh) -> str:
-    replicates, shards = mesh.size("dp_replicate") > 1, mesh.size(FSDP_AXIS) > 1
-    kept = spec.strategy == "shard_grad_op" or spec.reshard_after_forward is False
-    if replicates and shards:
-        return "hybrid_shard_zero2" if kept else "hybrid_shard"
-    if replicates:
-        return "no_shard"
-    return "shard_grad_op" if kept else "full_shard"
 
 
 def _dtype(value: str | None, default: str, what: str, notes: list[str]) -> str:

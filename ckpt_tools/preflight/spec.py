@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.layout import Mesh
+from ckpt_tools.layout import FSDP_AXIS, Mesh
 
 Framework = Literal["accelerate", "trainer", "torchtitan", "axolotl", "ai-toolkit", "verl", "openrlhf"]
 """Whose config it is; "trainer" is transformers' TrainingArguments."""
@@ -84,3 +84,14 @@ class ParallelSpec:
     """Checkpoint to go on from."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Field of this class → key path in the config that said so, for messages."""
+
+
+def strategy_on(spec: ParallelSpec, mesh: Mesh) -> str:
+    """Return the strategy that comes to what `spec` asks for on `mesh`, which need not be its own."""
+    replicates, shards = mesh.size("dp_replicate") > 1, mesh.size(FSDP_AXIS) > 1
+    keeps = spec.strategy == "shard_grad_op" or spec.reshard_after_forward is False
+    if replicates and shards:
+        return "hybrid_shard_zero2" if keeps else "hybrid_shard"
+    if replicates:
+        return "no_shard"
+    return "shard_grad_op" if keeps else "full_shard"
