@@ -7,8 +7,9 @@ import os
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.adapters.assemble import known_shape
 from ckpt_tools.adapters.sidecars import read_json
-from ckpt_tools.adapters.slots import stacked_experts
+from ckpt_tools.adapters.slots import of_model
 from ckpt_tools.adapters.target_settings import BaseModel
+from ckpt_tools.adapters.tied import HEAD, tied_embeddings
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.transform import plain_names
 
@@ -34,8 +35,10 @@ def read_base(path: str | os.PathLike[str]) -> BaseModel:
     """
     with open_path(os.fspath(path)) as opened:
         tensors = plain_names(opened.checkpoint)
-        shapes = {name: slot.shape for name, slot in stacked_experts(tensors).items()}
+        shapes = {name: slot.shape for name, slot in of_model(tensors).items()}
         shapes |= {name: known_shape(entry) for name, entry in tensors.items()}
+        if tied := tied_embeddings(opened, tensors):
+            shapes[HEAD] = tied[0].shape
         return BaseModel(shapes=shapes, source="--base", task_type=_task_type(opened))
 
 

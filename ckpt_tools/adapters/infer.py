@@ -151,8 +151,8 @@ def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | Non
 
 def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Config:
     """Put the most frequent rank and alpha in front, and the others into patterns that match one module each."""
-    if any(not module.parameter for module in modules) and (config := _configured(adapter, modules)):
-        return config
+    if any(not module.parameter for module in modules) and (whole := _configured(adapter, modules)):
+        return whole
     ranks: dict[str, Sourced[int]] = {}
     alphas: dict[str, Sourced[float]] = {}
     for module in modules:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.adapters.adapter import Convention
+from ckpt_tools.adapters.model_names import names_in_model
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
@@ -78,8 +79,18 @@ def find_slots(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
         tensors: Name as a plain model has it → tensor.
     """
     slots = {name: _whole(entry) for name, entry in tensors.items()}
-    virtual = {**_of_fused(tensors), **_of_split(tensors), **stacked_experts(tensors)}
+    virtual = {**_of_fused(tensors), **_of_split(tensors), **of_model(tensors)}
     return {**virtual, **slots}
+
+
+def of_model(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
+    """Return the parameters of a model that are stored under other names, or in parts.
+
+    Args:
+        tensors: Name on disk, as a plain model's → tensor.
+    """
+    renamed = {new: _whole(tensors[name]) for new, name in names_in_model(tensors) if new not in tensors}
+    return {**renamed, **_of_experts(tensors)}
 
 
 def num_rows(shape: tuple[int, ...], lead: int = 1) -> int:
@@ -118,7 +129,7 @@ def _of_split(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
     return slots
 
 
-def stacked_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
+def _of_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
     """Return the parameters that a model makes of experts that are stored one by one."""
     experts: dict[str, dict[int, dict[str, TensorEntry]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in tensors.items():

@@ -14,6 +14,8 @@ from ckpt_tools.text import escape_name
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
 _HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out")
+HEAD = "lm_head.weight"
+"""Of every language model of transformers, whatever its own parts are called."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of architectures' names whose models have a head, stored or tied."""
 UNTIE = (
@@ -62,6 +64,12 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
         for one, other in pairs
         if one.fqn in changed and other.fqn not in changed and (one.shape, one.dtype) == (other.shape, other.dtype)
     )
+
+
+def tied_embeddings(base: Opened, tensors: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:
+    """Return the embeddings of a base that are its head too and stored once: its model has a module for the head."""
+    heads = list(_named(tensors, _HEADS))
+    return () if heads or not _says_tied(base) else tuple(_named(tensors, _EMBEDDINGS))
 
 
 def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> None:

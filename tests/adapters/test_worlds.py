@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from adapters.peft_world import randomise
-from adapters.test_merge import TOLERANCE, save_model, tensors_of
+from adapters.test_merge import TOLERANCE, save_model
 
 from ckpt_tools import api
 
@@ -23,15 +23,26 @@ def build(kind: str):
     if kind == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
         return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**language, **experts)).eval()
+    if kind == "vit":
+        return t.ViTForImageClassification(t.ViTConfig(**SMALL, image_size=16, patch_size=4, num_labels=3)).eval()
+    if kind == "bert":
+        return t.BertForSequenceClassification(t.BertConfig(**SMALL, vocab_size=40, num_labels=3)).eval()
+    if kind == "gpt_neox":
+        return t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**SMALL, vocab_size=40)).eval()
+    if kind == "tied":
+        return t.LlamaForCausalLM(t.LlamaConfig(**language, tie_word_embeddings=True)).eval()
     if kind == "mixtral":
         return t.MixtralForCausalLM(t.MixtralConfig(**language, num_local_experts=4)).eval()
     return t.LlamaForCausalLM(t.LlamaConfig(**language, attention_bias=True)).eval()
 
 
 def answers(model) -> torch.Tensor:
-    ids = torch.arange(1, 15).reshape(2, 7)
+    shape = (2, 3, 16, 16)
+    given = {"input_ids": torch.arange(1, 15).reshape(2, 7)}
+    if model.config.model_type == "vit":
+        given = {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(1))}
     with torch.no_grad():
-        return model(input_ids=ids).logits
+        return model(**given).logits
 
 
 class World:
@@ -97,3 +108,36 @@ def test_patterns_for_one_of_two_parameters_of_a_module_are_exported(patterned, 
     result = api.export_lora(patterned.adapter, tmp_path / "out", base=patterned.base if with_base else None)
     assert result.ok
     patterned.check_loads(tmp_path / "out")
+
+
+# Names in a model and on disk
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mixtral", {"target_modules": ["q_proj", "gate"]}),
+        ("mixtral", {"target_modules": [], "target_parameters": ["experts.down_proj", "gate.weight"]}),
+        ("gpt_neox", {"target_modules": ["lm_head", "dense"]}),
+        ("vit", {"target_modules": ["q_proj", "o_proj", "fc1", "fc2"], "modules_to_save": ["classifier"]}),
+        ("qwen3_moe", {"target_modules": [], "target_parameters": ["experts.gate_up_proj"], "use_rslora": True}),
+    ],
+)
+def test_modules_whose_names_on_disk_are_others_are_found(tmp_path, kind, options):
+    from peft import LoraConfig
+
+    world = World(tmp_path, kind, LoraConfig(r=4, lora_alpha=8, **options))
+    api.merge_lora(world.base, world.adapter, tmp_path / "merged")
+    world.check_merged(tmp_path / "merged")
+    result = api.export_lora(world.adapter, tmp_path / "exported", base=world.base)
+    assert result.ok, result.findings
+    world.check_loads(tmp_path / "exported")
+
+
+def test_head_that_a_base_ties_is_a_module_of_its_model(tmp_path):
+    from peft import LoraConfig
+
+    world = World(tmp_path, "tied", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "lm_head"]))
+    result = api.export_lora(world.adapter, tmp_path / "exported", base=world.base)
+    assert result.ok, result.findings
+    world.check_loads(tmp_path / "exported")
