@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -145,8 +145,31 @@ def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | Non
     else:
         config["base_model_name_or_path"] = settings.get("base_model_name_or_path", Sourced(None, "nothing says it"))
     task = settings.get("task_type") or (base.task_type if base else None)
-    config["task_type"] = task or Sourced(None, "nothing says it")
+    config["task_type"] = _with_its_head(task, adapter) if task else Sourced(None, "nothing says it")
     return config
+
+
+_HEADS: Mapping[str, tuple[str, ...]] = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+"""Task type → modules that PEFT takes for trained, whatever modules_to_save says. Source: peft 0.21 `peft_model.py`."""
+
+
+def _with_its_head(task: Sourced[object], adapter: Adapter[F]) -> Sourced[object]:
+    """PEFT does not load an adapter of such a task without its head.
+
+    Raises:
+        UsageError: The user gives the task, and there is no head.
+    """
+    heads = _HEADS.get(task.value) if isinstance(task.value, str) else None
+    if heads is None or any(module.family == "saved" and module.path.endswith(heads) for module in adapter.modules):
+        return task
+    what = f"for {task.value} PEFT wants a trained {' or '.join(heads)}, and there is none here"
+    if task.source == "--config":
+        raise UsageError(what, where="--config", hint="leave task_type out: PEFT loads the adapter without one")
+    return Sourced(None, f"{what} ({task.source})")
 
 
 def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Config:

@@ -193,6 +193,7 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
     elif settled is not None and adapter.omitted and isinstance(settled.value, list):
         config["modules_to_save"] = _saved_left(adapter, settled.value, paths, base, settled.source)
     elif settled is not None and isinstance(settled.value, list) and _saves(settled.value, paths):
+        _check_complete(settled, paths, base)
         config["modules_to_save"] = settled
     elif "peft_type" in adapter.settings:
         # PEFT's own choice: embeddings that were resized are saved, and are no modules_to_save.
@@ -220,6 +221,20 @@ def _saved_left(
     else:
         found = None if any(each.endswith(path) for each in others for path in left) else tuple(sorted(left))
     return Sourced(list(found) if found else None, f"{source}, without what was left out")
+
+
+def _check_complete(settled: Sourced[object], saved: Collection[str], base: BaseModel | None) -> None:
+    """PEFT fails where modules_to_save stands for a module of the base whose tensors are not there."""
+    names = [name for name in (settled.value if _is_list(settled.value) else ()) if isinstance(name, str) and name]
+    holders = {name.rpartition(".")[0] for name in base.shapes} if base is not None else set()
+    for path in sorted(holders):
+        if path.endswith(tuple(names)) and path not in saved and not any(path.startswith(f"{own}.") for own in saved):
+            raise UsageError(
+                f"modules_to_save of {settled.source} stands for {escape_name(path)}, whose tensors are not here",
+                where=escape_name(path),
+                hint="was the adapter saved whole? If it was not trained, name the others alone: "
+                "--config 'modules_to_save=[…]'",
+            )
 
 
 def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> None:

@@ -71,13 +71,15 @@ class World:
     def check_merged(self, path) -> None:
         assert float((answers(self.plain(path)) - self.answers).abs().max()) <= 10 * TOLERANCE
 
-    def check_loads(self, path) -> None:
+    def load(self, path):
         from peft import PeftModel
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded = PeftModel.from_pretrained(self.plain(self.base), path).eval()
-        assert torch.equal(answers(loaded), self.answers)
+            return PeftModel.from_pretrained(self.plain(self.base), path).eval()
+
+    def check_loads(self, path) -> None:
+        assert torch.equal(answers(self.load(path)), self.answers)
 
 
 # Parameters of stacked experts
@@ -141,3 +143,21 @@ def test_head_that_a_base_ties_is_a_module_of_its_model(tmp_path):
     result = api.export_lora(world.adapter, tmp_path / "exported", base=world.base)
     assert result.ok, result.findings
     world.check_loads(tmp_path / "exported")
+
+
+# Heads
+
+
+@pytest.mark.parametrize("options", [{}, {"task_type": "SEQ_CLS"}])
+def test_task_whose_head_is_not_in_the_adapter_is_not_claimed(tmp_path, options):
+    from peft import LoraConfig
+
+    world = World(tmp_path, "bert", LoraConfig(r=4, lora_alpha=8, target_modules=["query", "dense"], **options))
+    result = api.export_lora(world.adapter, tmp_path / "exported", base=world.base)
+    assert result.config["task_type"].value == options.get("task_type")
+    world.check_loads(tmp_path / "exported")
+    if options:  # its head was trained, and is left out here
+        result = api.export_lora(world.adapter, tmp_path / "part", base=world.base, exclude=("**classifier**",))
+        assert result.config["task_type"].value is None
+        assert "classifier" in result.config["task_type"].source
+        world.load(tmp_path / "part")
