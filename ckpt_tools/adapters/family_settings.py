@@ -130,6 +130,9 @@ def _lokr(
         outer.append(_w1(module, shape))
         inner.append(_w2(module, shape, outer[-1], base.get(f"{module.path}.weight")))
     known = adapter.settings.get("decompose_factor")
+    if known is not None and "peft_type" in adapter.settings and not base and any(map(_may_be_conv, shapes)):
+        # PEFT's own file: it has the shapes that PEFT gave it, which those of a convolution do not show.
+        return {name: adapter.settings.get(name, Sourced(False, known.source)) for name in _LOKR} | {_LOKR[0]: known}
     first = [known.value] if known is not None and isinstance(known.value, int) else []
     candidates = dict.fromkeys([*first, -1, *(n for pair in outer for n in pair)])
     for factor in candidates:
@@ -154,6 +157,14 @@ def _lokr(
         "decompose_factor": Sourced(factor, source),
         "decompose_both": Sourced(both, "w1 has two factors" if both else "no w1 has two factors"),
     }
+
+
+_LOKR = ("decompose_factor", "decompose_both")
+
+
+def _may_be_conv(shape: Mapping[str, tuple[int, ...]]) -> bool:
+    """Can the second half hide a kernel in its columns?"""
+    return "w2_b" in shape and "t2" not in shape
 
 
 def _w1(module: AdapterModule[F], shape: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from ckpt_tools.adapters.adapter import Adapter, Sourced, Target
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced, Target
 from ckpt_tools.adapters.assemble import Named, assemble
 from ckpt_tools.adapters.infer import SCALED
 from ckpt_tools.adapters.keys import parse_key
@@ -109,7 +109,15 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
         if module.family == "saved":
             modules.append(module)
             continue
-        result = as_lora(module, base.get(f"{module.path}.weight"), svd_rank=svd_rank)
+        shape = base.get(f"{module.path}.weight")
+        if shape is None and _is_flat(module):
+            raise UsageError(
+                f"{escape_name(module.path)!r} may be a convolution, and its factors do not show a kernel; PEFT has "
+                f"no word for this {module.family} as it is",
+                where=escape_name(module.path),
+                hint="give the base model, whose weights tell: --base DIR",
+            )
+        result = as_lora(module, shape, svd_rank=svd_rank)
         hows[result.how] += 1
         errors[module.path] = result.error
         modules.append(result.module)
@@ -117,6 +125,13 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
     notes += error_notes(errors)
     settings = {name: value for name, value in loaded.settings.items() if name in _KEPT}
     return replace(loaded.with_modules(tuple(modules)), settings=settings)
+
+
+def _is_flat(module: AdapterModule[Array]) -> bool:
+    """Can the factors be those of a linear layer and of a convolution alike?"""
+    if module.family == "loha":
+        return "t1" not in module.factors
+    return module.family == "lokr" and "w2_b" in module.factors and "t2" not in module.factors
 
 
 _KEPT = ("base_model_name_or_path", "task_type", "target_modules", "modules_to_save", "revision")

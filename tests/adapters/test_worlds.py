@@ -161,3 +161,17 @@ def test_task_whose_head_is_not_in_the_adapter_is_not_claimed(tmp_path, options)
         assert result.config["task_type"].value is None
         assert "classifier" in result.config["task_type"].source
         world.load(tmp_path / "part")
+
+
+# Convolutions
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_lokr_of_a_convolution_stays_one_without_its_base(tmp_path, both):
+    from peft import LoKrConfig
+
+    options = {"r": 1, "alpha": 5, "decompose_both": both, "decompose_factor": 4, "init_weights": False}
+    world = World(tmp_path, "vit", LoKrConfig(target_modules=["projection", "fc1"], **options))
+    result = api.export_lora(world.adapter, tmp_path / "exported")
+    assert result.config["peft_type"].value == "LOKR"
+    world.check_loads(tmp_path / "exported")
