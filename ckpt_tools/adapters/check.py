@@ -27,6 +27,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -97,7 +98,7 @@ def check_lora(
             f"{architecture!r} is no model family with names", hint=f"one of {', '.join((*ARCHITECTURES, 'llm'))}"
         )
     with read_adapter(os.fspath(source), adapter_name=adapter, format=format) as read:
-        model = None if base is None else read_base(base).shapes
+        model = None if base is None else _without_predictors(read_base(base).shapes, os.fspath(base))
         family = _family(read.adapter, architecture, model)
         findings = list(_integrity(read, model, family))
         not_checked = [] if model is not None else ["modules against the base model (--base)"]
@@ -126,6 +127,22 @@ def _loaders(names: Sequence[str]) -> tuple[Loader, ...]:
         if found not in chosen:
             chosen.append(found)
     return tuple(chosen)
+
+
+def _without_predictors(shapes: Shapes, path: str) -> Shapes:
+    """Leave out layers that predict further tokens: checkpoints hold them behind the others, models do not load them.
+
+    Source: transformers, models/deepseek_v3 and models/glm4_moe, `_keys_to_ignore_on_load_unexpected`.
+    """
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        return shapes
+    with Source(path) as source:
+        config = read_json(source, "config.json")
+    depth = config.get("num_hidden_layers")
+    if not config.get("num_nextn_predict_layers") or not isinstance(depth, int):
+        return shapes
+    layers = {name: _LAYER.search(name) for name in shapes}
+    return {name: shapes[name] for name, layer in layers.items() if layer is None or int(layer[1]) < depth}
 
 
 def _family(adapter: Adapter[TensorEntry], said: str | None, base: Shapes | None) -> str | None:

@@ -5,18 +5,34 @@ Source: peft 0.21, peft_model.py, utils/save_and_load.py, tuners/tuners_utils.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
-from ckpt_tools.adapters.keys import parse_key
+from ckpt_tools.adapters.keys import Key, parse_key
 from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
-from ckpt_tools.adapters.sidecars import by_pattern
-from ckpt_tools.adapters.target_modules import matched, parents_of
+from ckpt_tools.adapters.loaders.peft_config import (
+    check_config,
+    expected_biases,
+    has_targets,
+    is_target,
+    rank_of,
+    saved_names,
+    starts_idle,
+)
+from ckpt_tools.adapters.loaders.peft_shapes import Shape, Shapes, expected
+from ckpt_tools.adapters.target_modules import base_path, matched, parents_of
+from ckpt_tools.text import escape_name
 
 FILE = "adapter_model.safetensors"
 ROOT = "base_model.model."
+CONFIG = "adapter_config.json"
 _WRAPPED = ".base_layer"
 """Ends the path of what PEFT wraps."""
 _TYPES = {"LORA": "lora", "LOHA": "loha", "LOKR": "lokr", "OFT": "oft", "BOFT": "boft"}
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+_RANK_ROLES = {"A": 0, "A_embedding": 0, "B": 1, "B_embedding": 1}
+Config = Mapping[str, object]
 
 
 def load(file: AdapterFile, loading: Loading) -> None:
@@ -27,25 +43,41 @@ def load(file: AdapterFile, loading: Loading) -> None:
     """
     config = file.config
     if config is None:
-        raise RejectedError("there is no adapter_config.json beside it")
+        raise RejectedError(f"there is no {CONFIG} beside it")
     if file.file != FILE:
         raise RejectedError(f"it looks for {FILE}, and this is {file.file}")
     kind = config.get("peft_type")
     family = _TYPES.get(str(kind))
     if family is None:
         raise RejectedError(f"peft_type is {kind!r}")
-    alpha = "lora_alpha" if family == "lora" else "alpha"
-    if family in ("lora", "loha", "lokr") and alpha not in config:
+    check_config(config, family)
+    if config.get("layer_replication"):
+        what = "layer_replication makes another model of the base, which is not simulated"
+        loading.say("loader-unchecked", "warning", CONFIG, what)
+        return
+    if not has_targets(config):
         loading.say(
             "loader-misreads",
             "error",
-            "adapter_config.json",
-            f"{alpha} is missing, and PEFT silently takes 8",
-            "ckpt export-lora SRC DST --alpha VALUE writes it",
+            CONFIG,
+            "target_modules is not set: PEFT takes those of a table of its own, or refuses a model that is not in it",
+            "ckpt export-lora SRC DST --to peft writes them",
         )
+    alpha = "lora_alpha" if family == "lora" else "alpha"
     if family in ("lora", "loha", "lokr"):
+        if alpha not in config:
+            loading.say(
+                "loader-misreads",
+                "error",
+                CONFIG,
+                f"{alpha} is missing, and PEFT silently takes 8",
+                "ckpt export-lora SRC DST --alpha VALUE writes it",
+            )
         loading.say_scale(alpha, config.get(alpha))
-    _match(file, config, family, loading)
+    found = _match(file, config, family, loading)
+    _check_saved(file, config)
+    if family == "lora":
+        _check_tokens(file, config)
     if file.base is None:
         loading.say(
             "loader-unchecked-base",
@@ -53,12 +85,17 @@ def load(file: AdapterFile, loading: Loading) -> None:
             file.file,
             "without --base the modules' paths and target_modules are not held against the model",
         )
+        return
+    for path, factors in found.items():
+        _check_shapes(path, factors, family, config, file.base, loading)
+    _say_missing(file.base, found, family, config, loading)
+    _say_biases(file, file.base, family, config, loading)
 
 
-def _match(file: AdapterFile, config: Mapping[str, object], family: str, loading: Loading) -> None:
-    saved = config.get("modules_to_save")
-    saved_names = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
+def _match(file: AdapterFile, config: Config, family: str, loading: Loading) -> dict[str, dict[str, Shape]]:
+    """Find a module for every tensor; returns what was found as module → role → shape."""
     modules = parents_of(file.base) if file.base is not None else None
+    found: dict[str, dict[str, Shape]] = defaultdict(dict)
     for name, head in file.tensors.items():
         if not name.startswith(ROOT):
             loading.ignored[name] = f"the name does not begin with {ROOT}"
@@ -67,33 +104,45 @@ def _match(file: AdapterFile, config: Mapping[str, object], family: str, loading
         key = parse_key(inner)
         if key is None or key.family == "saved":
             module = inner.rpartition(".")[0]
-            if any(module == each or module.endswith(f".{each}") for each in saved_names):
+            if any(module.endswith(each) for each in saved_names(config)):
+                _check_resized(inner, head.shape, file, loading)
                 loading.use(name, module)
             elif (reason := _why_not_plain(inner, head.shape, file, config)) is not None:
                 loading.ignored[name] = reason
             else:
                 loading.use(name, module.removesuffix(_WRAPPED))
-        elif key.adapter not in (None, "default"):
-            loading.ignored[name] = f"it is named for the adapter {key.adapter!r}, and PEFT loads as 'default'"
-        elif key.style != "peft":
-            loading.ignored[name] = "the suffix is not PEFT's"
-        elif key.family != family:
-            loading.ignored[name] = f"peft_type is {config.get('peft_type')}"
-        elif key.role == "magnitude" and config.get("use_dora") is not True:
-            loading.ignored[name] = "use_dora is not set: a DoRA becomes another adapter"
-        elif modules is not None and key.path not in modules:
-            loading.ignored[name] = "the base model has no such module"
-        elif matched(config.get("target_modules"), key.path) is False and not config.get("target_parameters"):
-            loading.ignored[name] = "target_modules does not match it, so that it is not loaded, without a warning"
-        else:
-            loading.use(name, key.path)
-        if name in loading.used and key is not None and key.role == "A":
-            _check_rank(name, key.path, head.shape, config)
-    if modules is not None:
-        _say_idle(modules, set(loading.modules), config, loading)
+            continue
+        reason = _why_not(key, family, config)
+        if reason is None and modules is not None and base_path(key.path) not in modules:
+            reason = "the base model has no such module"
+        if reason is not None:
+            loading.ignored[name] = reason
+            continue
+        loading.use(name, key.path)
+        found[key.path][key.role] = head.shape
+        if family == "lora" and not config.get("target_parameters"):
+            _check_rank(name, key, head.shape, config)
+    return found
 
 
-def _why_not_plain(inner: str, shape: tuple[int, ...], file: AdapterFile, config: Mapping[str, object]) -> str | None:
+def _why_not(key: Key, family: str, config: Config) -> str | None:
+    """Why a factor does not go into the model; None when it does, as far as the configuration tells."""
+    if key.adapter not in (None, "default"):
+        return f"it is named for the adapter {key.adapter!r}, and PEFT loads as 'default'"
+    if key.style != "peft":
+        return "the suffix is not PEFT's"
+    if key.family != family:
+        return f"peft_type is {config.get('peft_type')}"
+    if key.role == "magnitude" and config.get("use_dora") is not True:
+        return "use_dora is not set: a DoRA becomes another adapter"
+    if key.role == "B_bias" and config.get("lora_bias") is not True:
+        return "lora_bias is not set"
+    if not has_targets(config) or is_target(config, key.path) is not False or config.get("target_parameters"):
+        return None
+    return "the configuration does not target its module, so that it is not loaded, without a warning"
+
+
+def _why_not_plain(inner: str, shape: Shape, file: AdapterFile, config: Config) -> str | None:
     """Why a tensor of the base's own does not go into the model; None when it does, as trained biases do.
 
     Source: peft 0.21 `utils/save_and_load.py`: what is no factor is loaded by its name in the model, in which targets
@@ -101,9 +150,9 @@ def _why_not_plain(inner: str, shape: tuple[int, ...], file: AdapterFile, config
     """
     holder, _, parameter = inner.rpartition(".")
     module = holder.removesuffix(_WRAPPED)
-    is_target = None if config.get("target_parameters") else matched(config.get("target_modules"), module)
-    if is_target is not None and is_target != holder.endswith(_WRAPPED):
-        if is_target:
+    is_wrapped = None if config.get("target_parameters") or not has_targets(config) else is_target(config, module)
+    if is_wrapped is not None and is_wrapped != holder.endswith(_WRAPPED):
+        if is_wrapped:
             return "its module is a target, whose own tensors PEFT keeps under base_layer"
         return "its module is no target, and has no base_layer"
     if file.base is None:
@@ -115,25 +164,145 @@ def _why_not_plain(inner: str, shape: tuple[int, ...], file: AdapterFile, config
     return None
 
 
-def _check_rank(name: str, path: str, shape: tuple[int, ...], config: Mapping[str, object]) -> None:
-    found, rank = by_pattern(config.get("rank_pattern"), path, where="rank_pattern")
-    if not found:
-        rank = config.get("r")
-    if isinstance(rank, int) and shape and shape[0] != rank and not config.get("target_parameters"):
-        raise RejectedError(f"size mismatch: {name} has {shape[0]} rows, the configuration's rank is {rank}")
+def _check_rank(name: str, key: Key, shape: Shape, config: Config) -> None:
+    dim = _RANK_ROLES.get(key.role)
+    if dim is None:
+        return
+    if len(shape) < 2 or 0 in shape:
+        raise RejectedError(f"size mismatch: {name} is {list(shape)}, which is no factor")
+    rank = rank_of(config, base_path(key.path))
+    if shape[dim] != rank and len(shape) == 2:
+        raise RejectedError(f"size mismatch: {name} is {list(shape)}, the configuration's rank is {rank}")
 
 
-def _say_idle(modules: frozenset[str], used: set[str], config: Mapping[str, object], loading: Loading) -> None:
-    target = config.get("target_modules")
-    parents = {module.rpartition(".")[0] for module in modules}
-    idle = sorted(
-        module for module in modules if module not in used and module not in parents and matched(target, module)
+def _check_resized(inner: str, shape: Shape, file: AdapterFile, loading: Loading) -> None:
+    """A saved module may have other rows than the base's, as long as the user resizes the model first."""
+    there = None if file.base is None else file.base.get(inner)
+    if there is None or there == shape:
+        return
+    if len(there) != len(shape) or there[1:] != shape[1:]:
+        raise RejectedError(f"size mismatch: {inner} is {list(shape)}, the base model's is {list(there)}")
+    loading.say(
+        "loader-needs",
+        "warning",
+        inner,
+        f"it has {shape[0]} rows, the base model's {there[0]}: PEFT refuses it unless the model is resized before",
     )
-    if idle:
+
+
+def _check_saved(file: AdapterFile, config: Config) -> None:
+    """PEFT looks up every tensor of a saved module, and raises KeyError when one is not there."""
+    names = saved_names(config)
+    plain = {name.removeprefix(ROOT) for name in file.tensors}
+    for name in file.base or {}:
+        path = name.rpartition(".")[0]
+        while path:
+            if any(path.endswith(each) for each in names) and name not in plain:
+                raise RejectedError(f"modules_to_save has {path}, and the file has no {ROOT}{name}")
+            path = path.rpartition(".")[0]
+    if names and not any(name.rpartition(".")[0].endswith(each) for name in plain for each in names):
+        parents = {name.rpartition(".")[0] for name in plain}
+        if not any(f".{each}." in f".{parent}." for parent in parents for each in names):
+            raise RejectedError(f"modules_to_save is {', '.join(names)}, and the file has none of them")
+
+
+def _check_tokens(file: AdapterFile, config: Config) -> None:
+    tokens = "trainable_tokens_delta"
+    if config.get("trainable_token_indices") and not any(tokens in name for name in file.tensors):
+        raise RejectedError(f"trainable_token_indices is set, and the file has no {tokens}")
+    parameters = config.get("target_parameters")
+    for name in (file.base or {}) if isinstance(parameters, list) else ():
+        if matched(parameters, name) and is_target(config, name.rpartition(".")[0]):
+            raise RejectedError(f"{name} is in target_parameters, and its module in target_modules")
+
+
+def _check_shapes(
+    path: str, factors: Mapping[str, Shape], family: str, config: Config, base: Mapping[str, Shape], loading: Loading
+) -> None:
+    """Hold a module's factors against those that PEFT would make for it."""
+    weight = base.get(f"{base_path(path)}.weight")
+    if weight is None or config.get("target_parameters"):
+        return
+    ways = expected(family, config, path, weight)
+    if not ways or any(_agrees(factors, way, is_whole=True) for way in ways):
+        return
+    way = max(ways, key=lambda way: (len(way.keys() & factors.keys()), _agrees(factors, way, is_whole=False)))
+    for role, shape in factors.items():
+        right = way.get(role)
+        if right is not None and right != shape:
+            raise RejectedError(f"size mismatch: {role} of {path} is {list(shape)}, PEFT makes {list(right)}")
+    for problem, roles in (("lacks", way.keys() - factors.keys()), ("has", factors.keys() - way.keys())):
+        if roles:
+            loading.say(
+                "loader-incomplete",
+                "error",
+                path,
+                f"the file {problem} {', '.join(sorted(roles))} of a module, with this configuration: PEFT "
+                + ("begins it anew" if problem == "lacks" else "leaves it out")
+                + ", and says a warning at most",
+                "is it the configuration of this adapter, and was it saved whole?",
+            )
+
+
+def _agrees(factors: Mapping[str, Shape], way: Shapes, *, is_whole: bool) -> bool:
+    if is_whole and factors.keys() != way.keys():
+        return False
+    return all(way.get(role) in (None, shape) for role, shape in factors.items())
+
+
+def _say_missing(
+    base: Mapping[str, Shape], found: Mapping[str, object], family: str, config: Config, loading: Loading
+) -> None:
+    """Name targets that the file has nothing for, which PEFT gives adapters of their own."""
+    if config.get("target_parameters") or not has_targets(config):
+        return
+    modules = parents_of(base)
+    parents = {module.rpartition(".")[0] for module in modules}
+    used = {base_path(path) for path in found}
+    idle = sorted(m for m in modules if m not in used and m not in parents and is_target(config, m))
+    if not idle:
+        return
+    is_idle = starts_idle(config, family)
+    partly = _like(idle, used)
+    shown = ", ".join(map(escape_name, (partly or idle)[:3])) + (" …" if len(partly or idle) > 3 else "")
+    if not is_idle or partly:
+        lost = "" if not partly else f", {len(partly)} of them where the same module of other layers has an adapter"
+        anew = "which change nothing" if is_idle else "of random numbers, as init_weights says"
         loading.say(
-            "loader-needs",
-            "warning",
-            "adapter_config.json",
-            f"target_modules also matches {len(idle)} modules that the file has nothing for, such as {idle[0]}: PEFT "
-            "gives them new adapters, which change nothing",
+            "loader-incomplete",
+            "error",
+            CONFIG,
+            f"the configuration targets {len(idle)} modules that the file has nothing for{lost} ({shown}): PEFT gives "
+            f"them new adapters, {anew}, and warns of missing keys",
+            "was the adapter saved whole? If it is meant so: name the layers in layers_to_transform or exclude_modules",
+        )
+        return
+    loading.say(
+        "loader-needs",
+        "warning",
+        CONFIG,
+        f"target_modules also matches {len(idle)} modules that the file has nothing for, such as {idle[0]}: PEFT "
+        "gives them new adapters, which change nothing",
+    )
+
+
+def _like(idle: Iterable[str], used: Iterable[str]) -> list[str]:
+    """Return those of which the same module of another layer is used."""
+    patterns = {_INDEX.sub("*", path) for path in used if _INDEX.search(path)}
+    return [path for path in idle if _INDEX.sub("*", path) in patterns]
+
+
+def _say_biases(file: AdapterFile, base: Mapping[str, Shape], family: str, config: Config, loading: Loading) -> None:
+    if not has_targets(config):
+        return
+    there = {name.removeprefix(ROOT).replace(f"{_WRAPPED}.", ".") for name in file.tensors}
+    missing = sorted(name for name in expected_biases(config, family, base) if name not in there)
+    if missing:
+        loading.say(
+            "loader-incomplete",
+            "error",
+            missing[0],
+            f"bias is {config.get('bias')!r}, and the file lacks {len(missing)} of the base model's biases: PEFT keeps "
+            "the base's, without a warning",
+            "was the adapter saved whole?",
         )

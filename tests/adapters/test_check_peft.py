@@ -1,0 +1,274 @@
+"""`check-lora --for peft` against PEFT: it says "whole" where PEFT gives the trained outputs back, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckpt_tools.adapters.check import check_lora
+
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, object]
+Damage = Callable[[Tensors, Config], None]
+ROOT = "base_model.model."
+IDS = torch.arange(10)[None]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v, self.norm = nn.Linear(8, 8), nn.Linear(8, 16, bias=False), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.v(torch.tanh(self.q(x)))[..., :8])
+
+
+class Toy(nn.Module):
+    """Every kind of module that PEFT wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(12, 8)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 4)
+        self.config = {"model_type": "toy", "tie_word_embeddings": False}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = x + self.conv(x.transpose(1, 2)[..., None].expand(-1, -1, -1, 4))[..., 0].transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def outputs(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS)
+
+
+def drop(*ends: str) -> Damage:
+    def damage(tensors: Tensors, _: Config) -> None:
+        gone = [name for name in tensors if any(end in name for end in ends)]
+        assert gone
+        for name in gone:
+            del tensors[name]
+
+    return damage
+
+
+def reshape(end: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    def damage(tensors: Tensors, _: Config) -> None:
+        name = next(name for name in tensors if end in name)
+        tensors[name] = change(tensors[name]).contiguous()
+
+    return damage
+
+
+def rename(old: str, new: str) -> Damage:
+    def damage(tensors: Tensors, _: Config) -> None:
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return damage
+
+
+def say(**settings: object) -> Damage:
+    return lambda _, config: config.update(settings)
+
+
+def whole(_: Tensors, __: Config) -> None:
+    pass
+
+
+def half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[: max(1, len(tensor) // 2)]
+
+
+def longer(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor[:1]])
+
+
+LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q"]}
+LOHA = {"r": 2, "alpha": 4, "target_modules": ["q", "conv"], "use_effective_conv2d": True}
+LOKR = {"r": 1, "alpha": 4, "target_modules": ["q", "conv"], "decompose_both": True, "decompose_factor": 2}
+OFT = {"oft_block_size": 2, "target_modules": ["q", "conv"]}
+BOFT = {"boft_block_size": 2, "target_modules": ["q", "conv"]}
+INDEX = {"layers_to_transform": [0, 2], "layers_pattern": "layers"}
+
+CASES: dict[str, tuple[str, Config, Damage]] = {
+    "lora": ("Lora", LORA, whole),
+    "lora of every kind of module": ("Lora", LORA | {"target_modules": ["q", "v", "conv", "embed", "head"]}, whole),
+    "lora, all-linear": ("Lora", LORA | {"target_modules": "all-linear"}, whole),
+    "lora, some layers": ("Lora", LORA | INDEX, whole),
+    "lora, a layer excluded": ("Lora", LORA | {"exclude_modules": ["layers.1.q"]}, whole),
+    "lora, a pattern excluded": ("Lora", LORA | {"exclude_modules": r".*layers\.1.*"}, whole),
+    "lora with all biases": ("Lora", LORA | {"bias": "all"}, whole),
+    "lora with its biases": ("Lora", LORA | {"bias": "lora_only"}, whole),
+    "lora with biases of its own": ("Lora", LORA | {"lora_bias": True}, whole),
+    "lora with a saved head": ("Lora", LORA | {"modules_to_save": ["head"]}, whole),
+    "lora with saved norms": ("Lora", LORA | {"modules_to_save": ["norm"], "target_modules": ["v"]}, whole),
+    "lora of parameters": (
+        "Lora", {"r": 2, "lora_alpha": 4, "target_modules": [], "target_parameters": ["layers.0.v.weight"]}, whole,
+    ),
+    "dora": ("Lora", LORA | {"use_dora": True, "target_modules": ["q", "conv"]}, whole),
+    "loha": ("LoHa", LOHA, whole),
+    "loha, flat convolutions": ("LoHa", LOHA | {"use_effective_conv2d": False}, whole),
+    "lokr": ("LoKr", LOKR, whole),
+    "lokr, full": ("LoKr", LOKR | {"r": 64}, whole),
+    "lokr, Tucker": ("LoKr", LOKR | {"use_effective_conv2d": True}, whole),
+    "oft": ("OFT", OFT, whole),
+    "oft, one block for all": ("OFT", OFT | {"block_share": True}, whole),
+    "boft": ("BOFT", BOFT, whole),
+    # What PEFT refuses.
+    "no targets": ("Lora", LORA, say(target_modules=None)),
+    "targets nowhere": ("Lora", LORA, say(target_modules=["k"])),
+    "no rank": ("Lora", LORA, say(r=None)),
+    "rank of 0": ("Lora", LORA, say(r=0)),
+    "no alpha": ("Lora", LORA, say(lora_alpha=None)),
+    "bias unknown": ("Lora", LORA, say(bias="some")),
+    "pattern and layers": ("Lora", LORA | {"target_modules": r".*\.q"}, say(layers_to_transform=[0])),
+    "pattern of layers alone": ("Lora", LORA, say(layers_pattern="layers")),
+    "tokens that are not there": ("Lora", LORA, say(trainable_token_indices=[1])),
+    "head that is not there": ("Lora", LORA, say(modules_to_save=["head"])),
+    "head without its bias": ("Lora", LORA | {"modules_to_save": ["head"]}, drop("head.bias")),
+    "norm without its bias": ("Lora", LORA | {"modules_to_save": ["norm"]}, drop("layers.1.norm.bias")),
+    "A with too many columns": ("Lora", LORA, reshape("lora_A", lambda t: torch.cat([t, t], 1))),
+    "B with too few rows": ("Lora", LORA, reshape("lora_B", half)),
+    "magnitude too long": ("Lora", LORA | {"use_dora": True}, reshape("magnitude", longer)),
+    "loha w2_a too long": ("LoHa", LOHA, reshape("hada_w2_a", longer)),
+    "loha core cut": ("LoHa", LOHA, reshape("hada_t1", lambda t: t[..., :1])),
+    "lokr w1 too long": ("LoKr", LOKR, reshape("lokr_w1", longer)),
+    "lokr w2_b cut": ("LoKr", LOKR, reshape("lokr_w2_b", lambda t: t[:, :1])),
+    "oft cut": ("OFT", OFT, reshape("oft_R", half)),
+    "oft of blocks and a number": ("OFT", OFT, say(r=4)),
+    "oft of other blocks": ("OFT", OFT, say(oft_block_size=4)),
+    "boft too long": ("BOFT", BOFT, reshape("boft_R", longer)),
+    "boft scale cut": ("BOFT", BOFT, reshape("q.boft_s", half)),
+    # What PEFT loads without, or with a warning, and what then is another adapter.
+    "excluded later": ("Lora", LORA, say(exclude_modules=["layers.1.q"])),
+    "excluded by a pattern": ("Lora", LORA, say(exclude_modules=r".*layers\.1.*")),
+    "layers chosen later": ("Lora", LORA, say(**INDEX)),
+    "target saved as well": ("Lora", LORA | {"target_modules": ["q", "head"]}, say(modules_to_save=["head"])),
+    "biases lost": ("Lora", LORA | {"bias": "all"}, drop("norm.bias")),
+    "biases of targets lost": ("Lora", LORA | {"bias": "lora_only"}, drop("1.q.base_layer.bias")),
+    "lora_bias unset": ("Lora", LORA | {"lora_bias": True}, say(lora_bias=False)),
+    "lora_bias lost": ("Lora", LORA | {"lora_bias": True}, drop("lora_B.bias")),
+    "magnitudes lost": ("Lora", LORA | {"use_dora": True}, drop("magnitude")),
+    "a layer lost": ("Lora", LORA, drop("layers.2.")),
+    "a B lost": ("Lora", LORA, drop("layers.2.q.lora_B")),
+    "a factor of loha lost": ("LoHa", LOHA, drop("layers.0.q.hada_w2_b")),
+    "a layer of loha lost": ("LoHa", LOHA, drop("layers.0.q")),
+    "a layer of lokr lost": ("LoKr", LOKR, drop("layers.1.q")),
+    "oft lost": ("OFT", OFT, drop("layers.1.q")),
+    "boft scale lost": ("BOFT", BOFT, drop("layers.1.q.boft_s")),
+    "names of another model": ("LoKr", LOKR, rename("base_model.model.", "base_model.model.model.")),
+    "a suffix lost": ("Lora", LORA, rename("lora_A.weight", "lora_A")),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    save_file(Toy().state_dict(), directory / "model.safetensors")
+    return directory
+
+
+def trained(family: str, config: Config, directory: Path) -> torch.Tensor:
+    """Save an adapter with something in every factor; returns the outputs of the model that has it."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"target_modules": None} | config
+        model = peft.get_peft_model(Toy(), getattr(peft, f"{family}Config")(**options))
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0, 0.3)
+        model.save_pretrained(directory)
+    return outputs(model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_rules_say_what_peft_does(case: str, base: Path, tmp_path: Path) -> None:
+    import peft
+
+    family, config, damage = CASES[case]
+    meant = trained(family, config, tmp_path)
+    file, document = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    tensors, settings = load_file(file), json.loads(document.read_text())
+    damage(tensors, settings)
+    save_file(tensors, file)
+    document.write_text(json.dumps(settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = outputs(peft.PeftModel.from_pretrained(Toy(), tmp_path))
+        except Exception:  # whatever it raises: the question is whether it does
+            found = None
+    result = check_lora(tmp_path, base=base, loaders=["peft"])
+    (report,) = result.loaders
+    assert result.ok is (found is not None and torch.allclose(found, meant, atol=1e-5)), report.findings
+    if damage is whole:
+        assert result.ok
+        assert (report.is_whole, report.unmatched) == (True, ())
+        return
+    codes = {finding.code for finding in report.findings if finding.severity == "error"}
+    if found is None and case not in ("no targets", "targets nowhere"):  # said in another way, and refused as well
+        assert (report.loads, codes) == (False, {"loader-rejects"})
+    elif found is not None:
+        assert report.loads is True
+        assert codes, result.findings
+
+
+def test_part_of_the_layers_is_an_error_and_a_wide_target_a_warning(base: Path, tmp_path: Path) -> None:
+    """Layers that one pipeline stage did not save are lost; a kind of module that was never adapted may be meant so."""
+    trained("Lora", LORA, tmp_path)
+    document = tmp_path / "adapter_config.json"
+    document.write_text(json.dumps(json.loads(document.read_text()) | {"target_modules": ["q", "v"]}))
+    result = check_lora(tmp_path, base=base, loaders=["peft"])
+    assert [(f.code, f.severity) for f in result.findings] == [("loader-needs", "warning")]
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    drop("layers.2.")(tensors, {})
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    result = check_lora(tmp_path, base=base, loaders=["peft"])
+    (finding,) = result.findings
+    assert (finding.code, finding.severity) == ("loader-incomplete", "error")
+    assert "layers.2.q" in finding.what
+
+
+def test_resized_embedding_is_told_and_another_width_refused(base: Path, tmp_path: Path) -> None:
+    trained("Lora", LORA | {"modules_to_save": ["embed"]}, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "embed" in name)
+    save_file(tensors | {name: torch.randn(14, 8)}, file)
+    result = check_lora(tmp_path, base=base, loaders=["peft"])
+    assert [(f.code, f.severity) for f in result.findings] == [("loader-needs", "warning")]
+    assert "resized" in result.findings[0].what
+    save_file(tensors | {name: torch.randn(12, 4)}, file)
+    assert [f.code for f in check_lora(tmp_path, base=base, loaders=["peft"]).findings] == ["loader-rejects"]
+
+
+def test_layer_that_predicts_further_tokens_is_no_lost_one(base: Path, tmp_path: Path) -> None:
+    """Checkpoints of DeepSeek-V3 and GLM-4.5 hold a layer that transformers does not load."""
+    trained("Lora", LORA, tmp_path / "adapter")
+    tensors = load_file(base / "model.safetensors")
+    tensors |= {name.replace("layers.2", "layers.3"): t for name, t in tensors.items() if "layers.2" in name}
+    (tmp_path / "base").mkdir()
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "base" / "model.safetensors")
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps({"num_hidden_layers": 3}))
+    assert not check_lora(tmp_path / "adapter", base=tmp_path / "base", loaders=["peft"]).ok
+    config.write_text(json.dumps({"num_hidden_layers": 3, "num_nextn_predict_layers": 1}))
+    assert not check_lora(tmp_path / "adapter", base=tmp_path / "base", loaders=["peft"]).findings
