@@ -216,6 +216,13 @@ def _parts(
         return
     made = change_shape(module)
     entry = slot.rows[0].entry
+    if module.family == "oft" and "R" in module.factors and math.prod(entry.shape[2:]) > 1:
+        raise UsageError(
+            f"{escape_name(module.path)} is a convolution: PEFT's OFT rotates patches of its input and takes the mean "
+            "where they overlap, which no weights do (PEFT's own merge gives another model than was trained)",
+            where=escape_name(module.path),
+            hint="let PEFT load it, unmerged; the other modules alone: --exclude",
+        )
     if len(slot.rows) > 1:
         yield from _scatter(index, slot, made)
         return

@@ -11,6 +11,7 @@ from adapters.peft_world import randomise
 from adapters.test_merge import TOLERANCE, save_model
 
 from ckpt_tools import api
+from ckpt_tools.errors import UsageError
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -175,3 +176,15 @@ def test_lokr_of_a_convolution_stays_one_without_its_base(tmp_path, both):
     result = api.export_lora(world.adapter, tmp_path / "exported")
     assert result.config["peft_type"].value == "LOKR"
     world.check_loads(tmp_path / "exported")
+
+
+def test_oft_of_a_convolution_which_no_weights_can_say_is_not_merged(tmp_path):
+    from peft import OFTConfig
+
+    config = OFTConfig(oft_block_size=8, target_modules=["projection", "fc1"], use_cayley_neumann=False)
+    world = World(tmp_path, "vit", config)
+    merged = copy.deepcopy(world.live).merge_and_unload()
+    assert float((answers(merged) - world.answers).abs().max()) > 1e-3  # PEFT's own is not what was trained
+    with pytest.raises(UsageError, match="rotates patches"):
+        api.merge_lora(world.base, world.adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
