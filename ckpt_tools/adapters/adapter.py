@@ -22,7 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from ckpt_tools.checkpoint import TensorEntry
 
 Family = Literal["lora", "loha", "lokr", "oft", "boft", "full", "saved"]
 """How the factors change a weight; DoRA is a magnitude beside another family's factors."""
@@ -105,6 +108,9 @@ class Adapter(Generic[F]):
     base_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the base model's parameters, where the source holds these too; names as a plain model has them. () for
     quantised ones."""
+
+    base_tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """These parameters themselves, by the same names."""
 
     def with_modules(self, modules: tuple[AdapterModule[G], ...]) -> Adapter[G]:
         """Return the adapter with other modules in the place of its own."""

@@ -92,6 +92,7 @@ def assemble(
         unknown=tuple(unknown),
         is_training_state=is_training,
         base_shapes={_WRAPPERS.sub("", item.name): known_shape(item.entry) for item in base},
+        base_tensors={_WRAPPERS.sub("", item.name): item.entry for item in base},
     )
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.frozen import refuse_changed
 from ckpt_tools.adapters.infer import with_alpha
 from ckpt_tools.adapters.integrity import check_structure
 from ckpt_tools.adapters.known import settle_parameters
@@ -71,7 +72,8 @@ def merging_job(
     state, which belongs to other weights, is left out.
 
     Raises:
-        UsageError: A module that does not fit the base, an alpha that is not known, a scale that is not defined.
+        UsageError: A module that does not fit the base, an alpha that is not known, a scale that is not defined; or
+            the adapter's source has other frozen weights than the base.
         AdapterRefusedError: The adapter is broken.
     """
     check_separate(read.opened, destination)
@@ -84,6 +86,8 @@ def merging_job(
     _refuse_broken(adapter)
     job = _job(base, destination, dtype=dtype, max_shard_size=max_shard_size)
     _check_scale(adapter, scale)
+    if adapter.base_tensors:
+        refuse_changed(adapter, read.opened, base, plain_names(base.checkpoint))
     loading = Loading(adapter, read.opened)
     try:
         yield _with_edits(job, adapter, read, loading, scale, num_workers)

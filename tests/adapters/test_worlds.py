@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from adapters.peft_world import randomise
 from adapters.test_merge import TOLERANCE, save_model
 
@@ -188,3 +189,41 @@ def test_oft_of_a_convolution_which_no_weights_can_say_is_not_merged(tmp_path):
     with pytest.raises(UsageError, match="rotates patches"):
         api.merge_lora(world.base, world.adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# What a checkpoint without a configuration or an optimizer does not say
+
+
+def save_state(model, path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_that_were_trained_beside_the_factors_are_not_lost(tmp_path, dtype):
+    from peft import LoraConfig
+
+    world = World(tmp_path, "llama", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], bias="all"))
+    run = save_state(world.live, tmp_path / "run")
+    with pytest.raises(UsageError, match="are not the base's") as caught:
+        api.merge_lora(world.base, run, tmp_path / "out", alpha=8)
+    assert "--config bias=all" in (caught.value.hint or "")
+    api.merge_lora(world.base, run, tmp_path / "out", alpha=8, config=("bias=all",))
+    world.check_merged(tmp_path / "out")
+    api.merge_lora(world.base, run, tmp_path / "factors", alpha=8, include=("**lora_**",))
+    assert float((answers(world.plain(tmp_path / "factors")) - world.answers).abs().max()) > 1e-3
+    # The same weights in another precision are no difference.
+    plain = World(tmp_path / "plain", "llama", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
+    run = save_state(plain.live.to(dtype), tmp_path / "plain" / "run")
+    api.merge_lora(plain.base, run, tmp_path / "plain" / "out", alpha=8)
+
+
+def test_base_that_was_changed_to_begin_with_is_noticed(tmp_path):
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights="pissa")
+    world = World(tmp_path, "llama", config)
+    with pytest.raises(UsageError, match=r"another model\.layers\.0\.self_attn\.v_proj\.weight than the base"):
+        api.merge_lora(world.base, save_state(world.live, tmp_path / "run"), tmp_path / "out", alpha=8)
