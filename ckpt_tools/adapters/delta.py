@@ -306,8 +306,8 @@ def magnitude_is_by_column(
 ) -> bool:
     """Does a magnitude belong to the columns (dim 1 of the weight) instead of the rows?
 
-    PEFT's belong to the outputs: (out,), or (1, out, 1, 1) of a convolution. LyCORIS' are (out, 1, …), or (1, in, 1, …)
-    without wd_on_out.
+    PEFT's, and diffusers', belong to the outputs: (out,), or (1, out, 1, 1) of a convolution. LyCORIS' are
+    (out, 1, …), or (1, in, 1, …) without wd_on_out.
 
     Raises:
         UsageError: (1, n, 1, 1) of a square convolution, and nothing says whose it is.
@@ -318,7 +318,7 @@ def magnitude_is_by_column(
         return False
     if len(magnitude) == 2 or magnitude[1] != shape[0]:
         return True
-    if magnitude[1] != shape[1] or setting.convention == "peft":
+    if magnitude[1] != shape[1] or setting.convention in ("peft", "diffusers"):
         return False
     if setting.convention is None:
         raise UsageError(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Sourced
-from ckpt_tools.adapters.sidecars import Sidecars, by_pattern
+from ckpt_tools.adapters.sidecars import DIFFUSERS_HEADER, Sidecars, by_pattern
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.text import escape_name
@@ -133,6 +133,8 @@ def _config_rank(module: AdapterModule[F], settings: Fields) -> Sourced[int] | N
     patterns = settings.get("rank_pattern")
     if patterns is not None:
         found, value = by_pattern(patterns.value, path, where="rank_pattern")
+        if not found and patterns.source == DIFFUSERS_HEADER:  # its patterns are those of one model of the pipeline
+            found, value = by_pattern(patterns.value, path.partition(".")[2], where="rank_pattern")
         if found:
             return Sourced(_whole(value, "rank_pattern"), f"rank_pattern of {patterns.source}")
     rank = settings.get("r")

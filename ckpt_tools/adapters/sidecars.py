@@ -21,6 +21,8 @@ from ckpt_tools.text import escape_name
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's own."""
+DIFFUSERS_HEADER = "header lora_adapter_metadata"
+"""Source of what diffusers' own header says."""
 _VERL = "lora_train_meta.json"
 _LYCORIS = "lycoris_config.json"
 _AI_TOOLKIT = ("config.yaml", "config.yml")
@@ -129,7 +131,7 @@ def _diffusers_header(metadata: Mapping[str, str]) -> dict[str, dict[str, Source
     text = metadata.get("lora_adapter_metadata")
     if text is None:
         return {}
-    source = "header lora_adapter_metadata"
+    source = DIFFUSERS_HEADER
     document = parse_json(text.encode(), what=source, where=None, max_bytes=_MAX_BYTES)
     if not isinstance(document, dict):
         raise UnreadableError(f"{source} is not a JSON object")

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint
+from adapters.image_models import sdxl, sdxl_inputs
 from adapters.peft_world import randomise
 from adapters.test_merge import TOLERANCE, save_model
 
@@ -227,3 +228,58 @@ def test_base_that_was_changed_to_begin_with_is_noticed(tmp_path):
     world = World(tmp_path, "llama", config)
     with pytest.raises(UsageError, match=r"another model\.layers\.0\.self_attn\.v_proj\.weight than the base"):
         api.merge_lora(world.base, save_state(world.live, tmp_path / "run"), tmp_path / "out", alpha=8)
+
+
+# Image models
+
+
+@pytest.fixture(scope="module")
+def unet():
+    torch.manual_seed(0)
+    model = sdxl()
+    torch.manual_seed(1)
+    return model, sdxl_inputs()
+
+
+CONVOLUTIONS = ["conv1", "conv_shortcut", "downsamplers.0.conv", "attn1.to_q", "conv_in"]
+
+
+@pytest.mark.parametrize("kind", ["dora", "loha", "lokr"])
+def test_convolutions_of_sdxl_are_what_diffusers_loads_and_what_is_merged(tmp_path, unet, kind):
+    import peft
+    from diffusers.loaders.lora_pipeline import StableDiffusionXLLoraLoaderMixin as Loader
+
+    model, given = unet
+    config = {
+        "dora": peft.LoraConfig(r=4, lora_alpha=6, target_modules=CONVOLUTIONS, use_dora=True),
+        "loha": peft.LoHaConfig(r=2, alpha=3, target_modules=CONVOLUTIONS, init_weights=False),
+        "lokr": peft.LoKrConfig(r=2, alpha=3, target_modules=CONVOLUTIONS, init_weights=False),
+    }[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(tmp_path / "base")
+        live = peft.get_peft_model(copy.deepcopy(model), config)
+        trained = {name for name, p in live.named_parameters() if p.requires_grad}
+        randomise(live, trained.__contains__)
+        live.save_pretrained(tmp_path / "adapter")
+
+    def draw(net) -> torch.Tensor:
+        with torch.no_grad():
+            return net.eval()(**given, return_dict=False)[0]
+
+    wanted = draw(live)
+    bound = 1e-5 * max(1.0, float(wanted.abs().max()))
+    result = api.export_lora(tmp_path / "adapter", tmp_path / "out", to="diffusers", architecture="sdxl")
+    assert result.ok
+    file = next((tmp_path / "out").glob("*.safetensors"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state, alphas, metadata = Loader.lora_state_dict(
+            str(tmp_path / "out"), unet_config=model.config, return_lora_metadata=True
+        )
+        loaded = copy.deepcopy(model)
+        Loader.load_lora_into_unet(state, network_alphas=alphas, unet=loaded, metadata=metadata)
+    assert float((draw(loaded) - wanted).abs().max()) <= bound
+    api.merge_lora(tmp_path / "base", file, tmp_path / "merged")  # ranks of the header's patterns, axis of magnitudes
+    merged = type(model).from_pretrained(tmp_path / "merged")
+    assert float((draw(merged) - wanted).abs().max()) <= bound

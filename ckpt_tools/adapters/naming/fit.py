@@ -12,7 +12,7 @@ from ckpt_tools.adapters.adapter import Convention, Family, Sourced
 from ckpt_tools.adapters.delta import Setting, magnitude_is_by_column, rank_of, scale_of
 from ckpt_tools.adapters.naming.placing import Placed
 from ckpt_tools.adapters.naming.rows import InexpressibleError, Module, refuse
-from ckpt_tools.adapters.naming.shapes import columns_of, rows_of
+from ckpt_tools.adapters.naming.shapes import columns_of, conv_shape, rows_of
 from ckpt_tools.arrays import Array, is_finite
 
 _FLOAT32 = 2.0**-20
@@ -47,7 +47,7 @@ class Fitting:
             raise refuse(module, "it changes a bias or a norm, which no LoRA does")
         if module.family == "full" and "diff_b" in module.factors:
             raise refuse(module, "it changes the bias as well, which no LoRA does")
-        found = equivalents.as_lora(module, svd_rank=self.svd_rank)
+        found = equivalents.as_lora(module, conv_shape(module), svd_rank=self.svd_rank)
         self._count(found.how)
         self._add_error(module.path, found.error)
         return found.module

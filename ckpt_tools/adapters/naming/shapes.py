@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
@@ -51,6 +52,26 @@ def columns_of(module: AdapterModule[S]) -> int | None:
     if module.family == "full":
         return _dim(shapes.get("diff", ()), 1)
     return None
+
+
+_KERNELS = (
+    (r"(?:.*\.)?(?:conv_in|conv_out|conv1|conv2|(?:down|up)samplers\.\d+\.conv)", 3),
+    (r"(?:.*\.)?conv_shortcut", 1),
+    (r"input_blocks\.0\.0|out\.2|.*\.in_layers\.2|.*\.out_layers\.3|.*\.op|output_blocks\.\d+\.\d+\.conv", 3),
+    (r".*\.skip_connection", 1),
+)
+"""Convolutions of SDXL's UNet by diffusers' names and the authors' → size of the kernel.
+Source: diffusers 0.42 `models/resnet.py`, `models/unets/unet_2d_condition.py`; generative-models `openaimodel.py`."""
+
+
+def conv_shape(module: AdapterModule[S]) -> tuple[int, ...] | None:
+    """Return (out, in, k, k) of a convolution's weight where its factors are flat and do not show it, else None."""
+    size = next((size for pattern, size in _KERNELS if re.fullmatch(pattern, module.path)), None)
+    rows, columns = rows_of(module), columns_of(module)
+    is_flat = all(len(factor.shape) <= 2 for factor in module.factors.values())
+    if size is None or rows is None or columns is None or not is_flat or columns % (size * size):
+        return None
+    return rows, columns // (size * size), size, size
 
 
 def _dim(shape: Sequence[int], dim: int) -> int | None:
