@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.files import changed, read_whole
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, Remote
 from ckpt_tools.hub.session import client_errors, to_failure
+from ckpt_tools.hub.xet import bounded_xet, offers_xet, without_xet
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
@@ -76,8 +77,7 @@ def upload(
             free_memory=False,
         )
 
-    # The client repeats every request of its own; once more as a whole costs little, as it skips what has arrived.
-    hub.call("uploading", send, may_repeat=lambda failure: failure.status is None and failure.was_sent)
+    _send_objects(hub, send, is_large=any(plan.mode == "lfs" for plan in planned), create_pr=create_pr)
     try:
         source.check_unchanged()
     except CkptError as error:
@@ -87,6 +87,21 @@ def upload(
         if addition.upload_info.sha256.hex() != local[addition.path_in_repo].sha256:
             raise changed(addition.path_in_repo)
     return additions
+
+
+def _send_objects(hub: Hub, send: Callable[[], None], *, is_large: bool, create_pr: bool) -> None:
+    """Upload by Xet where the hub has it, and by LFS where it has not or where Xet fails: both name by sha256."""
+    if is_large and offers_xet(hub, create_pr=create_pr):
+        try:
+            with bounded_xet():
+                hub.call("uploading to Xet", send, may_repeat=lambda _: False)
+        except HubError as error:
+            hub.say(f"{error.what}; trying without Xet")
+        else:
+            return
+    with without_xet():
+        # The client repeats every request of its own; as a whole it costs little, since it skips what has arrived.
+        hub.call("uploading", send, may_repeat=lambda failure: failure.status is None and failure.was_sent)
 
 
 def commit(

@@ -40,7 +40,7 @@ def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
     """What a user sets to push to the local hub."""
     return {
         "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",  # the local hub speaks LFS
+        "HF_HUB_DISABLE_XET": "1",  # tests/hub/test_xet.py does without
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "hf-home"),
         "HF_TOKEN": WRITE_TOKEN,

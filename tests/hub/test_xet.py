@@ -1,0 +1,104 @@
+"""Xet, which the client prefers wherever hf_xet is installed: used where the hub has it, never in the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hub.local_hub import READ_TOKEN, WRITE_TOKEN, XET_TOKEN, Fault, Hub
+from samples import write_model
+
+pytest.importorskip("hf_xet")
+
+# The real client's, so that the local hub need not speak the storage's newest dialect.
+PLAIN = {"HF_XET_CLIENT_LEGACY_DIRECT_XORB_UPLOAD": "1", "HF_XET_CLIENT_SHARD_API_VERSION": "1"}
+USED = {"HF_HUB_DISABLE_XET": None, **PLAIN}
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", {"weight": ("F32", (50_000,), os.urandom(200_000))})
+
+
+def large_paths(hub: Hub) -> list[str]:
+    """Where large content went."""
+    return [r.path for r in hub.requests if r.path.startswith(("/v1/xorbs/", "/store/"))]
+
+
+def test_push_by_xet_arrives_whole(hub: Hub, push_process, model: Path):
+    hub.has_xet = True
+    done = push_process(model, "me/model", **USED)
+    assert done.returncode == 0, done.stderr
+    assert "checked: 4 files" in done.stdout
+    assert hub.files("me/model")[WEIGHTS] == (model / WEIGHTS).read_bytes()
+    assert [path.split("/")[2] for path in large_paths(hub)] == ["xorbs"]
+    stored = [r for r in hub.requests if r.path.startswith(("/v1/xorbs/", "/v1/shards"))]
+    assert {r.token for r in stored} == {XET_TOKEN}  # the hub's token is not for the storage
+    assert "without Xet" not in done.stderr
+
+
+def test_push_hub_without_xet_is_sent_lfs_at_once(hub: Hub, push_process, model: Path):
+    done = push_process(model, "me/model", **USED)
+    assert done.returncode == 0, done.stderr
+    assert [path.split("/")[1] for path in large_paths(hub)] == ["store"]
+    assert "trying" not in done.stderr
+
+
+@pytest.mark.parametrize("fault", ["status", "cut"])
+def test_push_storage_that_is_away_is_done_without(hub: Hub, push_process, model: Path, fault: str):
+    hub.has_xet = True
+    hub.faults.append(Fault("/v1/(xorbs|chunks)/", kind=fault, status=500, times=10_000))
+    started = time.monotonic()
+    done = push_process(model, "me/model", **USED)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 90  # by itself the client tries for many minutes
+    assert "uploading to Xet" in done.stderr
+    assert "trying without Xet" in done.stderr
+    assert hub.files("me/model")[WEIGHTS] == (model / WEIGHTS).read_bytes()
+    assert large_paths(hub)[-1].startswith("/store/")
+
+
+def test_push_xet_without_the_right_to_write_is_refused(hub: Hub, push_process, model: Path):
+    hub.has_xet = True
+    hub.make("org/model", {"config.json": b"{}"})
+    done = push_process(model, "org/model", HF_TOKEN=READ_TOKEN, **USED)
+    assert done.returncode == 1
+    assert "may not write to org/model" in done.stderr
+    assert "--create-pr" in done.stderr
+    assert large_paths(hub) == []
+
+
+def test_push_leaves_the_choice_of_xet_as_it_was(hub: Hub, push_json, model: Path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    before = dict(os.environ)
+    with pytest.warns(DeprecationWarning, match="Use 'content="):  # the client's own
+        push_json(model, "me/model")
+    assert constants.HF_HUB_DISABLE_XET is False
+    assert dict(os.environ) == before
+
+
+def test_push_interrupted_in_xet_says_that_nothing_was_committed(hub: Hub, environment, model: Path):
+    hub.has_xet = True
+    has_ended = threading.Event()
+    hub.faults.append(Fault("/v1/xorbs/", kind="act", act=lambda: has_ended.wait(60)))
+    env = {k: v for k, v in (os.environ | environment | PLAIN).items() if k != "HF_HUB_DISABLE_XET"}
+    command = [sys.executable, "-m", "ckpt_tools", "push", str(model), "me/model"]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        while not large_paths(hub) and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    has_ended.set()
+    assert process.returncode == 130, err
+    assert "nothing was committed" in err
+    assert WRITE_TOKEN not in err
+    assert len(hub.repos["me/model"].commits) == 1
