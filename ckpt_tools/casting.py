@@ -6,6 +6,7 @@ float8_e4m3fn, which has no infinity, becomes NaN and not the largest value.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import TYPE_CHECKING
 
@@ -44,13 +45,23 @@ def cast_array(source: Array, target: Array, *, bulk: bool) -> None:
     """
     import numpy as np
 
-    if bulk and (source.dtype == np.float16) != (target.dtype == np.float16):
+    if bulk and (source.dtype == np.float16) != (target.dtype == np.float16) and _has_torch():
         _cast_by_torch(source, target)
         return
     with np.errstate(all="ignore"):  # what is too large becomes infinite, as it does for torch
         if target.dtype == np.float16 and source.dtype == np.float64:
             source = source.astype(np.float32)  # torch rounds twice
         np.copyto(target, source, casting="unsafe")
+
+
+@functools.cache
+def _has_torch() -> bool:
+    """Can it be imported? Not where address space is scarce (ulimit -v); numpy is slower, with the same bits."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def _cast_by_torch(source: Array, target: Array) -> None:
