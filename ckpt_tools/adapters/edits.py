@@ -100,8 +100,15 @@ class Arithmetic:
         # The sum of squares bounds every element, and costs next to nothing; only beyond it is every one looked at.
         if float(np.dot(flat, flat)) <= self._safe_square:
             return
-        if not is_finite(self._cast(weight)) and is_finite(before):
+        cast = self._cast(weight)
+        if is_finite(cast):
+            return
+        if is_finite(before):
             raise self._not_finite(weight)
+        if self.is_rowwise:  # rows of the base that are not finite stay so, and only these
+            sound = np.isfinite(before.astype(np.float32)).all(axis=1)
+            if not is_finite(cast[sound]):
+                raise self._not_finite(weight[sound])
 
     def _not_finite(self, weight: Array) -> CkptError:
         what = "values that are not finite"

@@ -171,7 +171,11 @@ class _Orientation:
 
     def __init__(self, adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry]) -> None:
         known = adapter.settings.get("fan_in_fan_out")
-        self._setting = None if known is None or not isinstance(known.value, bool) else known.value
+        if known is not None and not isinstance(known.value, bool | None):
+            raise UsageError(
+                f"fan_in_fan_out is {escape_name(str(known.value))}, neither true nor false", where=known.source
+            )
+        self._setting = None if known is None else known.value
         self._seen: set[bool] = set()
         for module in adapter.modules:
             entry = tensors.get(f"{module.path}.{module.parameter}")

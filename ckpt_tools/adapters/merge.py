@@ -300,7 +300,8 @@ def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> li
         raise MergeUnchangedError(
             f"{len(lost)} of {total} adapted tensors come out as they were: the changes are smaller than a step of "
             f"{' or '.join(dtypes)}: {some(lost)}",
-            hint="--dtype f32 keeps them; if they should be larger, is --alpha right?",
+            hint=("" if dtypes == ["F32"] else "--dtype f32 keeps them; ")
+            + "if they should be larger, is --alpha right?",
         )
     if len(idle) == total:
         raise MergeUnchangedError(
