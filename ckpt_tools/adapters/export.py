@@ -20,6 +20,7 @@ from ckpt_tools.adapters.forms import (
     through_diffusers,
     unflatten_paths,
 )
+from ckpt_tools.adapters.frozen import refuse_changed
 from ckpt_tools.adapters.infer import infer_config, with_alpha
 from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.known import settle_parameters
@@ -41,8 +42,10 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
 from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.opening import open_path
 from ckpt_tools.storage.staging import check_destination
 from ckpt_tools.text import escape_name
+from ckpt_tools.transform import plain_names
 
 _NATIVE_ROOT = "diffusion_model."
 """Of the names that a diffusion model's authors give its modules."""
@@ -155,7 +158,7 @@ def export_lora(
         check_destination(target, overwrite=overwrite)
         if overwrite:
             check_replaceable(target)
-        model = read_base(base) if base is not None else _base_in(read.adapter)
+        model = _model(read, base)
         whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
         whole = with_alpha(renested(whole) if whole.omitted else whole, alpha)
         run = _Run(
@@ -179,6 +182,27 @@ def export_lora(
         if run.has_error or dry_run:
             return _export(run, output, known, dry_run=dry_run)
         return _publish(run, whole, output, known, overwrite=overwrite, progress=progress)
+
+
+def _model(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> BaseModel | None:
+    """Return what is known of the base model; what the source holds of it must be the same.
+
+    Raises:
+        UsageError: It is not, or the adapter is for a model that is made of the base.
+    """
+    if base is None:
+        return _base_in(read.adapter)
+    replicated = read.adapter.settings.get("layer_replication")
+    if replicated is not None and replicated.value:
+        raise UsageError(
+            "layer_replication repeats layers of the base: the names of the adapter's modules are not the base's",
+            where="--base",
+            hint="leave it out",
+        )
+    if read.adapter.base_tensors:
+        with open_path(os.fspath(base)) as opened:
+            refuse_changed(read.adapter, read.opened, opened, plain_names(opened.checkpoint))
+    return read_base(base)
 
 
 def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:

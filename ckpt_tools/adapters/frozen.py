@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.slots import some
+from ckpt_tools.adapters.variants import changes_base
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.opening import Opened
@@ -44,13 +45,14 @@ def refuse_changed(
     adapted = {f"{module.path}.{module.parameter}" for module in adapter.modules if module.family != "saved"}
     weights = [name for name in names if name in adapted]
     weight = min(weights, key=lambda name: (tensors[name].num_elems, name), default=None)
-    if weight is not None and differs(weight):
+    if weight is not None and not changes_base(adapter) and differs(weight):
         raise UsageError(
             f"the checkpoint that holds the adapter has another {escape_name(weight)} than the base: the adapter was "
             "trained on that one",
             where=escape_name(weight),
-            hint="is it the base of the training run? PiSSA, OLoRA and the like change it to begin with: then only "
-            f"PEFT can merge. To merge all the same, read the factors alone: --include {_factors(adapter)}",
+            hint="is it the base of the training run? PiSSA, OLoRA and the like change it to begin with: then "
+            "--config init_lora_weights=… makes it an adapter that PEFT loads and merges. To go on all the same, read "
+            f"the factors alone: --include {_factors(adapter)}",
         )
     vectors = [name for name in names if len(tensors[name].shape) == 1 and tensors[name].num_elems <= _MAX_VECTOR_ELEMS]
     changed = [name for name in vectors if differs(name)]

@@ -45,6 +45,12 @@ _VARIANTS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
+def changes_base(adapter: Adapter[F]) -> bool:
+    """Is the adapter known to be for what was left of the base when its factors were taken out?"""
+    found = adapter.settings.get("init_lora_weights")
+    return found is not None and _changes_base(found.value)
+
+
 def refuse_variants(adapter: Adapter[F]) -> None:
     """Raise UsageError for an adapter that does not do what its factors say on a plain base model.
 
