@@ -24,6 +24,8 @@ F = TypeVar("F")
 SCALED = ("lora", "loha", "lokr")
 """Families with an alpha and a rank."""
 _MAX_SHOWN = 3
+_TRAINING_ONLY = ("velora_config",)
+"""Fields that ask for tensors which only training needs, and which are not exported."""
 
 
 def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
@@ -106,7 +108,7 @@ def infer_config(
     config |= target_fields(adapter, modules, base)
     config |= saved_fields(adapter, modules, base)
     for name, found in adapter.settings.items():
-        if name not in config and name not in OWN_FIELDS and has_field(kind, name):
+        if name not in config and name not in (*OWN_FIELDS, *_TRAINING_ONLY) and has_field(kind, name):
             config[name] = found
     config["inference_mode"] = Sourced(True, "an exported adapter is not being trained")
     return config

@@ -172,6 +172,15 @@ def parse_key(name: str) -> Key | None:
     return None
 
 
+_TRAINING_ONLY = re.compile(r".+\.lora_velora_embed(?:\..+)?")
+"""VeLoRA's: what its backward pass compresses activations with."""
+
+
+def is_for_training(name: str) -> bool:
+    """Does a tensor of an adapter serve its training alone? What the adapter computes is the same without it."""
+    return "velora" in name and _TRAINING_ONLY.fullmatch(name) is not None
+
+
 _QUICK_SURE = re.compile(
     r"lora_[Eadm]|ranknum|vera_|ia3_l|ln_tuning_|trainable_tokens_|prompt_embed|adaption_|internal_xlora|oft_r"
 )

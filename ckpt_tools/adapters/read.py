@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
 from ckpt_tools.adapters.assemble import Named, assemble, without_wrappers
-from ckpt_tools.adapters.keys import parse_key, refused_kind
+from ckpt_tools.adapters.keys import is_for_training, parse_key, refused_kind
 from ckpt_tools.adapters.known import add_settings
 from ckpt_tools.adapters.locate import locate
 from ckpt_tools.adapters.payload import TensorReader
@@ -174,6 +174,8 @@ def _name(opened: Opened, path: str) -> list[Named]:
         root, name = _cut_root(strip_wrappers(entry.fqn).removeprefix(prefix))
         if root is not None:
             roots[root] += 1
+        if is_for_training(name):
+            continue
         named.append(Named(name, parse_key(name), entry))
     if len(roots) > 1:
         shown = ", ".join(escape_name(root) for root in sorted(roots))
