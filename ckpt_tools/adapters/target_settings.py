@@ -12,6 +12,7 @@ from typing import TypeGuard, TypeVar
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.peft_fields import PEFT_TYPES, has_field
 from ckpt_tools.adapters.target_modules import exact_pattern, matched, minimal_saved, minimal_suffixes, parents_of
+from ckpt_tools.adapters.tied import EMBEDDINGS, HEADS
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
@@ -179,6 +180,7 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
         )
     settled = adapter.settings.get("modules_to_save")
     paths = [module.path for module in whole]
+    _check_tied(adapter, paths)
     if settled is not None and settled.source == "--config":
         wanted = settled.value if isinstance(settled.value, list) else []
         if not whole or not _saves(wanted, paths):
@@ -221,6 +223,22 @@ def _saved_left(
     else:
         found = None if any(each.endswith(path) for each in others for path in left) else tuple(sorted(left))
     return Sourced(list(found) if found else None, f"{source}, without what was left out")
+
+
+def _check_tied(adapter: Adapter[F], saved: Collection[str]) -> None:
+    """With ensure_weight_tying PEFT wants the tensors of the embedding and of the head that is tied to it."""
+    known = adapter.settings.get("ensure_weight_tying")
+    ends = {path.rpartition(".")[2] for path in saved}
+    if known is None or known.value is not True or not ends & {*EMBEDDINGS, *HEADS}:
+        return
+    if not (ends & set(EMBEDDINGS) and ends & set(HEADS)):
+        raise UsageError(
+            "ensure_weight_tying is true, and of the embedding and the head that is tied to it only one is here: PEFT "
+            "would not load the adapter",
+            where=known.source,
+            hint="take them from a state dict that has both (get_model_state_dict without ignore_frozen_params, "
+            "PEFT's save_pretrained)",
+        )
 
 
 def _check_complete(settled: Sourced[object], saved: Collection[str], base: BaseModel | None) -> None:

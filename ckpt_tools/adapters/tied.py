@@ -12,8 +12,8 @@ from ckpt_tools.execute import scan
 from ckpt_tools.opening import Opened
 from ckpt_tools.text import escape_name
 
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
-_HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out")
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
+HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out")
 HEAD = "lm_head.weight"
 """Of every language model of transformers, whatever its own parts are called."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -48,7 +48,7 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
     is_tied = _says_tied(base)
     if is_tied is False:
         return ()
-    embeddings, heads = list(_named(tensors, _EMBEDDINGS)), list(_named(tensors, _HEADS))
+    embeddings, heads = list(_named(tensors, EMBEDDINGS)), list(_named(tensors, HEADS))
     if is_tied and not heads:
         for entry in embeddings:
             if entry.fqn in changed:
@@ -68,8 +68,8 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
 
 def tied_embeddings(base: Opened, tensors: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:
     """Return the embeddings of a base that are its head too and stored once: its model has a module for the head."""
-    heads = list(_named(tensors, _HEADS))
-    return () if heads or not _says_tied(base) else tuple(_named(tensors, _EMBEDDINGS))
+    heads = list(_named(tensors, HEADS))
+    return () if heads or not _says_tied(base) else tuple(_named(tensors, EMBEDDINGS))
 
 
 def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> None:

@@ -13,7 +13,7 @@ from adapters.peft_world import randomise
 from adapters.test_merge import TOLERANCE, save_model
 
 from ckpt_tools import api
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CkptError, UsageError
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -228,6 +228,90 @@ def test_base_that_was_changed_to_begin_with_is_noticed(tmp_path):
     world = World(tmp_path, "llama", config)
     with pytest.raises(UsageError, match=r"another model\.layers\.0\.self_attn\.v_proj\.weight than the base"):
         api.merge_lora(world.base, save_state(world.live, tmp_path / "run"), tmp_path / "out", alpha=8)
+
+
+@pytest.mark.parametrize("trained", ["biases", "pissa"])
+def test_export_against_its_base_notices_what_the_factors_do_not_hold(tmp_path, trained):
+    from peft import LoraConfig
+
+    options = {"bias": "all"} if trained == "biases" else {"init_lora_weights": "pissa"}
+    world = World(tmp_path, "llama", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], **options))
+    run = save_state(world.live, tmp_path / "run")
+    with pytest.raises(UsageError, match="base"):
+        api.export_lora(run, tmp_path / "out", alpha=8, base=world.base)
+    said = "bias=all" if trained == "biases" else "init_lora_weights=pissa"
+    assert api.export_lora(run, tmp_path / "out", alpha=8, base=world.base, config=(said,)).ok
+    world.check_loads(tmp_path / "out")
+
+
+# Fields of PEFT's configuration
+
+
+def test_velora_is_a_lora_once_it_is_trained(tmp_path):
+    from peft import LoraConfig
+    from peft.tuners.lora.config import VeloraConfig
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], velora_config=VeloraConfig())
+    world = World(tmp_path, "llama", config)
+    api.merge_lora(world.base, world.adapter, tmp_path / "merged")
+    world.check_merged(tmp_path / "merged")
+    assert "velora_config" not in api.export_lora(world.adapter, tmp_path / "out").config
+    world.check_loads(tmp_path / "out")
+
+
+def test_replicated_layers_have_no_names_in_the_base(tmp_path):
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], layer_replication=[[0, 1], [0, 1]])
+    world = World(tmp_path, "llama", config)
+    with pytest.raises(UsageError, match="layer_replication"):
+        api.export_lora(world.adapter, tmp_path / "out", base=world.base)
+    assert api.export_lora(world.adapter, tmp_path / "out").ok
+    world.check_loads(tmp_path / "out")
+
+
+def test_tied_modules_of_which_one_is_missing_are_refused(tmp_path):
+    from peft import LoraConfig
+
+    options = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    world = World(tmp_path, "tied", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], **options))
+    assert api.export_lora(world.adapter, tmp_path / "out").ok
+    world.check_loads(tmp_path / "out")
+    with pytest.raises(UsageError, match="only one is here"):
+        api.export_lora(world.adapter, tmp_path / "part", exclude=("**lm_head**",))
+
+
+def test_orientation_that_is_neither_true_nor_false_is_refused(tmp_path):
+    from peft import LoraConfig
+
+    world = World(tmp_path, "llama", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
+    path = world.adapter / "adapter_config.json"
+    path.write_text(path.read_text().replace('"fan_in_fan_out": false', '"fan_in_fan_out": "yes"'))
+    with pytest.raises(UsageError, match="neither true nor false"):
+        api.merge_lora(world.base, world.adapter, tmp_path / "out")
+
+
+# Values
+
+
+def test_rows_that_are_finite_in_a_base_with_others_that_are_not_stay_finite(tmp_path):
+    from peft import LoraConfig
+    from safetensors.torch import load_file, save_file
+
+    world = World(tmp_path, "llama", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(world.base / "model.safetensors")
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, world.base / "model.safetensors", {"format": "pt"})
+    api.merge_lora(world.base, world.adapter, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")[name]
+    assert int(found.isnan().sum()) == 1
+    file = world.adapter / "adapter_model.safetensors"
+    factors = load_file(file)
+    factors[f"base_model.model.{name[:-7]}.lora_B.weight"][7, 0] = float("inf")
+    save_file(factors, file, {"format": "pt"})
+    with pytest.raises(CkptError, match="not finite"):
+        api.merge_lora(world.base, world.adapter, tmp_path / "broken")
 
 
 # Image models
