@@ -34,7 +34,7 @@ from ckpt_tools.adapters.read import OpenedAdapter, load, read_adapter
 from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG
 from ckpt_tools.adapters.target_settings import BaseModel, Config
 from ckpt_tools.adapters.values import Values, look_at
-from ckpt_tools.adapters.variants import refuse_variants
+from ckpt_tools.adapters.variants import doubt_about, refuse_foreign_shapes, refuse_variants
 from ckpt_tools.adapters.write import Item, Output, staged, write
 from ckpt_tools.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.dtypes import BY_NAME, BY_TORCH_NAME, DType
@@ -158,6 +158,7 @@ def export_lora(
         check_destination(target, overwrite=overwrite)
         if overwrite:
             check_replaceable(target)
+        refuse_foreign_shapes(read.adapter)
         model = _model(read, base)
         whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
         whole = with_alpha(renested(whole) if whole.omitted else whole, alpha)
@@ -170,6 +171,8 @@ def export_lora(
             notes=["left out: " + ", ".join(whole.left_out)] if whole.left_out else [],
         )
         nothing = Output(file="", items=(), metadata={}, documents={})
+        if (doubt := doubt_about(whole)) is not None:
+            run.notes.append(doubt)
         if to == "peft":
             whole = _on_its_model(run, whole, model, architecture, svd_rank)
         run.findings += check_structure(whole, base=model.shapes if model and to == "peft" else None, repairs=True)

@@ -45,10 +45,36 @@ _VARIANTS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
+_NOT_EXPORTED = ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
+"""Of these, ckpt does not write PEFT's files either."""
+
+
 def changes_base(adapter: Adapter[F]) -> bool:
     """Is the adapter known to be for what was left of the base when its factors were taken out?"""
     found = adapter.settings.get("init_lora_weights")
     return found is not None and _changes_base(found.value)
+
+
+def refuse_foreign_shapes(adapter: Adapter[F]) -> None:
+    """Raise UsageError for an adapter whose factors have shapes that nothing but PEFT understands.
+
+    Raises:
+        UsageError: With the setting and the reason.
+    """
+    found = adapter.settings.get("use_bdlora")
+    if found is not None and found.value:
+        raise _refusal("use_bdlora", found, _VARIANTS["use_bdlora"][1])
+
+
+def doubt_about(adapter: Adapter[F]) -> str | None:
+    """Return what PEFT itself does not do exactly with such an adapter, for people."""
+    found = adapter.settings.get("init_lora_weights")
+    if found is None or not str(found.value).lower().startswith("pissa_niter"):
+        return None
+    return (
+        f"init_lora_weights is {escape_name(str(found.value))}: PEFT takes the base apart anew at every loading, by a "
+        "random algorithm, and what it computes is near to what was trained, not the same"
+    )
 
 
 def refuse_variants(adapter: Adapter[F]) -> None:
@@ -78,5 +104,5 @@ def _refusal(name: str, found: Sourced[object], reason: str) -> UsageError:
         hint="PEFT itself can load it; for PiSSA and the like its save_pretrained converts with "
         "path_initial_model_for_weight_conversion"
         if name == "init_lora_weights"
-        else "PEFT itself can load it: --to peft",
+        else "PEFT itself can load it" + ("" if name in _NOT_EXPORTED else ": --to peft"),
     )

@@ -259,6 +259,27 @@ def test_velora_is_a_lora_once_it_is_trained(tmp_path):
     world.check_loads(tmp_path / "out")
 
 
+def test_bdlora_is_refused_by_its_name(tmp_path):
+    from peft import BdLoraConfig, LoraConfig
+
+    blocks = BdLoraConfig(target_modules_bd_a=["o_proj"], target_modules_bd_b=["q_proj"], nblocks=2)
+    world = World(tmp_path, "llama", LoraConfig(r=4, target_modules=["q_proj", "o_proj"], use_bdlora=blocks))
+    with pytest.raises(UsageError, match="use_bdlora"):
+        api.export_lora(world.adapter, tmp_path / "out")
+    with pytest.raises(UsageError, match="use_bdlora") as caught:
+        api.merge_lora(world.base, world.adapter, tmp_path / "out")
+    assert "--to" not in (caught.value.hint or "")
+
+
+def test_adapter_that_peft_does_not_load_exactly_is_said_to_be_one(tmp_path):
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa_niter_4")
+    world = World(tmp_path, "llama", config)
+    result = api.export_lora(world.adapter, tmp_path / "out")
+    assert any("random algorithm" in note for note in result.conversion.notes)
+
+
 def test_replicated_layers_have_no_names_in_the_base(tmp_path):
     from peft import LoraConfig
 
