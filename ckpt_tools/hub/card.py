@@ -25,6 +25,8 @@ MAX_CARD_BYTES = 4 << 20
 
 _FRONT = re.compile(r"\ufeff?---[ \t]*\r?\n(?P<yaml>.*?)(?P<end>^---[ \t]*(?:\r?\n|\Z))", re.DOTALL | re.MULTILINE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_OLD_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+"""Of a model from before there were namespaces ("gpt2")."""
 _CACHE = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+?)(?:/|$)", re.ASCII)
 _MARKUP = re.compile(r"""[\\`*_\[\]<>|&~$#!:@(){}"']""")
 
@@ -156,6 +158,61 @@ def _merge(existing: str, keys: dict[str, object]) -> str:
         is_sound = False
     # A mapping in braces, or one that ends in "...", takes no more lines: it stays as it is.
     return merged if is_sound else existing
+
+
+def local_bases(text: str) -> tuple[str, ...]:
+    """Return the values of a front matter's base_model that are no hub ids: paths on the machine that trained."""
+    value = read_front_matter(text).get("base_model")
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(str(each) for each in values if hub_id_of(str(each)) != each and not _OLD_ID.fullmatch(str(each)))
+
+
+def refuse_local_base(text: str) -> None:
+    """Refuse a card that names its base model by a path, as PEFT writes it: the hub takes ids alone.
+
+    Raises:
+        UnreadableError: It does.
+    """
+    if local_bases(text):
+        raise _local_base(text)
+
+
+def _local_base(text: str) -> UnreadableError:
+    return UnreadableError(
+        f"the model card names the base model by a local path: base_model is {escape_name(local_bases(text)[0])}",
+        where=CARD_NAME,
+        hint="--base-model ORG/NAME puts the hub id into what is sent; or mend README.md",
+    )
+
+
+def name_base(text: str, base_model: str | None) -> str:
+    """Put a hub id where a card has a local path as its base model; the rest stays as it is, to the letter.
+
+    Args:
+        text: The card.
+        base_model: The hub id; None where it is not known.
+
+    Raises:
+        UnreadableError: There is such a path, and no id for it or no plain line that has it.
+    """
+    bases = local_bases(text)
+    if not bases:
+        return text
+    match = _FRONT.match(text)
+    if base_model is None or match is None or len(bases) > 1:
+        raise _local_base(text)
+    old = re.escape(bases[0])
+    front = re.sub(
+        rf"^(base_model:[ \t]*)[\"']?{old}[\"']?(?=[ \t]*\r?$)",
+        rf"\g<1>{base_model}",
+        match["yaml"],
+        flags=re.MULTILINE,
+    )
+    front = re.sub(rf"(base_model:\w+:){old}(?=[\"']?[ \t]*\r?$)", rf"\g<1>{base_model}", front, flags=re.MULTILINE)
+    named = text[: match.start("yaml")] + front + text[match.end("yaml") :]
+    if read_front_matter(named).get("base_model") != base_model:
+        raise _local_base(text)
+    return named
 
 
 def missing_keys(facts: CardFacts, text: str) -> tuple[str, ...]:

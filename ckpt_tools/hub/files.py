@@ -12,6 +12,7 @@ from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.hub.plan import LocalFile
+from ckpt_tools.hub.private import why_private
 from ckpt_tools.rules.globs import compile_glob
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -33,7 +34,8 @@ def list_directory(
     """Return the files to push with their sizes, and (path, why) of what is left out.
 
     Hidden files are left out, since they are a tool's own (journals, caches, .env, .git) and not the model's; the
-    `.metadata` of a DCP checkpoint is its index and goes along. Links are followed inside of the directory alone.
+    `.metadata` of a DCP checkpoint is its index and goes along. So are what may hold secrets and a trainer's pickled
+    state, unless `include` asks for them. Links are followed inside of the directory alone.
 
     Args:
         source: The directory.
@@ -63,6 +65,8 @@ def list_directory(
             left_out.append((path, "not in --include"))
         elif path in excluded:
             left_out.append((path, "--exclude"))
+        elif not include and (reason := why_private(path)) is not None:
+            left_out.append((path, f"{reason}; --include takes it along"))
         else:
             _check_name(path)
             source.path(path)  # refuses a link that leads out

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools.checkpoint import Finding
-from ckpt_tools.errors import HubError, UsageError
+from ckpt_tools.errors import HubError, LimitError, UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.hub.card import (
     CARD_NAME,
@@ -17,7 +17,9 @@ from ckpt_tools.hub.card import (
     build_card,
     hub_id_of,
     missing_keys,
+    name_base,
     read_front_matter,
+    refuse_local_base,
 )
 from ckpt_tools.hub.check import LocalCheck, check_directory
 from ckpt_tools.hub.client import Hub, find_account
@@ -25,6 +27,7 @@ from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory, read_start
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
+from ckpt_tools.hub.private import refuse_tokens
 from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -127,6 +130,7 @@ class Push:
             hub = Hub(account, options.repo, revision=options.revision, say=self.say)
             receiver = self.progress(sum(chosen.values())) if self.progress is not None else None
             local = digest_files(source, chosen, num_workers=self.num_workers, progress=receiver)
+            refuse_tokens(source, local.values(), account.token)
             remote = self._look(hub)
             local = self._with_card(hub, source, local, remote, checked)
             planned = self._plan(hub, source, local, remote)
@@ -183,26 +187,24 @@ class Push:
         """Add the model card, or the keys that the README lacks; the directory itself stays as it is."""
         wanted = self.options.card
         here = local.get(CARD_NAME)
-        there = remote.files.get(CARD_NAME)
         if here is not None:
             check_is_text(source, here)
         was_left_out = bool(self.options.include) or CARD_NAME in source.list_files(max_depth=0)
         if wanted is False or (here is None and was_left_out):
+            if here is not None and here.nbytes <= MAX_CARD_BYTES:
+                refuse_local_base(source.read(CARD_NAME, 0, here.nbytes).decode("utf-8"))
             return local
-        size = here.nbytes if here is not None else there.nbytes if there is not None else 0
-        if size > MAX_CARD_BYTES:
-            self._notes.append(f"{CARD_NAME} is too large to add to: left as it is")
-            return local
-        existing = None
-        if here is not None:
-            existing = source.read(CARD_NAME, 0, here.nbytes)
-        elif there is not None and remote.commit is not None:
-            existing = hub.read(CARD_NAME, remote.commit, limit=MAX_CARD_BYTES)
         try:
-            text = None if existing is None else existing.decode("utf-8")
-        except UnicodeDecodeError:
-            self._notes.append(f"{CARD_NAME} is not UTF-8 text: left as it is")
+            text = self._card_so_far(hub, source, here, remote)
+        except (LimitError, UnicodeDecodeError) as error:
+            why = "too large to add to" if isinstance(error, LimitError) else "not UTF-8 text"
+            self._notes.append(f"{CARD_NAME} is {why}: left as it is")
             return local
+        if text is not None:
+            named = wanted.base_model if isinstance(wanted, CardFacts) else None
+            text, before = name_base(text, named), text
+            if text != before:
+                self._notes.append(f"{CARD_NAME} named the base model by a local path: what is sent names {named}")
         facts = facts_of(source, local, checked.kind)
         if isinstance(wanted, CardFacts):
             facts = wanted.or_else(facts)
@@ -216,6 +218,22 @@ class Push:
         if missing := missing_keys(facts, card):
             self._notes.append(f"{CARD_NAME} is written in a way that takes no more keys: add {', '.join(missing)}")
         return dict(sorted((local | {CARD_NAME: file_of_bytes(CARD_NAME, card.encode("utf-8"))}).items()))
+
+    def _card_so_far(self, hub: Hub, source: Source, here: LocalFile | None, remote: Remote) -> str | None:
+        """Return the README that is here, or else on the hub; None where there is none.
+
+        Raises:
+            LimitError: It is too large.
+            UnicodeDecodeError: It is no text.
+        """
+        there = remote.files.get(CARD_NAME)
+        if (here.nbytes if here is not None else there.nbytes if there is not None else 0) > MAX_CARD_BYTES:
+            raise LimitError(f"more than {MAX_CARD_BYTES} bytes", where=CARD_NAME)
+        if here is not None:
+            return bytes(source.read(CARD_NAME, 0, here.nbytes)).decode("utf-8")
+        if there is not None and remote.commit is not None:
+            return hub.read(CARD_NAME, remote.commit, limit=MAX_CARD_BYTES).decode("utf-8")
+        return None
 
     def _plan(self, hub: Hub, source: Source, local: dict[str, LocalFile], remote: Remote) -> tuple[PlannedFile, ...]:
         answers = {}

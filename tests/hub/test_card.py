@@ -174,6 +174,49 @@ def test_push_local_base_model_is_left_out_and_said(hub: Hub, push_json, tmp_pat
     assert "no hub id" in push_json(adapter, "me/other", "--base-model", "/data/base", code=2)["what"]
 
 
+def write_card_of_peft(adapter: Path, base: str) -> str:
+    """The README that PEFT's save_pretrained writes."""
+    text = (
+        f"---\nbase_model: {base}\nlibrary_name: peft\ntags:\n- base_model:adapter:{base}\n- lora\n---\n\n"
+        f"# Model Card for Model ID\n\nTrained on base_model: {base}\n"
+    )
+    (adapter / "README.md").write_text(text)
+    return text
+
+
+def test_push_card_that_names_a_path_is_refused_or_named(hub: Hub, push_json, tmp_path: Path):
+    """PEFT writes the path that the base was loaded from into its card, and the hub refuses a path, last of all."""
+    path = "/home/me/models/base-7B"
+    adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path=path)
+    text = write_card_of_peft(adapter, path)
+    for options in ((), ("-n",), ("--no-card",)):
+        error = push_json(adapter, "me/lora", *options, code=4)
+        assert (error["where"], path in error["what"]) == ("README.md", True)
+        assert "--base-model" in error["hint"]
+    assert hub.writes == []
+    document = push_json(adapter, "me/lora", "--base-model", "org/base")
+    assert any("local path" in note for note in document["notes"])
+    card = hub.files("me/lora")["README.md"].decode()
+    head, body = text.split("---\n\n")
+    assert card == head.replace(path, "org/base") + "pipeline_tag: text-generation\n---\n\n" + body
+    assert (adapter / "README.md").read_text() == text
+
+
+@pytest.mark.parametrize("base", ["org/base", "gpt2", "[org/a, org/b]", '"org/base"'])
+def test_push_card_that_names_ids_stays(hub: Hub, push_json, tmp_path: Path, base: str):
+    adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base")
+    (adapter / "README.md").write_text(f"---\nbase_model: {base}\n---\nText\n")
+    push_json(adapter, "me/lora", "--base-model", "org/other")
+    assert f"base_model: {base}\n" in hub.files("me/lora")["README.md"].decode()
+
+
+def test_push_card_with_a_path_in_a_list_is_refused(hub: Hub, push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "adapter")
+    (adapter / "README.md").write_text("---\nbase_model: [/data/a, /data/b]\n---\nText\n")
+    push_json(adapter, "me/lora", "--base-model", "org/other", code=4)
+    assert hub.writes == []
+
+
 def test_push_card_written_on_the_hub_is_kept(hub: Hub, push_json, tmp_path: Path):
     adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base")
     push_json(adapter, "me/lora")

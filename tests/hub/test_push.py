@@ -192,6 +192,37 @@ def test_push_leaves_out_hidden_files_and_foreign_links_and_says_so(hub: Hub, pu
     assert set(hub.files("me/model")) == {*WEIGHTS, *OTHERS, "README.md"}
 
 
+def test_push_leaves_secrets_and_trainers_state_at_home_unless_asked_for(hub: Hub, push_json, model: Path):
+    """What Trainer, accelerate and people leave beside the weights; the names of a tokenizer are not among them."""
+    state = ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin", "random_states_0.pkl")
+    secrets = ("prod.env", "id_ed25519", "credentials.json", "hf_token.txt", "server.key")
+    kept = ("added_tokens.json", "special_tokens_map.json", "tokens.txt", "trainer_state.json")
+    for name in (*state, *secrets, *kept):
+        (model / name).write_text("{}")
+    (model / "old").mkdir()
+    (model / "old" / "optimizer.bin").write_text("x")
+    document = push_json(model, "me/model")
+    left_out = {row["path"]: row["why"].partition(";")[0] for row in document["left_out"]}
+    assert left_out == dict.fromkeys((*state, "old/optimizer.bin"), "a trainer's own state") | dict.fromkeys(
+        secrets, "may hold a secret"
+    )
+    assert set(hub.files("me/model")) == {*WEIGHTS, *OTHERS, *kept, "README.md"}
+    push_json(model, "me/state", "--include", "optimizer.pt")
+    assert set(hub.files("me/state")) == {"optimizer.pt"}
+
+
+@pytest.mark.parametrize("secret", [WRITE_TOKEN, "hf_" + "aB3" * 11 + "x"], ids=["own", "another's"])
+def test_push_file_with_a_token_in_it_is_refused(hub: Hub, push_json, model: Path, secret: str):
+    (model / "trainer.yaml").write_text(f"output_dir: out\nhub_token: {secret}\n")
+    for options in ((), ("-n",), ("--include", "*.yaml")):
+        error = push_json(model, "me/model", *options, code=2)
+        assert (error["where"], "access token" in error["what"]) == ("trainer.yaml", True)
+        assert secret not in str(error)
+    assert hub.repos == {}
+    push_json(model, "me/model", "--exclude", "trainer.yaml")  # as the hint says
+    assert "trainer.yaml" not in hub.files("me/model")
+
+
 def test_push_link_out_of_the_directory_is_refused(hub: Hub, push_json, model: Path, tmp_path: Path):
     (tmp_path / "secret").write_text("x")
     (model / "notes.txt").symlink_to(tmp_path / "secret")
