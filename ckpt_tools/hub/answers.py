@@ -14,6 +14,7 @@ MAX_MESSAGE_CHARS = 400
 """Of the hub's own words that are shown."""
 _TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{6,}")
 _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*")
+_PASSWORD = re.compile(r"(://[^\s/@:]*):[^\s/@]*@")
 _QUOTA = re.compile(r"storage|quota|billing|payment|upgrade|subscri", re.IGNORECASE)
 
 _QUOTA_HINT = "free storage on the hub or extend it (settings, billing)"
@@ -67,10 +68,11 @@ class Failure:
 
 
 def scrub(text: str, token: str | None) -> str:
-    """Return `text` without the token, without anything that looks like one, and without the queries of signed URLs."""
+    """Return `text` without the token or what looks like one, passwords in URLs, and queries of signed URLs."""
     if token:
         text = text.replace(token, "***")
     text = _TOKEN.sub(r"\1_***", text)
+    text = _PASSWORD.sub(r"\1:***@", text)
     text = _QUERY.sub(r"\1?…", text)
     text = escape_name(" ".join(text.split()))
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
@@ -121,6 +123,8 @@ def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | 
 def _hint_of(message: str) -> str | None:
     if _QUOTA.search(message):
         return _QUOTA_HINT
+    if "JSONDecodeError" in message:
+        return "is this the address of a hub? A proxy's or a login page may have answered"
     # A hub of one's own may know nothing of Xet, which the client prefers wherever it is installed.
     return "if this hub has no Xet storage: HF_HUB_DISABLE_XET=1" if "xet" in message.lower() else None
 
@@ -174,4 +178,7 @@ def _unreachable(failure: Failure, place: Place, tries: str) -> tuple[str, str |
     if failure.was_sent:
         what = f"{place.doing}: the connection to the hub broke{tries}{detail}"
         return what, "run the command again: what was uploaded is not sent again"
-    return f"{place.doing}: cannot reach the hub{tries}{detail}", "check the network, and HF_ENDPOINT if it is set"
+    return (
+        f"{place.doing}: cannot reach the hub{tries}{detail}",
+        "check the network, and HF_ENDPOINT and HTTPS_PROXY if they are set",
+    )

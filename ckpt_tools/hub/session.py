@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ckpt_tools.errors import HubError
 from ckpt_tools.hub.answers import Failure, scrub
 
 Say = Callable[[str], None]
@@ -73,10 +74,14 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def bound_session() -> None:
-    """Give the client's connections an end to waiting; it replaces them after some errors, so before every request."""
+    """Give the client's connections an end to waiting; it replaces them after some errors, so before every request.
+
+    Raises:
+        HubError: There can be none, for a proxy or certificates that are set and cannot be.
+    """
     import httpx2
 
-    session = client_utils().get_session()
+    session = _get_session()
     if session.timeout == httpx2.Timeout(None):
         session.timeout = httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     hooks = session.event_hooks
@@ -85,11 +90,24 @@ def bound_session() -> None:
         session.event_hooks = hooks
 
 
+def _get_session() -> Any:  # noqa: ANN401 - an httpx2.Client
+    try:
+        return client_utils().get_session()
+    except (ImportError, OSError, ValueError) as error:
+        raise HubError(
+            f"no connection can be set up: {scrub(str(error), None)}",
+            hint="check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set",
+        ) from None
+
+
 def _unbound_session() -> None:
     """Leave the client as it was: it is shared with whatever else runs in this process."""
     import httpx2
 
-    session = client_utils().get_session()
+    try:
+        session = _get_session()
+    except HubError:  # there was none to begin with
+        return
     if session.timeout == httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S):
         session.timeout = httpx2.Timeout(None)
     hooks = session.event_hooks

@@ -516,12 +516,12 @@ def test_push_check_that_breaks_off_says_what_is_done(hub: Hub, push, model: Pat
 
 
 def test_push_hub_that_repeats_the_token_does_not_get_it_shown(hub: Hub, push, model: Path):
-    said = f"bad token {WRITE_TOKEN} and hf_AnotherTokenOfSomebody \x1b[31m https://s3.example/x?X-Amz-Signature=abc"
+    said = f"http://me:hushhush@proxy:1 bad token {WRITE_TOKEN} and hf_AnotherTokenOfSomebody \x1b[31m https://s3.example/x?X-Amz-Signature=abc"
     hub.faults.append(Fault("commit", status=422, body={"error": said}))
     code, out, err = push(model, "me/model", "-v")
     assert code == 1
     assert "bad token ***" in err
-    for secret in ("hf_Another", "X-Amz-Signature", "\x1b"):
+    for secret in ("hf_Another", "hushhush", "X-Amz-Signature", "\x1b"):
         assert secret not in out + err
 
 
@@ -584,6 +584,28 @@ def test_push_process_hub_that_is_away_is_a_clear_error(push_process, model: Pat
     assert done.returncode == 1
     assert "cannot reach the hub" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "what"),
+    [
+        ("ALL_PROXY", "socks4://me:hushhush@127.0.0.1:9", "Unknown scheme"),
+        ("ALL_PROXY", "socks5://me:hushhush@127.0.0.1:9", "SOCKS proxy"),
+        ("HTTP_PROXY", "http://me:hushhush@127.0.0.1:9", "cannot reach the hub"),
+        ("SSL_CERT_FILE", "/no/such/file.pem", "No such file"),
+    ],
+)
+def test_push_process_proxy_or_certificates_that_cannot_be_are_clear_errors(
+    hub: Hub, push_process, model: Path, setting: str, value: str, what: str
+):
+    proxies = dict.fromkeys(("ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"))
+    done = push_process(model, "me/model", **proxies | {"NO_PROXY": None, "no_proxy": None, setting: value})
+    assert done.returncode == 1
+    assert what in done.stderr
+    assert "PROXY" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "hushhush" not in done.stderr
+    assert hub.requests == []
 
 
 def test_push_process_interrupted_says_that_nothing_was_committed(hub: Hub, environment, tmp_path: Path):
