@@ -49,6 +49,11 @@ _NOT_EXPORTED = ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config
 """Of these, ckpt does not write PEFT's files either."""
 
 
+def variants_in(settings: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """Return (setting, reason) of everything in a configuration that the factors alone do not say."""
+    return tuple((name, reason) for name, (is_variant, reason) in _VARIANTS.items() if is_variant(settings.get(name)))
+
+
 def changes_base(adapter: Adapter[F]) -> bool:
     """Is the adapter known to be for what was left of the base when its factors were taken out?"""
     found = adapter.settings.get("init_lora_weights")

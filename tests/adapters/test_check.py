@@ -341,6 +341,8 @@ def test_comfyui_leaves_out_peft_names_of_a_unet_and_peft_magnitudes() -> None:
         ({"peft_type": "LOHA"}, {}, "LOHA"),
         ({"lora_alpha": "REMOVED"}, {}, "lacks lora_alpha"),
         ({"r": 1024}, {}, "the most is 512"),
+        ({"bias": "all"}, {}, "bias is 'all'"),
+        ({"lora_alpha": None}, {}, "lora_alpha is None"),
         ({}, {"lora_B.weight": "lora_B.bias"}, "unsupported LoRA weight"),
         ({}, {"lora_A.weight": "lora_A.default.weight"}, "unsupported LoRA weight"),
     ],
@@ -362,6 +364,29 @@ def test_vllm_takes_a_plain_adapter_and_names_the_rank_it_needs(tmp_path: Path) 
     larger = check_lora(peft_directory(tmp_path / "larger", r=24), loaders=["vllm"])
     assert larger.ok
     assert "--max-lora-rank 32" in larger.findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("init_lora_weights", "pissa_niter_4"), ("init_lora_weights", "olora"), ("alora_invocation_tokens", [1, 2])],
+)
+def test_vllm_takes_the_factors_of_a_variant_for_plain_ones(setting: str, value: object, tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "adapter")
+    edit(directory, **{setting: value})
+    result = check_lora(directory, loaders=["vllm"])
+    assert [finding.code for finding in result.findings] == ["loader-misreads"]
+    assert setting in result.findings[0].what
+
+
+def test_vllm_leaves_out_the_embedding_that_peft_saves_along(tmp_path: Path) -> None:
+    directory = peft_directory(tmp_path / "adapter")
+    file = directory / "adapter_model.safetensors"
+    from safetensors.torch import load_file
+
+    save_file(load_file(file) | {"base_model.model.embed_tokens.base_layer.weight": torch.randn(4, 8)}, file)
+    result = check_lora(directory, loaders=["vllm"])
+    assert [finding.code for finding in result.findings] == ["loader-ignores"]
+    assert len(result.loaders[0].unmatched) == 1
 
 
 def test_vllm_has_no_image_models() -> None:
@@ -413,6 +438,41 @@ def test_kohya_takes_its_own_names_and_says_what_needs_lycoris() -> None:
     assert [finding.code for finding in foreign.findings] == ["loader-no-op"]
     flux2 = simulate(describe(written("flux2", "kohya", in_blocks), architecture="flux2"), "kohya")
     assert not flux2.changes
+
+
+def of_every_family(name: str) -> dict[str, Tensors]:
+    """A module of kohya's names in each family that LyCORIS loads."""
+    module = "lora_unet_input_blocks_4_1_proj_in" if name == "sdxl" else "lora_unet_double_blocks_0_img_attn_proj"
+    factors = {
+        "lora": {"lora_down.weight": (2, 8), "lora_up.weight": (8, 2)},
+        "loha": {"hada_w1_a": (8, 2), "hada_w1_b": (2, 8), "hada_w2_a": (8, 2), "hada_w2_b": (2, 8)},
+        "lokr": {"lokr_w1": (2, 2), "lokr_w2": (4, 4)},
+        "oft": {"oft_blocks": (4, 2, 2)},
+        "full": {"diff": (8, 8)},
+    }
+    return {
+        family: {f"{module}.{role}": torch.randn(shape) for role, shape in roles.items()}
+        for family, roles in factors.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["flux1", "sdxl"])
+@pytest.mark.parametrize("family", ["lora", "loha", "lokr", "oft", "full"])
+def test_kohya_looks_up_an_alpha_for_every_module(name: str, family: str) -> None:
+    """networks.lora takes the rank where it is missing, networks.lora_flux and LyCORIS itself do not."""
+    from lycoris.modules import get_module, make_module
+
+    tensors = of_every_family(name)[family]
+    module = next(iter(tensors)).partition(".")[0]
+    whole = tensors | {f"{module}.alpha": torch.tensor(2.0)}
+    assert simulate(describe(whole, architecture=name), "kohya").is_whole
+    assert make_module(*get_module(whole, module), module, nn.Linear(8, 8)) is not None
+    report = simulate(describe(tensors, architecture=name), "kohya")
+    is_taken = family == "full" or (name, family) == ("sdxl", "lora")
+    assert report.is_whole is is_taken
+    if family not in ("full", "lora"):  # loras go through kohya's own code, which is not installed
+        with pytest.raises(TypeError):
+            make_module(*get_module(tensors, module), module, nn.Linear(8, 8))
 
 
 def test_file_called_checkpoint_is_overlooked_by_diffusers(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """What kohya's sd-scripts do with an adapter's names when they load network weights, with LyCORIS beside them.
 
 Source: github.com/kohya-ss/sd-scripts, networks/lora.py, lora_flux.py, lora_sd3.py (`create_network_from_weights`);
-lycoris-lora 4.1, kohya.py.
+lycoris-lora 4.1, kohya.py, modules/*.py (`make_module_from_state_dict`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading
+from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
 
 _SUFFIX = re.compile(
@@ -16,6 +17,7 @@ _SUFFIX = re.compile(
     r"|oft_blocks|oft_diag|rescale)"
 )
 _PLAIN = ("lora_up.weight", "lora_down.weight", "alpha")
+_WITHOUT_ALPHA = {"diff", "diff_b"}
 _BLOCKS = ("double_blocks.", "single_blocks.", "joint_blocks.", "input_blocks.", "middle_block.", "output_blocks.")
 _NOT_BLOCKS = ("input_blocks.0.",)
 
@@ -34,6 +36,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     architecture = ARCHITECTURES[file.architecture]
     needs_lycoris = False
     outside: list[str] = []
+    ends: dict[str, set[str]] = {}
     for name in file.tensors:
         hit = _SUFFIX.fullmatch(name)
         if hit is None:
@@ -47,8 +50,10 @@ def load(file: AdapterFile, loading: Loading) -> None:
             if match is not None:
                 loading.use(name, f"{part.component}.{match.native()}")
                 needs_lycoris |= hit["suffix"] not in _PLAIN
+                ends.setdefault(hit["module"], set()).add(hit["suffix"])
                 if not part.is_encoder and not _is_in_block(match.native()):
                     outside.append(match.native())
+    _check_alphas(ends, takes_rank=file.architecture == "sdxl" and not needs_lycoris)
     if outside and not needs_lycoris:
         loading.say(
             "loader-needs",
@@ -64,6 +69,17 @@ def load(file: AdapterFile, loading: Loading) -> None:
             file.file,
             "kohya's networks.lora has plain LoRA alone: load it with --network_module lycoris.kohya",
         )
+
+
+def _check_alphas(ends: Mapping[str, set[str]], *, takes_rank: bool) -> None:
+    """Of the loaders networks.lora alone takes the rank for an alpha that is missing; the others end with an error.
+
+    Raises:
+        RejectedError: One is missing.
+    """
+    lacking = [module for module, found in ends.items() if "alpha" not in found and not found <= _WITHOUT_ALPHA]
+    if lacking and not takes_rank:
+        raise RejectedError(f"{lacking[0]} and {len(lacking) - 1} others have no alpha, which it looks up for each")
 
 
 def _is_in_block(native: str) -> bool:

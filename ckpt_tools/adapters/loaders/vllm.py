@@ -11,12 +11,14 @@ from collections.abc import Mapping
 
 from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.target_modules import parents_of
+from ckpt_tools.adapters.variants import variants_in
 
 _ROOT = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])")
 _DEFAULT_RANK = 16
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank takes."""
+_FROZEN = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings")
 
 
@@ -36,6 +38,9 @@ def load(file: AdapterFile, loading: Loading) -> None:
     embeddings = set()
     for name, head in file.tensors.items():
         hit = _NAME.fullmatch(name)
+        if name.endswith(_FROZEN):
+            loading.ignored[name] = "the embedding that PEFT saved along is left out: the base's own is taken"
+            continue
         if hit is None:
             raise RejectedError(f"{name} is an unsupported LoRA weight")
         if len(head.shape) < 2 or 0 in head.shape:
@@ -56,6 +61,14 @@ def load(file: AdapterFile, loading: Loading) -> None:
                 f"vLLM takes r and lora_alpha for every module and ignores {pattern}: some modules get a wrong scale",
                 "ckpt merge-lora BASE ADAPTER DST, and serve the merged model",
             )
+    for name, reason in variants_in(config):
+        loading.say(
+            "loader-misreads",
+            "error",
+            "adapter_config.json",
+            f"vLLM knows nothing of {name}, and loads the factors as plain ones: {reason}",
+            "ckpt export-lora or merge-lora say whether it can be served in another way",
+        )
     if embeddings:
         loading.say(
             "loader-needs",
@@ -80,6 +93,11 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
         raise RejectedError("modules_to_save must be empty")
     if config.get("use_dora"):
         raise RejectedError("it does not support DoRA")
+    if config.get("bias") not in (None, "none"):
+        raise RejectedError(f"bias is {config['bias']!r}, and it has none")
+    alpha = config["lora_alpha"]
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise RejectedError(f"lora_alpha is {alpha!r}, not a number")
     return config
 
 
