@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -14,7 +15,7 @@ from ckpt_tools.adapters.integrity import check_structure, check_values
 from ckpt_tools.adapters.loaders import LOADERS, AdapterFile, Loader, LoaderReport, TensorHead, simulate
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture
 from ckpt_tools.adapters.naming.choose import choose_from_headers
-from ckpt_tools.adapters.naming.resolve import readings
+from ckpt_tools.adapters.naming.resolve import Place, readings
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.read import OpenedAdapter, read_adapter
 from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG, read_json
@@ -186,6 +187,8 @@ def _check_against(adapter: Adapter[TensorEntry], architecture: Architecture, ba
         paths |= {f"model.diffusion_model.{each.native}" for each in found}
         if not paths & modules:
             missing.append(module.path)
+        elif (finding := _misfit(module, found, base)) is not None:
+            yield finding
     if missing:
         yield Finding(
             code="adapter-unmatched",
@@ -194,6 +197,39 @@ def _check_against(adapter: Adapter[TensorEntry], architecture: Architecture, ba
             what=f"the base model has no module of this name ({len(missing)} of {len(adapter.modules)} are not in it)",
             hint="is it the base that the adapter was trained on?",
         )
+
+
+def _misfit(module: AdapterModule[TensorEntry], found: Sequence[Place], base: Shapes) -> Finding | None:
+    """Hold the factors of a plain low rank against the weight, or the weights, that they are for."""
+    factors = {role: factor.shape for role, factor in module.factors.items()}
+    if module.family != "lora" or "mid" in factors or not all(len(factors.get(role, ())) > 1 for role in "AB"):
+        return None
+    have = (factors["B"][0], math.prod(factors["A"][1:]))
+    wanted = {shape for each in found for shape in _shapes_of(each, base)}
+    if not wanted or have in wanted:
+        return None
+    return Finding(
+        code="adapter-shape",
+        severity="error",
+        where=escape_name(module.path),
+        what=f"A, B are for {list(have)}, and the base model's is {' or '.join(str(list(x)) for x in sorted(wanted))}",
+        hint="is it the base that the adapter was trained on?",
+    )
+
+
+def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
+    """Yield (out, in × kernel) of what a name means in the base: fused, or the rows of its parts together."""
+    for root in ("", "model.diffusion_model.", f"{each.part.component}."):
+        native = [base.get(f"{root}{each.native}.weight", ())]
+        parts = [base.get(f"{root}{path}.weight", ()) for path in each.diffusers]
+        if each.match.part is not None and len(parts) > 1:
+            native, parts = (
+                [],
+                [parts[each.match.part]],
+            )  # a part of a fused weight has rows that the tables do not tell
+        for weights in (native, parts):
+            if weights and all(len(shape) > 1 for shape in weights):
+                yield sum(shape[0] for shape in weights), math.prod(weights[0][1:])
 
 
 def _file(read: OpenedAdapter, path: str, family: str | None, base: Shapes | None) -> AdapterFile | None:

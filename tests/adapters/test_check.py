@@ -522,6 +522,24 @@ def test_base_tells_the_family_and_misses_foreign_modules(tmp_path: Path) -> Non
     assert "adapter-unmatched" in codes
 
 
+@pytest.mark.parametrize("target", ["diffusers", "kohya", "comfyui"])
+@pytest.mark.parametrize("name", MODELS)
+def test_base_of_an_image_model_tells_the_shapes(name: str, target: str, tmp_path: Path) -> None:
+    """Under every naming, against diffusers' checkpoint: what is right is, and half a factor is not."""
+    base = save_as(tmp_path / "base", dict(MODELS[name][0]().state_dict()), "model.safetensors")
+    tensors = written(name, target, in_blocks)
+
+    def findings(tensors: Tensors) -> list[tuple[str, str]]:
+        result = check_lora(save_as(tmp_path / "a", tensors), base=base, architecture=name)
+        return [(f.code, f.severity) for f in result.findings if f.code.startswith("adapter-")]
+
+    assert findings(tensors) == []
+    ups = [key for key in tensors if key.endswith((".lora_B.weight", ".lora_up.weight"))]
+    downs = [key for key in tensors if key.endswith((".lora_A.weight", ".lora_down.weight"))]
+    for key, cut in ((ups[3], slice(None, 8)), (downs[-1], (slice(None), slice(None, 4)))):
+        assert findings(tensors | {key: tensors[key][cut]}) == [("adapter-shape", "error")]
+
+
 def test_command_prints_one_document_and_exits_3_for_findings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
