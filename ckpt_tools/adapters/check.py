@@ -108,6 +108,8 @@ def check_lora(
         if file is None:
             what = "no loader reads a training checkpoint: export the adapter first"
             hint = "ckpt export-lora SRC DST --to " + (next((x for x in wanted if x != "vllm"), "peft"))
+            if read.adapter.convention == "torchtitan":  # whose q and k have other rows
+                hint = "let the trainer export it (torchtune's checkpointer writes PEFT's format)"
             if wanted:
                 where = escape_name(os.fspath(source))
                 findings.append(Finding(code="loader-format", severity="error", where=where, what=what, hint=hint))

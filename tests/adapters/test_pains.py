@@ -437,6 +437,51 @@ def test_diffusers_9291_kohya_names_of_flux1_load_today(tmp_path, capsys):
     assert command(capsys, "check-lora", file, "--for", "diffusers")[0] == 0
 
 
+def test_diffusers_14088_alphas_under_flux2_own_names_are_refused_there_and_baked_in_here(tmp_path, capsys):
+    """diffusers#14088: FLUX.2 under its authors' names loads, and with alphas beside them ends in a ValueError."""
+    modules = image_layers("flux2", ("attn.to_q", "attn.to_k", "attn.to_v", "to_qkv_mlp_proj"))
+    written = to_target(adapter(modules), "comfyui", architecture="flux2").tensors
+    names = {name.rpartition(".lora_")[0] for name in written if ".lora_" in name}
+    tensors = {name: tensor.contiguous() for name, tensor in written.items() if not name.endswith(".alpha")}
+    half = {f"{name}.alpha": torch.tensor(tensors[f"{name}.lora_A.weight"].shape[0] / 2) for name in names}
+    file = tmp_path / "adapter" / "pytorch_lora_weights.safetensors"
+    file.parent.mkdir()
+
+    def output(file=None):
+        torch.manual_seed(0)
+        model = MODELS["flux2"][0]()
+        if file is not None:
+            load_in_diffusers("flux2", file, transformer=model)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            return model(**MODELS["flux2"][1]())[0]
+
+    before = output()
+    save_file(tensors, file)
+    assert command(capsys, "check-lora", file, "--for", "diffusers", "--architecture", "flux2")[0] == 0
+    assert not torch.equal(output(file), before)
+    save_file(tensors | half, file)
+    with pytest.raises(ValueError, match=r"alpha"):
+        output(file)
+    code, document = command(capsys, "check-lora", file, "--for", "diffusers", "--architecture", "flux2")
+    assert (code, errors(document)) == (3, {"loader-rejects"})
+    assert ".alpha" in document["findings"][-1]["what"]
+    argv = ("export-lora", file, tmp_path / "out", "--to", "diffusers", "--architecture", "flux2")
+    code, document = command(capsys, *argv)
+    assert code == 0, document
+    # The same change at half of the scale: what the alphas mean, by ComfyUI's own patching.
+    torch.manual_seed(0)
+    model = MODELS["flux2"][0]()
+    native = native_weights("flux2", model)
+    after, unused = patched("flux2", native, tensors | half)
+    assert not unused
+    full = load_file(tmp_path / "out" / file.name)
+    again, _ = patched("flux2", native, full)
+    assert any(not torch.equal(after[name], native[name]) for name in native)
+    for name in native:
+        torch.testing.assert_close(again[name], after[name], rtol=0, atol=1e-6)
+
+
 # A sharded checkpoint is no adapter
 
 
@@ -477,6 +522,31 @@ def test_axolotl_3294_sharded_checkpoint_is_merged_directly(run, tmp_path, capsy
     found = answers(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval())
     assert not torch.allclose(found, untouched, atol=1e-3)
     torch.testing.assert_close(found, trained, rtol=0, atol=1e-5)  # float32 sums in another order
+
+
+def test_torchtitan_factors_are_neither_dropped_nor_taken_for_transformers_own(tmp_path, capsys):
+    """torchtitan: `to_hf` drops lora_a and lora_b without a word; their q and k have rows in another order."""
+    import torch.distributed.checkpoint as dcp
+
+    state = {}
+    for name in ("wq", "wk"):
+        module = f"layers.0.attention.{name}"
+        state |= {f"{module}.weight": torch.randn(16, 16), f"{module}.lora_a.weight": torch.randn(4, 16)}
+        state[f"{module}.lora_b.weight"] = torch.randn(16, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    code, document = command(capsys, "check-lora", tmp_path / "step-1", "--for", "peft")
+    assert (code, errors(document), document["num_modules"]) == (3, {"loader-format"}, 2)
+    assert "let the trainer export it" in hints(document)
+    base = save_base(tmp_path / "base")
+    for argv, said in (
+        (("export-lora", tmp_path / "step-1"), "rotary embeddings"),
+        (("merge-lora", base, tmp_path / "step-1"), "not in the base"),
+    ):
+        code, document = command(capsys, *argv, tmp_path / "out", "--alpha", "8")
+        assert (code, said in document["error"]["what"]) == (2, True), document
+        assert not (tmp_path / "out").exists()
 
 
 # Merged equals base
