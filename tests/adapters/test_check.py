@@ -557,6 +557,20 @@ def test_command_prints_one_document_and_exits_3_for_findings(
     assert document["loaders"][0]["unmatched_tensors"] == 0
 
 
+def test_image_loaders_have_nothing_to_say_to_a_language_model(tmp_path: Path) -> None:
+    result = check_lora(peft_directory(tmp_path / "adapter"), architecture="llm")
+    reports = {report.loader: (report.loads, report.changes) for report in result.loaders}
+    assert reports == {
+        "peft": (True, True),
+        "diffusers": (False, False),
+        "comfyui": (True, False),
+        "kohya": (True, False),
+        "vllm": (True, True),
+    }
+    hints = {finding.hint for report in result.loaders for finding in report.findings if finding.severity == "error"}
+    assert hints == {"ckpt export-lora SRC DST --to peft"}  # not to an ecosystem that has no names for it
+
+
 def test_command_shows_every_loader_and_refuses_unknown_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,17 +36,12 @@ def load(file: AdapterFile, loading: Loading) -> None:
         RejectedError: It raises.
     """
     _check_file(file)
-    if file.architecture is None or file.architecture == "llm":
-        loading.say(
-            "loader-unchecked",
-            "warning" if file.architecture is None else "error",
-            file.file,
-            "diffusers' rules differ by model family, and the names do not tell which this is"
-            if file.architecture is None
-            else "diffusers has no loader for language models",
-            "give the base model with --base" if file.architecture is None else "ckpt export-lora SRC DST --to peft",
-        )
+    if file.architecture is None:
+        what = "diffusers' rules differ by model family, and the names do not tell which this is"
+        loading.say("loader-unchecked", "warning", file.file, what, "give the base model with --base")
         return
+    if file.architecture == "llm":
+        raise RejectedError("it has no loader for language models")
     architecture = ARCHITECTURES[file.architecture]
     keys = {name: name for name in file.tensors}
     for name in [name for name in keys if "dora_scale" in name]:

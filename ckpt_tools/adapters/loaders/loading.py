@@ -122,13 +122,14 @@ Rules = Callable[[AdapterFile, Loading], None]
 def report(loader: Loader, rules: Rules, file: AdapterFile) -> LoaderReport:
     """Apply a loader's rules to an adapter."""
     loading = Loading()
+    hint = _HINTS["peft"] if file.architecture == "llm" and loader != "vllm" else _HINTS[loader]
     loads: bool | None = True
     try:
         rules(file, loading)
     except RejectedError as error:
         loads = False
         loading.used.clear()
-        loading.say("loader-rejects", "error", file.file, f"{loader} refuses it: {error}", _HINTS.get(loader))
+        loading.say("loader-rejects", "error", file.file, f"{loader} refuses it: {error}", hint)
     unmatched = tuple(name for name in file.tensors if name not in loading.used)
     if any(finding.code == "loader-unchecked" for finding in loading.findings):
         loads = None
@@ -138,7 +139,7 @@ def report(loader: Loader, rules: Rules, file: AdapterFile) -> LoaderReport:
             "error",
             file.file,
             f"{loader} loads none of the {len(file.tensors)} tensors and says at most a warning: nothing changes",
-            _HINTS.get(loader),
+            hint,
         )
     elif loads and unmatched:
         reasons = {loading.ignored.get(name, "no module has that name") for name in unmatched}
@@ -147,7 +148,7 @@ def report(loader: Loader, rules: Rules, file: AdapterFile) -> LoaderReport:
             "error",
             unmatched[0],
             f"{loader} leaves out {len(unmatched)} of {len(file.tensors)} tensors: {'; '.join(sorted(reasons))}",
-            _HINTS.get(loader),
+            hint,
         )
     return LoaderReport(
         loader=loader,
@@ -159,7 +160,7 @@ def report(loader: Loader, rules: Rules, file: AdapterFile) -> LoaderReport:
     )
 
 
-_HINTS = {
+_HINTS: Mapping[Loader, str] = {
     "peft": "ckpt export-lora SRC DST --to peft",
     "diffusers": "ckpt export-lora SRC DST --to diffusers",
     "comfyui": "ckpt export-lora SRC DST --to comfyui",
