@@ -31,6 +31,7 @@ DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
 PIPELINE_CONFIG = "model_index.json"
 """Of a diffusers pipeline, whose models lie in directories of their own."""
 _PART = re.compile(r".+-\d+-of-\d+\.safetensors", re.ASCII)
+_OLD_WEIGHTS = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin", re.ASCII)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -86,7 +87,8 @@ def _kind(top: set[str]) -> Kind:
         return "diffusers-lora"
     if PIPELINE_CONFIG in top or ("diffusion_pytorch_model.safetensors" in top and "config.json" in top):
         return "diffusers"
-    return "transformers" if "config.json" in top else "weights"
+    has_weights = any(name.endswith(".safetensors") or _OLD_WEIGHTS.fullmatch(name) for name in top)
+    return "transformers" if "config.json" in top and has_weights else "weights"
 
 
 def _check_adapter(source: Source, top: set[str]) -> None:
