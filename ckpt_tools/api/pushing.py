@@ -12,9 +12,6 @@ from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import CheckLevel, Push, PushOptions
 from ckpt_tools.text import escape_name
 
-_ADAPTER_FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
-"""Files that make a directory an adapter's."""
-
 
 def push(
     directory: str | os.PathLike[str],
@@ -102,8 +99,6 @@ def push(
 
 
 def _refuse_broken_adapter(path: str) -> None:
-    if not any(os.path.isfile(os.path.join(path, name)) for name in _ADAPTER_FILES):
-        return
     from ckpt_tools.adapters.check import check_lora
     from ckpt_tools.adapters.merge import AdapterRefusedError
 

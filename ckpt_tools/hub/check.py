@@ -47,6 +47,13 @@ class LocalCheck:
     """What the user should know before others do."""
 
 
+def adapter_directories(chosen: Iterable[str]) -> tuple[str, ...]:
+    """Return the directories ("" is the root) of which the adapter is to be pushed."""
+    names = (ADAPTER_WEIGHTS[0], DIFFUSERS_LORA)
+    split = (path.rpartition("/") for path in chosen)
+    return tuple(sorted({directory for directory, _, name in split if name in names}))
+
+
 def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: int) -> LocalCheck:
     """Check that every checkpoint in the directory is complete, and that no part of one is left out.
 
@@ -63,8 +70,9 @@ def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: i
     """
     top = {path for path in chosen if "/" not in path}
     _check_adapter(source, top)
-    for name in sorted(top & {ADAPTER_WEIGHTS[0], DIFFUSERS_LORA}):
-        refuse_dead(source, read_file(source, name))
+    for name in sorted(chosen):
+        if name.endswith(".safetensors"):
+            refuse_dead(source, read_file(source, name))
     num_tensors = 0
     for directory in _directories(chosen):
         num_tensors += _check_checkpoint(source, directory, chosen, num_workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +22,7 @@ from ckpt_tools.hub.card import (
     read_front_matter,
     refuse_local_base,
 )
-from ckpt_tools.hub.check import LocalCheck, check_directory
+from ckpt_tools.hub.check import LocalCheck, adapter_directories, check_directory
 from ckpt_tools.hub.client import Hub, find_account
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
@@ -91,7 +92,8 @@ class Push:
         progress: Given a number of bytes, makes the receiver of progress.
         say: Told what takes long.
         bars: Let the client draw its own bars while it uploads.
-        refuse: Given the directory once it is known to be whole; raises when it should not be sent all the same.
+        refuse: Given every directory with an adapter, once all is known to be whole; raises when it should not be sent
+            all the same.
     """
 
     directory: str
@@ -125,7 +127,8 @@ class Push:
         ):
             chosen, left_out = list_directory(source, include=options.include, exclude=options.exclude)
             checked = check_directory(source, chosen, num_workers=self.num_workers)
-            self.refuse(self.directory)
+            for adapter in adapter_directories(chosen):
+                self.refuse(os.path.join(self.directory, adapter) if adapter else self.directory)
             self._notes += checked.notes
             hub = Hub(account, options.repo, revision=options.revision, say=self.say)
             receiver = self.progress(sum(chosen.values())) if self.progress is not None else None

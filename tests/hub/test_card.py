@@ -261,6 +261,29 @@ def test_push_dead_adapter_is_refused(hub: Hub, push_json, tmp_path: Path):
     assert hub.requests == []
 
 
+def test_push_broken_adapter_below_is_refused_as_well(hub: Hub, push_json, tmp_path: Path):
+    """Checkpoints of a run, or a collection of adapters: each is what somebody will load."""
+    write_adapter(tmp_path / "run" / "step-1")
+    later = write_adapter(tmp_path / "run" / "step-2", lora_alpha=0)
+    error = push_json(tmp_path / "run", "me/run", code=3)
+    assert ("adapter-alpha-zero" in error["what"], hub.writes) == (True, [])
+    document = push_json(tmp_path / "run", "me/some", "--exclude", "step-2/*")
+    assert document["ok"] is True
+    (later / "adapter_config.json").write_text((tmp_path / "run/step-1/adapter_config.json").read_text())
+    push_json(tmp_path / "run", "me/run")
+
+
+def test_push_dead_adapter_of_any_name_is_refused(hub: Hub, push_json, tmp_path: Path):
+    zero = {
+        "lora_unet_x.lora_down.weight": tensor("F32", 4, 8),
+        "lora_unet_x.lora_up.weight": ("F32", (8, 4), bytes(128)),
+    }
+    (tmp_path / "loras").mkdir()
+    (tmp_path / "loras" / "style.safetensors").write_bytes(safetensors_bytes(zero))
+    assert "changes nothing" in push_json(tmp_path / "loras", "me/loras", code=4)["what"]
+    assert hub.requests == []
+
+
 MAKE = """
 import json, torch
 from peft import LoraConfig, get_peft_model
