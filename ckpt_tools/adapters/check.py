@@ -117,7 +117,8 @@ def check_lora(
                 not_checked.append(f"loaders: {what} ({hint})")
         else:
             reports = tuple(simulate(file, loader) for loader in wanted or tuple(LOADERS))
-            findings += _of_loaders(reports, file, all_count=bool(wanted))
+            is_sound = not any(finding.severity == "error" for finding in findings)
+            findings += _of_loaders(reports, file, all_count=bool(wanted), is_sound=is_sound)
         return _summary(read.adapter, os.fspath(source), family, reports, findings, not_checked)
 
 
@@ -269,11 +270,13 @@ def _siblings(directory: str, file: str) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name.endswith(".safetensors") and name != file))
 
 
-def _of_loaders(reports: Sequence[LoaderReport], file: AdapterFile, *, all_count: bool) -> Iterator[Finding]:
+def _of_loaders(
+    reports: Sequence[LoaderReport], file: AdapterFile, *, all_count: bool, is_sound: bool
+) -> Iterator[Finding]:
     if all_count:
         for report in reports:
             yield from report.findings
-    elif not any(report.is_whole for report in reports):
+    elif is_sound and not any(report.is_whole for report in reports):  # what is broken has been said
         unknown = [report.loader for report in reports if report.loads is None]
         yield Finding(
             code="loader-none",
