@@ -38,15 +38,16 @@ def load_yaml(text: str, *, full: bool = False) -> object:
     Raises:
         ValueError: Not YAML, or more than a file of rules needs; the message says what, in one line or several.
     """
-    composer = _Composer(text)
     try:
-        node = composer.get_single_node()
+        composer = _Composer(text)  # looks at every character
+        try:
+            node = composer.get_single_node()
+        finally:
+            composer.dispose()
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    finally:
-        composer.dispose()
     return None if node is None else _Builder(full=full).build(node, 0)
 
 

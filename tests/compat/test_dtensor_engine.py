@@ -184,7 +184,7 @@ def test_save_with_dtensor_missing_file_fails_without_waiting_for_the_timeout(tm
 
 
 KILLED = """
-import os, signal, sys, threading, time
+import faulthandler, os, signal, sys, threading, time
 from multiprocessing import active_children
 from ckpt_tools.dtensor_engine import save_with_dtensor
 from ckpt_tools.errors import CkptError
@@ -199,6 +199,7 @@ def kill_one():
     os.kill(active_children()[0].pid, signal.SIGKILL)
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)  # says where it hangs, if it does
     threading.Thread(target=kill_one, daemon=True).start()
     directory = Path(sys.argv[2])
     try:

@@ -181,6 +181,7 @@ def test_parse_rules_minus_one_takes_the_world_size():
         ("version: 1\nmesh: &m {<<: *m}\n", "not valid YAML", None),
         ("version: 1\nrules: &r [*r]\n", "inside one another", None),
         ("? [a]\n: 1", "a key that is not text", None),
+        ("version: 1\0", "special characters are not allowed", None),
         ("version: 1\nmesh: {'dp_shard=2,tp': 3}", "unknown mesh axis 'dp_shard=2,tp'", None),
         (LAUGHS, "aliases counted as often", None),
     ],
