@@ -276,11 +276,11 @@ def _of_loaders(
     if all_count:
         for report in reports:
             yield from report.findings
-    elif is_sound and not any(report.is_whole for report in reports):  # what is broken has been said
+    elif not any(report.is_whole for report in reports):
         unknown = [report.loader for report in reports if report.loads is None]
         yield Finding(
             code="loader-none",
-            severity="warning" if unknown else "error",
+            severity="warning" if unknown or not is_sound else "error",  # why has been said already
             where=escape_name(file.file),
             what="no loader takes the adapter as it is, whole"
             + (f"; {', '.join(unknown)} cannot be told" if unknown else ""),
