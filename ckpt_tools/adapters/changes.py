@@ -15,6 +15,11 @@ import numpy as np
 from ckpt_tools.adapters import rotation
 from ckpt_tools.arrays import Array
 
+_TILE_COLUMNS = 1024
+_TILE_PRODUCTS = 1_000_000
+"""Products in a tile: up to so many OpenBLAS multiplies small matrices without packing them first, which halves the
+time of the thin ones here (0.4 ns an element instead of 0.8 with a rank of 16)."""
+
 
 class Change:
     """What a module makes of rows of a weight.
@@ -68,7 +73,15 @@ class LowRank(Change):
 
     def delta(self, start: int, stop: int) -> Array:
         """Return what is added; rounded as PEFT rounds: the product first, then its multiple."""
-        product: Array = self.left[start:stop] @ self.right
+        product: Array = np.empty((stop - start, self.columns), np.float32)
+        rank = self.left.shape[1]
+        height = max(1, _TILE_PRODUCTS // (max(1, rank) * _TILE_COLUMNS))
+        for top in range(start, stop, height):
+            left = self.left[top : min(top + height, stop)]
+            for column in range(0, self.columns, _TILE_COLUMNS):
+                right = self.right[:, column : column + _TILE_COLUMNS]
+                tile = product[top - start : top - start + len(left), column : column + right.shape[1]]
+                np.matmul(left, right, out=tile)
         if self.scale != 1.0:
             product *= self.scale
         return product

@@ -70,7 +70,7 @@ def merge_lora(
     if not math.isfinite(scale) or not scale:
         what = "is no number" if scale else "leaves nothing of what the adapter adds"
         raise UsageError(f"a scale of {scale:g} {what}", where="--scale", hint="1 adds it as it was trained")
-    workers = num_workers or default_num_workers()
+    workers = num_workers or default_num_workers(computes=True)
     with ExitStack() as stack:
         opened = stack.enter_context(open_path(os.fspath(base), format=format))
         read = stack.enter_context(

@@ -11,6 +11,11 @@ ProgressFactory = Callable[[int], Progress]
 """Given the number of bytes to move, returns what reports them."""
 
 
-def default_num_workers() -> int:
-    """Return how many threads move bytes by default: two per core, at most eight."""
-    return min(8, 2 * (len(os.sched_getaffinity(0)) or 1))
+def default_num_workers(*, computes: bool = False) -> int:
+    """Return how many threads work by default, at most eight.
+
+    Args:
+        computes: They compute on what they move: one per core. Two, where one may wait for the disk.
+    """
+    cores = len(os.sched_getaffinity(0)) or 1
+    return min(8, cores if computes else 2 * cores)

@@ -179,9 +179,10 @@ class Staging:
         total = sum(map(len, buffers))
         # The kernel lets one thread at a time write to a file, and the others spin on their core until it is done:
         # better that they sleep.
-        with self._turns[file], self._descriptors.use(file) as descriptor:
+        with self._descriptors.use(file) as descriptor:
             try:
-                _write_all(descriptor, offset, buffers, total)
+                with self._turns[file]:
+                    _write_all(descriptor, offset, buffers, total)
                 if total >= 1 << 20:
                     # Start the write-back now, so that the fsync at the end finds little to do.
                     _libc.sync_file_range(
