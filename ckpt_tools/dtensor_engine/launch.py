@@ -42,10 +42,12 @@ def run_local_ranks(job: Job) -> None:
             running = dict(enumerate(ranks))
             while running:
                 wait([process.sentinel for process in running.values()])
-                failed = {rank: p.exitcode for rank, p in running.items() if p.exitcode}
+                # Asked once: a sentinel tells of an end a moment before the system tells how it ended.
+                ended = {rank: process.exitcode for rank, process in running.items()}
+                failed = {rank: exitcode for rank, exitcode in ended.items() if exitcode}
                 if failed:
                     raise _failure(private, failed)
-                running = {rank: p for rank, p in running.items() if p.exitcode is None}
+                running = {rank: process for rank, process in running.items() if ended[rank] is None}
         finally:
             for process in ranks:
                 if process.pid is not None:
