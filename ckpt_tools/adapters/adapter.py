@@ -108,7 +108,6 @@ class Adapter(Generic[F]):
     base_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the base model's parameters, where the source holds these too; names as a plain model has them. () for
     quantised ones."""
-
     base_tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     """These parameters themselves, by the same names."""
 

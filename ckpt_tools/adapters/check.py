@@ -225,12 +225,10 @@ def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
     for root in ("", "model.diffusion_model.", f"{each.part.component}."):
         native = [base.get(f"{root}{each.native}.weight", ())]
         parts = [base.get(f"{root}{path}.weight", ()) for path in each.diffusers]
-        if each.match.part is not None and len(parts) > 1:
-            native, parts = (
-                [],
-                [parts[each.match.part]],
-            )  # a part of a fused weight has rows that the tables do not tell
-        for weights in (native, parts):
+        ways = [native, parts]
+        if each.match.part is not None and len(parts) > 1:  # the tables do not tell its rows of the fused weight
+            ways = [[parts[each.match.part]]]
+        for weights in ways:
             if weights and all(len(shape) > 1 for shape in weights):
                 yield sum(shape[0] for shape in weights), math.prod(weights[0][1:])
 

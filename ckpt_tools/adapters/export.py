@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ from ckpt_tools.adapters.values import Values, look_at
 from ckpt_tools.adapters.variants import doubt_about, refuse_foreign_shapes, refuse_variants
 from ckpt_tools.adapters.write import Item, Output, staged, write
 from ckpt_tools.checkpoint import Finding, Format, TensorEntry
-from ckpt_tools.dtypes import BY_NAME, BY_TORCH_NAME, DType
+from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
@@ -284,15 +285,12 @@ def _shape(factor: Factor) -> tuple[int, ...]:
 
 
 def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
-    stored = factor.dtype if isinstance(factor, TensorEntry) else BY_TORCH_NAME[factor.dtype.name]
+    if isinstance(factor, TensorEntry):
+        stored, read = factor.dtype, functools.partial(run.reader.read, factor)
+    else:
+        from ckpt_tools.arrays import bytes_of, dtype_of
 
-    def read() -> memoryview:
-        if isinstance(factor, TensorEntry):
-            return run.reader.read(factor)
-        from ckpt_tools.arrays import bytes_of
-
-        return bytes_of(factor)
-
+        stored, read = dtype_of(factor), functools.partial(bytes_of, factor)
     return Item(name=name, shape=shape, dtype=_wanted(stored, run.dtype), stored=stored, read=read)
 
 

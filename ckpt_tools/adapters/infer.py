@@ -16,7 +16,14 @@ from ckpt_tools.adapters import family_settings
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.known import said_zero
 from ckpt_tools.adapters.peft_fields import OWN_FIELDS, PEFT_TYPES, has_field
-from ckpt_tools.adapters.target_settings import BaseModel, Config, pattern_path, saved_fields, some, target_fields
+from ckpt_tools.adapters.target_settings import (
+    BaseModel,
+    Config,
+    pattern_path,
+    saved_fields,
+    some_modules,
+    target_fields,
+)
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
@@ -50,7 +57,7 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
             "it is in no tensor, header or file beside it" if zero is None else f"{zero} says 0, which changes nothing"
         )
         raise UsageError(
-            f"alpha of {some(missing)} is not known: {why}",
+            f"alpha of {some_modules(missing)} is not known: {why}",
             where="--alpha",
             hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
             "changes every output",

@@ -39,7 +39,7 @@ def pattern_path(module: AdapterModule[F]) -> str:
     return module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
 
 
-def some(modules: Sequence[AdapterModule[F]]) -> str:
+def some_modules(modules: Sequence[AdapterModule[F]]) -> str:
     """Return how many modules, and the first names, for messages."""
     shown = ", ".join(escape_name(module.path) for module in modules[:_MAX_SHOWN])
     more = len(modules) - _MAX_SHOWN
@@ -184,7 +184,7 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
     if settled is not None and settled.source == "--config":
         wanted = settled.value if isinstance(settled.value, list) else []
         if not whole or not _saves(wanted, paths):
-            shown = some(whole) if whole else "none"
+            shown = some_modules(whole) if whole else "none"
             raise UsageError(
                 f"modules_to_save does not name the modules whose tensors are whole: {shown}",
                 where="--config",

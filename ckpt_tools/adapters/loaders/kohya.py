@@ -79,7 +79,7 @@ def _check_alphas(ends: Mapping[str, set[str]], *, takes_rank: bool) -> None:
     """
     lacking = [module for module, found in ends.items() if "alpha" not in found and not found <= _WITHOUT_ALPHA]
     if lacking and not takes_rank:
-        raise RejectedError(f"{lacking[0]} and {len(lacking) - 1} others have no alpha, which it looks up for each")
+        raise RejectedError(f"{len(lacking)} modules have no alpha, which it looks up for each: {lacking[0]}")
 
 
 def _is_in_block(native: str) -> bool:

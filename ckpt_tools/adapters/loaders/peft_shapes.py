@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ckpt_tools.adapters.loaders.peft_config import Config, rank_of
+from ckpt_tools.adapters.lokr_shapes import factorise
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape | None]
@@ -56,18 +57,17 @@ def _loha(config: Config, r: int, weight: Shape) -> Shapes:
     o, i, *kernel = weight
     if kernel and config.get("use_effective_conv2d") and math.prod(kernel) > 1:
         core = (r, r, *kernel) if len(kernel) > 1 else (r, r, *kernel, 1)
-        return {f"{role}{n}": shape for n in "12" for role, shape in {"t": core}.items()} | {
-            f"w{n}_{side}": (r, size) for n in "12" for side, size in (("a", o), ("b", i))
-        }
-    inputs = i * math.prod(kernel)
-    return {f"w{n}_{side}": shape for n in "12" for side, shape in (("a", (o, r)), ("b", (r, inputs)))}
+        half = {"w{}_a": (r, o), "w{}_b": (r, i), "t{}": core}
+    else:
+        half = {"w{}_a": (o, r), "w{}_b": (r, i * math.prod(kernel))}
+    return {role.format(number): shape for number in (1, 2) for role, shape in half.items()}
 
 
 def _lokr(config: Config, r: int, weight: Shape) -> Shapes:
     o, i, *kernel = weight
     factor = config.get("decompose_factor", -1)
     factor = factor if isinstance(factor, int) else -1
-    (i1, i2), (o1, o2) = _factors(i, factor), _factors(o, factor)
+    (i1, i2), (o1, o2) = factorise(i, factor), factorise(o, factor)
     shapes: dict[str, Shape] = {}
     if config.get("decompose_both") and r < max(o1, i1) / 2:
         shapes |= {"w1_a": (o1, r), "w1_b": (r, i1)}
@@ -83,32 +83,26 @@ def _lokr(config: Config, r: int, weight: Shape) -> Shapes:
     return shapes
 
 
-def _factors(size: int, factor: int) -> tuple[int, int]:
-    """Split a size into two: by `factor` where it divides, else as evenly as `factor` (-1: no bound) allows."""
-    if factor > 0 and size % factor == 0:
-        return factor, size // factor
-    bound = size if factor == -1 else factor
-    low, high = 1, size
-    while low < high:
-        new = next(n for n in range(low + 1, size + 1) if size % n == 0)
-        if new > bound:
-            break
-        low, high = new, size // new
-    return min(low, high), max(low, high)
-
-
 def _inputs(weight: Shape) -> int:
     return weight[1] * weight[2] ** 2 if len(weight) > 2 else weight[1]  # PEFT squares the first side of a kernel
 
 
-def _oft(config: Config, weight: Shape) -> Iterator[Shapes]:
-    inputs = _inputs(weight)
-    size, count = config.get("oft_block_size", 32), config.get("r", 0)
+def _block_size(inputs: int, size: object, count: object) -> int | None:
+    """Return the size of a block, from it or from how many there are; None where it is not known here.
+
+    PEFT takes the nearest size that divides.
+    """
     if not isinstance(size, int) or not isinstance(count, int):
-        return
+        return None
     if count and inputs % count == 0:
         size = inputs // count
-    if size < 1 or inputs % size:  # PEFT takes the nearest size that divides
+    return size if size >= 1 and inputs % size == 0 else None
+
+
+def _oft(config: Config, weight: Shape) -> Iterator[Shapes]:
+    inputs = _inputs(weight)
+    size = _block_size(inputs, config.get("oft_block_size", 32), config.get("r", 0))
+    if size is None:
         return
     blocks = 1 if config.get("block_share") else inputs // size
     for role in ("R", "R_embedding") if len(weight) == 2 else ("R",):
@@ -117,12 +111,8 @@ def _oft(config: Config, weight: Shape) -> Iterator[Shapes]:
 
 def _boft(config: Config, weight: Shape) -> Iterator[Shapes]:
     inputs = _inputs(weight)
-    size, count = config.get("boft_block_size", 4), config.get("boft_block_num", 0)
-    if not isinstance(size, int) or not isinstance(count, int):
-        return
-    if count and inputs % count == 0:
-        size = inputs // count
-    if size < 1 or inputs % size:
+    size = _block_size(inputs, config.get("boft_block_size", 4), config.get("boft_block_num", 0))
+    if size is None:
         return
     factor = config.get("boft_n_butterfly_factor", 1)
     scale = (1, weight[0]) if len(weight) > 2 else (weight[0], 1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ckpt_tools.adapters.lokr_shapes import factorise
 from ckpt_tools.adapters.naming.architecture import Architecture
 from ckpt_tools.adapters.naming.placing import Placed
 from ckpt_tools.adapters.naming.resolve import Place
@@ -82,7 +83,7 @@ def _is_rebuilt(modules: Sequence[Module]) -> bool:
     halves = [_halves(module) for module in modules]
     candidates = [*sorted({rows[0] for rows, _ in halves}), -1]
     if not any(
-        all(_factorise(dims[0] * dims[1], factor) == dims for pair in halves for dims in pair) for factor in candidates
+        all(factorise(dims[0] * dims[1], factor) == dims for pair in halves for dims in pair) for factor in candidates
     ):
         return False
     decomposes_both = any("w1_a" in module.factors for module in modules)
@@ -95,16 +96,3 @@ def _is_rebuilt(modules: Sequence[Module]) -> bool:
         if has_low != is_low:
             return False
     return True
-
-
-def _factorise(dimension: int, factor: int) -> tuple[int, int]:
-    """PEFT's `factorization`: a divisor near `factor`, or near the square root, and what it leaves."""
-    if factor > 0 and dimension % factor == 0:
-        return factor, dimension // factor
-    limit = dimension if factor == -1 else factor
-    small, large = 1, dimension
-    for divisor in (each for each in range(2, dimension + 1) if dimension % each == 0):
-        if small >= large or divisor + dimension // divisor > small + large or divisor > limit:
-            break
-        small, large = divisor, dimension // divisor
-    return min(small, large), max(small, large)
