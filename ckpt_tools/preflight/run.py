@@ -199,7 +199,8 @@ def _check_memory(
     if gpu_memory is None:
         flight.not_checked.append("whether it fits: nothing says how large a device is (--gpu-memory 80GB)")
         return found
-    check.findings, check.was_made = check_memory(found, spec), True
+    check.findings, check.was_made = check_memory(found, spec), found.fits is not None
+    flight.not_checked += [f"whether it fits: {case.doubt}" for case in found.cases if case.doubt is not None]
     check.what += f"; a device has {format_size(gpu_memory)}"
     return found
 
