@@ -190,6 +190,8 @@ def _parse_storage(storage: object) -> tuple[dict[str, _Spans], dict[str, ByteSp
         fqn = index.get("fqn")
         if type(fqn) is not str:
             raise UnreadableError("an entry of storage_data has no FQN")
+        if "index" not in index and not all(type(name) is str for name in index):
+            raise UnreadableError(f"{_shown(fqn)}: a field of its key in storage_data has no name")
         span = _span(fqn, info, files)
         offset = index.get("offset")
         if offset is None:
@@ -218,6 +220,8 @@ def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSp
     if file not in files:
         files[file] = _check_path(fqn, file)
     if len(info) > 3:
+        if not all(type(key) is str for key in info):
+            raise UnreadableError(f"{_shown(fqn)}: a field of its entry in storage_data has no name")
         transforms = info.get("transform_descriptors")
         if transforms:
             names = transforms if isinstance(transforms, list | tuple) else ()

@@ -138,7 +138,7 @@ def _as_torch_reads(metadata: bytes) -> dict[str, object]:
         "transforms": [getattr(s, "transform_descriptors", None) for s in read.storage_data.values()],
         "index hints": {(i.fqn, i.offset): i.index for i in read.storage_data},
         "planner_data": getattr(read, "planner_data", None),
-        "storage_meta": repr(getattr(read, "storage_meta", None)),
+        "storage_meta": sorted(map(repr, getattr(getattr(read, "storage_meta", None), "__dict__", {}).items())),
         "version": getattr(read, "version", None),
         "other attributes": sorted(vars(read).keys() - {field.name for field in fields(read)}),
     }
