@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from ckpt_tools.check_copies import check_copies, equal_layouts
 from ckpt_tools.check_manifest import Findings, check_frames, check_manifest, size_of
 from ckpt_tools.check_spans import check_spans
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
@@ -20,6 +21,8 @@ from ckpt_tools.text import escape_name
 from ckpt_tools.tiling import check_tiling
 
 Level = Literal["structure", "data"]
+_COMPARED = ("the content of", "whether files of")
+"""Beginnings of what is unchecked until another copy is compared with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
     if opened.single_names:
         total = len(checkpoint.tensors) + len(checkpoint.blobs)
         not_checked.append(f"{opened.single_names} of {total} names, which .metadata has only once")
+    not_checked += _unknown_places(opened)
     if checkpoint.format == "hf-sharded":
         not_checked.append("the global shapes, which this format does not record (taken from the chunks)")
     return Verification(
@@ -86,6 +90,16 @@ def _unchecked(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list
         return []
     missing = chunks - outcome.chunks_checked
     return [f"the content of {missing} of {chunks} chunks, which have no recorded checksum (--against compares copies)"]
+
+
+def _unknown_places(opened: Opened) -> list[str]:
+    if opened.manifest is not None or opened.checkpoint.format != "dcp":
+        return []
+    files = equal_layouts(opened.checkpoint.tensors)
+    if not files:
+        return []
+    shown = ", ".join(escape_name(name) for name in files[:2])
+    return [f"whether files of equal layout changed places ({len(files)}: {shown}, …); a manifest or --against tells"]
 
 
 def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, list[TensorEntry]]:
@@ -110,6 +124,8 @@ def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, lis
     if opened.manifest is not None:
         check_manifest(opened, opened.manifest, findings)
         check_frames(opened, opened.manifest, sound, findings)
+    elif checkpoint.format == "dcp":
+        check_copies(sound, opened.source, findings)
     return replace(checkpoint, tensors=tuple(resolved)), sound
 
 
@@ -298,7 +314,7 @@ def _inside(opened: Opened, span: ByteSpan) -> bool:
 
 def with_findings(result: Verification, findings: Sequence[Finding]) -> Verification:
     """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked."""
-    unchecked = tuple(text for text in result.not_checked if not text.startswith("the content of"))
+    unchecked = tuple(text for text in result.not_checked if not text.startswith(_COMPARED))
     return replace(result, findings=(*result.findings, *findings), not_checked=unchecked)
 
 
