@@ -170,7 +170,7 @@ def _question(spec: ParallelSpec, sources: Sources, gpu_memory: int | None) -> M
     if sources.model is None:
         return MemoryQuestion(options=None, why_not="there is no config.json of the model")
     try:
-        positions = read_facts(sources.model, build=False).max_positions
+        positions = read_facts(sources.model).max_positions
         return ask(spec, model=sources.model, gpu_memory=gpu_memory, max_positions=positions)
     except CkptError as error:
         return MemoryQuestion(options=None, why_not=error.what)

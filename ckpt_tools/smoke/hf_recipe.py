@@ -14,6 +14,9 @@ from torch import nn
 from ckpt_tools.errors import UsageError
 from ckpt_tools.smoke.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
 from ckpt_tools.text import escape_name
+from ckpt_tools.walls import check_config, demand_walls
+from ckpt_tools.walls.audit import HINT
+from ckpt_tools.walls.config_names import without_code_keys
 
 _USE_FACTORY = "use --factory pkg.mod:callable"
 _DEPTH = re.compile(
@@ -32,12 +35,13 @@ class HfRecipe(Recipe):
         where: Where it came from, for messages.
 
     Raises:
-        UsageError: Transformers is not there, or has no such model.
+        UsageError: Transformers is not there, or has no such model; or the config is refused.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self._values = copy.deepcopy(dict(config))
-        self._where = where
+        check_config(config, where)
+        self._values: dict[str, Any] = copy.deepcopy(without_code_keys(config))
+        self.where = where
         self._check()
         self._class, self._config_class = _find_classes(self._values, where)
         self.title = self._class.__name__
@@ -50,12 +54,17 @@ class HfRecipe(Recipe):
         if self._values.get("quantization_config") is not None:
             raise UsageError(
                 "the checkpoint is quantised, and its weights cannot be trained as they are",
-                where=self._where,
+                where=self.where,
                 hint="start from the checkpoint that it was made of",
             )
 
     def build(self) -> nn.Module:
-        """Return the model as the config says, without cache and without dropout."""
+        """Return the model as the config says, without cache and without dropout; behind walls only.
+
+        Raises:
+            UsageError: The class refuses the config, or it takes more memory than the walls leave.
+        """
+        demand_walls()
         try:
             config = self._config_class.from_dict(copy.deepcopy(self._values))
             _set_everywhere(config, "use_cache", False)
@@ -64,9 +73,7 @@ class HfRecipe(Recipe):
         except UsageError:
             raise
         except Exception as error:  # every model checks its config in its own way
-            raise UsageError(
-                f"the config does not describe a {self.title}: {type(error).__name__}: {error}", where=self._where
-            ) from error
+            raise refusal(error, self.title, self.where) from error
         without_dropout(model)
         return model.train()
 
@@ -79,14 +86,14 @@ class HfRecipe(Recipe):
             num_images = _image_tokens(config) if "pixel_values" in names else 0
             batch["input_ids"] = _draw_tokens(config, num_images)
             if num_images:
-                batch["pixel_values"] = _draw_pixels(config.vision_config, self._where)
+                batch["pixel_values"] = _draw_pixels(config.vision_config, self.where)
         elif "pixel_values" in names:
-            batch["pixel_values"] = _draw_pixels(config, self._where)
+            batch["pixel_values"] = _draw_pixels(config, self.where)
         else:
             takes = ", ".join(list(names)[1:4])
             raise UsageError(
                 f"no batch is known for a {self.title}, whose forward takes {takes}, …",
-                where=self._where,
+                where=self.where,
                 hint=f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)",
             )
         if "labels" in names and (labels := _draw_labels(self.title, config, batch)) is not None:
@@ -123,10 +130,22 @@ class HfRecipe(Recipe):
             for key, value in part.items():
                 if isinstance(value, list) and len(value) in depths.values():
                     part[key] = value[:num_layers]
-        cut = HfRecipe(values, self._where)
+        cut = HfRecipe(values, self.where)
         cut.is_cut = True
         cut.title = f"{self.title} cut to {num_layers} of {full} layers"
         return cut
+
+
+def refusal(error: Exception, title: str, where: str) -> UsageError:
+    """Return what it means that a model's class has raised while it was built behind walls."""
+    text = escape_name(str(error).strip().partition("\n")[0])
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text:
+        return UsageError(f"building a {title} takes more memory than it may: {text or 'MemoryError'}", where=where)
+    if isinstance(error, PermissionError) or "Permission denied" in text:
+        return UsageError(
+            f"building a {title} as the config says was stopped by the walls around it: {text}", where=where, hint=HINT
+        )
+    return UsageError(f"the config does not describe a {title}: {type(error).__name__}: {text}", where=where)
 
 
 def _find_classes(config: Mapping[str, Any], where: str) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools.checkpoint import Finding
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.fsdp2 import ShardedPlan
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.methods import DOUBLE_WRAP
@@ -163,6 +163,8 @@ def _made(value: T | None, phase: str) -> T:
 
 
 def _is_argument(error: CkptError, phase: str) -> bool:
+    if isinstance(error, RefusedConfigError):
+        return True
     if phase not in _ARGUMENT_PHASES or error.what.startswith(DOUBLE_WRAP):
         return False
     return isinstance(error, UsageError) or error.exit_code != UsageError.exit_code
