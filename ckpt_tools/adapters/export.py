@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced, Target
 from ckpt_tools.adapters.base import read_base
@@ -19,15 +19,16 @@ from ckpt_tools.adapters.forms import (
     summary,
     target_of,
     through_diffusers,
-    unflatten_paths,
+    under_base_names,
 )
 from ckpt_tools.adapters.frozen import refuse_changed
 from ckpt_tools.adapters.infer import infer_config, with_alpha
 from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.known import settle_parameters
 from ckpt_tools.adapters.locate import PEFT_FILE
-from ckpt_tools.adapters.naming import to_target
+from ckpt_tools.adapters.naming import passes_unchanged, to_target
 from ckpt_tools.adapters.naming.architecture import candidates
+from ckpt_tools.adapters.naming.of_base import family_of
 from ckpt_tools.adapters.overrides import parse_overrides
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.peft_files import config_text, from_one_model, peft_names, peft_shape, renested
@@ -47,6 +48,9 @@ from ckpt_tools.opening import open_path
 from ckpt_tools.storage.staging import check_destination
 from ckpt_tools.text import escape_name
 from ckpt_tools.transform import plain_names
+
+if TYPE_CHECKING:
+    from ckpt_tools.arrays import Array
 
 _NATIVE_ROOT = "diffusion_model."
 """Of the names that a diffusion model's authors give its modules."""
@@ -85,6 +89,8 @@ class _Run:
     start: float
     dtype: str
     notes: list[str]
+    base: str | os.PathLike[str] | None
+    """Where the base model is, when it was given."""
     seen: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Name of an item → the module and the role that its bytes are of, where they still are to be looked at."""
     findings: list[Finding] = field(default_factory=list)
@@ -169,6 +175,7 @@ def export_lora(
             reader=TensorReader(read.opened),
             start=start,
             dtype=dtype,
+            base=base,
             notes=["left out: " + ", ".join(whole.left_out)] if whole.left_out else [],
         )
         nothing = Output(file="", items=(), metadata={}, documents={})
@@ -213,7 +220,9 @@ def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
     """Return the base model that a training checkpoint holds beside the adapter."""
     if not adapter.base_shapes:
         return None
-    return BaseModel(shapes=adapter.base_shapes, source="the base model in the source")
+    return BaseModel(
+        shapes=adapter.base_shapes, source="the base model in the source", family=family_of(adapter.base_shapes)
+    )
 
 
 # For PEFT: names, and nothing else where that is enough
@@ -238,17 +247,19 @@ def _on_its_model(
             hint="let the trainer export it (torchtune's checkpointer writes PEFT's format)",
         )
     if adapter.convention in ("kohya", "comfyui") or any(m.path.startswith(_NATIVE_ROOT) for m in adapter.modules):
-        if base is not None and all("." not in module.path for module in adapter.modules):
-            return unflatten_paths(placed, base.shapes)
+        if base is not None and (named := under_base_names(placed, base.shapes)) is not None:
+            return named
         if architecture is None and not candidates([module.path for module in adapter.modules]):
             raise UsageError(
-                "the names are not those of the model's modules, and of no diffusion model that ckpt knows",
+                "the names are not those of the model's modules, and of no diffusion model that ckpt has tables for",
                 where=escape_name(adapter.modules[0].path),
                 hint="give the base model, whose names they are made from: --base DIR",
             )
         loaded = load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded, repairs=True)
-        return loaded if run.has_error else through_diffusers(loaded, run.notes, architecture, svd_rank)
+        if run.has_error:
+            return loaded
+        return through_diffusers(loaded, run.notes, architecture, svd_rank, base.family if base else None)
     return placed
 
 
@@ -316,17 +327,50 @@ def _for_others(
     known = summary(adapter, base_model)
     if run.has_error:
         return Output(file="", items=(), metadata={}, documents={}), known
-    written = to_target(
-        loaded,
-        to,
-        architecture=architecture_of(architecture),
-        base_names=None if base is None else tuple(base.shapes),
-        svd_rank=svd_rank,
-    )
+    family = None if base is None else base.family
+    if base is not None and family is not None and architecture is None and passes_unchanged(family, to):
+        loaded = _unchanged(run, loaded, base, to, svd_rank)
+        if run.has_error:
+            return Output(file="", items=(), metadata={}, documents={}), known
+    if to == "comfyui" and base is not None and any(module.is_dora for module in loaded.modules):
+        loaded = _with_base_norms(run, loaded, base)
+    written = to_target(loaded, to, architecture=architecture_of(architecture), base=family, svd_rank=svd_rank)
     run.notes += written.notes
     run.notes += error_notes(written.errors)
     items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
     return Output(file=written.file, items=items, metadata=written.metadata, documents={}), known
+
+
+def _unchanged(run: _Run, loaded: Adapter[Array], base: BaseModel, to: Target, svd_rank: int | None) -> Adapter[Array]:
+    """Return an adapter of a model without tables under the base's own names, held against its shapes."""
+    named = under_base_names(loaded, base.shapes)
+    if named is None:
+        raise UsageError(
+            f"ckpt has no tables for {base.family.title}, and the adapter's modules are not called as the base's are",
+            where=escape_name(loaded.modules[0].path),
+            hint="is it the base of the training run?",
+        )
+    run.findings += check_structure(named, base=base.shapes, repairs=True)
+    run.notes.append(f"ckpt has no tables for {base.family.title}: its modules keep their names")
+    return as_loras(named, run.notes, svd_rank, base.shapes) if to == "diffusers" and not run.has_error else named
+
+
+def _with_base_norms(run: _Run, loaded: Adapter[Array], base: BaseModel) -> Adapter[Array]:
+    """Return a DoRA with the magnitudes that ComfyUI must be given."""
+    from ckpt_tools.adapters.dora import with_base_norms
+
+    named = under_base_names(loaded, base.shapes) or loaded
+    held = run.read.adapter.base_tensors
+    if run.base is None:
+        folded = with_base_norms(named, held, run.reader, base.source)
+    else:
+        with open_path(os.fspath(run.base)) as opened:
+            folded = with_base_norms(named, plain_names(opened.checkpoint), TensorReader(opened), base.source)
+    run.notes.append(
+        "dora_scale was multiplied by ‖W‖/‖W+ΔW‖: ComfyUI divides by ‖W‖ (its PR #15458, open in November 2026, would "
+        "change that). The file is for ComfyUI alone, and its header says so"
+    )
+    return folded
 
 
 # Writing

@@ -153,7 +153,11 @@ def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | Non
         config["base_model_name_or_path"] = Sourced(base_model, "--base-model")
     else:
         config["base_model_name_or_path"] = settings.get("base_model_name_or_path", Sourced(None, "nothing says it"))
-    task = settings.get("task_type") or (base.task_type if base else None)
+    task = settings.get("task_type")
+    if task is None and "peft_type" in settings:
+        config["task_type"] = Sourced(None, f"{settings['peft_type'].source} has none")
+        return config
+    task = task or (base.task_type if base else None)
     config["task_type"] = _with_its_head(task, adapter) if task else Sourced(None, "nothing says it")
     return config
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeGuard, TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.naming.of_base import BaseFamily
 from ckpt_tools.adapters.peft_fields import PEFT_TYPES, has_field
 from ckpt_tools.adapters.target_modules import exact_pattern, matched, minimal_saved, minimal_suffixes, parents_of
 from ckpt_tools.adapters.tied import EMBEDDINGS, HEADS
@@ -32,6 +33,8 @@ class BaseModel:
     """For people: "--base", "the base model in the source"."""
     task_type: Sourced[object] | None = None
     """PEFT's task type, by the architecture in its config.json."""
+    family: BaseFamily
+    """Which model it is."""
 
 
 def pattern_path(module: AdapterModule[F]) -> str:
