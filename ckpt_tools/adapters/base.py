@@ -24,14 +24,26 @@ _TASKS = {
 }
 """End of an architecture's name → PEFT's task type. Source: peft 0.21 `utils/peft_types.py`."""
 _READS_NO_TEXT = frozenset(
-    "audio_config conv_dim feature_projection_input_dim image_size input_feat_per_channel num_channels num_mel_bins "
-    "patch_size vision_config".split()
+    {"audio_config", "conv_dim", "feature_projection_input_dim", "image_size", "input_feat_per_channel"}
+    | {"num_channels", "num_mel_bins", "patch_size", "vision_config"}
 )
 """Fields of configs whose models take sound or images: with a task type PEFT's forward would give them `input_ids`."""
-_SEQ_2_SEQ = (
-    "BigBirdPegasus Blenderbot BlenderbotSmall Bart FSMT LED LongT5 M2M100 MBart MT5 Mvp NllbMoe PLBart Pegasus PegasusX "
-    "ProphetNet SwitchTransformers T5 T5Gemma UMT5"
-).split()
+_SEQ_2_SEQ = frozenset(
+    {
+        "BigBirdPegasus",
+        "Blenderbot",
+        "BlenderbotSmall",
+        "Bart",
+        "FSMT",
+        "LED",
+        "LongT5",
+        "M2M100",
+        "MBart",
+        "MT5",
+        "Mvp",
+    }
+    | {"NllbMoe", "PLBart", "Pegasus", "PegasusX", "ProphetNet", "SwitchTransformers", "T5", "T5Gemma", "UMT5"}
+)
 """Models of whose …ForConditionalGeneration the first input is text: speech and image models are called alike.
 Source: transformers 5.23, `main_input_name` of every class of this name with `is_encoder_decoder`."""
 

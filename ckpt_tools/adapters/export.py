@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced, Target
+from ckpt_tools.adapters.assumed import Assumption, assumptions, findings_of, header_of, sourced
 from ckpt_tools.adapters.base import read_base
 from ckpt_tools.adapters.family_settings import InexpressibleError
 from ckpt_tools.adapters.forms import (
@@ -26,7 +28,6 @@ from ckpt_tools.adapters.infer import infer_config, with_alpha
 from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.known import settle_parameters
 from ckpt_tools.adapters.locate import PEFT_FILE
-from ckpt_tools.adapters.naming import passes_unchanged, to_target
 from ckpt_tools.adapters.naming.architecture import candidates
 from ckpt_tools.adapters.naming.of_base import family_of
 from ckpt_tools.adapters.overrides import parse_overrides
@@ -38,6 +39,7 @@ from ckpt_tools.adapters.target_settings import BaseModel, Config
 from ckpt_tools.adapters.values import Values, look_at
 from ckpt_tools.adapters.variants import doubt_about, refuse_foreign_shapes, refuse_variants
 from ckpt_tools.adapters.write import Item, Output, staged, write
+from ckpt_tools.adapters.write_names import write_names
 from ckpt_tools.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import UsageError
@@ -48,9 +50,6 @@ from ckpt_tools.opening import open_path
 from ckpt_tools.storage.staging import check_destination
 from ckpt_tools.text import escape_name
 from ckpt_tools.transform import plain_names
-
-if TYPE_CHECKING:
-    from ckpt_tools.arrays import Array
 
 _NATIVE_ROOT = "diffusion_model."
 """Of the names that a diffusion model's authors give its modules."""
@@ -68,6 +67,8 @@ class Export:
     """The configuration, every value with its source; what is known of it for targets that have none."""
     findings: tuple[Finding, ...]
     """What is wrong with the adapter; nothing is written when one of them is an error."""
+    assumed: tuple[str, ...] = ()
+    """Fields of the configuration that nothing says: "use_rslora=false"."""
 
     @property
     def ok(self) -> bool:
@@ -91,6 +92,8 @@ class _Run:
     notes: list[str]
     base: str | os.PathLike[str] | None
     """Where the base model is, when it was given."""
+    assumed: tuple[Assumption, ...]
+    """What nothing says of the adapter."""
     seen: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Name of an item → the module and the role that its bytes are of, where they still are to be looked at."""
     findings: list[Finding] = field(default_factory=list)
@@ -114,6 +117,7 @@ def export_lora(
     architecture: str | None = None,
     svd_rank: int | None = None,
     dtype: str = "keep",
+    strict: bool = False,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     overwrite: bool = False,
@@ -135,6 +139,7 @@ def export_lora(
         architecture: The model family, where names do not tell it.
         svd_rank: Rank of an approximation, for what the target cannot express exactly.
         dtype: "keep", or cast to "bf16", "f16" or "f32".
+        strict: Refuse an adapter of which something is assumed.
         include: Globs of the names to look at.
         exclude: Globs of the names to leave out.
         overwrite: Replace an existing destination once the new one is durable.
@@ -166,7 +171,7 @@ def export_lora(
         if overwrite:
             check_replaceable(target)
         refuse_foreign_shapes(read.adapter)
-        model = _model(read, base)
+        model, is_base_proven = _model(read, base)
         whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
         whole = with_alpha(renested(whole) if whole.omitted else whole, alpha)
         run = _Run(
@@ -176,8 +181,10 @@ def export_lora(
             start=start,
             dtype=dtype,
             base=base,
+            assumed=assumptions(whole, is_base_proven=is_base_proven),
             notes=["left out: " + ", ".join(whole.left_out)] if whole.left_out else [],
         )
+        run.findings += findings_of(run.assumed, strict=strict)
         nothing = Output(file="", items=(), metadata={}, documents={})
         if (doubt := doubt_about(whole)) is not None:
             run.notes.append(doubt)
@@ -190,19 +197,21 @@ def export_lora(
             output, known = _for_peft(run, whole, model, base_model, svd_rank)
         else:
             output, known = _for_others(run, whole, ecosystem, model, base_model, architecture, svd_rank)
+        output = replace(output, metadata={**output.metadata, **header_of(run.assumed)})
+        known = {**known, **sourced(run.assumed)}
         if run.has_error or dry_run:
             return _export(run, output, known, dry_run=dry_run)
         return _publish(run, whole, output, known, overwrite=overwrite, progress=progress)
 
 
-def _model(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> BaseModel | None:
-    """Return what is known of the base model; what the source holds of it must be the same.
+def _model(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> tuple[BaseModel | None, bool]:
+    """Return what is known of the base model, and whether its weights are proven to be those of the training run.
 
     Raises:
         UsageError: It is not, or the adapter is for a model that is made of the base.
     """
     if base is None:
-        return _base_in(read.adapter)
+        return _base_in(read.adapter), False
     replicated = read.adapter.settings.get("layer_replication")
     if replicated is not None and replicated.value:
         raise UsageError(
@@ -210,10 +219,11 @@ def _model(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> BaseMode
             where="--base",
             hint="leave it out",
         )
+    is_proven = False
     if read.adapter.base_tensors:
         with open_path(os.fspath(base)) as opened:
-            refuse_changed(read.adapter, read.opened, opened, plain_names(opened.checkpoint))
-    return read_base(base)
+            is_proven = refuse_changed(read.adapter, read.opened, opened, plain_names(opened.checkpoint))
+    return read_base(base), is_proven
 
 
 def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
@@ -327,50 +337,29 @@ def _for_others(
     known = summary(adapter, base_model)
     if run.has_error:
         return Output(file="", items=(), metadata={}, documents={}), known
-    family = None if base is None else base.family
-    if base is not None and family is not None and architecture is None and passes_unchanged(family, to):
-        loaded = _unchanged(run, loaded, base, to, svd_rank)
-        if run.has_error:
-            return Output(file="", items=(), metadata={}, documents={}), known
-    if to == "comfyui" and base is not None and any(module.is_dora for module in loaded.modules):
-        loaded = _with_base_norms(run, loaded, base)
-    written = to_target(loaded, to, architecture=architecture_of(architecture), base=family, svd_rank=svd_rank)
+    written = write_names(
+        loaded,
+        to,
+        base=base,
+        weights=functools.partial(_base_weights, run),
+        architecture=architecture,
+        svd_rank=svd_rank,
+        notes=run.notes,
+    )
     run.notes += written.notes
     run.notes += error_notes(written.errors)
     items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
     return Output(file=written.file, items=items, metadata=written.metadata, documents={}), known
 
 
-def _unchanged(run: _Run, loaded: Adapter[Array], base: BaseModel, to: Target, svd_rank: int | None) -> Adapter[Array]:
-    """Return an adapter of a model without tables under the base's own names, held against its shapes."""
-    named = under_base_names(loaded, base.shapes)
-    if named is None:
-        raise UsageError(
-            f"ckpt has no tables for {base.family.title}, and the adapter's modules are not called as the base's are",
-            where=escape_name(loaded.modules[0].path),
-            hint="is it the base of the training run?",
-        )
-    run.findings += check_structure(named, base=base.shapes, repairs=True)
-    run.notes.append(f"ckpt has no tables for {base.family.title}: its modules keep their names")
-    return as_loras(named, run.notes, svd_rank, base.shapes) if to == "diffusers" and not run.has_error else named
-
-
-def _with_base_norms(run: _Run, loaded: Adapter[Array], base: BaseModel) -> Adapter[Array]:
-    """Return a DoRA with the magnitudes that ComfyUI must be given."""
-    from ckpt_tools.adapters.dora import with_base_norms
-
-    named = under_base_names(loaded, base.shapes) or loaded
-    held = run.read.adapter.base_tensors
+@contextmanager
+def _base_weights(run: _Run) -> Iterator[tuple[Mapping[str, TensorEntry], TensorReader]]:
+    """Lend the base's tensors, by the names that a plain model gives them, and their reader."""
     if run.base is None:
-        folded = with_base_norms(named, held, run.reader, base.source)
-    else:
-        with open_path(os.fspath(run.base)) as opened:
-            folded = with_base_norms(named, plain_names(opened.checkpoint), TensorReader(opened), base.source)
-    run.notes.append(
-        "dora_scale was multiplied by ‖W‖/‖W+ΔW‖: ComfyUI divides by ‖W‖ (its PR #15458, open in November 2026, would "
-        "change that). The file is for ComfyUI alone, and its header says so"
-    )
-    return folded
+        yield run.read.adapter.base_tensors, run.reader
+        return
+    with open_path(os.fspath(run.base)) as opened:
+        yield plain_names(opened.checkpoint), TensorReader(opened)
 
 
 # Writing
@@ -432,4 +421,5 @@ def _export(run: _Run, output: Output, config: Config, *, dry_run: bool = False,
         ),
         config=config,
         findings=tuple(run.findings),
+        assumed=tuple(each.text for each in run.assumed),
     )

@@ -31,6 +31,8 @@ F = TypeVar("F")
 SCALED = ("lora", "loha", "lokr")
 """Families with an alpha and a rank."""
 _MAX_SHOWN = 3
+_MAX_ALPHA = 100_000
+"""Larger ones are slips: trainers take about the rank, rsLoRA its multiples."""
 _TRAINING_ONLY = ("velora_config",)
 """Fields that ask for tensors which only training needs, and which are not exported."""
 
@@ -61,6 +63,12 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
             where="--alpha",
             hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
             "changes every output",
+        )
+    if alpha is not None and not 0 < alpha <= _MAX_ALPHA:
+        raise UsageError(
+            f"--alpha must be above 0 and at most {_MAX_ALPHA}, got {alpha:g}",
+            where="--alpha",
+            hint="give the lora_alpha of the training run",
         )
     given = None if alpha is None else Sourced(float(alpha), "--alpha")
     return adapter.with_modules(
@@ -221,8 +229,7 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
         if len(rslora) > 1:
             raise UsageError("some modules have use_rslora and some not, which PEFT has one setting for")
         known = adapter.settings.get("use_rslora")
-        source = known.source if known else "alpha is the numerator of alpha/r (else: --config use_rslora=true)"
-        config["use_rslora"] = Sourced(rslora.pop(), source)
+        config["use_rslora"] = Sourced(rslora.pop(), known.source if known else "alpha is the numerator of alpha/r")
     return config
 
 

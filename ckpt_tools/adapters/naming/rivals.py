@@ -51,7 +51,11 @@ RIVALS: Mapping[ArchitectureName, tuple[Rival, ...]] = {
         _rival("FLUX.1, HunyuanVideo and others", r"pos_embed\.proj|.*\.attn2\..*"),
         _rival("PixArt, Allegro, AuraFlow, DiT", r".*\.(?:attn\.(?:to|add)_.*|norm1_context\.linear|ff_context\..*)"),
     ),
-    "sdxl": (_rival("SD 1.x or 2.x", r"add_embedding\..*|.*\.transformer_blocks\.[1-9]\d*\..*"),),
+    "sdxl": (
+        _rival(
+            "SD 1.x or 2.x", r"add_embedding\..*|.*\.transformer_blocks\.[1-9]\d*\..*|(?:text_encoder_2\.|lora_te2_).*"
+        ),
+    ),
 }
 """Source: diffusers 0.42, the modules of all its transformers and U-Nets, of which these have most of a family's."""
 
@@ -81,7 +85,8 @@ def rivals_of(adapter: Adapter[S], name: ArchitectureName) -> tuple[str, ...]:
     paths = _in_diffusers(adapter, name)
     if not paths:
         return ()
-    found = [rival.title for rival in RIVALS[name] if not any(map(rival.lacks.fullmatch, paths.values()))]
+    own = {*paths.values(), *(module.path for module in adapter.modules)}
+    found = [rival.title for rival in RIVALS[name] if not any(map(rival.lacks.fullmatch, own))]
     return () if not found or _has_extent(adapter, name, paths) else tuple(found)
 
 
