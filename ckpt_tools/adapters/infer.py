@@ -20,6 +20,7 @@ from ckpt_tools.adapters.target_settings import (
     BaseModel,
     Config,
     pattern_path,
+    refuse_parameters,
     saved_fields,
     some_modules,
     target_fields,
@@ -201,6 +202,8 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
     alphas: dict[str, Sourced[float]] = {}
     for module in modules:
         path = pattern_path(module)
+        if not module.parameter and "target_parameters" not in adapter.settings:
+            raise refuse_parameters(module.path)
         if module.rank is None:
             raise UsageError(
                 f"the rank of {escape_name(module.path)!r} is not known: its factors do not tell",

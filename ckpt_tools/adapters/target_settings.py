@@ -49,6 +49,16 @@ def some_modules(modules: Sequence[AdapterModule[F]]) -> str:
     return f"{len(modules)} modules ({shown}{f' and {more} more' if more > 0 else ''})"
 
 
+def refuse_parameters(path: str) -> UsageError:
+    """Return the error that it is not known which parameters the factors change."""
+    return UsageError(
+        "the factors belong to parameters of modules (PEFT's target_parameters), and nothing says to which",
+        where=escape_name(path),
+        hint="give the base, whose shapes tell: --base DIR; or, as in the training run, --config r=VALUE and --config "
+        '\'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]\'',
+    )
+
+
 def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
     """Return target_modules and target_parameters, and the fields that go with them.
 
@@ -67,12 +77,7 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
     config: Config = {}
     if parameters:
         if known is None:
-            raise UsageError(
-                "the factors belong to parameters of modules (PEFT's target_parameters), and nothing says to which",
-                where=escape_name(parameters[0]),
-                hint='--config \'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]\', as in '
-                "the training run, or --base",
-            )
+            raise refuse_parameters(parameters[0])
         config["target_parameters"] = _parameters_left(modules, known) if adapter.omitted else known
     if not adapted:
         config["target_modules"] = Sourced([], "only parameters are adapted")
