@@ -77,6 +77,7 @@ def export_lora(
     commit_message: hub_options.Message = None,
     license: hub_options.License = None,  # noqa: A002 - the option's name
     endpoint: hub_options.Endpoint = None,
+    strict: adapter_options.Strict = False,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     from_format: options.From = None,
@@ -115,6 +116,7 @@ def export_lora(
             dtype=dtype,
             include=include or (),
             exclude=exclude or (),
+            strict=strict,
             progress=factory,
             format=format_of(from_format),
         )
@@ -196,6 +198,7 @@ def export_json(result: Export) -> dict[str, object]:
         **conversion_json(result.conversion),
         "ok": result.ok,
         "config": {name: {"value": found.value, "source": found.source} for name, found in result.config.items()},
+        "assumed": list(result.assumed),
         "findings": [dataclasses.asdict(finding) for finding in result.findings],
     }
 
