@@ -43,7 +43,9 @@ def check_against(adapter: Adapter[TensorEntry], base: BaseFacts) -> tuple[list[
 def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Finding], list[str]]:
     """Hold an adapter of a family without tables against the names of the base, with what tools put in front."""
     modules, flat = parents_of(base), underscored(tuple(base))
-    findings, foreign, encoders = [], [], 0
+    findings: list[Finding] = []
+    foreign: list[str] = []
+    encoders = 0
     for module in adapter.modules:
         if _ENCODER.match(module.path):
             encoders += 1

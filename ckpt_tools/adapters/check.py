@@ -13,7 +13,16 @@ from ckpt_tools.adapters.against_base import check_against
 from ckpt_tools.adapters.base_facts import BaseFacts, as_named, read_base_facts, replicated
 from ckpt_tools.adapters.checked import LoraCheck, fold, to_json
 from ckpt_tools.adapters.integrity import check_structure, check_values
-from ckpt_tools.adapters.loaders import LOADERS, AdapterFile, Loader, LoaderReport, ModelFamily, TensorHead, simulate
+from ckpt_tools.adapters.loaders import (
+    LOADERS,
+    NEEDS_BASE,
+    AdapterFile,
+    Loader,
+    LoaderReport,
+    ModelFamily,
+    TensorHead,
+    simulate,
+)
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
 from ckpt_tools.adapters.naming.choose import choose_from_headers
 from ckpt_tools.adapters.own_format import own_loaders
@@ -136,7 +145,7 @@ def _check(
     judges = wanted or own_loaders(read.adapter.convention, file)
     others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
     reports = tuple(simulate(file, loader) for loader in (*judges, *others))
-    _judge(reports[: len(judges)], bool(wanted), run)
+    _judge(reports[: len(judges)], run, needs_all=bool(wanted), has_base=base is not None)
     return _summary(read.adapter, path, family, judges, reports, run, needs_all=bool(wanted))
 
 
@@ -166,15 +175,18 @@ def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loa
         run.not_checked.append(f"loaders: {what} ({hint})")
 
 
-def _judge(reports: Sequence[LoaderReport], needs_all: bool, run: _Run) -> None:
+def _judge(reports: Sequence[LoaderReport], run: _Run, *, needs_all: bool, has_base: bool) -> None:
     """Add what the judges find; of those of a shared format the one that does best speaks."""
     chosen = list(reports)
     if not needs_all:
         chosen = [max(reports, key=lambda report: (report.is_whole, report.loads is None, report.changes))]
     for report in chosen:
         run.findings += report.findings
-        if not report.is_proven:
-            run.not_checked += [f"{report.loader}: {f.what}" for f in report.findings if f.code.startswith(_UNPROVEN)]
+        unproven = [finding for finding in report.findings if finding.code.startswith(_UNPROVEN)]
+        # Of the base model that was not given it is said once, for all loaders.
+        run.not_checked += [
+            f"{report.loader}: {each.what}" for each in fold(unproven) if has_base or each.code != NEEDS_BASE
+        ]
     run.findings = [finding for finding in run.findings if not finding.code.startswith(_UNPROVEN)]
 
 
