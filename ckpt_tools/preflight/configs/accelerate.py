@@ -130,7 +130,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         world_size: Ranks; None for what the file says.
     """
     normal, spell = strip_prefix(values)
-    raw, findings = validate(Accelerate, normal, spell=spell)
+    raw, findings, counted = validate(Accelerate, normal, spell=spell)
     if values.get("distributed_type") is None:
         findings += (_no_type(),)
     if raw.num_processes is not None and raw.num_processes < 1 and raw.num_processes != _ASKED_FOR:
@@ -173,7 +173,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         reshard=options.reshard_after_forward,
         offloads=bool(options.offload_params),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
 
 
 def _no_type() -> Finding:

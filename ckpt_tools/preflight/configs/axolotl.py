@@ -110,7 +110,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         world_size: Ranks; the file does not say.
     """
     normal, spell = strip_prefix(values)
-    raw, findings = validate(Axolotl, normal, spell=spell)
+    raw, findings, counted = validate(Axolotl, normal, spell=spell)
     options = raw.fsdp_config or AxolotlFsdp()
     engine = _engine(raw, options, values, world_size)
     axes = _axes(raw, engine)
@@ -148,7 +148,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         reshard=options.reshard_after_forward,
         offloads=bool(options.offload_params),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
 
 
 def _engine(raw: Axolotl, options: AxolotlFsdp, values: Mapping[str, object], world_size: int | None) -> Engine:

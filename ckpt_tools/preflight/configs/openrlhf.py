@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
@@ -17,7 +16,6 @@ from pydantic import AliasChoices, Field
 from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import not_in_file
 from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.openrlhf_names import (
@@ -29,8 +27,8 @@ from ckpt_tools.preflight.configs.openrlhf_names import (
     OLD_SWITCHES,
     PLAN,
 )
+from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.preflight.configs.schema import (
-    MAX_FINDINGS,
     Count,
     Dtype,
     Names,
@@ -40,8 +38,6 @@ from ckpt_tools.preflight.configs.schema import (
     Truth,
     Word,
     choice,
-    nearest,
-    unknown_key,
     validate,
 )
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
@@ -69,7 +65,8 @@ def _named(*names: str) -> Any:  # noqa: ANN401 - what pydantic's Field returns
 class OpenRlhf(Section):
     """The options, each under its names of all versions."""
 
-    unknown: ClassVar[Severity | None] = None  # `_unknown_options` looks at them
+    known: ClassVar[frozenset[str]] = OLD | NEW | PLAN
+    unknown: ClassVar[Severity | None] = "error"  # argparse stops at it
 
     backend: Annotated[str, choice("deepspeed", "fsdp2")] | None = None
     tp: Count | None = _named(
@@ -154,21 +151,12 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         world_size: Ranks; None for what the launcher or `--actor.num_…` says.
     """
     script, words, findings = _options_of(document)
-    values, more = _parse(words)
-    findings += more
-    variables = tuple(f"--{name}" for name, value in values.items() if _is_variable(value))
-    values = {name: value for name, value in values.items() if not _is_variable(value)}
+    values, unread, more = _parse(words)
+    findings += more + tuple(_mixed_options(values))
+    variables = tuple(f"--{name}" for name, value in values.items() if is_variable(value))
     spelled = {field: _aliases(field) for field in OpenRlhf.model_fields}
-    read_names = frozenset(
-        f"--{name}"
-        for field, sources in _FIELDS.items()
-        if field not in ("model", "resume_from")
-        for source in sources
-        for name in spelled[source]
-    )
-    findings += not_in_file(variables, read_names)
-    raw, wrong = validate(OpenRlhf, values, spell=lambda path: f"--{path}")
-    findings += wrong + tuple(islice(_unknown_options(values), MAX_FINDINGS))
+    raw, wrong, counted = validate(OpenRlhf, values, spell=lambda path: f"--{path}", words=unread, what="option")
+    findings += wrong
     world = world_size or _world(raw, document.commands, script, variables)
     engine = _engine(raw, values)
     axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}
@@ -203,9 +191,12 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         resume_from=raw.ckpt_path if raw.load_checkpoint else None,
         keys=_keys(values, spelled),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, world_keys=_WORLD_KEYS, findings=findings)
 
 
+_WORLD_KEYS = tuple(
+    f"--{name}" for name in ("actor.num_nodes", "actor_num_nodes", "actor.num_gpus_per_node", "actor_num_gpus_per_node")
+)
 _DEFAULT_BATCH = {"sft": 8, "dpo": 8, "kto": 8, "kd": 8, "rm": 1, "prm": 1}
 """Samples of a micro-batch; that of PPO differs between versions."""
 _DEFAULT_LENGTH = {"sft": 2048, "dpo": 512, "rm": 512, "kto": 2048, "kd": 2048, "prm": 2048, "ppo_ray": 2048}
@@ -246,9 +237,13 @@ def _options_of(document: Document) -> tuple[str, tuple[str, ...], tuple[Finding
     return script, commands[index][at + 1 :], tuple(findings)
 
 
-def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[Finding, ...]]:
-    """Return option → its words, as argparse would split them; what is no option's is passed over."""
+def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, ...], tuple[Finding, ...]]:
+    """Return option → its words, as argparse would split them, and the words that may be options themselves.
+
+    What is no option's is passed over.
+    """
     values: dict[str, object] = {}
+    unread: list[str] = []
     findings: list[Finding] = []
     at = 0
     while at < len(words):
@@ -256,12 +251,16 @@ def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[Finding, ...]
         at += 1
         name, equals, value = word.partition("=")
         if not word.startswith("--") or _OPTION.fullmatch(name) is None:
+            unread += [word] if is_variable(word) else []
             continue
         name = name.removeprefix("--")
         taken = [value] if equals else []
         while not equals and at < len(words) and not _is_option(words[at]):
             taken.append(words[at])
             at += 1
+        most = 0 if name in _SWITCHES else len(taken) if name in _LISTS else 1
+        unread += [extra for extra in taken[most:] if is_variable(extra)]
+        taken = taken[:most] + [extra for extra in taken[most:] if not is_variable(extra)]
         if name in _SWITCHES:
             if taken:
                 findings.append(_bad_words(name, "no value, it is a switch", taken))
@@ -269,14 +268,14 @@ def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[Finding, ...]
         elif name in _LISTS:
             values[name] = taken
         elif taken:
-            if len(taken) > 1 and not _is_variable(taken):
+            if len(taken) > 1:
                 findings.append(_bad_words(name, "one value", taken))
             values[name] = taken[0]
-        elif name in OLD | NEW | PLAN:
+        elif name in OpenRlhf.known:
             findings.append(_bad_words(name, "a value", []))
         else:
             values[name] = True
-    return values, tuple(findings)
+    return values, tuple(unread), tuple(findings)
 
 
 def _is_option(word: str) -> bool:
@@ -294,18 +293,7 @@ def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
     )
 
 
-def _is_variable(value: object) -> bool:
-    if isinstance(value, list):
-        return any(_is_variable(item) for item in value)
-    return isinstance(value, str) and ("$" in value or "`" in value)
-
-
-def _unknown_options(values: Mapping[str, object]) -> Iterable[Finding]:
-    names = OLD | NEW | PLAN
-    for name in values:
-        if name not in names:
-            near = nearest(name, names)
-            yield unknown_key(f"--{name}", near and f"--{near}", severity="error", what="option")
+def _mixed_options(values: Mapping[str, object]) -> Iterable[Finding]:
     old = sorted(name for name in values if name in OLD - _BOTH)
     new = sorted(name for name in values if name in NEW - _BOTH)
     if old and new:

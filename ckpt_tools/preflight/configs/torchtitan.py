@@ -143,7 +143,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         values: The file.
         world_size: Ranks; the file does not say.
     """
-    raw, findings = validate(TorchTitan, values)
+    raw, findings, counted = validate(TorchTitan, values)
     degrees = raw.parallelism or Parallelism()
     training = raw.training or Training()
     saving = raw.checkpoint or Checkpoint()
@@ -177,7 +177,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         resume_from=saving.initial_load_path or None,
         keys=_keys(values),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
 
 
 def _engine(axes: Mapping[str, int], world_size: int | None, shard: int | None) -> Engine:

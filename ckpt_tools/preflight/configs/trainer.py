@@ -171,7 +171,7 @@ def read(values: Mapping[str, object], *, world_size: int | None, path: str = ""
     """
     values, missing = _with_fsdp_file(values, path)
     normal, spell = strip_prefix(values)
-    raw, findings = validate(Trainer, normal, spell=spell)
+    raw, findings, counted = validate(Trainer, normal, spell=spell)
     options = raw.fsdp_config or TrainerFsdp()
     items, unknown = _fsdp_words(raw.fsdp)
     is_on = items is not None
@@ -212,7 +212,7 @@ def read(values: Mapping[str, object], *, world_size: int | None, path: str = ""
         reshard=reshard,
         offloads=options.cpu_offload if options.cpu_offload is not None else "offload" in items,
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=missing + findings + unknown)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=missing + findings + unknown)
 
 
 def _with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[str, object], tuple[Finding, ...]]:

@@ -11,15 +11,16 @@ Source: verl, January 2026: `trainer/config/_generated_ppo_trainer.yaml` and `sf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import LimitError
-from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.config import Options, Reading, first_key
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import not_in_file, read_overrides, resolve
+from ckpt_tools.preflight.configs.hydra import Overrides, read_overrides, resolve
 from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.schema import validate
+from ckpt_tools.preflight.configs.schema import SectionType, validate
 from ckpt_tools.preflight.configs.verl_schema import (
     Actor,
     ActorRolloutRef,
@@ -79,32 +80,42 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         world_size: Ranks; None for `trainer.nnodes` × `trainer.n_gpus_per_node`.
     """
     findings: tuple[Finding, ...] = ()
-    added: frozenset[str] = frozenset()
+    overrides = None
     tree, command = document.values, _command(document)
     if tree is None:
         overrides = read_overrides(command)
-        tree, added, findings = overrides.values, overrides.added, overrides.findings
+        tree, findings = overrides.values, overrides.findings
         if sum(_starts_verl(words) for words in document.commands) > 1:
             findings += (several_commands(document.path),)
     try:
         values, unknown = resolve(tree)
     except ValueError as error:
         raise LimitError(str(error), where=escape_name(document.path)) from None
-    findings += not_in_file(unknown, _READ)
     is_megatron = any("megatron" in word for word in command if word.startswith(("--config-name", "ppo_")))
     if _is_sft(values):
         # torchrun starts it, whatever `trainer` says.
-        reading = _read_sft(values, world_size or launched_ranks(document.commands))
+        reading = _read_sft(values, world_size or launched_ranks(document.commands), overrides)
     else:
-        reading = _read_ppo(values, world_size, frozenset(unknown), is_megatron=is_megatron)
-    checked = tuple(item for item in reading.findings if item.code != "unknown-key" or item.where not in added)
-    return Reading(raw=reading.raw, values=values, spec=reading.spec, findings=findings + checked)
+        reading = _read_ppo(values, world_size, frozenset(unknown), overrides, is_megatron=is_megatron)
+    return replace(reading, findings=findings + reading.findings)
+
+
+def _validate(
+    model: type[SectionType], values: Mapping[str, object], overrides: Overrides | None
+) -> tuple[SectionType, tuple[Finding, ...], Options]:
+    added, words = ((), ()) if overrides is None else (overrides.added, overrides.unread)
+    return validate(model, values, added=added, words=words)
 
 
 def _read_ppo(
-    values: Mapping[str, object], world_size: int | None, unknown: frozenset[str], *, is_megatron: bool
+    values: Mapping[str, object],
+    world_size: int | None,
+    unknown: frozenset[str],
+    overrides: Overrides | None,
+    *,
+    is_megatron: bool,
 ) -> Reading:
-    raw, findings = validate(Ppo, values)
+    raw, findings, counted = _validate(Ppo, values, overrides)
     part = raw.actor_rollout_ref or ActorRolloutRef()
     actor, model = part.actor or Actor(), part.model or Model()
     fsdp = actor.fsdp_config or Fsdp()
@@ -145,12 +156,12 @@ def _read_ppo(
         resume_from=runner.resume_from_path,
         keys=_keys(values, _PPO_KEYS),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, world_keys=_WORLD_KEYS, findings=findings)
 
 
-def _read_sft(values: Mapping[str, object], world_size: int | None) -> Reading:
+def _read_sft(values: Mapping[str, object], world_size: int | None, overrides: Overrides | None) -> Reading:
     """Read a file for `fsdp_sft_trainer.py`: one mesh of all ranks, and bf16 computation, always."""
-    raw, findings = validate(Sft, values)
+    raw, findings, counted = _validate(Sft, values, overrides)
     model, data = raw.model or SftModel(), raw.data or Data()
     fsdp = model.fsdp_config or SftFsdp()
     engine = _ENGINES.get(model.strategy or "fsdp2", "other")
@@ -183,7 +194,7 @@ def _read_sft(values: Mapping[str, object], world_size: int | None) -> Reading:
         resume_from=runner.resume_from_path,
         keys=_keys(values, _SFT_KEYS),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
 
 
 def _world(runner: Runner) -> int | None:
@@ -225,9 +236,10 @@ def _length(tokens: int | None) -> int:
     return 512 if tokens is None else tokens
 
 
+_WORLD_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _PPO_KEYS: Mapping[str, tuple[str, ...]] = {
     "engine": (f"{_ACTOR}.strategy",),
-    "world_size": ("trainer.n_gpus_per_node", "trainer.nnodes"),
+    "world_size": _WORLD_KEYS,
     "axes.dp_shard": (f"{_ACTOR}.fsdp_config.fsdp_size",),
     "axes.dp_replicate": (f"{_ACTOR}.fsdp_config.fsdp_size",),
     "axes.sp": (
@@ -266,13 +278,6 @@ _SFT_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("model.partial_pretrain",),
     "resume_from": ("trainer.resume_from_path",),
 }
-_READ = frozenset(
-    path
-    for keys in (_PPO_KEYS, _SFT_KEYS)
-    for field, paths in keys.items()
-    if field not in ("model", "resume_from")
-    for path in paths
-)
 
 
 def _keys(values: Mapping[str, object], paths: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
