@@ -103,9 +103,10 @@ def _classes(tree: Path, place: str) -> dict[str, tuple[list[str], set[str]]]:
             bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
             fields: set[str] = set()
             for item in node.body:
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    if not ast.unparse(item.annotation).startswith("ClassVar"):
-                        fields |= {item.target.id, *_aliases(item.value), *_aliases(item.annotation)}
+                if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+                    continue
+                if not ast.unparse(item.annotation).startswith("ClassVar"):
+                    fields |= {item.target.id, *_aliases(item.value), *_aliases(item.annotation)}
             found[outer] = (bases, fields)
     return found
 

@@ -25,6 +25,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     with_plugin,
 )
 from ckpt_tools.preflight.configs.mesh import build_mesh
+from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, validate, words
 from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
@@ -47,6 +48,12 @@ _ASKED_FOR = -1
 """`num_processes` that the launcher is to be told. Source: `ClusterConfig`, `_validate_launch_command`."""
 
 
+def _arguments(prefix: str) -> frozenset[str]:
+    """Return the launcher's options that begin with a prefix, without it."""
+    options = known("accelerate", "arguments")
+    return frozenset(name.removeprefix(prefix) for name in options if name.startswith(prefix))
+
+
 def _distributed_type(value: object) -> str:
     if value is False:
         return "NO"  # a bare NO in YAML
@@ -58,7 +65,7 @@ def _distributed_type(value: object) -> str:
 class AccelerateFsdp(FsdpOptions):
     """`fsdp_config`; each key with or without `fsdp_`."""
 
-    known: ClassVar[frozenset[str]] = frozenset(("backward_prefetch", "forward_prefetch", "ignored_modules"))
+    known: ClassVar[frozenset[str]] = _arguments("fsdp_")
 
     instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
 
@@ -71,9 +78,8 @@ class Parallelism(Section):
     """`parallelism_config`."""
 
     known: ClassVar[frozenset[str]] = frozenset(
-        f"parallelism_config_{name}"
-        for name in ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable")
-    ) | {"parallelism_config_sp_attn_implementation"}
+        f"parallelism_config_{name}" for name in _arguments("parallelism_config_")
+    )
 
     parallelism_config_dp_replicate_size: Count | None = None
     parallelism_config_dp_shard_size: Count | None = None
@@ -85,11 +91,7 @@ class Parallelism(Section):
 class DeepSpeed(Section):
     """`deepspeed_config`."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher
-        deepspeed_moe_layer_cls_names gradient_accumulation_steps gradient_clipping offload_optimizer_nvme_path
-        offload_param_nvme_path zero3_init_flag zero3_save_16bit_model"""
-    )
+    known: ClassVar[frozenset[str]] = known("accelerate", "arguments")
 
     deepspeed_config_file: Word | None = None
     zero_stage: Count | None = None
@@ -101,12 +103,7 @@ class Accelerate(Section):
     """The file."""
 
     unknown: ClassVar[Severity | None] = "error"  # the launcher raises ValueError
-    known: ClassVar[frozenset[str]] = words(
-        """compute_environment debug downcast_bf16 dynamo_backend dynamo_config enable_cpu_affinity fp8_config gpu_ids
-        machine_rank main_process_ip main_process_port main_training_function megatron_lm_config mpirun_config
-        rdzv_backend same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone command_file
-        commands use_cpu fp16"""
-    )
+    known: ClassVar[frozenset[str]] = known("accelerate", "config")
 
     distributed_type: Annotated[str, PlainValidator(_distributed_type)] | None = None
     mixed_precision: Word | None = None

@@ -1,6 +1,6 @@
 """axolotl's YAML.
 
-Source: axolotl, July 2026: `utils/schemas/` (fields and defaults; a key that is none is dropped silently),
+Source: axolotl 0.21: `utils/schemas/` (fields and defaults; a key that is none is dropped silently),
 `utils/schemas/validation.py:check_fsdp_version_in_fsdp_config` (a missing version is 1), `utils/distributed.py:
 _get_parallel_config_kwargs`, `utils/trainer.py:setup_fsdp_envs` and `prepare_optim_env`, `utils/config/__init__.py`
 (dtypes), `monkeypatch/accelerate/parallelism_config.py` (expert parallelism is an axis of its own, the outermost).
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ckpt_tools.preflight.configs.axolotl_names import NAMES
 from ckpt_tools.preflight.configs.config import Reading, first_key
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     FsdpOptions,
@@ -23,7 +22,8 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     with_plugin,
 )
 from ckpt_tools.preflight.configs.mesh import build_mesh
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate, words
+from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 
 DEFAULTS = PluginDefaults(
@@ -48,10 +48,7 @@ _SIZES = {
 class AxolotlFsdp(FsdpOptions):
     """`fsdp_config`; keys with `fsdp_` are taken too."""
 
-    known: ClassVar[frozenset[str]] = words(
-        "cpu_offload_pin_memory final_state_dict_type mixed_precision_policy backward_prefetch forward_prefetch"
-        " limit_all_gathers sharding_strategy"
-    )
+    known: ClassVar[frozenset[str]] = known("axolotl", "fsdp_config")
 
     instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
 
@@ -61,7 +58,7 @@ class AxolotlFsdp(FsdpOptions):
 class Axolotl(Section):
     """The file."""
 
-    known: ClassVar[frozenset[str]] = NAMES
+    known: ClassVar[frozenset[str]] = known("axolotl", "config")
 
     base_model: Word | None = None
     adapter: Word | None = None

@@ -1,8 +1,8 @@
 """OpenRLHF's command lines: those of the FSDP2 plan and branch, and those of DeepSpeed with options old and new.
 
-Source: OpenRLHF: `cli/train_*.py` and `utils/deepspeed/deepspeed.py` of August 2026 (mesh dp × sp × tp; options with
-dots), `utils/fsdp2/strategy.py` of its FSDP2 branch (mesh dp × cp × tp, dp and cp shard; gradients averaged in f32; the
-model held in f32), `cli/` of May 2025 (options without dots); the notes of the FSDP2 plan.
+Source: OpenRLHF 0.5 to 0.11.2: `cli/train_*.py`, `utils/deepspeed/deepspeed.py` (mesh dp × sp × tp);
+`utils/fsdp2/strategy.py` of its FSDP2 branch (mesh dp × cp × tp, dp and cp shard; gradients averaged in f32; the model
+held in f32); the notes of the FSDP2 plan.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
+from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.openrlhf_names import (
-    NEW,
-    NEW_LISTS,
-    NEW_SWITCHES,
-    OLD,
-    OLD_LISTS,
-    OLD_SWITCHES,
-    PLAN,
+    LISTS,
+    NAMES,
+    SCRIPTS,
+    SWITCHES,
+    options_before_dots,
+    options_of_others,
+    options_with_dots,
 )
 from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.preflight.configs.schema import (
@@ -43,12 +44,8 @@ from ckpt_tools.preflight.configs.schema import (
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 from ckpt_tools.text import escape_name
 
-_ENTRY = re.compile(r"(.*[./])?train_(?P<script>sft|dpo|rm|ppo_ray|kto|kd|prm)(\.py)?")
+_ENTRY = re.compile(rf"(.*[./])?train_(?P<script>{'|'.join(SCRIPTS)})(\.py)?")
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
-_SWITCHES = OLD_SWITCHES | NEW_SWITCHES | {"sequence_parallel"}
-_LISTS = OLD_LISTS | NEW_LISTS
-_BOTH = OLD & NEW
-"""Options that every version has."""
 _FSDP2 = (
     "fsdp2_tp_size",
     "fsdp2_cp_size",
@@ -65,7 +62,7 @@ def _named(*names: str) -> Any:  # noqa: ANN401 - what pydantic's Field returns
 class OpenRlhf(Section):
     """The options, each under its names of all versions."""
 
-    known: ClassVar[frozenset[str]] = OLD | NEW | PLAN
+    known: ClassVar[frozenset[str]] = NAMES
     unknown: ClassVar[Severity | None] = "error"  # argparse stops at it
 
     backend: Annotated[str, choice("deepspeed", "fsdp2")] | None = None
@@ -86,7 +83,7 @@ class OpenRlhf(Section):
     lora_rank: Count | None = _named("ds.lora.rank", "lora_rank")
     lora_alpha: Number | None = _named("ds.lora.alpha", "lora_alpha")
     lora_targets: Names | None = _named("ds.lora.target_modules", "target_modules")
-    optim: Word | None = None
+    optim: Word | None = _named("optim", "actor.optim")
     max_len: Positive | None = _named("data.max_len", "max_len")
     prompt_max_len: Positive | None = None
     generate_max_len: Positive | None = None
@@ -131,15 +128,11 @@ def looks_like(document: Document) -> bool:
         word.partition("=")[0].lstrip("-") for command in document.commands for word in command if word[:2] == "--"
     }
     if _entry(document.commands) is not None:
-        return any("openrlhf" in word for command in document.commands for word in command) or bool(names & (OLD | NEW))
+        return any("openrlhf" in word for command in document.commands for word in command) or bool(names & NAMES)
     return bool(names & _TELLING)
 
 
-_TELLING = (
-    frozenset(_FSDP2)
-    | {"backend", "zero_stage", "micro_train_batch_size", "pretrain"}
-    | {name for name in NEW if "." in name}
-)
+_TELLING = frozenset(_FSDP2) | {"backend", "zero_stage", "micro_train_batch_size", "pretrain"} | options_with_dots("")
 """Options that others' command lines do not have."""
 
 
@@ -152,7 +145,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     """
     script, words, findings = _options_of(document)
     values, unread, more = _parse(words)
-    findings += more + tuple(_mixed_options(values))
+    findings += more + tuple(_wrong_options(values, script))
     variables = tuple(f"--{name}" for name, value in values.items() if is_variable(value))
     spelled = {field: _aliases(field) for field in OpenRlhf.model_fields}
     raw, wrong, counted = validate(OpenRlhf, values, spell=lambda path: f"--{path}", words=unread, what="option")
@@ -258,14 +251,14 @@ def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, ...], tu
         while not equals and at < len(words) and not _is_option(words[at]):
             taken.append(words[at])
             at += 1
-        most = 0 if name in _SWITCHES else len(taken) if name in _LISTS else 1
+        most = 0 if name in SWITCHES else len(taken) if name in LISTS else 1
         unread += [extra for extra in taken[most:] if is_variable(extra)]
         taken = taken[:most] + [extra for extra in taken[most:] if not is_variable(extra)]
-        if name in _SWITCHES:
+        if name in SWITCHES:
             if taken:
                 findings.append(_bad_words(name, "no value, it is a switch", taken))
             values[name] = True
-        elif name in _LISTS:
+        elif name in LISTS:
             values[name] = taken
         elif taken:
             if len(taken) > 1:
@@ -293,16 +286,27 @@ def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
     )
 
 
-def _mixed_options(values: Mapping[str, object]) -> Iterable[Finding]:
-    old = sorted(name for name in values if name in OLD - _BOTH)
-    new = sorted(name for name in values if name in NEW - _BOTH)
+def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Finding]:
+    """Yield the findings on options that are known, and not to the script that is started."""
+    old = sorted(options_before_dots(script).intersection(values))
+    new = sorted(options_with_dots("").intersection(values))
     if old and new:
         yield Finding(
             code="mixed-options",
             severity="error",
-            where=escape_name(f"--{old[0]}"),
+            where=f"--{old[0]}",
             what=f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
             hint="use the names of one version",
+        )
+    for name in sorted(options_of_others(script).intersection(values)):
+        ending = name.rpartition(".")[2]
+        same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
+        yield Finding(
+            code="unknown-key",
+            severity="error",
+            where=f"--{name}",
+            what=f"train_{script} has no such option, in no release: argparse stops at it",
+            hint=f"write --{same}" if same is not None else "remove it",
         )
 
 
@@ -343,7 +347,7 @@ def _adapter(raw: OpenRlhf) -> AdapterSpec | None:
 def _seq_len(raw: OpenRlhf, script: str, values: Mapping[str, object]) -> int | None:
     if raw.max_len is not None:
         return raw.max_len
-    if script == "ppo_ray" and values.keys() & (OLD - NEW):
+    if script == "ppo_ray" and values.keys() & options_before_dots(script):
         return (raw.prompt_max_len or 1024) + (raw.generate_max_len or 1024)
     return _DEFAULT_LENGTH.get(script)
 
