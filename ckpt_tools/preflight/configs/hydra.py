@@ -7,7 +7,7 @@ Source: Hydra's override grammar (hydra.cc/docs/advanced/override_grammar/basic)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.checkpoint import Finding
@@ -16,7 +16,9 @@ from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.rules.plain_yaml import MAX_NODES, load_yaml
 from ckpt_tools.text import escape_name
 
-_OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_][\w]*(\.[\w]+)+)(=(?P<value>.*))?", re.DOTALL)
+_OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_]\w*(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
+_GROUP = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/.\-]*=.*", re.DOTALL)
+_CONFIG_NAME = ("--config-name", "-cn")
 _WHOLE = re.compile(r"\$\{(?P<path>\.*[A-Za-z_][\w.]*)\}")
 _SELECT = re.compile(r"\$\{oc\.select:\s*(?P<path>[A-Za-z_][\w.]*)\s*(,\s*(?P<default>[^{}$]*))?\}")
 _MAX_HOPS = 8
@@ -34,19 +36,28 @@ class Overrides:
     findings: tuple[Finding, ...]
     """Paths that contradict one another."""
     unread: tuple[str, ...] = ()
-    """Words that stand for nobody knows which overrides: `$@`, `$EXTRA`."""
+    """Words that stand for nobody knows which options: `$@`, `$EXTRA`, groups (`actor@a.b=megatron`), other configs."""
 
 
-def read_overrides(tokens: Iterable[str]) -> Overrides:
-    """Read the overrides among the words of a command; other words are passed over."""
+def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = ()) -> Overrides:
+    """Read the overrides among the words of a command; options of Hydra's own are passed over.
+
+    Args:
+        tokens: What follows the program.
+        configs: Names of the configs that are known: what lies in another one is not.
+    """
     values: dict[str, object] = {}
     added: set[str] = set()
     findings: list[Finding] = []
     unread: list[str] = []
-    for word in tokens:
+    for at, word in enumerate(tokens):
         match = _OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["sign"] != "~"):
-            if is_variable(word.partition("=")[0]):
+            name, equals, value = word.partition("=")
+            if name in _CONFIG_NAME:
+                value = value if equals else "".join(tokens[at + 1 : at + 2])
+                unread += [] if value.removesuffix(".yaml") in configs else [f"{name}={value}"]
+            elif is_variable(name) or _GROUP.fullmatch(word):
                 unread.append(word)
             continue
         path, parts = match["path"], match["path"].split(".")

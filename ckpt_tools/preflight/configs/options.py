@@ -125,7 +125,11 @@ def options_of(
 
 
 def _unknown(model: type[Section], path: tuple[str | int, ...], value: object, names: frozenset[str]) -> Option:
-    """Return an option that is none of `names`. One that is misspelt and decides what a run needs is an error."""
+    """Return an option that is none of `names`.
+
+    One that is misspelt is an error where it decides what a run needs, or where the framework stops at it. One that
+    resembles none is never an error: a release that is newer than the list may have it.
+    """
     key = str(path[-1])
     near = model.instead.get(key) or (nearest(key, names) if names else None)
     is_misspelt = near is not None and (key in model.instead or is_typo(key, near))
@@ -134,6 +138,8 @@ def _unknown(model: type[Section], path: tuple[str | int, ...], value: object, n
         severity = "error"
     elif near is None and model.extensible:
         severity = "info"
+    elif not is_misspelt and severity == "error":
+        severity = "warning"
     status: Status = "misspelt" if is_misspelt else "passed over" if severity is None else "unknown"
     return Option(path=path, value=value, status=status, num_values=_count(value), near=near, severity=severity)
 

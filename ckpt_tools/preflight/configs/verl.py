@@ -20,6 +20,7 @@ from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.hydra import Overrides, read_overrides, resolve
 from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
+from ckpt_tools.preflight.configs.options import option_names
 from ckpt_tools.preflight.configs.schema import SectionType, validate
 from ckpt_tools.preflight.configs.verl_schema import (
     Actor,
@@ -38,6 +39,8 @@ from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 from ckpt_tools.text import escape_name
 
 _ACTOR = "actor_rollout_ref.actor"
+_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer")
+"""verl's own configs, whose defaults are known; what another one holds is not."""
 _ENGINES: Mapping[str, Engine] = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}
 
 
@@ -54,13 +57,18 @@ def _words(document: Document) -> list[str]:
     return [word for command in document.commands for word in command]
 
 
-def _starts_verl(command: Sequence[str]) -> bool:
-    return any(word.startswith(("verl.trainer.", "verl/trainer/")) for word in command)
+def _arguments(command: Sequence[str]) -> Sequence[str] | None:
+    """Return what follows verl's program in a command; None where the command does not start it."""
+    for at, word in enumerate(command):
+        if word.startswith(("verl.trainer.", "verl/trainer/")):
+            return command[at + 1 :]
+    return None
 
 
-def _command(document: Document) -> list[str]:
-    """Return the words of the first command that starts verl; of all commands where none does."""
-    return next((list(command) for command in document.commands if _starts_verl(command)), _words(document))
+def _command(document: Document) -> Sequence[str]:
+    """Return the arguments of the first command that starts verl; all words where none does."""
+    found = (arguments for command in document.commands if (arguments := _arguments(command)) is not None)
+    return next(found, _words(document))
 
 
 def _is_ppo(values: Mapping[str, object]) -> bool:
@@ -83,15 +91,16 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     overrides = None
     tree, command = document.values, _command(document)
     if tree is None:
-        overrides = read_overrides(command)
+        overrides = read_overrides(command, configs=_CONFIGS)
         tree, findings = overrides.values, overrides.findings
-        if sum(_starts_verl(words) for words in document.commands) > 1:
+        if sum(_arguments(words) is not None for words in document.commands) > 1:
             findings += (several_commands(document.path),)
     try:
         values, unknown = resolve(tree)
     except ValueError as error:
         raise LimitError(str(error), where=escape_name(document.path)) from None
-    is_megatron = any("megatron" in word for word in command if word.startswith(("--config-name", "ppo_")))
+    bases = _bases(values)
+    is_megatron = any("megatron" in word for word in (*command, *bases) if word.startswith(("--config-name", "ppo_")))
     if _is_sft(values):
         # torchrun starts it, whatever `trainer` says.
         reading = _read_sft(values, world_size or launched_ranks(document.commands), overrides)
@@ -100,11 +109,22 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     return replace(reading, findings=findings + reading.findings)
 
 
+def _bases(values: Mapping[str, object]) -> list[str]:
+    """Return the configs that a file is laid over (Hydra's defaults list)."""
+    defaults = values.get("defaults")
+    items = defaults if isinstance(defaults, list) else []
+    return [one if isinstance(one, str) else ": ".join(map(str, one)) if isinstance(one, dict) else "" for one in items]
+
+
 def _validate(
     model: type[SectionType], values: Mapping[str, object], overrides: Overrides | None
 ) -> tuple[SectionType, tuple[Finding, ...], Options]:
-    added, words = ((), ()) if overrides is None else (overrides.added, overrides.unread)
-    return validate(model, values, added=added, words=words)
+    words = [f"defaults: {name}" for name in _bases(values) if name not in (*_CONFIGS, "_self_")]
+    if overrides is None:
+        return validate(model, values, words=words)
+    groups = [f"{key}=…" for key in values if key not in option_names(model)]  # `model_engine=…` chooses whole files
+    known = {key: value for key, value in values.items() if key in option_names(model)}
+    return validate(model, known, added=overrides.added, words=(*overrides.unread, *words, *groups))
 
 
 def _read_ppo(
