@@ -47,7 +47,14 @@ class Other:
 OTHERS: tuple[Other, ...] = (
     Other(
         name="LLaMA-Factory",
-        keys=(("finetuning_type",), ("template", "cutoff_len"), ("stage", "dataset_dir"), ("template", "stage")),
+        keys=(
+            ("finetuning_type",),
+            ("template", "model_name_or_path"),
+            ("stage", "dataset_dir"),
+            ("dist_config", "model"),
+            ("kernel_config", "model"),
+            ("model_class", "peft_config"),
+        ),
         programs=("llamafactory-cli", "lmf", "src/train.py"),
         options=("--finetuning_type", "--cutoff_len", "--dataset_dir="),
     ),
