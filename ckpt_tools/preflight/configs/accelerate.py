@@ -14,6 +14,13 @@ from pydantic import PlainValidator
 
 from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.deepspeed_file import (
+    OFFLOAD_DEVICES,
+    DeepSpeedFile,
+    read_deepspeed,
+    without_file,
+    zero_strategy,
+)
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     STRATEGIES,
@@ -144,6 +151,9 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
     is_fsdp = engine in ("fsdp1", "fsdp2")
     speed = raw.deepspeed_config or DeepSpeed()
     is_speed = engine == "deepspeed"
+    own = _deepspeed(speed) if is_speed else DeepSpeedFile()
+    if not own.is_read:
+        counted = without_file(counted, "deepspeed_config.deepspeed_config_file")
     spec = ParallelSpec(
         framework="accelerate",
         engine=engine,
@@ -151,14 +161,14 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         axes=axes,
         # DeepSpeed makes the groups of its own sequence parallelism.
         mesh=None if engine == "other" or axes.get("sp", 1) > 1 else build_mesh(axes, world),
-        strategy=_zero_strategy(speed.zero_stage) if is_speed else None,
+        strategy=own.strategy,
         param_dtype=mixed,
         # FSDP averages in the dtype that computes; under DDP gradients are as wide as the parameters.
         reduce_dtype=mixed if is_fsdp else None,
         # What is trained is widened before it is sharded (`prepare_model`, `fsdp2_prepare_model`); ZeRO keeps a copy.
         master_dtype="f32" if mixed is not None and (is_fsdp or is_speed) else None,
-        offload_params=is_speed and speed.offload_param_device in ("cpu", "nvme"),
-        offload_optimizer=is_speed and speed.offload_optimizer_device in ("cpu", "nvme"),
+        offload_params=own.offload_params,
+        offload_optimizer=own.offload_optimizer,
         keys=_keys(values, axes, engine),
     )
     spec = with_plugin(
@@ -243,6 +253,12 @@ def _keys(values: Mapping[str, object], axes: Mapping[str, int], engine: Engine)
     return {field: path for field, path in paths.items() if path is not None}
 
 
-def _zero_strategy(stage: int | None) -> str | None:
-    """Return a ZeRO stage in the words of FSDP; stage 1 has none. The launcher's default is 2."""
-    return {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}.get(2 if stage is None else stage)
+def _deepspeed(speed: DeepSpeed) -> DeepSpeedFile:
+    """Return what `deepspeed_config` says, or the file that it names. The launcher's default is stage 2."""
+    if speed.deepspeed_config_file is not None and speed.deepspeed_config_file.lower() != "none":
+        return read_deepspeed(speed.deepspeed_config_file)
+    return DeepSpeedFile(
+        strategy=zero_strategy(2 if speed.zero_stage is None else speed.zero_stage),
+        offload_params=speed.offload_param_device in OFFLOAD_DEVICES,
+        offload_optimizer=speed.offload_optimizer_device in OFFLOAD_DEVICES,
+    )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.deepspeed_file import DeepSpeedFile, read_deepspeed, without_file
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     FsdpOptions,
     PluginDefaults,
@@ -27,13 +28,13 @@ from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, 
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 
 DEFAULTS = PluginDefaults(
-    version=1,
+    version=2,
     auto_wrap_policy="TRANSFORMER_BASED_WRAP",
     min_num_params=0,
     full_state_dict=True,
     cpu_ram_efficient_loading=False,
 )
-"""axolotl hands its options on to TrainingArguments, whose defaults these are, except for the version."""
+"""axolotl hands its options on to TrainingArguments, whose defaults these are."""
 ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")
 """Rank order."""
 _SIZES = {
@@ -114,16 +115,22 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
     mesh = build_mesh(axes, world_size, order=ORDER)
     compute, stored, is_mixed = _dtypes(raw)
     is_fsdp = engine in ("fsdp1", "fsdp2")
+    speed = read_deepspeed(raw.deepspeed) if engine == "deepspeed" else DeepSpeedFile()
+    if not speed.is_read:
+        counted = without_file(counted, "deepspeed")
     spec = ParallelSpec(
         framework="axolotl",
         engine=engine,
         world_size=world_size,
         axes=axes,
         mesh=mesh,
+        strategy=speed.strategy,
         param_dtype=compute,
         reduce_dtype=compute if is_fsdp else None,
         # axolotl's own FSDP2 does not widen what it loads, accelerate's FSDP1 does.
         master_dtype="f32" if engine == "fsdp1" and is_mixed else stored,
+        offload_params=speed.offload_params,
+        offload_optimizer=speed.offload_optimizer,
         activation_checkpointing=any(
             word is not None and as_truth(word) is not False
             for word in (raw.gradient_checkpointing, raw.activation_checkpointing)
@@ -150,7 +157,8 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
 
 def _engine(raw: Axolotl, options: AxolotlFsdp, values: Mapping[str, object], world_size: int | None) -> Engine:
     if raw.fsdp or values.get("fsdp_config"):
-        version = raw.fsdp_version or options.version or DEFAULTS.version
+        # Releases that take the list `fsdp` mean FSDP1 by a missing version; 0.20 and later have none but FSDP2.
+        version = raw.fsdp_version or options.version or (1 if raw.fsdp else DEFAULTS.version)
         return "fsdp2" if version == 2 else "fsdp1"
     if raw.deepspeed:
         return "deepspeed"

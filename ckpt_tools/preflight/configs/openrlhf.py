@@ -15,6 +15,7 @@ from pydantic import AliasChoices, Field
 
 from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Reading
+from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
@@ -166,7 +167,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         mesh=mesh,
         strategy=sharding_strategy(axes, mesh, reshards=raw.reshard is not False)
         if engine == "fsdp2"
-        else {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}.get(2 if raw.zero_stage is None else raw.zero_stage),
+        else zero_strategy(2 if raw.zero_stage is None else raw.zero_stage),
         reshard_after_forward=raw.reshard is not False if engine == "fsdp2" else None,
         param_dtype=compute,
         reduce_dtype="f32" if engine == "fsdp2" else compute,

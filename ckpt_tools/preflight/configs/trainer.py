@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.deepspeed_file import DeepSpeedFile, read_deepspeed, without_file
 from ckpt_tools.preflight.configs.document import read_document
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
@@ -155,6 +156,10 @@ def read(values: Mapping[str, object], *, world_size: int | None, path: str = ""
     mixed = "bf16" if raw.bf16 else "f16" if raw.fp16 else None
     stored = dtype_name(raw.torch_dtype or raw.dtype)
     is_fsdp = engine in ("fsdp1", "fsdp2")
+    folders = (os.path.dirname(path), "")
+    speed = read_deepspeed(raw.deepspeed, folders) if engine == "deepspeed" else DeepSpeedFile()
+    if not speed.is_read:
+        counted = without_file(counted, "deepspeed")
     spec = ParallelSpec(
         framework="trainer",
         engine=engine,
@@ -165,6 +170,9 @@ def read(values: Mapping[str, object], *, world_size: int | None, path: str = ""
         reduce_dtype=(mixed or stored) if is_fsdp else None,
         # accelerate widens what is trained, unless nothing is mixed.
         master_dtype="f32" if mixed is not None and is_fsdp else stored,
+        strategy=speed.strategy,
+        offload_params=speed.offload_params,
+        offload_optimizer=speed.offload_optimizer,
         activation_checkpointing=bool(raw.gradient_checkpointing or raw.activation_checkpointing),
         adapter=_adapter(raw),
         quantize=_quantize(raw),
