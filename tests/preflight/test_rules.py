@@ -87,6 +87,10 @@ def name_of(case: RuleCase) -> str:
     return f"{case.rule}-{case.framework}"
 
 
+READ: dict[str, Any] = {"unread": frozenset(), "unread_fields": frozenset(), "hides_options": False}
+"""Of a config in which nothing is left to variables."""
+
+
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_rule_on_a_config_that_breaks_it_fires_alone(case: RuleCase, tmp_path: Path) -> None:
     found = check(
@@ -427,7 +431,7 @@ def test_rules_on_values_of_any_type_never_fail(framework: str, tmp_path: Path) 
                 values = edited(framework, {option: value})
             except (AttributeError, TypeError, KeyError):
                 continue
-            config = SimpleNamespace(framework=framework, values=values, spec=spec)
+            config = SimpleNamespace(framework=framework, values=values, spec=spec, **READ)
             for finding in check_rules(config, facts):
                 assert finding.what
                 assert finding.hint
@@ -447,7 +451,7 @@ def test_rules_on_any_size_of_an_axis_never_fail(framework: Any, axis: str) -> N
                     world_size=world_size,
                     axes={axis: size, "dp_shard": 2} if axis != "dp_shard" else {axis: size},
                 )
-                check_rules(SimpleNamespace(framework=framework, values=RIGHT[framework], spec=spec), facts)
+                check_rules(SimpleNamespace(framework=framework, values=RIGHT[framework], spec=spec, **READ), facts)
 
 
 FIXTURES = Path(__file__).parent / "fixtures"

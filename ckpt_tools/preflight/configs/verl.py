@@ -11,15 +11,17 @@ Source: verl, January 2026: `trainer/config/_generated_ppo_trainer.yaml` and `sf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import LimitError
-from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.config import Options, Reading, first_key
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import not_in_file, read_overrides, resolve
+from ckpt_tools.preflight.configs.hydra import Overrides, read_overrides, resolve
 from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.schema import validate
+from ckpt_tools.preflight.configs.options import option_names
+from ckpt_tools.preflight.configs.schema import SectionType, validate
 from ckpt_tools.preflight.configs.verl_schema import (
     Actor,
     ActorRolloutRef,
@@ -37,6 +39,8 @@ from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 from ckpt_tools.text import escape_name
 
 _ACTOR = "actor_rollout_ref.actor"
+_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer")
+"""verl's own configs, whose defaults are known; what another one holds is not."""
 _ENGINES: Mapping[str, Engine] = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}
 
 
@@ -53,13 +57,18 @@ def _words(document: Document) -> list[str]:
     return [word for command in document.commands for word in command]
 
 
-def _starts_verl(command: Sequence[str]) -> bool:
-    return any(word.startswith(("verl.trainer.", "verl/trainer/")) for word in command)
+def _arguments(command: Sequence[str]) -> Sequence[str] | None:
+    """Return what follows verl's program in a command; None where the command does not start it."""
+    for at, word in enumerate(command):
+        if word.startswith(("verl.trainer.", "verl/trainer/")):
+            return command[at + 1 :]
+    return None
 
 
-def _command(document: Document) -> list[str]:
-    """Return the words of the first command that starts verl; of all commands where none does."""
-    return next((list(command) for command in document.commands if _starts_verl(command)), _words(document))
+def _command(document: Document) -> Sequence[str]:
+    """Return the arguments of the first command that starts verl; all words where none does."""
+    found = (arguments for command in document.commands if (arguments := _arguments(command)) is not None)
+    return next(found, _words(document))
 
 
 def _is_ppo(values: Mapping[str, object]) -> bool:
@@ -79,32 +88,54 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         world_size: Ranks; None for `trainer.nnodes` × `trainer.n_gpus_per_node`.
     """
     findings: tuple[Finding, ...] = ()
-    added: frozenset[str] = frozenset()
+    overrides = None
     tree, command = document.values, _command(document)
     if tree is None:
-        overrides = read_overrides(command)
-        tree, added, findings = overrides.values, overrides.added, overrides.findings
-        if sum(_starts_verl(words) for words in document.commands) > 1:
+        overrides = read_overrides(command, configs=_CONFIGS)
+        tree, findings = overrides.values, overrides.findings
+        if sum(_arguments(words) is not None for words in document.commands) > 1:
             findings += (several_commands(document.path),)
     try:
         values, unknown = resolve(tree)
     except ValueError as error:
         raise LimitError(str(error), where=escape_name(document.path)) from None
-    findings += not_in_file(unknown, _READ)
-    is_megatron = any("megatron" in word for word in command if word.startswith(("--config-name", "ppo_")))
+    bases = _bases(values)
+    is_megatron = any("megatron" in word for word in (*command, *bases) if word.startswith(("--config-name", "ppo_")))
     if _is_sft(values):
         # torchrun starts it, whatever `trainer` says.
-        reading = _read_sft(values, world_size or launched_ranks(document.commands))
+        reading = _read_sft(values, world_size or launched_ranks(document.commands), overrides)
     else:
-        reading = _read_ppo(values, world_size, frozenset(unknown), is_megatron=is_megatron)
-    checked = tuple(item for item in reading.findings if item.code != "unknown-key" or item.where not in added)
-    return Reading(raw=reading.raw, values=values, spec=reading.spec, findings=findings + checked)
+        reading = _read_ppo(values, world_size, frozenset(unknown), overrides, is_megatron=is_megatron)
+    return replace(reading, findings=findings + reading.findings)
+
+
+def _bases(values: Mapping[str, object]) -> list[str]:
+    """Return the configs that a file is laid over (Hydra's defaults list)."""
+    defaults = values.get("defaults")
+    items = defaults if isinstance(defaults, list) else []
+    return [one if isinstance(one, str) else ": ".join(map(str, one)) if isinstance(one, dict) else "" for one in items]
+
+
+def _validate(
+    model: type[SectionType], values: Mapping[str, object], overrides: Overrides | None
+) -> tuple[SectionType, tuple[Finding, ...], Options]:
+    words = [f"defaults: {name}" for name in _bases(values) if name not in (*_CONFIGS, "_self_")]
+    if overrides is None:
+        return validate(model, values, words=words)
+    groups = [f"{key}=…" for key in values if key not in option_names(model)]  # `model_engine=…` chooses whole files
+    known = {key: value for key, value in values.items() if key in option_names(model)}
+    return validate(model, known, added=overrides.added, words=(*overrides.unread, *words, *groups))
 
 
 def _read_ppo(
-    values: Mapping[str, object], world_size: int | None, unknown: frozenset[str], *, is_megatron: bool
+    values: Mapping[str, object],
+    world_size: int | None,
+    unknown: frozenset[str],
+    overrides: Overrides | None,
+    *,
+    is_megatron: bool,
 ) -> Reading:
-    raw, findings = validate(Ppo, values)
+    raw, findings, counted = _validate(Ppo, values, overrides)
     part = raw.actor_rollout_ref or ActorRolloutRef()
     actor, model = part.actor or Actor(), part.model or Model()
     fsdp = actor.fsdp_config or Fsdp()
@@ -145,12 +176,12 @@ def _read_ppo(
         resume_from=runner.resume_from_path,
         keys=_keys(values, _PPO_KEYS),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, world_keys=_WORLD_KEYS, findings=findings)
 
 
-def _read_sft(values: Mapping[str, object], world_size: int | None) -> Reading:
+def _read_sft(values: Mapping[str, object], world_size: int | None, overrides: Overrides | None) -> Reading:
     """Read a file for `fsdp_sft_trainer.py`: one mesh of all ranks, and bf16 computation, always."""
-    raw, findings = validate(Sft, values)
+    raw, findings, counted = _validate(Sft, values, overrides)
     model, data = raw.model or SftModel(), raw.data or Data()
     fsdp = model.fsdp_config or SftFsdp()
     engine = _ENGINES.get(model.strategy or "fsdp2", "other")
@@ -183,7 +214,7 @@ def _read_sft(values: Mapping[str, object], world_size: int | None) -> Reading:
         resume_from=runner.resume_from_path,
         keys=_keys(values, _SFT_KEYS),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
 
 
 def _world(runner: Runner) -> int | None:
@@ -225,9 +256,10 @@ def _length(tokens: int | None) -> int:
     return 512 if tokens is None else tokens
 
 
+_WORLD_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _PPO_KEYS: Mapping[str, tuple[str, ...]] = {
     "engine": (f"{_ACTOR}.strategy",),
-    "world_size": ("trainer.n_gpus_per_node", "trainer.nnodes"),
+    "world_size": _WORLD_KEYS,
     "axes.dp_shard": (f"{_ACTOR}.fsdp_config.fsdp_size",),
     "axes.dp_replicate": (f"{_ACTOR}.fsdp_config.fsdp_size",),
     "axes.sp": (
@@ -266,13 +298,6 @@ _SFT_KEYS: Mapping[str, tuple[str, ...]] = {
     "model": ("model.partial_pretrain",),
     "resume_from": ("trainer.resume_from_path",),
 }
-_READ = frozenset(
-    path
-    for keys in (_PPO_KEYS, _SFT_KEYS)
-    for field, paths in keys.items()
-    if field not in ("model", "resume_from")
-    for path in paths
-)
 
 
 def _keys(values: Mapping[str, object], paths: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
