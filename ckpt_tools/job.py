@@ -27,6 +27,8 @@ from ckpt_tools.storage.staging import free_bytes
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
+AssetList = list[tuple[Source, Asset]]
+"""Files to carry along, and where from."""
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Values of `--dtype`."""
 _MARGIN_BYTES = 16 << 20
@@ -52,6 +54,12 @@ class Conversion:
     """How many of the source's tensors and chunks were held against recorded digests and CRC-32s."""
     notes: tuple[str, ...]
     """What was left out or decided, for people."""
+    warnings: tuple[str, ...] = ()
+    """What may be wrong with the result."""
+    not_checked: tuple[str, ...] = ()
+    """What nothing was known to hold it against."""
+    architecture: str | None = None
+    """The architecture whose names all are written, and no others; None when they were not held against one."""
     dry_run: bool = False
     published: bool = True
     """False with `dry_run`, and on the ranks of torchrun that leave publishing to the first."""
@@ -88,6 +96,10 @@ class Job:
     mesh: Mesh | None = None
     placements: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    warnings: Sequence[str] = ()
+    not_checked: Sequence[str] = ()
+    architecture: str | None = None
+    """As in `Conversion`."""
     edits: Mapping[str, Edit] = field(default_factory=dict)
     """FQN in `source` → what changes its elements on their way."""
     recipe: str = ""

@@ -168,7 +168,12 @@ def conversion_json(result: Conversion) -> dict[str, object]:
             "verified": result.verified,
             "checked": dict(result.checked),
         }
-    return document | {"notes": list(result.notes)}
+    return document | {
+        "architecture": result.architecture,
+        "notes": list(result.notes),
+        "warnings": list(result.warnings),
+        "not_checked": list(result.not_checked),
+    }
 
 
 def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose: bool) -> None:
@@ -180,6 +185,10 @@ def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose:
         return
     for text in result.notes:
         note(f"note: {text}")
+    for text in result.warnings:
+        note(f"warning: {text}")
+    for text in result.not_checked:
+        note(f"not checked: {text}")
     if quiet:
         return
     destination = escape_name(result.destination)
@@ -188,6 +197,8 @@ def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose:
         say(f"would write {files}, {format_size(result.bytes_written)}, to {destination}")
         disk = format_size(result.bytes_written)
         say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {disk} of disk")
+        if result.architecture:
+            say(f"checked: {_names(result.architecture)}")
     else:
         say(f"wrote {result.num_tensors} tensors, {files}, {format_size(result.bytes_written)}, to {destination}")
         rate = format_size(result.throughput_bytes_per_s)
@@ -201,8 +212,14 @@ def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose:
             say(f"  … and {len(result.files) - len(shown)} more (-v lists all)")
 
 
+def _names(architecture: str) -> str:
+    return f"names against {architecture}"
+
+
 def _checked(result: Conversion) -> str:
     parts = ["structure of the result"]
+    if result.architecture:
+        parts.append(_names(result.architecture))
     if count := result.checked.get("digests"):
         parts.append(f"{count} tensors against the source's digests")
     if count := result.checked.get("crcs"):
