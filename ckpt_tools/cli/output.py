@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from ckpt_tools.api import ProgressFactory
 from ckpt_tools.checkpoint import Finding
+from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.job import Conversion
@@ -178,8 +179,14 @@ def conversion_json(result: Conversion) -> dict[str, object]:
 
 def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Print what a conversion did; under torchrun, on the rank that published."""
-    if not result.published and not result.dry_run:
-        return
+    if result.dry_run:
+        _print_conversion(result, as_json=as_json, quiet=quiet, verbose=verbose)
+    elif result.published:
+        with complete(escape_name(result.destination)):
+            _print_conversion(result, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+def _print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose: bool) -> None:
     if as_json:
         print_json(conversion_json(result))
         return
