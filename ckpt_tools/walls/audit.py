@@ -22,7 +22,7 @@ from ckpt_tools.text import escape_name
 
 HINT = "a config.json must not name files, code or hosts; for code that you trust, use --factory pkg.mod:callable"
 SYSTEM_FILES = (
-    "/proc/self",
+    *(f"/proc/self/{name}" for name in ("cgroup", "maps", "mountinfo", "mounts", "stat", "statm", "status", "task")),
     "/proc/cpuinfo",
     "/proc/meminfo",
     "/proc/stat",
@@ -43,6 +43,8 @@ _IMPORTERS = ("importlib", "_frozen_importlib", "zipimport")
 """Modules that open what they import."""
 _READERS = "ckpt_tools.storage."
 """Modules that may read a checkpoint."""
+_STARTERS = frozenset(f"multiprocessing.popen_{kind}" for kind in ("fork", "forkserver", "spawn_posix", "spawn_win32"))
+"""Modules that are imported when a process is to be started; what they call then raises no event."""
 _UNPICKLERS = "torch.distributed."
 """Modules that may unpickle: ranks exchange objects, and read back what they have saved themselves."""
 
@@ -226,6 +228,8 @@ def _judge_open(standing: _Standing, args: tuple[object, ...]) -> str | None:
 def _judge_import(standing: _Standing, args: tuple[object, ...]) -> str | None:
     # Of compiled modules alone the file is known; those of Python code are opened.
     module, file = args[:2]
+    if module in _STARTERS:
+        return f"start a process: {module}"
     if not isinstance(file, str) or standing.owner(file) == "code":
         return None
     return f"import {escape_name(str(module))} from {escape_name(file)}"

@@ -28,7 +28,7 @@ def check_config(config: Mapping[str, object], where: str) -> None:
     for path, part in _parts(config, where):
         for key, why in find_loaders(part):
             raise RefusedConfigError(
-                f"the config is refused: {_name(path, key)} is {why}", where=where, hint=_LOADER_HINT
+                f"the config is refused: {_name(path, key)}: {why}", where=where, hint=_LOADER_HINT
             )
         for key, why in find_absurd(part):
             raise RefusedConfigError(

@@ -82,6 +82,12 @@ def _backbone(value: object, part: Mapping[str, object]) -> str:
     return f"{escape_name(value)}: transformers looks such a name up as a path or on the hub, or passes it to timm"
 
 
+def _timm_name(value: object, part: Mapping[str, object]) -> str:  # noqa: ARG001 - as all refusals
+    if not isinstance(value, str) or not {":", "/"} & set(value):
+        return ""
+    return f"{escape_name(value)}: timm reads such a name as a path or as a repository of the hub"
+
+
 KEYS: Mapping[str, _Refusal] = {
     **dict.fromkeys(
         ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"), _unless_in(_ATTENTION)
@@ -95,6 +101,8 @@ KEYS: Mapping[str, _Refusal] = {
         _anything(_IS_PATH),
     ),
     "backbone": _backbone,
+    "model_args": _anything("timm takes these arguments, and loads files that they name"),
+    "architecture": _timm_name,
     "detectron2_config_args": _anything("detectron2 reads files that it names"),
 }
 """Key → what refuses its value."""

@@ -52,9 +52,10 @@ BOUNDS = (
     _bound("count", -1, 16_777_216, r"(num|n)_\w+"),
 )
 """The first that matches a key holds for it; other keys have `OTHER`."""
-OTHER = _bound("number", -(2**53), 2**53, r"\w*")
+OTHER = _bound("anything", -(10**40), 10**40, r"\w*")
+"""Of keys that say no size: `model_max_length` is 10³⁰ in many a config, and others are infinite."""
 _FREE = re.compile(
-    r"\w*tokens?(_id|_ids|_index)?|\w*_(id|ids|index|theta|seed|params|parameters|version|eps|std|scale|factor)"
+    r"model_max_length|\w*tokens?(_id|_ids|_index)?|\w*_(id|ids|index|theta|seed|params|parameters|version|eps|std|scale|factor)"
 )
 """Keys that count nothing."""
 
@@ -64,7 +65,7 @@ def find_absurd(part: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for key, value in part.items():
         bound = bound_of(key)
         for number in _numbers(value):
-            if not bound.least <= number <= bound.most:
+            if not (bound.least <= number <= bound.most or (bound is OTHER and isinstance(number, float))):
                 yield key, f"{_shown(number)} is no sensible number of {bound.what} ({bound.least:,} to {bound.most:,})"
                 break
     layers, experts = _most(part, "layers"), _most(part, "experts")
