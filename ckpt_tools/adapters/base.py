@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ckpt_tools.adapters.adapter import Sourced
+from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.assemble import known_shape
+from ckpt_tools.adapters.frozen import refuse_changed
 from ckpt_tools.adapters.naming.of_base import family_of
+from ckpt_tools.adapters.read import OpenedAdapter
 from ckpt_tools.adapters.sidecars import read_json
 from ckpt_tools.adapters.slots import of_model
 from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.adapters.tied import HEAD, tied_embeddings
+from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.transform import plain_names
 
@@ -65,6 +69,37 @@ def read_base(path: str | os.PathLike[str]) -> BaseModel:
             shapes[HEAD] = tied[0].shape
         config = _config(opened)
         return BaseModel(shapes=shapes, source="--base", family=family_of(shapes, config), task_type=_task_type(config))
+
+
+def base_of(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> tuple[BaseModel | None, bool]:
+    """Return what is known of the base model, and whether its weights are proven to be those of the training run.
+
+    Raises:
+        UsageError: It is not, or the adapter is for a model that is made of the base.
+    """
+    if base is None:
+        return _base_in(read.adapter), False
+    replicated = read.adapter.settings.get("layer_replication")
+    if replicated is not None and replicated.value:
+        raise UsageError(
+            "layer_replication repeats layers of the base: the names of the adapter's modules are not the base's",
+            where="--base",
+            hint="leave it out",
+        )
+    is_proven = False
+    if read.adapter.base_tensors:
+        with open_path(os.fspath(base)) as opened:
+            is_proven = refuse_changed(read.adapter, read.opened, opened, plain_names(opened.checkpoint))
+    return read_base(base), is_proven
+
+
+def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
+    """Return the base model that a training checkpoint holds beside the adapter."""
+    if not adapter.base_shapes:
+        return None
+    return BaseModel(
+        shapes=adapter.base_shapes, source="the base model in the source", family=family_of(adapter.base_shapes)
+    )
 
 
 def _config(opened: Opened) -> Mapping[str, object]:

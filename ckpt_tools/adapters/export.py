@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced, Target
 from ckpt_tools.adapters.assumed import Assumption, assumptions, findings_of, header_of, sourced
-from ckpt_tools.adapters.base import read_base
+from ckpt_tools.adapters.base import base_of
 from ckpt_tools.adapters.family_settings import InexpressibleError
 from ckpt_tools.adapters.forms import (
     architecture_of,
@@ -23,13 +23,12 @@ from ckpt_tools.adapters.forms import (
     through_diffusers,
     under_base_names,
 )
-from ckpt_tools.adapters.frozen import refuse_changed
 from ckpt_tools.adapters.infer import infer_config, with_alpha
 from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.known import settle_parameters
 from ckpt_tools.adapters.locate import PEFT_FILE
+from ckpt_tools.adapters.model_names import refuse_trainers_names
 from ckpt_tools.adapters.naming.architecture import candidates
-from ckpt_tools.adapters.naming.of_base import family_of
 from ckpt_tools.adapters.overrides import parse_overrides
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.peft_files import config_text, from_one_model, peft_names, peft_shape, renested
@@ -171,7 +170,7 @@ def export_lora(
         if overwrite:
             check_replaceable(target)
         refuse_foreign_shapes(read.adapter)
-        model, is_base_proven = _model(read, base)
+        model, is_base_proven = base_of(read, base)
         whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
         whole = with_alpha(renested(whole) if whole.omitted else whole, alpha)
         run = _Run(
@@ -204,37 +203,6 @@ def export_lora(
         return _publish(run, whole, output, known, overwrite=overwrite, progress=progress)
 
 
-def _model(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> tuple[BaseModel | None, bool]:
-    """Return what is known of the base model, and whether its weights are proven to be those of the training run.
-
-    Raises:
-        UsageError: It is not, or the adapter is for a model that is made of the base.
-    """
-    if base is None:
-        return _base_in(read.adapter), False
-    replicated = read.adapter.settings.get("layer_replication")
-    if replicated is not None and replicated.value:
-        raise UsageError(
-            "layer_replication repeats layers of the base: the names of the adapter's modules are not the base's",
-            where="--base",
-            hint="leave it out",
-        )
-    is_proven = False
-    if read.adapter.base_tensors:
-        with open_path(os.fspath(base)) as opened:
-            is_proven = refuse_changed(read.adapter, read.opened, opened, plain_names(opened.checkpoint))
-    return read_base(base), is_proven
-
-
-def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
-    """Return the base model that a training checkpoint holds beside the adapter."""
-    if not adapter.base_shapes:
-        return None
-    return BaseModel(
-        shapes=adapter.base_shapes, source="the base model in the source", family=family_of(adapter.base_shapes)
-    )
-
-
 # For PEFT: names, and nothing else where that is enough
 
 
@@ -249,13 +217,7 @@ def _on_its_model(
     placed, prefix = from_one_model(adapter)
     if prefix is not None:
         run.notes.append(f"the modules are those of {prefix!r} in a pipeline: load the adapter into that model")
-    if adapter.convention == "torchtitan":
-        raise UsageError(
-            "the adapter has the module names of torchtune or torchtitan, whose rotary embeddings order the rows of "
-            "q and k otherwise than transformers does",
-            where=escape_name(adapter.modules[0].path),
-            hint="let the trainer export it (torchtune's checkpointer writes PEFT's format)",
-        )
+    refuse_trainers_names(adapter, is_proven=run.base is not None)
     if adapter.convention in ("kohya", "comfyui") or any(m.path.startswith(_NATIVE_ROOT) for m in adapter.modules):
         if base is not None and (named := under_base_names(placed, base.shapes)) is not None:
             return named
