@@ -300,7 +300,6 @@ DAMAGED: Mapping[str, tuple[str, Damage]] = {
         say(layers_to_transform=None, init_lora_weights=False),
     ),
     "mistral: head lost": ("mistral, head saved", drop("lm_head")),
-    "mistral: head not said": ("mistral, head saved", say(modules_to_save=None)),
     "mistral: embedding's factor lost": ("mistral, head and embeddings", drop("lora_embedding_B")),
     "mistral: a LoHa factor lost": ("mistral, LoHa", drop("layers.0.self_attn.q_proj.hada_w2_b")),
     "mistral: LoHa rank": ("mistral, LoHa", say(r=3)),
@@ -342,6 +341,3 @@ DAMAGED: Mapping[str, tuple[str, Damage]] = {
     "gemma2: VeRA cut": ("gemma2, VeRA", change("vera_lambda_b", half)),
 }
 """Name → (healthy adapter, what happens to it)."""
-
-CHANGES_NOTHING = frozenset({"mistral: one B zero", "mistral: one A zero", "mistral: alpha -4", "mistral: alpha 1e6"})
-"""What PEFT loads as it is in the file, though no training leaves it so: ckpt must say it all the same."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,7 +25,8 @@ class World:
         """Return what the model computes."""
         with torch.no_grad():
             found = model.eval()(**self.inputs())
-        return found[0] if isinstance(found, tuple) else next(v for v in found.values() if isinstance(v, torch.Tensor))
+        first = found[0] if isinstance(found, tuple) else next(v for v in found.values() if v is not None)
+        return first if isinstance(first, torch.Tensor) else first[0]
 
 
 def _ids() -> Inputs:
@@ -177,9 +177,3 @@ LANGUAGE: Mapping[str, World] = {
     ),
 }
 """Models of transformers."""
-
-
-def save(world: World, directory: Path) -> Path:
-    """Write a model as `save_pretrained` does."""
-    world.build().save_pretrained(directory)  # type: ignore[operator]  # nn.Module does not say it
-    return directory
