@@ -27,7 +27,7 @@ HARMLESS = frozenset({"mistral: names twice", "mistral: a module too many", "qwe
 NOT_JUDGED = frozenset(
     {
         "mistral: IA3's type", "mistral: unknown type", "qwen3: trained tokens not said", "phi3: IA3 lost",
-        "gemma2: VeRA cut", "ltx: kohya's names",
+        "gemma2: VeRA cut",
     }
 )  # fmt: skip
 """Damaged ones of such kinds, or under names of which nothing is known."""

@@ -68,7 +68,7 @@ class Worlds:
     def _base(self, kind: str, name: str, world: World) -> Path:
         directory = self.root / kind / name
         if not directory.exists():
-            world.build().save_pretrained(directory)  # type: ignore[operator]
+            world.save(directory)
         return directory
 
     def _language(self, name: str) -> Trained:
