@@ -33,7 +33,7 @@ def check_against(adapter: Adapter[TensorEntry], base: BaseFacts) -> tuple[list[
     """
     modules = parents_of(base.shapes)
     has_plain_names = any(base_path(module.path) in modules for module in adapter.modules)
-    if base.family == "llm" or has_plain_names or adapter.convention in ("peft", "torchtitan"):
+    if base.family == "llm" or has_plain_names:
         return list(check_base(adapter, base.shapes)), []
     if base.family is not None:
         return list(_by_tables(adapter, ARCHITECTURES[base.family], base.shapes)), []

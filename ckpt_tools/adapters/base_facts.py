@@ -136,10 +136,21 @@ def as_named(facts: BaseFacts, paths: Collection[str]) -> BaseFacts:
         kept = {name: shape for name, shape in on_disk.items() if name not in gone}
         ways.append(kept | {new: facts.shapes[new] for new, old in renamed.items() if old in on_disk})
     ways += [_with_root(way, facts, paths) for way in tuple(ways)]
-    shapes = max(ways, key=lambda way: len(parents_of(way) & set(paths)))
+    shapes = _with_shared(max(ways, key=lambda way: len(parents_of(way) & set(paths))))
     if not any(_EXPERT.search(path) for path in paths) and any(_STACKED.search(name) for name in shapes):
         shapes = {name: shape for name, shape in shapes.items() if not _EXPERT.search(name)}
     return replace(facts, shapes=shapes)
+
+
+def _with_shared(shapes: Shapes) -> Shapes:
+    """Add the embeddings that an encoder and a decoder share (T5, BART): on disk they are one tensor."""
+    found = dict(shapes)
+    for name, shape in shapes.items():
+        root, _, leaf = name.rpartition("shared.weight")
+        if not leaf and name.endswith("shared.weight") and (not root or root.endswith(".")):
+            for side in ("encoder", "decoder"):
+                found.setdefault(f"{root}{side}.embed_tokens.weight", shape)
+    return found
 
 
 def _with_root(shapes: Shapes, facts: BaseFacts, paths: Collection[str]) -> Shapes:

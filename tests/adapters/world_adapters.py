@@ -111,6 +111,34 @@ HEALTHY: Mapping[str, tuple[str, str, Config]] = {
     "siglip": ("siglip", "Lora", LORA | {"target_modules": ["q_proj", "out_proj", "fc1"]}),
     "clip, text alone": ("clip", "Lora", LORA | {"target_modules": r"text_model\..*\.(q|k)_proj"}),
     "clip": ("clip", "Lora", QV),
+    "gpt2, published without its head": ("gpt2-published", "Lora", LORA | {"target_modules": ["c_attn", "c_proj"]}),
+    "bert, published without its head": (
+        "bert-published",
+        "Lora",
+        LORA | {"target_modules": ["query", "dense"], "modules_to_save": ["classifier"]},
+    ),
+    "qwen3-moe, dense and expert layers": (
+        "qwen3-moe-mixed",
+        "Lora",
+        QV | {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    ),
+    "qwen3-moe, attention of mixed layers": ("qwen3-moe-mixed", "Lora", QV),
+    "gemma2, tied embedding": (
+        "gemma2",
+        "Lora",
+        LORA | {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "gemma2, tied embedding saved": (
+        "gemma2",
+        "Lora",
+        QV | {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "gemma2, head": ("gemma2", "Lora", LORA | {"target_modules": ["q_proj", "lm_head"]}),
+    "bart, embeddings": ("bart", "Lora", LORA | {"target_modules": ["q_proj", "embed_tokens"]}),
+    "t5, shared embedding": ("t5", "Lora", LORA | {"target_modules": ["q", "shared", "lm_head"]}),
+    "clip, convolution": ("clip", "Lora", LORA | {"target_modules": ["patch_embedding", "text_projection"]}),
+    "opt, embedding and biases": ("opt", "Lora", LORA | {"target_modules": ["embed_tokens", "fc2"], "bias": "all"}),
+    "gpt-oss, router": ("gpt-oss", "Lora", QV | {"target_parameters": ["router.weight"]}),
     "mistral, LoHa": ("mistral", "LoHa", {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}),
     "olmo2, LoKr": ("olmo2", "LoKr", {"r": 2, "alpha": 4, "target_modules": ["q_proj"]}),
     "vit, LoKr of full factors": ("vit", "LoKr", {"r": 64, "alpha": 1, "target_modules": ["q_proj"]}),
@@ -300,7 +328,6 @@ DAMAGED: Mapping[str, tuple[str, Damage]] = {
         say(layers_to_transform=None, init_lora_weights=False),
     ),
     "mistral: head lost": ("mistral, head saved", drop("lm_head")),
-    "mistral: head not said": ("mistral, head saved", say(modules_to_save=None)),
     "mistral: embedding's factor lost": ("mistral, head and embeddings", drop("lora_embedding_B")),
     "mistral: a LoHa factor lost": ("mistral, LoHa", drop("layers.0.self_attn.q_proj.hada_w2_b")),
     "mistral: LoHa rank": ("mistral, LoHa", say(r=3)),
@@ -327,6 +354,12 @@ DAMAGED: Mapping[str, tuple[str, Damage]] = {
     "whisper: a task that breaks it": ("whisper", say(task_type="SEQ_2_SEQ_LM")),
     "whisper: no model's root": ("whisper", rename("model.model.", "model.")),
     "bert: biases said, and lost": ("bert, biases of its targets", drop("query.base_layer.bias")),
+    "gpt2: headless, of another model": (
+        "gpt2, published without its head",
+        rename("model.transformer.", "model.bert."),
+    ),
+    "bart: tied embedding lost": ("bart, embeddings", drop("decoder.embed_tokens")),
+    "qwen3-moe: layer of experts lost": ("qwen3-moe, attention of mixed layers", drop("layers.1.")),
     "bert: head lost": ("bert, biases of its targets", drop("classifier")),
     "deberta: a side lost": ("deberta", drop("layer.0.attention.self.value_proj.lora_A")),
     "vit: head lost": ("vit", drop("classifier")),
@@ -342,6 +375,3 @@ DAMAGED: Mapping[str, tuple[str, Damage]] = {
     "gemma2: VeRA cut": ("gemma2, VeRA", change("vera_lambda_b", half)),
 }
 """Name → (healthy adapter, what happens to it)."""
-
-CHANGES_NOTHING = frozenset({"mistral: one B zero", "mistral: one A zero", "mistral: alpha -4", "mistral: alpha 1e6"})
-"""What PEFT loads as it is in the file, though no training leaves it so: ckpt must say it all the same."""

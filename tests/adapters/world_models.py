@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,12 +21,21 @@ class World:
     """With random weights."""
     inputs: Callable[[], Inputs]
     """Of its forward."""
+    published: str = ""
+    """The part of it that its base directory holds; all of it by default."""
+
+    def save(self, directory: Path) -> None:
+        """Write it as `save_pretrained` does."""
+        model = self.build()
+        part = getattr(model, self.published) if self.published else model
+        part.save_pretrained(directory)
 
     def outputs(self, model: nn.Module) -> torch.Tensor:
         """Return what the model computes."""
         with torch.no_grad():
             found = model.eval()(**self.inputs())
-        return found[0] if isinstance(found, tuple) else next(v for v in found.values() if isinstance(v, torch.Tensor))
+        first = found[0] if isinstance(found, tuple) else next(v for v in found.values() if v is not None)
+        return first if isinstance(first, torch.Tensor) else first[0]
 
 
 def _ids() -> Inputs:
@@ -110,7 +119,7 @@ def _of(architecture: str, config: str, /, inputs: Callable[[], Inputs] = _ids, 
     return World(build=build, inputs=inputs)
 
 
-LANGUAGE: Mapping[str, World] = {
+_WHOLE: dict[str, World] = {
     "phi3": _of("Phi3ForCausalLM", "Phi3Config", **_LLM | {"rope_scaling": None}),
     "gemma2": _of("Gemma2ForCausalLM", "Gemma2Config", **_LLM),
     "gemma3": _of("Gemma3ForCausalLM", "Gemma3TextConfig", **_LLM),
@@ -176,10 +185,17 @@ LANGUAGE: Mapping[str, World] = {
         projection_dim=8,
     ),
 }
-"""Models of transformers."""
-
-
-def save(world: World, directory: Path) -> Path:
-    """Write a model as `save_pretrained` does."""
-    world.build().save_pretrained(directory)  # type: ignore[operator]  # nn.Module does not say it
-    return directory
+LANGUAGE: Mapping[str, World] = _WHOLE | {
+    "gpt2-published": replace(_WHOLE["gpt2"], published="transformer"),
+    "bert-published": replace(_WHOLE["bert"], published="bert"),
+    "qwen3-moe-mixed": _of(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        **_LLM,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        mlp_only_layers=[0],
+    ),
+}
+"""Models of transformers; "published" ones lie without their heads on the disk, as on the hub."""

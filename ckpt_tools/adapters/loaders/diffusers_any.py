@@ -29,7 +29,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     Raises:
         RejectedError: It raises.
     """
-    if file.base is None or any(name.startswith(_FOREIGN) for name in file.tensors):
+    if file.base is None or any(name.startswith(_FOREIGN) or name.endswith(".alpha") for name in file.tensors):
         what = "diffusers' conversions differ by model family, and ckpt has no tables for this one"
         loading.say("loader-unchecked", "warning", file.file, what, "give the base model with --base")
         return

@@ -34,6 +34,9 @@ _WRAPPED = ".base_layer"
 _TYPES = {"LORA": "lora", "LOHA": "loha", "LOKR": "lokr", "OFT": "oft", "BOFT": "boft"}
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 _SAVED_COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
+_STACKED = re.compile(r"\.experts\.\w+$")
+_OF_EXPERTS = frozenset({"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "input_linear"})
+"""Modules of an expert."""
 _RANK_ROLES = {"A": 0, "A_embedding": 0, "B": 1, "B_embedding": 1}
 Config = Mapping[str, object]
 
@@ -74,6 +77,11 @@ def load(file: AdapterFile, loading: Loading) -> None:
                 "ckpt export-lora SRC DST --alpha VALUE writes it",
             )
         loading.say_scale(alpha, config.get(alpha))
+    if file.base is not None and _is_converted(config, file.base):
+        what = "PEFT rewrites adapters of experts for the stacked ones of transformers 5, which is not simulated"
+        loading.say("loader-unchecked", "warning", CONFIG, what)
+        return
+    config = _with_tied(config, file)
     wrapped = wrapped_parameters(config, file.base or {})
     found, levels = _match(file, config, family, wrapped, loading)
     _check_saved(file, config)
@@ -93,6 +101,22 @@ def load(file: AdapterFile, loading: Loading) -> None:
         _check_shapes(path, factors, family, config, file.base, loading)
     _say_missing(file.base, found, family, config, loading)
     _say_biases(file, file.base, family, config, loading)
+
+
+def _is_converted(config: Config, base: Mapping[str, Shape]) -> bool:
+    """Source: peft 0.21 `utils/transformers_weight_conversion.py`."""
+    targets = config.get("target_modules")
+    leaves = {str(name).rpartition(".")[2] for name in targets} if isinstance(targets, list) else set()
+    return bool(leaves & _OF_EXPERTS) and any(_STACKED.search(name) for name in base)
+
+
+def _with_tied(config: Config, file: AdapterFile) -> Config:
+    """With ensure_weight_tying a tied head gets an adapter beside its embedding, whose factors it shares."""
+    targets = config.get("target_modules")
+    has_head = any(name.startswith(f"{ROOT}lm_head.lora_") for name in file.tensors)
+    if not config.get("ensure_weight_tying") or not has_head or not isinstance(targets, list):
+        return config
+    return {**config, "target_modules": [*targets, "lm_head"]}
 
 
 def _match(
