@@ -60,6 +60,19 @@ UNREAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (ACCELERATE | {"distributed_type": "MEGATRON_LM"}, "distributed_type is MEGATRON_LM"),
+        (VERL.replace("fsdp2", "megatron"), "actor_rollout_ref.actor.strategy is megatron"),
+    ],
+)
+def test_engine_that_is_not_read_is_not_checked(config: Any, says: str, tmp_path: Path, capsys: Any) -> None:
+    status, document = run(tmp_path, capsys, config)
+    assert (status, document["ok"]) == (3, False)
+    assert says in document["not_checked"][0]
+
+
 @pytest.mark.parametrize("name", UNREAD)
 def test_options_that_were_not_read_are_not_checked(name: str, tmp_path: Path, capsys: Any) -> None:
     config, unread = UNREAD[name]
@@ -295,8 +308,10 @@ def test_slip_of_the_pen_is_told_from_another_name(key: str, name: str, expected
 
 
 def test_names_that_decide_what_a_run_needs() -> None:
-    assert all(map(decides, "fsdp_version optim_8bit tp_size lora_rank zero_stage torch_dtype max_len".split()))
-    assert not any(map(decides, "wandb_project dataset_path logging_steps".split()))
+    assert all(
+        map(decides, ("fsdp_version", "optim_8bit", "tp_size", "lora_rank", "zero_stage", "torch_dtype", "max_len"))
+    )
+    assert not any(map(decides, ("wandb_project", "dataset_path", "logging_steps")))
 
 
 # What people see
