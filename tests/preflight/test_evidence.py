@@ -49,6 +49,12 @@ UNREAD = {
     "model": (VERL + "actor_rollout_ref.model.path=$MODEL", "actor_rollout_ref.model.path"),
     "another config of Hydra": (VERL + "--config-name=mine", "--config-name=mine"),
     "a group of Hydra": (VERL + "actor@actor_rollout_ref.actor=mine", "actor@actor_rollout_ref.actor=mine"),
+    "a program of somebody's own": (
+        "python3 -m recipe.dapo.main_dapo actor_rollout_ref.actor.strategy=fsdp2 trainer.nnodes=1",
+        "recipe.dapo.main_dapo",
+    ),
+    "ranks of the launcher": (RLHF.replace("=8", "=$GPUS"), "--nproc_per_node"),
+    "machines of the launcher": ("torchrun --nnodes $N " + RLHF.removeprefix("torchrun "), "--nnodes"),
     "a second trainer": (f"{VERL}\n{VERL} trainer.nnodes=4", None),
     "YAML": (AXOLOTL | {"sequence_len": "$LEN"}, "sequence_len"),
     "YAML of a template": (ACCELERATE | {"num_processes": "{{ gpus }}"}, "num_processes"),
@@ -116,6 +122,7 @@ def test_options_that_the_script_itself_says_are_read(tmp_path: Path, capsys: An
         (VERL + "trainer.nnodes=$NNODES trainer.n_gpus_per_node=8", ("--world-size", "16")),
         (RLHF.replace("train_sft", "train_ppo_ray") + "--actor_num_nodes $N", ("--world-size", "16")),
         (ACCELERATE | {"num_processes": "${WORLD_SIZE}"}, ("--world-size", "16")),
+        (RLHF.replace("=8", " $GPUS"), ("--world-size", "16")),
     ],
 )
 def test_what_is_passed_need_not_be_read(config: Any, argv: Any, tmp_path: Path, capsys: Any) -> None:
