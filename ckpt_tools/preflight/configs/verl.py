@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import LimitError
@@ -71,6 +72,19 @@ def _command(document: Document) -> Sequence[str]:
     return next(found, _words(document))
 
 
+def _own_programs(document: Document) -> tuple[str, ...]:
+    """Return the programs that are started with verl's options and are not verl's: their defaults are not known."""
+    if any(_arguments(command) is not None for command in document.commands):
+        return ()
+    return tuple(
+        word
+        for command in document.commands
+        if any(one.lstrip("+~").startswith("actor_rollout_ref.") for one in command)
+        for before, word in pairwise(("", *command))
+        if before == "-m" or word.endswith(".py")
+    )
+
+
 def _is_ppo(values: Mapping[str, object]) -> bool:
     return isinstance(values.get("actor_rollout_ref"), Mapping)
 
@@ -92,6 +106,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     tree, command = document.values, _command(document)
     if tree is None:
         overrides = read_overrides(command, configs=_CONFIGS)
+        overrides = replace(overrides, unread=(*_own_programs(document), *overrides.unread))
         tree, findings = overrides.values, overrides.findings
         if sum(_arguments(words) is not None for words in document.commands) > 1:
             findings += (several_commands(document.path),)
