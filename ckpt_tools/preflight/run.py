@@ -205,7 +205,7 @@ def _why_not_run(flight: _Flight, config: Config) -> str:
     if flight.has_errors:
         return "the config has errors"
     unread = config.unread_fields - {"resume_from"}
-    return "the config is not known well enough: " + config.why_not if unread else ""
+    return "not all of the config could be read" if unread else ""
 
 
 def _describe_options(config: Config) -> str:
@@ -219,7 +219,11 @@ def _check_rules(check: _Check, config: Config, view: ModelView) -> None:
     check.findings = check_rules(config, view.facts)
     count = sum(config.framework in rule.frameworks for rule in RULES)
     told = "" if view.facts is not None else ", without what they say on the model"
-    check.what, check.was_made = f"{count} rules for {config.framework}{told}", True
+    # A rule that asks for what could not be read finds nothing.
+    check.was_made = not config.unread_fields
+    check.what = f"{count} rules for {config.framework}{told}"
+    if not check.was_made:
+        check.what += ", as far as the config could be read"
 
 
 def _question(spec: ParallelSpec, sources: Sources, gpu_memory: int | None) -> MemoryQuestion:

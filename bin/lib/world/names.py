@@ -83,6 +83,8 @@ def _names(release: Release, kind: str, place: str, what: str) -> set[str]:
     for path in _matching(tree, place):
         if kind == "keys":
             found |= _keys_at(yaml.safe_load(path.read_text(encoding="utf-8")), what)
+        elif kind == "defaults":
+            found |= _defaults_of(yaml.safe_load(path.read_text(encoding="utf-8")))
         elif kind == "options":
             found |= {name for name, shape in _options(path) if what in (shape, "any")}
     return found
@@ -166,6 +168,13 @@ def _texts(node: ast.AST, loops: dict[str, tuple[str, ...]]) -> list[str]:
         return []
     parts = [_texts(part, loops) for part in node.values]
     return ["".join(words) for words in product(*parts)]
+
+
+def _defaults_of(values: object) -> set[str]:
+    """Return the defaults list of a Hydra config; a name with a blank would be two words of a list."""
+    given = values.get("defaults") if isinstance(values, dict) else None
+    pairs = (item if isinstance(item, dict) else {item: None} for item in given or ())
+    return {str(key) if file is None else f"{key}:{file}" for pair in pairs for key, file in pair.items()}
 
 
 def _keys_at(values: object, path: str) -> set[str]:

@@ -223,7 +223,7 @@ class _Shell:
             value = self._value(piece.text) if piece.is_expansion else piece.text
             if isinstance(value, str) and (piece.is_quoted or not piece.is_expansion):
                 parts = [value]
-            elif value is None or (len(word) > 1 and isinstance(value, str) and value != value.strip()):
+            elif value is None or (isinstance(value, str) and _splits_oddly(value, piece.text, len(word))):
                 parts = [piece.text]
             else:
                 parts = list(value) if piece.is_quoted else _split(value)
@@ -306,6 +306,12 @@ def _compute(node: ast.expr) -> int | None:
 def _split(value: str | tuple[str, ...]) -> list[str]:
     """Return the fields of a value that is not quoted."""
     return [part for one in ((value,) if isinstance(value, str) else value) for part in one.split()]
+
+
+def _splits_oddly(value: str, written: str, num_pieces: int) -> bool:
+    """Do blanks at the ends of a value cut its neighbours off, or do quotes in `${X:-"a b"}` keep it whole?"""
+    has_blank = len(value.split()) > 1
+    return (num_pieces > 1 and value != value.strip()) or (has_blank and any(quote in written for quote in "'\""))
 
 
 def _literal(token: Token) -> str | None:

@@ -115,6 +115,8 @@ class Config:
                 return f"no option of {self.framework} is found in it"
             return f"{self.framework} knows {known} of its {named} options: it may be another trainer's config"
         reasons = []
+        if self.spec.engine == "other":
+            reasons.append(f"{self._engine()} is an engine that preflight does not read")
         if options.unread:
             reasons.append(f"values that are not in the file: {_list(options.unread)}")
         if options.words:
@@ -122,6 +124,14 @@ class Config:
         if any(finding.code == "several-commands" for finding in self.findings):
             reasons.append("more than one trainer is started, and the first one alone was read")
         return "; ".join(reasons)
+
+    def _engine(self) -> str:
+        """Return the key that names the engine, and its value."""
+        key = self.spec.keys.get("engine")
+        node: object = self.values
+        for part in key.split(".") if key is not None else ():
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return f"{key} is {escape_name(node)}, which" if key is not None and isinstance(node, str) else "what it starts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.preflight.configs.config import join_path
@@ -37,20 +37,28 @@ class Overrides:
     """Paths that contradict one another."""
     unread: tuple[str, ...] = ()
     """Words that stand for nobody knows which options: `$@`, `$EXTRA`, groups (`actor@a.b=megatron`), other configs."""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """Group that is known → the file that is chosen for it: `engine=megatron`."""
 
 
-def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = ()) -> Overrides:
+def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), groups: Collection[str] = ()) -> Overrides:
     """Read the overrides among the words of a command; options of Hydra's own are passed over.
 
     Args:
         tokens: What follows the program.
         configs: Names of the configs that are known: what lies in another one is not.
+        groups: Names of the groups that are known: what they choose is returned, and not put into the tree.
     """
     values: dict[str, object] = {}
     added: set[str] = set()
     findings: list[Finding] = []
     unread: list[str] = []
+    chosen: dict[str, str] = {}
     for at, word in enumerate(tokens):
+        group, _, choice = word.partition("=")
+        if group in groups and not is_variable(choice):
+            chosen[group] = choice
+            continue
         match = _OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["sign"] != "~"):
             name, equals, value = word.partition("=")
@@ -78,7 +86,9 @@ def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = ()) -> O
                     hint="remove one of the two",
                 )
             )
-    return Overrides(values=values, added=frozenset(added), findings=tuple(findings), unread=tuple(unread))
+    return Overrides(
+        values=values, added=frozenset(added), findings=tuple(findings), unread=tuple(unread), groups=chosen
+    )
 
 
 def _put(values: dict[str, object], parts: list[str], value: object) -> bool:

@@ -241,16 +241,19 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
         options: What became of them.
         values: The file.
     """
-    findings = [
-        Finding(
-            code="unread-options",
-            severity="warning",
-            where=escape_name(word),
-            what="it may stand for any options: they are not checked",
-            hint="write them in its place",
+    findings: list[Finding] = []
+    words = [escape_name(word) for word in dict.fromkeys(options.words)]
+    if words:
+        shown = ", ".join(words[:_MAX_FOLDED]) + (", …" if len(words) > _MAX_FOLDED else "")
+        findings.append(
+            Finding(
+                code="unread-options",
+                severity="warning",
+                where=words[0],
+                what=f"options that are not in the file, and not checked: whatever {shown} may stand for",
+                hint="write them in its place",
+            )
         )
-        for word in dict.fromkeys(options.words)
-    ]
     findings += [
         Finding(
             code="unknown-value",

@@ -10,6 +10,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs import accelerate, ai_toolkit, axolotl, openrlhf, torchtitan, trainer, verl
 from ckpt_tools.preflight.configs.config import Config, Options, Reading
 from ckpt_tools.preflight.configs.document import Document, read_document
+from ckpt_tools.preflight.configs.launch import unread_ranks
 from ckpt_tools.preflight.configs.options import check_variables, option_names
 from ckpt_tools.preflight.configs.others import refuse_others
 from ckpt_tools.preflight.configs.schema import Section
@@ -88,6 +89,8 @@ def read_config(
     refuse_others(document)
     found = framework or detect(document)
     reading = _FRAMEWORKS[found][1](document, world_size)
+    if reading.spec.world_size is None:
+        reading = _with_launcher(reading, document)
     if framework is not None and document.values is not None:
         _check_named(document, document.values, framework, type(reading.raw))
     config = Config(
@@ -111,6 +114,13 @@ def read_config(
         ),
         findings=reading.findings + check_variables(config.options, config.values),
     )
+
+
+def _with_launcher(reading: Reading, document: Document) -> Reading:
+    """Count the ranks among what was not read, where the launcher has them from variables."""
+    words = unread_ranks(document.commands)
+    options = replace(reading.options, unread=(*reading.options.unread, *words), read=reading.options.read + len(words))
+    return replace(reading, options=options, world_keys=(*reading.world_keys, *words))
 
 
 def _without_given(reading: Reading, given: Collection[str]) -> Options:

@@ -156,14 +156,19 @@ class SftModel(Model):
     fsdp_config: SftFsdp | None = None
 
 
-class Sft(Section):
-    """A file for the SFT trainer."""
+class SftOther(Section):
+    """A file for the SFT trainer with an engine that is not FSDP: the engine's options are passed over."""
 
-    known: ClassVar[frozenset[str]] = known("verl", "sft") | words("profiler")
+    known: ClassVar[frozenset[str]] = known("verl", "sft") | words("profiler engine optim")
 
     model: SftModel | None = None
-    engine: Fsdp | None = None
     data: Data | None = None
-    optim: Optimizer | None = None
     trainer: Runner | None = None
     ulysses_sequence_parallel_size: Count | None = None
+
+
+class Sft(SftOther):
+    """A file for the SFT trainer."""
+
+    engine: Fsdp | None = None
+    optim: Optimizer | None = None
