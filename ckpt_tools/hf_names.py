@@ -10,11 +10,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt_tools.checkpoint import Asset
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
 from ckpt_tools.formats.model_config import CONFIG_NAME, MAX_CONFIG_BYTES
-from ckpt_tools.job import AssetList, Job
+from ckpt_tools.job import Job
 from ckpt_tools.maps import Expected, Held, common_prefix, folded, hold, is_adapter, load_table, origins_of, tied
 from ckpt_tools.opening import Opened, read_document
 from ckpt_tools.storage.source import Source
@@ -38,7 +39,7 @@ class Claim:
     """Where that file lies."""
 
 
-def claim_of(assets: AssetList) -> Claim | None:
+def claim_of(assets: Sequence[tuple[Source, Asset]]) -> Claim | None:
     """Return what the config.json among `assets` names; None when nothing does.
 
     Raises:
@@ -58,7 +59,7 @@ def claim_of(assets: AssetList) -> Claim | None:
     return Claim(architecture=name, config=config, source=found[0]) if isinstance(name, str) else None
 
 
-def ties_in(assets: AssetList) -> Ties:
+def ties_in(assets: Sequence[tuple[Source, Asset]]) -> Ties:
     """Return the ties of the architecture that is named among `assets`; none where nothing is known of it."""
     try:
         claim = claim_of(assets)

@@ -27,8 +27,6 @@ from ckpt_tools.storage.staging import free_bytes
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
-AssetList = list[tuple[Source, Asset]]
-"""Files to carry along, and where from."""
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Values of `--dtype`."""
 _MARGIN_BYTES = 16 << 20

@@ -12,7 +12,7 @@ from ckpt_tools.formats import hf, safetensors
 from ckpt_tools.formats.detect import is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.hf_names import Ties, ties_in
-from ckpt_tools.job import AssetList, Job, cast_target
+from ckpt_tools.job import Job, cast_target
 from ckpt_tools.maps import origins_of
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.storage.journal import JOURNAL_NAME
@@ -23,6 +23,8 @@ from ckpt_tools.transform import find_model, is_optimizer, rename, select, strip
 from ckpt_tools.twins import twin_of
 from ckpt_tools.units import parse_size
 
+AssetList = list[tuple[Source, Asset]]
+"""Files to carry along, and where from."""
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 """Largest HF file when nothing else says how to split, as in huggingface_hub."""
 

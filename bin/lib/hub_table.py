@@ -11,8 +11,13 @@ from hub_models import AUTO, Architecture, Observed
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ckpt_tools.maps import patterns
-from ckpt_tools.maps.patterns import Node, add, graft, is_number, prune
+from ckpt_tools.maps.patterns import Node, find, is_number, merge, prune
+from ckpt_tools.maps.sections import add_names, parse_section, split
 
+_WORTH_SHARING = 4
+"""Lines of names; fewer are written out even where another section has them."""
+_Places = frozenset[tuple[int, str]]
+"""(observation, elements of lists) where something was seen."""
 Flags = dict[str, bool]
 """Pattern → is it required?"""
 
@@ -24,6 +29,7 @@ class Compiler:
         self.observed = observed
         self.sections: dict[str, list[str]] = {}
         self.nodes: dict[str, Node] = {}
+        self.owners: dict[tuple[str, ...], str] = {}
 
     def compile(self, name: str) -> Node:
         """Make the section of a class and of its parts."""
@@ -46,28 +52,34 @@ class Compiler:
                 continue
             inside = _copy(self.compile(part.kind))
             concrete = [p.path for p in one.parts if fold(p.path, lists) == where]
-            removed, extra = _compare(inside, concrete, [seen for _, seen in one.observed], where, lists)
+            removed, extra, optional = _compare(inside, concrete, [seen for _, seen in one.observed], where, lists)
             if len(removed) + len(extra) > 12 and not part.auto:
                 continue  # another model than that class's own: its names are written out
-            parts[where] = f"part {where} {part.kind} {part.config or '.'} {part.auto or '-'}"
+            parts[where] = (
+                f"{'maybe' if optional else 'part'} {where} {part.kind} {part.config or '.'} {part.auto or '-'}"
+            )
             for pattern in removed:
-                prune(inside, pattern)
                 without.append(f"without {where}.{pattern}")
             more |= extra
-            graft(root, where, inside)
-        flags = _flags([seen for _, seen in one.observed], lists, [part.path for part in one.parts], parts)
-        flags |= more
-        for pattern, required in flags.items():
-            add(root, pattern, required=required)
+            merge(find(root, where), inside, optional=optional)
+            for pattern in removed:
+                prune(root, f"{where}.{pattern}")
+        own = _own_names([seen for _, seen in one.observed], lists, [part.path for part in one.parts], parts)
+        flags, bundles, one_of = _flags(own, lists)
+        flags = more | flags
         lines += sorted(parts.values())
         lines += sorted(without)
         lines += sorted(_counts(one, lists, list(parts)))
         for scope, switch, default, target, source in one.ties:
             lines.append(f"tie {scope or '.'} {switch} {int(default)} {target} {source}")
-        lines += [f"rules {scope or '-'} {key}" for scope, key in one.rules]
-        lines += [f"ignored {pattern}" for pattern in one.ignored_unexpected]
+        lines += [f"rules {scope or '-'} {key}" for scope, key in one.rules if key != "legacy"]
+        of_parts = {line for part in parts.values() for line in self.sections[part.split()[2]]}
+        lines += [line for pattern in one.ignored_unexpected if (line := f"ignored {pattern}") not in of_parts]
         lines += [f"may-miss {pattern}" for pattern in one.ignored_missing]
-        lines += _name_lines(flags)
+        names = _name_lines(flags, bundles, one_of)
+        add_names(root, parse_section(names))
+        same = self.owners.setdefault(tuple(names), name)
+        lines += names if same == name or len(names) < _WORTH_SHARING else [f"like {same}"]
         self.sections[name] = lines
         self.nodes[name] = root
         return root
@@ -75,7 +87,7 @@ class Compiler:
 
 def _copy(node: Node) -> Node:
     copy = Node()
-    graft(copy, "", node)
+    merge(copy, node, optional=False)
     return copy
 
 
@@ -97,19 +109,17 @@ def fold(name: str, lists: frozenset[str]) -> str:
     return ".".join(folded)
 
 
-def _split(pattern: str) -> tuple[str, str]:
-    """Return what lies up to the last number, and the rest."""
-    head, star, rest = pattern.rpartition("*.")
-    return head + star.removesuffix("."), rest
-
-
-def _flags(observed: list[Observed], lists: frozenset[str], inside: list[str], parts: Iterable[str]) -> Flags:
-    """Return the patterns of a class's own names."""
+def _own_names(
+    observed: list[Observed], lists: frozenset[str], inside: list[str], parts: Iterable[str]
+) -> list[list[str]]:
+    """Return the names of every observation that lie in no part."""
     taken = set(parts)
-    own = [
-        [name for name in seen.names if not _is_inside(name, [p for p in inside if fold(p, lists) in taken])]
-        for seen in observed
-    ]
+    paths = [path for path in inside if fold(path, lists) in taken]
+    return [[name for name in seen.names if not _is_inside(name, paths)] for seen in observed]
+
+
+def _flags(own: list[list[str]], lists: frozenset[str]) -> tuple[Flags, list[list[str]], list[tuple[int, ...]]]:
+    """Return the patterns of a class's own names, the bundles of optional ones, and pairs of which one is there."""
     present: list[dict[str, set[str]]] = []
     instances: list[dict[str, set[str]]] = []
     for names in own:
@@ -117,7 +127,7 @@ def _flags(observed: list[Observed], lists: frozenset[str], inside: list[str], p
         where: dict[str, set[str]] = defaultdict(set)
         for name in names:
             pattern = fold(name, lists)
-            head, _ = _split(pattern)
+            head, _ = split(pattern)
             depth = head.count(".") + 1 if head else 0
             found[pattern].add(".".join(name.split(".")[:depth]))
             components, folded = name.split("."), pattern.split(".")
@@ -128,8 +138,9 @@ def _flags(observed: list[Observed], lists: frozenset[str], inside: list[str], p
         instances.append(where)
     numbers = {group: _kind(group, instances) for where in instances for group in where}
     flags: Flags = {}
+    spelling: dict[str, str] = {}
     for pattern in sorted(set().union(*present)):
-        head, _ = _split(pattern)
+        head, _ = split(pattern)
         required = all(
             found[pattern] == (where[head] if head else {""})
             for found, where in zip(present, instances, strict=True)
@@ -140,8 +151,49 @@ def _flags(observed: list[Observed], lists: frozenset[str], inside: list[str], p
             numbers[".".join(folded[:end])] if component == "*" else component
             for end, component in enumerate(folded, 1)
         ]
-        flags[".".join(spelt)] = required
-    return flags
+        spelling[pattern] = ".".join(spelt)
+        flags[spelling[pattern]] = required
+    bundles, one_of = _bundles([p for p in spelling if not flags[spelling[p]]], present, instances)
+    return flags, [[spelling[pattern] for pattern in bundle] for bundle in bundles], one_of
+
+
+def _bundles(
+    optional: list[str], present: list[dict[str, set[str]]], instances: list[dict[str, set[str]]]
+) -> tuple[list[list[str]], list[tuple[int, ...]]]:
+    """Return the patterns that were always seen together, and pairs of bundles of which one was always seen."""
+
+    def occurrence(names: Iterable[str]) -> _Places:
+        return frozenset(
+            (index, path) for index, found in enumerate(present) for name in names for path in found.get(name, ())
+        )
+
+    modules: dict[str, list[str]] = defaultdict(list)
+    for pattern in set().union(*present):
+        modules[pattern.rpartition(".")[0]].append(pattern)
+    # A bias occurs where its config says so, in those modules that are there: only modules that are there together
+    # have their biases together.
+    by_occurrence: dict[tuple[str, _Places, _Places], list[str]] = defaultdict(list)
+    for pattern in optional:
+        head, rest = split(pattern)
+        if rest:
+            key = (head, occurrence([pattern]), occurrence(modules[pattern.rpartition(".")[0]]))
+            by_occurrence[key].append(pattern)
+    bundles: list[list[str]] = []
+    numbers: dict[tuple[str, _Places, _Places], int] = {}
+    pairs = []
+    for (head, where, module), names in by_occurrence.items():
+        everywhere = {
+            (index, path) for index, paths in enumerate(instances) for path in (paths[head] if head else [""])
+        }
+        elsewhere = frozenset(everywhere - where)
+        other = (head, elsewhere, elsewhere)
+        if len(names) == 1 and (where != module or other not in by_occurrence):
+            continue
+        bundles.append(names)
+        numbers[head, where, module] = len(bundles)
+        if where == module and other in numbers:
+            pairs.append((numbers[other], len(bundles)))
+    return bundles, pairs
 
 
 def _is_inside(name: str, paths: list[str]) -> bool:
@@ -151,7 +203,7 @@ def _is_inside(name: str, paths: list[str]) -> bool:
 def _kind(group: str, instances: list[dict[str, set[str]]]) -> str:
     """Which number is it: without holes, and always there?"""
     outer = group.removesuffix(".*") if group != "*" else ""
-    above = _split(outer + ".")[0] if outer else ""
+    above = split(outer + ".")[0] if outer else ""
     without_holes, always = True, True
     for where in instances:
         by_outer: dict[str, set[int]] = defaultdict(set)
@@ -167,24 +219,35 @@ def _kind(group: str, instances: list[dict[str, set[str]]]) -> str:
 
 def _compare(
     inside: Node, paths: list[str], observed: list[Observed], where: str, lists: frozenset[str]
-) -> tuple[list[str], Flags]:
-    """Return what a part lacks here of its class's required names, and what it has beyond them."""
-    removed: dict[str, None] = {}
+) -> tuple[list[str], Flags, bool]:
+    """Hold a part against its class.
+
+    Returns:
+        The required names that it never has here, those that it has beyond its class's or may lack, and whether it is
+        missing as a whole in some config.
+    """
+    lacking: list[set[str]] = []
     extra: Flags = {}
-    for path in paths:
-        for index, seen in enumerate(observed):
+    optional = False
+    for seen in observed:
+        for path in paths:
             names = [name[len(path) + 1 :] for name in seen.names if name.startswith(path + ".")]
+            optional = optional or not names
+            if not names:
+                continue
             extra |= {
                 f"{where}.{fold(name, _below(lists, where))}": False
                 for name in names
                 if not patterns.matches(inside, name, {})
             }
-            if index == 0:
-                for name in patterns.missing(inside, patterns.tree(names), {}):
-                    removed[patterns.fold(inside, name)] = None
-    shortened = {_shortest(inside, pattern, set(removed)) for pattern in removed}
+            missing = patterns.missing(inside, patterns.tree(names), {})
+            lacking.append({patterns.fold(inside, name) for name in missing})
+    always = set.intersection(*lacking) if lacking else set()
+    for pattern in set().union(*lacking) - always:
+        extra[f"{where}.{pattern}"] = False
+    shortened = {_shortest(inside, pattern, always) for pattern in always}
     spelt = [pattern for pattern in sorted(shortened) if not any(pattern.startswith(s + ".") for s in shortened)]
-    return spelt, extra
+    return spelt, extra, optional
 
 
 def _below(lists: frozenset[str], where: str) -> frozenset[str]:
@@ -242,13 +305,17 @@ def _lengths(seen: Observed, lists: frozenset[str]) -> dict[str, frozenset[int]]
     }
 
 
-def _name_lines(flags: Flags) -> list[str]:
+def _name_lines(flags: Flags, bundles: list[list[str]], one_of: list[tuple[int, ...]]) -> list[str]:
     """Return names, siblings in braces, sorted."""
-    lines = []
-    for required in (True, False):
-        names = [pattern for pattern, flag in flags.items() if flag is required]
-        lines += [line if required else f"? {line}" for line in _braced(names)]
-    return sorted(lines, key=lambda line: line.removeprefix("? "))
+    numbers = {pattern: number for number, bundle in enumerate(bundles, 1) for pattern in bundle}
+    by_mark: dict[str, list[str]] = defaultdict(list)
+    for pattern, required in flags.items():
+        by_mark["" if required else f"?{numbers.get(pattern, '')} "].append(pattern)
+    lines = [f"{mark}{line}" for mark, names in by_mark.items() for line in _braced(names)]
+    return [
+        *(f"one-of {first} {second}" for first, second in one_of),
+        *sorted(lines, key=lambda line: line.rpartition(" ")[2]),
+    ]
 
 
 def _braced(names: Iterable[str]) -> list[str]:
@@ -317,7 +384,7 @@ def render(observed: dict[str, Architecture]) -> str:
         sections[f"types {auto}"] = sorted(types)
     sections |= compiler.sections
     text = [
-        "# What the tensors of transformers' models are called. Written by bin/names; its form: ckpt_tools/maps/table.py",
+        "# What the tensors of transformers' models are called. Written by bin/names; its form: maps/sections.py",
         f"# of transformers {transformers.__version__}",
     ]
     for name in sorted(sections):

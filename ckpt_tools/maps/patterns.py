@@ -6,7 +6,9 @@ A pattern is a dotted name. A component may be
 - ``*?``: the same, but there may be none
 - ``#`` and ``#?``: a number, with or without holes
 
-A tensor is required when every model of the architecture has it wherever the innermost number before it occurs.
+A tensor is required when every model of the architecture has it wherever the innermost number before it occurs. Others
+depend on the config. Those that always occur together are a bundle: all of them or none; and of some bundles one is
+always there (a dense layer or experts).
 """
 
 from __future__ import annotations
@@ -33,6 +35,10 @@ class Node:
     is_name: bool = False
     """A name ends here."""
     is_required: bool = False
+    bundles: list[tuple[str, ...]] = field(default_factory=list)
+    """Names below this, without numbers, of which all or none are there."""
+    one_of: list[tuple[str, ...]] = field(default_factory=list)
+    """Names below this, each of another bundle, of which one is always there."""
 
     def step(self, component: str) -> Node | None:
         """Follow one component of a name."""
@@ -47,20 +53,11 @@ def is_number(component: str) -> bool:
     return component.isascii() and component.isdecimal() and len(component) <= 5 and str(int(component)) == component
 
 
-def add(root: Node, pattern: str, *, required: bool) -> Node:
-    """Add a pattern to the tree; return its last node."""
-    node = root
-    for component in pattern.split("."):
-        if component in NUMBERS:
-            if node.numbered is None:
-                node.numbered = Node()
-            node.number = _looser(node.number, component)
-            node = node.numbered
-        else:
-            node = node.children.setdefault(component, Node())
+def add(root: Node, pattern: str, *, required: bool) -> None:
+    """Add a pattern to the tree."""
+    node = find(root, pattern)
     node.is_name = True
     node.is_required = required
-    return node
 
 
 def _looser(first: str, second: str) -> str:
@@ -69,10 +66,30 @@ def _looser(first: str, second: str) -> str:
     return ("#" if "#" in first + second else "*") + ("?" if "?" in first + second else "")
 
 
-def graft(root: Node, path: str, other: Node) -> None:
-    """Add every pattern of `other` below `path`."""
-    for pattern, required in patterns(other):
-        add(root, f"{path}.{pattern}" if path else pattern, required=required)
+def find(root: Node, path: str) -> Node:
+    """Return the node of a pattern's beginning, which is made where it is not there."""
+    node = root
+    for component in path.split(".") if path else ():
+        if component in NUMBERS:
+            if node.numbered is None:
+                node.numbered = Node()
+            node.number = _looser(node.number, component)
+            node = node.numbered
+        else:
+            node = node.children.setdefault(component, Node())
+    return node
+
+
+def merge(node: Node, other: Node, *, optional: bool) -> None:
+    """Add everything below `other` to what is below `node`; with `optional` nothing of it is required."""
+    for component, child in _branches(other):
+        loosened = component.removesuffix("?") + "?" if optional and component in NUMBERS else component
+        merge(find(node, loosened), child, optional=optional)
+    if other.is_name:
+        node.is_name = True
+        node.is_required = other.is_required and not optional
+    node.bundles += other.bundles
+    node.one_of += [] if optional else other.one_of
 
 
 def patterns(root: Node) -> Iterator[tuple[str, bool]]:
@@ -109,11 +126,12 @@ def matches(root: Node, name: str, counts: Mapping[str, int]) -> bool:
 def prune(root: Node, path: str) -> None:
     """Remove the patterns that begin with `path`."""
     *parents, last = path.split(".")
-    node: Node | None = root
+    node = root
     for component in parents:
-        node = node.numbered if component in NUMBERS else node.children.get(component)
-        if node is None:
+        following = node.numbered if component in NUMBERS else node.children.get(component)
+        if following is None:
             return
+        node = following
     if last in NUMBERS:
         node.number, node.numbered = "", None
     else:
@@ -161,6 +179,7 @@ def missing(root: Node, found: Tree, counts: Mapping[str, int]) -> Iterator[str]
 def _missing(node: Node, found: Tree, counts: Mapping[str, int], path: str, folded: str) -> Iterator[str]:
     if node.is_required and "" not in found:
         yield path.removesuffix(".")
+    yield from (path + name for name in _unbundled(node, found))
     for component, child in node.children.items():
         yield from _missing(child, found.get(component, {}), counts, f"{path}{component}.", f"{folded}{component}.")
     if node.numbered is None:
@@ -180,3 +199,31 @@ def _missing(node: Node, found: Tree, counts: Mapping[str, int], path: str, fold
         if not inside and not node.number.startswith("*") and count is None:
             continue
         yield from _missing(node.numbered, inside, counts, f"{path}{number}.", f"{folded}*.")
+
+
+def _unbundled(node: Node, found: Tree) -> Iterator[str]:
+    """Yield the names below a node that others of their bundle call for."""
+    for bundle in node.bundles:
+        known = [name for name in bundle if _is_name(node, name)]
+        there = [name for name in known if _has(found, name)]
+        if there:
+            yield from (name for name in known if name not in there)
+    for names in node.one_of:
+        if all(_is_name(node, name) for name in names) and not any(_has(found, name) for name in names):
+            yield names[0]
+
+
+def _is_name(node: Node, name: str) -> bool:
+    for component in name.split("."):
+        if component not in node.children:
+            return False
+        node = node.children[component]
+    return node.is_name
+
+
+def _has(found: Tree, name: str) -> bool:
+    for component in name.split("."):
+        if component not in found:
+            return False
+        found = found[component]
+    return "" in found
