@@ -16,8 +16,8 @@ from ckpt_tools import api
 from ckpt_tools.cli.commands import COMMANDS
 
 ADAPTER = {
-    "base_model.model.model.layers.0.q_proj.lora_A.weight": ("F32", (2, 8), bytes(64)),
-    "base_model.model.model.layers.0.q_proj.lora_B.weight": ("F32", (8, 2), bytes(64)),
+    "base_model.model.model.layers.0.q_proj.lora_A.weight": ("F32", (2, 8), b"\0\0\x80\x3f" * 16),
+    "base_model.model.model.layers.0.q_proj.lora_B.weight": ("F32", (8, 2), b"\0\0\x80\x3f" * 16),
 }
 BASE = {"model.layers.0.q_proj.weight": ("F32", (8, 8), bytes(256))}
 PEFT = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
