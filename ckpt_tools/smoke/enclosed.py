@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
@@ -28,7 +29,7 @@ def enclose(
         setting: What is run; a factory is the user's own code, and has no walls.
         journal: Of this rank.
         scratch: Directory of the run.
-        device: GPUs need devices and sockets.
+        device: On GPUs Python's own walls stand alone: their drivers and NCCL need devices, files and sockets.
         saved: What another world has saved, and is read again.
     """
     if not isinstance(setting.recipe, HfRecipe):
@@ -48,7 +49,7 @@ def enclose(
     )
     on_gpu = device.type == "cuda"
     limits = Limits() if on_gpu else Limits(memory_bytes=free_memory(device))
-    raise_walls(walls, limits, sockets=on_gpu, devices=on_gpu)
+    raise_walls(walls, limits, kernel=not on_gpu)
 
 
 def enclosed(setting: Setting, *, scratch: str) -> AbstractContextManager[None]:
@@ -56,6 +57,8 @@ def enclosed(setting: Setting, *, scratch: str) -> AbstractContextManager[None]:
     recipe = setting.recipe
     if not isinstance(recipe, HfRecipe):
         return nullcontext()
+    # It makes a cache directory when it is imported, and torch imports it late; ranks of our own have it already.
+    importlib.import_module("torch._dynamo")
     return behind_walls(
         Walls(
             subject=f"a {recipe.title}",

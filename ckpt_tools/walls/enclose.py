@@ -8,8 +8,8 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt_tools.walls import kernel
 from ckpt_tools.walls.audit import Walls, code_directories, raise_audit
+from ckpt_tools.walls.kernel import confine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,25 +22,21 @@ class Limits:
     """Seconds of computing, beyond those it has used."""
 
 
-def raise_walls(
-    walls: Walls, limits: Limits | None = None, *, sockets: bool = False, devices: bool = False
-) -> tuple[str, ...]:
+def raise_walls(walls: Walls, limits: Limits, *, kernel: bool = True) -> tuple[str, ...]:
     """Confine this process for the rest of its life; it works in the scratch directory from here on.
 
     Args:
         walls: Where they stand.
         limits: Of memory and time.
-        sockets: Compiled code may use sockets (process groups); Python may not.
-        devices: Compiled code may use devices (GPUs).
+        kernel: Hold compiled code, too, where this machine can.
 
     Returns:
         The walls that stand beside Python's own: "landlock", "seccomp".
     """
-    readable = (*code_directories(), *walls.sources)
-    writable = [os.path.realpath(walls.scratch)]
     os.chdir(walls.scratch)
-    _limit(limits or Limits())
-    stands = kernel.confine(readable=readable, writable=writable, sockets=sockets, devices=devices)
+    _limit(limits)
+    readable = (*code_directories(), *walls.sources)
+    stands = confine(readable=readable, writable=(os.path.realpath(walls.scratch),)) if kernel else ()
     sys.dont_write_bytecode = True
     raise_audit(walls)
     return stands

@@ -45,25 +45,16 @@ _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EACCES
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def confine(*, readable: Iterable[str], writable: Iterable[str], sockets: bool, devices: bool) -> tuple[str, ...]:
-    """Confine this process; return which walls stand: "landlock", "seccomp".
+def confine(*, readable: Iterable[str], writable: Iterable[str]) -> tuple[str, ...]:
+    """Confine this process: it reads and writes what is named, and opens no socket and no program.
 
-    Args:
-        readable: Directories and files.
-        writable: Directories.
-        sockets: Leave compiled code its sockets, as process groups need them.
-        devices: Leave it the devices and the machine's description, as GPUs need them.
+    Returns:
+        Which walls stand: "landlock", "seccomp".
     """
     if sys.platform != "linux" or _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return ()
-    more = ("/sys", "/etc", "/run", "/usr/share") if devices else ()
-    written = ("/dev", "/dev/shm") if devices else _DEVICES  # noqa: S108 - NCCL's
-    stands = []
-    if _landlock((*readable, *_SYSTEM, *more), (*writable, *written), sockets=sockets):
-        stands.append("landlock")
-    if not sockets and _seccomp():
-        stands.append("seccomp")
-    return tuple(stands)
+    stands = (("landlock", _landlock((*readable, *_SYSTEM), (*writable, *_DEVICES))), ("seccomp", _seccomp()))
+    return tuple(name for name, stand in stands if stand)
 
 
 def landlock_version() -> int:
@@ -77,12 +68,12 @@ def _syscall(number: int, *args: object) -> int:
     return int(_libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in args)))
 
 
-def _landlock(readable: Iterable[str], writable: Iterable[str], *, sockets: bool) -> bool:
+def _landlock(readable: Iterable[str], writable: Iterable[str]) -> bool:
     version = landlock_version()
     if not version:
         return False
     handled = (1 << _NUM_ACCESSES.get(version, 16)) - 1
-    attributes = struct.pack("<QQQ", handled, 0 if sockets or version < 4 else _TCP, _SCOPES if version >= 6 else 0)
+    attributes = struct.pack("<QQQ", handled, 0 if version < 4 else _TCP, _SCOPES if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = _syscall(_SYS_CREATE_RULESET, ctypes.c_char_p(attributes), size, 0)
     if ruleset < 0:

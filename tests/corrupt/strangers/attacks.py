@@ -103,12 +103,6 @@ NESTED = {
     "in-depth-anything": of("DepthAnythingForDepthEstimation", model_type="depth_anything", backbone_config=EVIL),
     "in-mask2former": of("Mask2FormerModel", model_type="mask2former", backbone_config=EVIL),
     "in-aya": of("AyaVisionModel", model_type="aya_vision", vision_config=EVIL, text_config=TEXT),
-    "in-llava-in-llava": of(
-        "LlavaForConditionalGeneration",
-        model_type="llava",
-        vision_config=VISION,
-        text_config={"model_type": "llava", "text_config": TEXT, "vision_config": EVIL},
-    ),
 }
 """The same inside of transformers' own classes."""
 
