@@ -390,3 +390,12 @@ def render(observed: dict[str, Architecture]) -> str:
     for name in sorted(sections):
         text += ["", f"[{name}]", *sections[name]]
     return "\n".join(text) + "\n"
+
+
+def sections_of(text: str) -> dict[str, list[str]]:
+    """Return the lines of every section of a table."""
+    sections: dict[str, list[str]] = {}
+    for block in text.split("\n\n")[1:]:
+        title, *lines = block.strip().splitlines()
+        sections[title[1:-1]] = lines
+    return sections
