@@ -30,9 +30,11 @@ def main(arguments: list[str]) -> int:
         print("usage: bin/names [--check CLASS…]", file=sys.stderr)
         return 2
     warnings.filterwarnings("ignore")
+    if arguments[1:]:
+        return check(arguments[1:])
     known = architectures()
     if arguments:
-        return check(arguments[1:] or known)
+        return check(known)
     with multiprocessing.get_context("fork").Pool() as pool:
         results = pool.map(attempt, known, chunksize=4)
     observed = {name: one for name, one, _ in results if one is not None}

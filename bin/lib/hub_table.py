@@ -283,7 +283,10 @@ def _counts(one: Architecture, lists: frozenset[str], parts: list[str]) -> Itera
         key = label.removesuffix("+")
         variant = next(seen for other, seen in one.observed if other == label)
         grown = _lengths(variant, lists).get(group, frozenset())
-        if label.endswith("+") and key in one.defaults and base[group] and {n + 1 for n in base[group]} == set(grown):
+        is_default = any(
+            _lengths(s, lists).get(group) == {one.defaults.get(key)} for other, s in one.observed if not other
+        )
+        if label.endswith("+") and is_default and {n + 1 for n in base[group]} == set(grown):
             name = key.rpartition(".")[2]
             other = one.aliases.get(name, "")
             keys = "|".join(filter(None, (key, *(key[: -len(name)] + alias for alias in other.split("|") if alias))))

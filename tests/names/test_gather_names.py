@@ -40,7 +40,12 @@ MEGATRON = {
     "mlp.gate_proj": "mlp.linear_fc1",
     "mlp.down_proj": "mlp.linear_fc2",
 }
-GGUF = {"model.embed_tokens": "token_embd", "model.layers": "blk", "self_attn.q_proj": "attn_q", "mlp.up_proj": "ffn_up"}
+GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.layers": "blk",
+    "self_attn.q_proj": "attn_q",
+    "mlp.up_proj": "ffn_up",
+}
 NEW = torch.ones(4, 4)
 
 
