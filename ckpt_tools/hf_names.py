@@ -172,13 +172,14 @@ def _way_on(names: Sequence[str], rest: Held, expected: Expected | None, source:
         plain = [name[len(prefix) :] for name in names]
         if hold(plain, expected, {}).is_whole:
             return f"--strip-prefix {escape_name(prefix.removesuffix('.'))}"
+    others = load_table().architectures_of(names) if rest.foreign else []
+    if others and expected.architecture not in others:
+        return f"they are those of {', '.join(others[:3])}: is it the config of this model?"
     for path, count in expected.counts.items():
         inside = path.removesuffix("*")
         if any(name.startswith(inside) for name in (*rest.foreign, *rest.missing)):
             key = expected.count_keys[path]
             return f"{CONFIG_NAME} says {escape_name(key)} = {count}: is it the config of this model?"
-    if rest.foreign and (others := load_table().architectures_of(names)):
-        return f"they are those of {', '.join(others[:3])}: is it the config of this model?"
     if not rest.foreign:
         return f"save the whole model, or name in {CONFIG_NAME} the architecture that it is"
     return f"is it the config of this model? {len(rest.foreign)} of {len(names)} names are not its own"

@@ -109,7 +109,7 @@ def architectures() -> list[str]:
             isinstance(kind, type)
             and issubclass(kind, PreTrainedModel)
             and kind.config_class is not None
-            and not name.endswith("PreTrainedModel")
+            and "pretrained" not in name.lower()
         ):
             found.append(name)
     return found

@@ -283,7 +283,10 @@ def _counts(one: Architecture, lists: frozenset[str], parts: list[str]) -> Itera
         key = label.removesuffix("+")
         variant = next(seen for other, seen in one.observed if other == label)
         grown = _lengths(variant, lists).get(group, frozenset())
-        if label.endswith("+") and key in one.defaults and base[group] and {n + 1 for n in base[group]} == set(grown):
+        is_default = any(
+            _lengths(s, lists).get(group) == {one.defaults.get(key)} for other, s in one.observed if not other
+        )
+        if label.endswith("+") and is_default and {n + 1 for n in base[group]} == set(grown):
             name = key.rpartition(".")[2]
             other = one.aliases.get(name, "")
             keys = "|".join(filter(None, (key, *(key[: -len(name)] + alias for alias in other.split("|") if alias))))
@@ -390,3 +393,12 @@ def render(observed: dict[str, Architecture]) -> str:
     for name in sorted(sections):
         text += ["", f"[{name}]", *sections[name]]
     return "\n".join(text) + "\n"
+
+
+def sections_of(text: str) -> dict[str, list[str]]:
+    """Return the lines of every section of a table."""
+    sections: dict[str, list[str]] = {}
+    for block in text.split("\n\n")[1:]:
+        title, *lines = block.strip().splitlines()
+        sections[title[1:-1]] = lines
+    return sections

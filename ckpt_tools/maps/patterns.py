@@ -37,8 +37,8 @@ class Node:
     is_required: bool = False
     bundles: list[tuple[str, ...]] = field(default_factory=list)
     """Names below this, without numbers, of which all or none are there."""
-    one_of: list[tuple[str, ...]] = field(default_factory=list)
-    """Names below this, each of another bundle, of which one is always there."""
+    one_of: list[tuple[tuple[str, ...], ...]] = field(default_factory=list)
+    """Bundles below this of which one is always there."""
 
     def step(self, component: str) -> Node | None:
         """Follow one component of a name."""
@@ -208,7 +208,8 @@ def _unbundled(node: Node, found: Tree) -> Iterator[str]:
         there = [name for name in known if _has(found, name)]
         if there:
             yield from (name for name in known if name not in there)
-    for names in node.one_of:
+    for bundles in node.one_of:
+        names = [name for bundle in bundles for name in bundle]
         if all(_is_name(node, name) for name in names) and not any(_has(found, name) for name in names):
             yield names[0]
 

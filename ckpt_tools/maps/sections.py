@@ -139,8 +139,8 @@ def add_names(root: Node, section: Section) -> None:
         head, _ = split(names[0])
         find(root, head).bundles.append(tuple(split(name)[1] for name in names))
     for marks in section.one_of:
-        firsts = [bundles[mark][0] for mark in marks]
-        find(root, split(firsts[0])[0]).one_of.append(tuple(split(name)[1] for name in firsts))
+        head, _ = split(bundles[marks[0]][0])
+        find(root, head).one_of.append(tuple(tuple(split(name)[1] for name in bundles[mark]) for mark in marks))
 
 
 def split(pattern: str) -> tuple[str, str]:
