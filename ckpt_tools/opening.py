@@ -37,6 +37,8 @@ class Opened:
     """The exact headers and index of an HF source."""
     left_out: tuple[str, ...] = ()
     """Files beside it that hold weights in other formats, and are not carried along."""
+    single_names: int = 0
+    """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
 
     def __enter__(self) -> Self:
         return self
@@ -161,6 +163,7 @@ def _open_dcp(source: Source, files: Mapping[str, int], manifest: Manifest | Non
         source=source,
         manifest=manifest,
         origin=None if manifest is None else manifest.origin,
+        single_names=parsed.single_names if manifest is None else 0,
     )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckpt_tools.auto_plan import auto_plan
 from ckpt_tools.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.formats import dcp
@@ -64,7 +65,9 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
     if options.tp_plan is not None:
         if options.tp_plan != "auto":
             raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
-        rules += tp_plan_rules(_read_config(opened), [entry.fqn for entry in checkpoint.tensors])
+        config = _read_config(opened)
+        plan = auto_plan(config, os.path.abspath(opened.source.root))
+        rules += tp_plan_rules(config, [entry.fqn for entry in checkpoint.tensors], plan)
     placements: dict[str, Mapping[str, Placement]] = dict(place_tensors(checkpoint.tensors, mesh, rules))
     placements |= _like_parameters(checkpoint.tensors, rules, placements)
     return Layout(mesh=mesh, placements=placements)

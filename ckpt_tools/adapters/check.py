@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
-from ckpt_tools.adapters.base import read_base
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.against_base import check_against
+from ckpt_tools.adapters.base_facts import BaseFacts, as_named, read_base_facts, replicated
+from ckpt_tools.adapters.checked import LoraCheck, fold, to_json
 from ckpt_tools.adapters.integrity import check_structure, check_values
-from ckpt_tools.adapters.loaders import LOADERS, AdapterFile, Loader, LoaderReport, TensorHead, simulate
-from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture
+from ckpt_tools.adapters.loaders import (
+    LOADERS,
+    NEEDS_BASE,
+    AdapterFile,
+    Loader,
+    LoaderReport,
+    ModelFamily,
+    TensorHead,
+    simulate,
+)
+from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
 from ckpt_tools.adapters.naming.choose import choose_from_headers
-from ckpt_tools.adapters.naming.resolve import Place, readings
+from ckpt_tools.adapters.own_format import own_loaders
 from ckpt_tools.adapters.payload import TensorReader
-from ckpt_tools.adapters.read import OpenedAdapter, read_adapter
+from ckpt_tools.adapters.read import OpenedAdapter, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG, read_json
-from ckpt_tools.adapters.target_modules import parents_of
+from ckpt_tools.adapters.suspicions import check_suspicions
+from ckpt_tools.adapters.target_modules import base_path
 from ckpt_tools.adapters.values import look_at
 from ckpt_tools.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.errors import StorageError, UsageError
@@ -27,46 +38,9 @@ from ckpt_tools.opening import read_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
+__all__ = ["LoraCheck", "check_lora", "to_json"]
+
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraCheck:
-    """What was found out about an adapter."""
-
-    path: str
-    """As the user named it."""
-    kind: str
-    """lora, rslora, dora, loha, …; several are joined by "+"."""
-    rank: int | None
-    """The rank that most modules have."""
-    ranks: Mapping[int, int]
-    """Rank → modules."""
-    alpha: Sourced[float] | None
-    """The alpha that most modules have."""
-    alphas: Mapping[float, int]
-    """Alpha → modules."""
-    num_modules: int
-    """Adapted modules."""
-    targets: tuple[str, ...]
-    """Their paths, numbers as *."""
-    convention: str
-    """Whose names the file has."""
-    architecture: str | None
-    """The model family, where it is known."""
-    loaders: tuple[LoaderReport, ...]
-    """What each loader would make of it."""
-    findings: tuple[Finding, ...]
-    """What is wrong: with the adapter, and for the loaders that were asked for."""
-    not_checked: tuple[str, ...]
-    """What would need more than was given."""
-
-    @property
-    def ok(self) -> bool:
-        """Is nothing wrong?"""
-        return not any(finding.severity == "error" for finding in self.findings)
 
 
 def check_lora(
@@ -83,10 +57,10 @@ def check_lora(
     Args:
         source: Whatever holds an adapter (see `read_adapter`).
         base: The base model: are the adapted modules there, and of the right shape?
-        loaders: Of peft, diffusers, comfyui, kohya and vllm: those whose findings count. Without any, all are reported
-            and one that takes the adapter is enough.
+        loaders: Of peft, diffusers, comfyui, kohya and vllm: those that have to take the adapter, whole. Without any,
+            those of the adapter's own format decide, and the others are reported.
         adapter: Which one, when there are several.
-        architecture: The model family, where names do not tell it.
+        architecture: The model family, where neither base nor names tell it.
         format: Overrides what would be detected.
 
     Raises:
@@ -98,28 +72,25 @@ def check_lora(
         raise UsageError(
             f"{architecture!r} is no model family with names", hint=f"one of {', '.join((*ARCHITECTURES, 'llm'))}"
         )
-    with read_adapter(os.fspath(source), adapter_name=adapter, format=format) as read:
-        model = None if base is None else _without_predictors(read_base(base).shapes, os.fspath(base))
-        family = _family(read.adapter, architecture, model)
-        findings = list(_integrity(read, model, family))
-        not_checked = [] if model is not None else ["modules against the base model (--base)"]
-        reports: tuple[LoaderReport, ...] = ()
-        file = _file(read, os.fspath(source), family, model)
-        if file is None:
-            what = "no loader reads a training checkpoint: export the adapter first"
-            hint = "ckpt export-lora SRC DST --to " + (next((x for x in wanted if x != "vllm"), "peft"))
-            if read.adapter.convention == "torchtitan":  # whose q and k have other rows
-                hint = "let the trainer export it (torchtune's checkpointer writes PEFT's format)"
-            if wanted:
-                where = escape_name(os.fspath(source))
-                findings.append(Finding(code="loader-format", severity="error", where=where, what=what, hint=hint))
-            else:
-                not_checked.append(f"loaders: {what} ({hint})")
-        else:
-            reports = tuple(simulate(file, loader) for loader in wanted or tuple(LOADERS))
-            is_sound = not any(finding.severity == "error" for finding in findings)
-            findings += _of_loaders(reports, file, all_count=bool(wanted), is_sound=is_sound)
-        return _summary(read.adapter, os.fspath(source), family, reports, findings, not_checked)
+    path = os.fspath(source)
+    try:
+        with read_adapter(path, adapter_name=adapter, format=format) as read:
+            facts = None if base is None else _base_for(read.adapter, read_base_facts(base), architecture)
+            return _check(read, path, facts, _family(read.adapter, architecture, facts), wanted)
+    except UnknownTypeError as error:
+        return LoraCheck(
+            path=path,
+            kind="not known",
+            ranks={},
+            alphas={},
+            num_modules=0,
+            targets=(),
+            judges=wanted,
+            needs_all=True,
+            loaders=(),
+            findings=(),
+            not_checked=(f"anything: {error.what}",),
+        )
 
 
 def _loaders(names: Sequence[str]) -> tuple[Loader, ...]:
@@ -133,107 +104,96 @@ def _loaders(names: Sequence[str]) -> tuple[Loader, ...]:
     return tuple(chosen)
 
 
-def _without_predictors(shapes: Shapes, path: str) -> Shapes:
-    """Leave out layers that predict further tokens: checkpoints hold them behind the others, models do not load them.
-
-    Source: transformers, models/deepseek_v3 and models/glm4_moe, `_keys_to_ignore_on_load_unexpected`.
-    """
-    if not os.path.isfile(os.path.join(path, "config.json")):
-        return shapes
-    with Source(path) as source:
-        config = read_json(source, "config.json")
-    depth = config.get("num_hidden_layers")
-    if not config.get("num_nextn_predict_layers") or not isinstance(depth, int):
-        return shapes
-    layers = {name: _LAYER.search(name) for name in shapes}
-    return {name: shapes[name] for name, layer in layers.items() if layer is None or int(layer[1]) < depth}
+def _base_for(adapter: Adapter[TensorEntry], facts: BaseFacts, said: str | None) -> BaseFacts:
+    """Return the base as the model that the adapter is loaded into has it."""
+    facts = as_named(facts, {base_path(module.path) for module in adapter.modules if module.family != "saved"})
+    layers = adapter.settings.get("layer_replication")
+    if layers is not None and layers.value:
+        facts = replace(facts, shapes=replicated(facts.shapes, layers.value))
+    return facts if said is None else replace(facts, family=said)  # type: ignore[arg-type]  # checked above
 
 
-def _family(adapter: Adapter[TensorEntry], said: str | None, base: Shapes | None) -> str | None:
+def _family(adapter: Adapter[TensorEntry], said: str | None, base: BaseFacts | None) -> ModelFamily | None:
+    """The base tells the family, and names do only where there is none."""
     if said is not None:
-        return said
-    return choose_from_headers(adapter, base_names=None if base is None else tuple(base))
+        return said  # type: ignore[return-value]  # one of the names, checked above
+    return choose_from_headers(adapter, base_names=None) if base is None else base.family
 
 
-def _integrity(read: OpenedAdapter, base: Shapes | None, family: str | None) -> Iterator[Finding]:
-    adapter = read.adapter
-    tables = ARCHITECTURES.get(family) if base is not None else None  # type: ignore[call-overload]
-    is_plain = base is not None and any(module.path in parents_of(base) for module in adapter.modules)
-    if base is not None and tables is not None and not is_plain:
-        yield from check_structure(adapter)
-        yield from _check_against(adapter, tables, base)
+@dataclass(slots=True)
+class _Run:
+    """What was found so far."""
+
+    findings: list[Finding]
+    not_checked: list[str]
+
+
+def _check(
+    read: OpenedAdapter, path: str, base: BaseFacts | None, family: ModelFamily | None, wanted: tuple[Loader, ...]
+) -> LoraCheck:
+    run = _Run(list(_check_tensors(read)), [])
+    if base is None:
+        run.not_checked.append("the modules' names and shapes in the base model (--base)")
     else:
-        yield from check_structure(adapter, base=base)
-    reader = TensorReader(read.opened)
-    yield from check_values(
-        adapter,
-        {
-            (number, role): look_at(reader.read(entry), entry.dtype) if entry.num_elems else None
-            for number, module in enumerate(adapter.modules)
-            for role, entry in module.factors.items()
-        },
-    )
+        found, not_checked = check_against(read.adapter, base)
+        run.findings += found
+        run.not_checked += not_checked
+    file = _file(read, path, family, base)
+    if file is None:
+        _say_training(read.adapter, path, wanted, run)
+        return _summary(read.adapter, path, family, wanted, (), run, needs_all=True)
+    judges = wanted or own_loaders(read.adapter.convention, file)
+    others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
+    reports = tuple(simulate(file, loader) for loader in (*judges, *others))
+    _judge(reports[: len(judges)], run, needs_all=bool(wanted), has_base=base is not None)
+    return _summary(read.adapter, path, family, judges, reports, run, needs_all=bool(wanted))
 
 
-def _check_against(adapter: Adapter[TensorEntry], architecture: Architecture, base: Shapes) -> Iterator[Finding]:
-    """Yield modules that the base lacks, where names have to go through the tables first."""
-    modules = parents_of(base)
-    roots = {module.partition(".")[0] for module in modules}
-    is_pipeline = any(part.component in roots for part in architecture.parts)
-    missing = []
-    for module in adapter.modules:
-        found = readings(module.path, architecture)
-        if found and found[0].part.is_encoder and not is_pipeline:
-            continue  # the base is the transformer or the U-Net alone
-        paths = {path for each in found for path in (each.native, *each.diffusers)}
-        paths |= {f"{each.part.component}.{path}" for each in found for path in each.diffusers}
-        paths |= {f"model.diffusion_model.{each.native}" for each in found}
-        if not paths & modules:
-            missing.append(module.path)
-        elif (finding := _misfit(module, found, base)) is not None:
-            yield finding
-    if missing:
-        yield Finding(
-            code="adapter-unmatched",
-            severity="error",
-            where=escape_name(missing[0]),
-            what=f"the base model has no module of this name ({len(missing)} of {len(adapter.modules)} are not in it)",
-            hint="is it the base that the adapter was trained on?",
+def _check_tensors(read: OpenedAdapter) -> Iterator[Finding]:
+    """Yield what the adapter's own headers and values tell."""
+    adapter, reader = read.adapter, TensorReader(read.opened)
+    yield from check_structure(adapter)
+    table = {
+        (number, role): look_at(reader.read(entry), entry.dtype) if entry.num_elems else None
+        for number, module in enumerate(adapter.modules)
+        for role, entry in module.factors.items()
+    }
+    yield from check_values(adapter, table)
+    yield from check_suspicions(adapter, table)
+
+
+def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loader], run: _Run) -> None:
+    what = "no loader reads a training checkpoint: export the adapter first"
+    hint = "ckpt export-lora SRC DST --to " + (next((x for x in wanted if x != "vllm"), "peft"))
+    if adapter.convention == "torchtitan":  # whose q and k have other rows
+        hint = "let the trainer export it (torchtune's checkpointer writes PEFT's format)"
+    if wanted:
+        run.findings.append(
+            Finding(code="loader-format", severity="error", where=escape_name(path), what=what, hint=hint)
         )
+    else:
+        run.not_checked.append(f"loaders: {what} ({hint})")
 
 
-def _misfit(module: AdapterModule[TensorEntry], found: Sequence[Place], base: Shapes) -> Finding | None:
-    """Hold the factors of a plain low rank against the weight, or the weights, that they are for."""
-    factors = {role: factor.shape for role, factor in module.factors.items()}
-    if module.family != "lora" or "mid" in factors or not all(len(factors.get(role, ())) > 1 for role in "AB"):
-        return None
-    have = (factors["B"][0], math.prod(factors["A"][1:]))
-    wanted = {shape for each in found for shape in _shapes_of(each, base)}
-    if not wanted or have in wanted:
-        return None
-    return Finding(
-        code="adapter-shape",
-        severity="error",
-        where=escape_name(module.path),
-        what=f"A, B are for {list(have)}, and the base model's is {' or '.join(str(list(x)) for x in sorted(wanted))}",
-        hint="is it the base that the adapter was trained on?",
-    )
+def _judge(reports: Sequence[LoaderReport], run: _Run, *, needs_all: bool, has_base: bool) -> None:
+    """Add what the judges find; of those of a shared format the one that does best speaks."""
+    chosen = list(reports)
+    if not needs_all:
+        chosen = [max(reports, key=lambda report: (report.is_whole, report.loads is None, report.changes))]
+    for report in chosen:
+        run.findings += report.findings
+        unproven = [finding for finding in report.findings if finding.code.startswith(_UNPROVEN)]
+        # Of the base model that was not given it is said once, for all loaders.
+        run.not_checked += [
+            f"{report.loader}: {each.what}" for each in fold(unproven) if has_base or each.code != NEEDS_BASE
+        ]
+    run.findings = [finding for finding in run.findings if not finding.code.startswith(_UNPROVEN)]
 
 
-def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
-    """Yield (out, in × kernel) of what a name means in the base: fused, or the rows of its parts together."""
-    for root in ("", "model.diffusion_model.", f"{each.part.component}."):
-        native = [base.get(f"{root}{each.native}.weight", ())]
-        parts = [base.get(f"{root}{path}.weight", ()) for path in each.diffusers]
-        ways = [native, parts]
-        if each.match.part is not None and len(parts) > 1:  # the tables do not tell its rows of the fused weight
-            ways = [[parts[each.match.part]]]
-        for weights in ways:
-            if weights and all(len(shape) > 1 for shape in weights):
-                yield sum(shape[0] for shape in weights), math.prod(weights[0][1:])
+_UNPROVEN = "loader-unchecked"
 
 
-def _file(read: OpenedAdapter, path: str, family: str | None, base: Shapes | None) -> AdapterFile | None:
+def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: BaseFacts | None) -> AdapterFile | None:
     """Return the adapter as a loader finds it; None when it is not in one safetensors file."""
     opened = read.opened
     files = tuple(opened.checkpoint.files)
@@ -247,8 +207,13 @@ def _file(read: OpenedAdapter, path: str, family: str | None, base: Shapes | Non
         config=_config(directory),
         siblings=_siblings(directory, files[0]) if os.path.isdir(path) else (),
         is_named=not os.path.isdir(path),
-        architecture=family,  # type: ignore[arg-type]  # one of the names, checked above
-        base=base,
+        architecture=family,
+        base=None if base is None else base.shapes,
+        base_class=None if base is None else base.class_name,
+        base_type=None if base is None else base.model_type,
+        constrained=frozenset(
+            m.path for m in read.adapter.modules if "blocks" in m.factors and m.alpha and m.alpha.value
+        ),
     )
 
 
@@ -268,31 +233,15 @@ def _siblings(directory: str, file: str) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name.endswith(".safetensors") and name != file))
 
 
-def _of_loaders(
-    reports: Sequence[LoaderReport], file: AdapterFile, *, all_count: bool, is_sound: bool
-) -> Iterator[Finding]:
-    if all_count:
-        for report in reports:
-            yield from report.findings
-    elif not any(report.is_whole for report in reports):
-        unknown = [report.loader for report in reports if report.loads is None]
-        yield Finding(
-            code="loader-none",
-            severity="warning" if unknown or not is_sound else "error",  # why has been said already
-            where=escape_name(file.file),
-            what="no loader takes the adapter as it is, whole"
-            + (f"; {', '.join(unknown)} cannot be told" if unknown else ""),
-            hint="ckpt export-lora SRC DST --to peft, diffusers, kohya or comfyui",
-        )
-
-
 def _summary(
     adapter: Adapter[TensorEntry],
     path: str,
-    family: str | None,
+    family: ModelFamily | None,
+    judges: tuple[Loader, ...],
     reports: tuple[LoaderReport, ...],
-    findings: Sequence[Finding],
-    not_checked: Sequence[str],
+    run: _Run,
+    *,
+    needs_all: bool,
 ) -> LoraCheck:
     ranks = Counter(module.rank.value for module in adapter.modules if module.rank is not None)
     alphas = Counter(module.alpha.value for module in adapter.modules if module.alpha is not None)
@@ -309,9 +258,11 @@ def _summary(
         targets=tuple(sorted({_NUMBER.sub("*", module.path) for module in adapter.modules})),
         convention=adapter.convention,
         architecture=family,
+        judges=judges,
+        needs_all=needs_all,
         loaders=reports,
-        findings=tuple(findings),
-        not_checked=tuple(not_checked),
+        findings=fold(run.findings),
+        not_checked=tuple(run.not_checked),
     )
 
 
@@ -321,49 +272,3 @@ def _kind(module: AdapterModule[TensorEntry]) -> str:
     if module.is_dora:
         return "dora"
     return "rslora" if module.use_rslora else "lora"
-
-
-def to_json(result: LoraCheck) -> dict[str, object]:
-    """Return the JSON document of `ckpt check-lora`."""
-    return {
-        "ok": result.ok,
-        "path": result.path,
-        "type": result.kind,
-        "rank": result.rank,
-        "ranks": {str(rank): count for rank, count in result.ranks.items()},
-        "alpha": {
-            "value": None if result.alpha is None else result.alpha.value,
-            "source": None if result.alpha is None else result.alpha.source,
-        },
-        "alphas": {str(alpha): count for alpha, count in result.alphas.items()},
-        "num_modules": result.num_modules,
-        "targets": list(result.targets),
-        "convention": result.convention,
-        "architecture": result.architecture,
-        "loaders": [
-            {
-                "loader": report.loader,
-                "loads": report.loads,
-                "changes": report.changes,
-                "whole": report.is_whole,
-                "matched_modules": len(report.matched),
-                "matched_tensors": report.num_matched,
-                "unmatched_tensors": len(report.unmatched),
-                "unmatched": list(report.unmatched[:20]),
-                "findings": [_finding_json(finding) for finding in report.findings],
-            }
-            for report in result.loaders
-        ],
-        "not_checked": list(result.not_checked),
-        "findings": [_finding_json(finding) for finding in result.findings],
-    }
-
-
-def _finding_json(finding: Finding) -> dict[str, object]:
-    return {
-        "code": finding.code,
-        "severity": finding.severity,
-        "where": finding.where,
-        "what": finding.what,
-        "hint": finding.hint,
-    }

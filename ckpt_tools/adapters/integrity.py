@@ -87,7 +87,7 @@ def check_structure(adapter: Adapter[F], *, base: Shapes | None = None, repairs:
             yield from _check_settings(module, adapter)
         yield from _check_alpha(module, adapter)
     if base:
-        yield from _check_base(adapter, base)
+        yield from check_base(adapter, base)
 
 
 def _finding(code: str, where: str, what: str, hint: str | None = None, severity: Severity = "error") -> Finding:
@@ -254,9 +254,13 @@ def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Find
         yield _finding("adapter-non-finite", module.path, f"alpha is {module.alpha.value} ({module.alpha.source})")
 
 
-def _check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
+def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
+    """Yield modules that the base model does not have under their names, or has in another shape.
+
+    A whole module that was saved may be a new one: a head that the base was published without.
+    """
     modules, holders = parents_of(base), {name.rpartition(".")[0] for name in base}
-    unmatched = [module for module in adapter.modules if base_path(module.path) not in modules]
+    unmatched = [m for m in adapter.modules if m.family != "saved" and base_path(m.path) not in modules]
     for module in unmatched:
         yield _finding(
             "adapter-unmatched",
@@ -337,7 +341,7 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
         if module.family == "saved":
             changing += module.path not in adapted  # else an embedding that PEFT saves along with its factors
             continue
-        if _is_idle(module, {role: values for role, values in seen.items() if values is not None}):
+        if is_idle(module, {role: values for role, values in seen.items() if values is not None}):
             idle.append(module)
         else:
             changing += 1
@@ -361,7 +365,9 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
         )
 
 
-def _is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
+def is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
+    """Does a module change nothing, by what was seen of its factors?"""
+
     def zero(*roles: str) -> bool:
         return any(role in seen and seen[role].is_zero for role in roles)
 

@@ -7,7 +7,7 @@ Source: transformers 5.23 `conversion_mapping.py`. Beginnings that differ (`mode
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter
@@ -85,10 +85,23 @@ def names_in_model(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     Args:
         names: On disk, as a plain model's.
     """
-    for name in names:
-        for recipe in _RECIPES:
+    for renamed in renamings(tuple(names)):
+        yield from renamed.items()
+
+
+def renamings(names: Collection[str]) -> Iterator[Mapping[str, str]]:
+    """Yield, for every kind of model that is saved under other names, name in the model → name on disk.
+
+    Args:
+        names: On disk, as a plain model's. Of one model at most one of the kinds is right.
+    """
+    for recipe in _RECIPES:
+        renamed = {}
+        for name in names:
             new = name
             for pattern, replacement in recipe:
                 new = pattern.sub(replacement, new)
             if new != name:
-                yield new, name
+                renamed[new] = name
+        if renamed:
+            yield renamed

@@ -40,6 +40,10 @@ SUPPORTED_TYPES = ("LORA", "LOHA", "LOKR", "OFT", "BOFT")
 """Values of `peft_type` that are read."""
 
 
+class UnknownTypeError(UnreadableError):
+    """An adapter of a kind that ckpt does not judge; nothing says that it is broken."""
+
+
 class OpenedAdapter(NamedTuple):
     """What `read_adapter` yields."""
 
@@ -71,7 +75,8 @@ def read_adapter(
         settings: Fields of PEFT's configuration that the user gives; they go before those of files.
 
     Raises:
-        UnreadableError: No adapter here, one of a kind that is not supported, or a damaged source.
+        UnknownTypeError: An adapter of a kind that is not supported.
+        UnreadableError: No adapter here, or a damaged source.
         UsageError: Several adapters, and `adapter_name` does not choose.
     """
     location = locate(path, adapter_name)
@@ -153,8 +158,8 @@ def _refuse_type(sidecars: Sidecars, path: str) -> None:
             raise _refusal(escape_name(str(found.value)), path)
 
 
-def _refusal(kind: str, path: str) -> UnreadableError:
-    return UnreadableError(
+def _refusal(kind: str, path: str) -> UnknownTypeError:
+    return UnknownTypeError(
         f"an adapter of the type {kind}, which ckpt does not convert",
         where=escape_name(path),
         hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT and full differences; "

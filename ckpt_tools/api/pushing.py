@@ -102,7 +102,7 @@ def _refuse_broken_adapter(path: str) -> None:
     from ckpt_tools.adapters.check import check_lora
     from ckpt_tools.adapters.merge import AdapterRefusedError
 
-    errors = [f for f in check_lora(path).findings if f.severity == "error" and not f.code.startswith("loader-")]
+    errors = [finding for finding in check_lora(path).findings if finding.severity == "error"]
     if errors:
         first = errors[0]
         more = f", and {len(errors) - 1} more (ckpt check-lora lists them)" if len(errors) > 1 else ""

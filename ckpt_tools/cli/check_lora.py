@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckpt_tools import api
-from ckpt_tools.adapters.check import LoraCheck, to_json
+from ckpt_tools.adapters.checked import LoraCheck, to_json
 from ckpt_tools.adapters.loaders import LoaderReport
 from ckpt_tools.cli import adapter_options, options
 from ckpt_tools.cli.output import note, print_json, say, say_findings
@@ -26,10 +26,11 @@ For = Annotated[
         "--for",
         envvar="CKPT_FOR",
         metavar="peft|diffusers|comfyui|kohya|vllm",
-        help="Whose key rules must take the adapter, whole (repeatable); by default any of them.",
+        help="Loader that must accept the whole adapter (repeatable; default: that of the adapter's own format).",
     ),
 ]
 _MAX_SHOWN = 20
+_VERDICTS = {"loads": "ok", "fails": "NOT ok", "unknown": "not known: nothing is wrong in what was checked"}
 
 
 def check_lora(
@@ -57,12 +58,13 @@ def check_lora(
         return 0 if result.ok else 3
     say_findings(result.findings, most=None if verbose else _MAX_SHOWN)
     if not quiet:
-        _say_adapter(result, verbose=verbose)
+        if result.convention is not None:
+            _say_adapter(result, verbose=verbose)
         if result.loaders:
             _say_loaders(result, verbose=verbose)
         for text in result.not_checked:
             note(f"not checked: {text}")
-        say(f"{escape_name(source)}: {'ok' if result.ok else 'NOT ok'}")
+        say(f"{escape_name(source)}: {_VERDICTS[result.verdict]}")
     return 0 if result.ok else 3
 
 
@@ -83,7 +85,8 @@ def _say_loaders(result: LoraCheck, *, verbose: bool) -> None:
     for report in result.loaders:
         total = report.num_matched + len(report.unmatched)
         counts = f"{report.num_matched} of {total} tensors, {len(report.matched)} modules"
-        say(f"{report.loader:>9}: {_verdict(report)}" + (f" ({counts})" if report.loads else ""))
+        mark = "*" if report.loader in result.judges else " "
+        say(f"{mark}{report.loader:>9}: {_verdict(report)}" + (f" ({counts})" if report.loads else ""))
         if verbose:
             say_findings([finding for finding in report.findings if finding not in told], indent=" " * 11)
 
@@ -95,4 +98,6 @@ def _verdict(report: LoaderReport) -> str:
         return "refuses it"
     if not report.changes:
         return "loads nothing, and says at most a warning"
-    return "loads it, whole" if report.is_whole else "loads it, but not as it is meant"
+    if not report.is_whole:
+        return "loads it, but not as it is meant"
+    return "loads it, whole" if report.is_proven else "loads it, if the base model has these modules"

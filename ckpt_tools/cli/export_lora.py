@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -15,6 +16,7 @@ from ckpt_tools import api
 from ckpt_tools.cli import adapter_options, hub_options, options
 from ckpt_tools.cli.output import conversion_json, note, print_conversion, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.push import print_push
+from ckpt_tools.cli.streams import complete
 from ckpt_tools.cli.values import format_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts, hub_id_of
@@ -123,15 +125,17 @@ def export_lora(
         result = export(destination, overwrite=overwrite, dry_run=dry_run)
         if push is not None and dry_run and result.ok:
             result, pushed = _push_dry(result, export, send)
-    if not json:
-        _print(result, quiet=quiet, verbose=verbose)
-    if push is not None and not dry_run and result.ok:
-        pushed = send(result)
-    if json:
-        document = export_json(result)
-        print_json(document if pushed is None else {**document, "push": push_json(pushed)})
-    elif pushed is not None:
-        print_push(pushed, quiet=quiet, verbose=verbose)
+    done = complete(escape_name(destination)) if result.ok and not dry_run else contextlib.nullcontext()
+    with done:
+        if not json:
+            _print(result, quiet=quiet, verbose=verbose)
+        if push is not None and not dry_run and result.ok:
+            pushed = send(result)
+        if json:
+            document = export_json(result)
+            print_json(document if pushed is None else {**document, "push": push_json(pushed)})
+        elif pushed is not None:
+            print_push(pushed, quiet=quiet, verbose=verbose)
     return 0 if result.ok and (pushed is None or pushed.ok) else 3
 
 

@@ -231,13 +231,14 @@ def test_peft_rules_say_what_peft_does(case: str, base: Path, tmp_path: Path) ->
         assert codes, result.findings
 
 
-def test_part_of_the_layers_is_an_error_and_a_wide_target_a_warning(base: Path, tmp_path: Path) -> None:
-    """Layers that one pipeline stage did not save are lost; a kind of module that was never adapted may be meant so."""
+def test_targets_that_the_file_has_nothing_for_are_an_error(base: Path, tmp_path: Path) -> None:
+    """Nothing tells whether they were lost or never trained; PEFT itself never saves such an adapter."""
     trained("Lora", LORA, tmp_path)
     document = tmp_path / "adapter_config.json"
     document.write_text(json.dumps(json.loads(document.read_text()) | {"target_modules": ["q", "v"]}))
     result = check_lora(tmp_path, base=base, loaders=["peft"])
-    assert [(f.code, f.severity) for f in result.findings] == [("loader-needs", "warning")]
+    assert [(f.code, f.severity) for f in result.findings] == [("loader-incomplete", "error")]
+    document.write_text(json.dumps(json.loads(document.read_text()) | {"target_modules": ["q"]}))
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     drop("layers.2.")(tensors, {})
     save_file(tensors, tmp_path / "adapter_model.safetensors")

@@ -9,9 +9,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ckpt_tools.adapters.loaders import comfyui, diffusers, kohya, peft, vllm
-from ckpt_tools.adapters.loaders.loading import AdapterFile, Loader, LoaderReport, Rules, TensorHead, report
+from ckpt_tools.adapters.loaders.loading import (
+    NEEDS_BASE,
+    AdapterFile,
+    Loader,
+    LoaderReport,
+    ModelFamily,
+    Rules,
+    TensorHead,
+    report,
+)
 
-__all__ = ["LOADERS", "AdapterFile", "Loader", "LoaderReport", "TensorHead", "simulate"]
+__all__ = ["LOADERS", "NEEDS_BASE", "AdapterFile", "Loader", "LoaderReport", "ModelFamily", "TensorHead", "simulate"]
 
 LOADERS: Mapping[Loader, Rules] = MappingProxyType(
     {

@@ -22,6 +22,8 @@ _WRONG = {
     "lora_magnitude_vector": "ComfyUI knows a magnitude as dora_scale only: a DoRA becomes another adapter",
     "lora_B.bias": "ComfyUI has no bias of a LoRA",
 }
+BASE_NORM = "ckpt.dora_norm"
+"""Header entry of a file whose dora_scale was made for ComfyUI's norm, from the base model."""
 _NOT_IN_MAP = {"flux2": ("time_guidance_embed.", "_stream_modulation")}
 """diffusers' names of FLUX.2 that ComfyUI's map, made for FLUX.1, does not have."""
 
@@ -33,8 +35,8 @@ def load(file: AdapterFile, loading: Loading) -> None:
             "loader-unchecked",
             "warning",
             file.file,
-            "the names do not tell the model family, on which ComfyUI's map depends",
-            "give the base model with --base",
+            "ComfyUI's map depends on the model family, and this one is not known to ckpt",
+            "--architecture names one that ckpt knows",
         )
         return
     if file.architecture == "llm":
@@ -48,9 +50,34 @@ def load(file: AdapterFile, loading: Loading) -> None:
             continue
         hit = _SUFFIX.fullmatch(name)
         module = None if hit is None else _module(hit["module"], architecture, is_old=hit["old"] is not None)
-        if module is not None:
+        if hit is not None and module is not None:
             loading.use(name, module)
+            _say_misread(name, hit["module"], hit["suffix"], file, loading)
     _drop_bare_alphas(loading)
+
+
+def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, loading: Loading) -> None:
+    """What ComfyUI loads, and computes in another way than LyCORIS and PEFT do.
+
+    Source: comfy/weight_adapter/base.py (`weight_decompose`), oft.py.
+    """
+    hint = "put it into the base: ckpt merge-lora BASE ADAPTER DST"
+    shape = file.tensors[name].shape
+    if suffix == "dora_scale" and len(shape) > 1 and shape[0] > 1 and BASE_NORM not in file.metadata:
+        loading.say(
+            "loader-misreads",
+            "error",
+            module,
+            "ComfyUI divides a DoRA of the output axis by ‖W‖ instead of ‖W + ΔW‖ (ComfyUI PR #15458): the effect is "
+            "another one",
+            hint,
+        )
+    elif suffix == "oft_blocks" and module in file.constrained:
+        what = "ComfyUI takes alpha for the constraint itself, LyCORIS alpha times the outputs: the rotation is another"
+        loading.say("loader-misreads", "error", module, what, hint)
+    elif suffix == "rescale":
+        what = "ComfyUI reads rescale and does not use it: the effect is another one"
+        loading.say("loader-misreads", "error", module, what, hint)
 
 
 def _drop_bare_alphas(loading: Loading) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
+from ckpt_tools.adapters.loaders import diffusers_any
 from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture, ArchitectureName, Part
 from ckpt_tools.adapters.naming.rule import Match
@@ -37,8 +38,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     """
     _check_file(file)
     if file.architecture is None:
-        what = "diffusers' rules differ by model family, and the names do not tell which this is"
-        loading.say("loader-unchecked", "warning", file.file, what, "give the base model with --base")
+        diffusers_any.load(file, loading)
         return
     if file.architecture == "llm":
         raise RejectedError("it has no loader for language models")

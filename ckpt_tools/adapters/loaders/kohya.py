@@ -26,7 +26,11 @@ def load(file: AdapterFile, loading: Loading) -> None:
     """Apply kohya's rules."""
     if file.architecture is None:
         loading.say(
-            "loader-unchecked", "warning", file.file, "the names do not tell the model family", "--base tells it"
+            "loader-unchecked",
+            "warning",
+            file.file,
+            "the model family is not known to ckpt",
+            "--architecture names one that ckpt knows",
         )
         return
     if file.architecture == "llm" or file.architecture == "flux2":

@@ -13,6 +13,8 @@ from ckpt_tools.text import escape_name
 
 Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]
 """Whose rules."""
+ModelFamily = ArchitectureName | Literal["llm"]
+"""A family of models whose names ckpt knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +43,20 @@ class AdapterFile:
     """Other safetensors files in its directory."""
     is_named: bool = False
     """The loader is told the file, not its directory alone."""
-    architecture: ArchitectureName | Literal["llm"] | None = None
+    architecture: ModelFamily | None = None
     """The model family, where it is known."""
     base: Mapping[str, tuple[int, ...]] | None = None
     """Names and shapes of the base model's parameters, where it was given."""
+    base_class: str | None = None
+    """diffusers' class of the base model."""
+    base_type: str | None = None
+    """transformers' type of the base model."""
+    constrained: frozenset[str] = frozenset()
+    """Modules whose rotations have a constraint (alpha of LyCORIS' OFT and BOFT)."""
+
+
+NEEDS_BASE = "loader-unchecked-base"
+"""Code of what a loader decides by the base model, which was not given."""
 
 
 class RejectedError(Exception):
@@ -103,6 +115,11 @@ class LoaderReport:
     """Tensors that are left out."""
     findings: tuple[Finding, ...]
     """Why."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Do the rules tell everything, or would the base model decide?"""
+        return self.loads is not None and not any(each.code == NEEDS_BASE for each in self.findings)
 
     @property
     def is_whole(self) -> bool:

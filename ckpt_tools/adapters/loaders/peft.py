@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from ckpt_tools.adapters.keys import Key, parse_key
-from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.loaders.loading import NEEDS_BASE, AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.loaders.peft_config import (
     check_config,
     expected_biases,
@@ -20,7 +20,9 @@ from ckpt_tools.adapters.loaders.peft_config import (
     saved_names,
     starts_idle,
 )
+from ckpt_tools.adapters.loaders.peft_parameters import check_parameters, wrapped_parameters
 from ckpt_tools.adapters.loaders.peft_shapes import Shape, Shapes, expected
+from ckpt_tools.adapters.loaders.peft_tasks import check_task
 from ckpt_tools.adapters.target_modules import base_path, matched, parents_of
 from ckpt_tools.text import escape_name
 
@@ -31,6 +33,10 @@ _WRAPPED = ".base_layer"
 """Ends the path of what PEFT wraps."""
 _TYPES = {"LORA": "lora", "LOHA": "loha", "LOKR": "lokr", "OFT": "oft", "BOFT": "boft"}
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+_SAVED_COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
+_STACKED = re.compile(r"\.experts\.\w+$")
+_OF_EXPERTS = frozenset({"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "input_linear"})
+"""Modules of an expert."""
 _RANK_ROLES = {"A": 0, "A_embedding": 0, "B": 1, "B_embedding": 1}
 Config = Mapping[str, object]
 
@@ -51,10 +57,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if family is None:
         raise RejectedError(f"peft_type is {kind!r}")
     check_config(config, family)
-    if config.get("layer_replication"):
-        what = "layer_replication makes another model of the base, which is not simulated"
-        loading.say("loader-unchecked", "warning", CONFIG, what)
-        return
+    check_task(config, file.base_type, loading)
     if not has_targets(config):
         loading.say(
             "loader-misreads",
@@ -74,28 +77,60 @@ def load(file: AdapterFile, loading: Loading) -> None:
                 "ckpt export-lora SRC DST --alpha VALUE writes it",
             )
         loading.say_scale(alpha, config.get(alpha))
-    found = _match(file, config, family, loading)
+    if file.base is not None and _is_converted(config, file.base):
+        what = "PEFT rewrites adapters of experts for the stacked ones of transformers 5, which is not simulated"
+        loading.say("loader-unchecked", "warning", CONFIG, what)
+        return
+    config = _with_tied(config, file)
+    wrapped = wrapped_parameters(config, file.base or {})
+    found, levels = _match(file, config, family, wrapped, loading)
     _check_saved(file, config)
     if family == "lora":
         _check_tokens(file, config)
     if file.base is None:
         loading.say(
-            "loader-unchecked-base",
+            NEEDS_BASE,
             "info",
             file.file,
             "without --base the modules' paths and target_modules are not held against the model",
         )
         return
+    for path, parameters in wrapped.items():
+        check_parameters(path, parameters, levels.get(path, {}), config, file.base, loading)
     for path, factors in found.items():
         _check_shapes(path, factors, family, config, file.base, loading)
     _say_missing(file.base, found, family, config, loading)
     _say_biases(file, file.base, family, config, loading)
 
 
-def _match(file: AdapterFile, config: Config, family: str, loading: Loading) -> dict[str, dict[str, Shape]]:
-    """Find a module for every tensor; returns what was found as module → role → shape."""
+def _is_converted(config: Config, base: Mapping[str, Shape]) -> bool:
+    """Source: peft 0.21 `utils/transformers_weight_conversion.py`."""
+    targets = config.get("target_modules")
+    leaves = {str(name).rpartition(".")[2] for name in targets} if isinstance(targets, list) else set()
+    return bool(leaves & _OF_EXPERTS) and any(_STACKED.search(name) for name in base)
+
+
+def _with_tied(config: Config, file: AdapterFile) -> Config:
+    """With ensure_weight_tying a tied head gets an adapter beside its embedding, whose factors it shares."""
+    targets = config.get("target_modules")
+    has_head = any(name.startswith(f"{ROOT}lm_head.lora_") for name in file.tensors)
+    if not config.get("ensure_weight_tying") or not has_head or not isinstance(targets, list):
+        return config
+    return {**config, "target_modules": [*targets, "lm_head"]}
+
+
+def _match(
+    file: AdapterFile, config: Config, family: str, wrapped: Mapping[str, Sequence[str]], loading: Loading
+) -> tuple[dict[str, dict[str, Shape]], dict[str, dict[int, dict[str, Shape]]]]:
+    """Find a module for every tensor.
+
+    Returns:
+        What was found, as module → role → shape; and of modules whose parameters are wrapped, module → level → role →
+        shape.
+    """
     modules = parents_of(file.base) if file.base is not None else None
     found: dict[str, dict[str, Shape]] = defaultdict(dict)
+    levels: dict[str, dict[int, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
     for name, head in file.tensors.items():
         if not name.startswith(ROOT):
             loading.ignored[name] = f"the name does not begin with {ROOT}"
@@ -103,6 +138,9 @@ def _match(file: AdapterFile, config: Config, family: str, loading: Loading) -> 
         inner = name.removeprefix(ROOT)
         key = parse_key(inner)
         if key is None or key.family == "saved":
+            if (twin := _SAVED_COPY.sub(".", inner)) != inner and f"{ROOT}{twin}" in file.tensors:
+                loading.use(name, twin.rpartition(".")[0])  # bias="all" writes a saved bias under three names
+                continue
             module = inner.rpartition(".")[0]
             if any(module.endswith(each) for each in saved_names(config)):
                 _check_resized(inner, head.shape, file, loading)
@@ -112,21 +150,33 @@ def _match(file: AdapterFile, config: Config, family: str, loading: Loading) -> 
             else:
                 loading.use(name, module.removesuffix(_WRAPPED))
             continue
-        reason = _why_not(key, family, config)
+        reason = _why_not(key, family, config, is_wrapped=key.path in wrapped or file.base is None)
+        if reason is None and key.path in wrapped and key.nesting >= len(wrapped[key.path]):
+            reason = f"target_parameters name {len(wrapped[key.path])} parameters of its module"
         if reason is None and modules is not None and base_path(key.path) not in modules:
             reason = "the base model has no such module"
         if reason is not None:
             loading.ignored[name] = reason
             continue
         loading.use(name, key.path)
+        if key.path in wrapped:
+            levels[key.path][key.nesting][key.role] = head.shape
+            continue
         found[key.path][key.role] = head.shape
-        if family == "lora" and not config.get("target_parameters"):
+        if family == "lora" and (file.base is not None or not config.get("target_parameters")):
             _check_rank(name, key, head.shape, config)
-    return found
+    return found, levels
 
 
-def _why_not(key: Key, family: str, config: Config) -> str | None:
-    """Why a factor does not go into the model; None when it does, as far as the configuration tells."""
+def _why_not(key: Key, family: str, config: Config, *, is_wrapped: bool) -> str | None:
+    """Why a factor does not go into the model; None when it does, as far as the configuration tells.
+
+    Args:
+        key: Its name.
+        family: Of the configuration.
+        config: adapter_config.json.
+        is_wrapped: It may be for one of the target_parameters.
+    """
     if key.adapter not in (None, "default"):
         return f"it is named for the adapter {key.adapter!r}, and PEFT loads as 'default'"
     if key.style != "peft":
@@ -137,7 +187,9 @@ def _why_not(key: Key, family: str, config: Config) -> str | None:
         return "use_dora is not set: a DoRA becomes another adapter"
     if key.role == "B_bias" and config.get("lora_bias") is not True:
         return "lora_bias is not set"
-    if not has_targets(config) or is_target(config, key.path) is not False or config.get("target_parameters"):
+    if not has_targets(config) or is_target(config, key.path) is not False:
+        return None
+    if is_wrapped and config.get("target_parameters"):
         return None
     return "the configuration does not target its module, so that it is not loaded, without a warning"
 
@@ -221,7 +273,7 @@ def _check_shapes(
 ) -> None:
     """Hold a module's factors against those that PEFT would make for it."""
     weight = base.get(f"{base_path(path)}.weight")
-    if weight is None or config.get("target_parameters"):
+    if weight is None:
         return
     ways = expected(family, config, path, weight)
     if not ways or any(_agrees(factors, way, is_whole=True) for way in ways):
@@ -254,7 +306,7 @@ def _say_missing(
     base: Mapping[str, Shape], found: Mapping[str, object], family: str, config: Config, loading: Loading
 ) -> None:
     """Name targets that the file has nothing for, which PEFT gives adapters of their own."""
-    if config.get("target_parameters") or not has_targets(config):
+    if not has_targets(config):
         return
     modules = parents_of(base)
     parents = {module.rpartition(".")[0] for module in modules}
@@ -263,16 +315,15 @@ def _say_missing(
     if not idle:
         return
     is_idle = starts_idle(config, family)
-    partly = _like(idle, used)
-    shown = ", ".join(map(escape_name, (partly or idle)[:3])) + (" …" if len(partly or idle) > 3 else "")
-    if not is_idle or partly:
-        lost = "" if not partly else f", {len(partly)} of them where the same module of other layers has an adapter"
+    lost = _lost(idle, used)
+    shown = ", ".join(map(escape_name, (lost or idle)[:3])) + (" …" if len(lost or idle) > 3 else "")
+    if not is_idle or lost:
         anew = "which change nothing" if is_idle else "of random numbers, as init_weights says"
         loading.say(
             "loader-incomplete",
             "error",
             CONFIG,
-            f"the configuration targets {len(idle)} modules that the file has nothing for{lost} ({shown}): PEFT gives "
+            f"the configuration targets {len(idle)} modules that the file has nothing for ({shown}): PEFT gives "
             f"them new adapters, {anew}, and warns of missing keys",
             "was the adapter saved whole? If it is meant so: name the layers in layers_to_transform or exclude_modules",
         )
@@ -281,15 +332,20 @@ def _say_missing(
         "loader-needs",
         "warning",
         CONFIG,
-        f"target_modules also matches {len(idle)} modules that the file has nothing for, such as {idle[0]}: PEFT "
-        "gives them new adapters, which change nothing",
+        f"target_modules also matches {len(idle)} modules that the file has nothing for, such as {idle[0]}: if the "
+        "model's class has them, PEFT gives them new adapters, which change nothing",
     )
 
 
-def _like(idle: Iterable[str], used: Iterable[str]) -> list[str]:
-    """Return those of which the same module of another layer is used."""
-    patterns = {_INDEX.sub("*", path) for path in used if _INDEX.search(path)}
-    return [path for path in idle if _INDEX.sub("*", path) in patterns]
+def _lost(idle: Sequence[str], used: Collection[str]) -> list[str]:
+    """Return those that every class of the model has: beside used ones, or of their kind in other layers."""
+    roots = {path.partition(".")[0] for path in used}
+    leaves = {path.rpartition(".")[2] for path in used}
+    return [
+        path
+        for path in idle
+        if path.partition(".")[0] in roots or (_INDEX.search(path) and path.rpartition(".")[2] in leaves)
+    ]
 
 
 def _say_biases(file: AdapterFile, base: Mapping[str, Shape], family: str, config: Config, loading: Loading) -> None:

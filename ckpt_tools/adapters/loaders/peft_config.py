@@ -18,6 +18,9 @@ _HARMLESS = (True, "gaussian", "lycoris")
 """Values of init_lora_weights and init_weights with which a new adapter changes nothing."""
 
 
+_NOT_FOR_PARAMETERS = ("use_dora", "lora_bias", "lora_dropout", "fan_in_fan_out", "velora_config", "kasa_config")
+
+
 def check_config(config: Config, family: str) -> None:
     """Refuse what PEFT refuses before it looks at a tensor.
 
@@ -40,7 +43,7 @@ def check_config(config: Config, family: str) -> None:
         raise RejectedError(f"{alpha} is {config[alpha]!r}, not a number")
     if config.get("lora_bias") and config.get("use_dora"):
         raise RejectedError("it has no lora_bias for DoRA")
-    wrong = next((name for name in ("use_dora", "lora_bias") if config.get(name)), None)
+    wrong = next((name for name in _NOT_FOR_PARAMETERS if config.get(name)), None)
     if config.get("target_parameters") and wrong:
         raise RejectedError(f"target_parameters do not go with {wrong}")
 

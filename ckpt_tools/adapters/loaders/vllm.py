@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.loaders.loading import NEEDS_BASE, AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.target_modules import parents_of
 from ckpt_tools.adapters.variants import variants_in
 
@@ -35,6 +35,8 @@ def load(file: AdapterFile, loading: Loading) -> None:
     _check_rank(file, config.get("r"), loading)
     loading.say_scale("lora_alpha", config.get("lora_alpha"))
     modules = parents_of(file.base) if file.base is not None else None
+    if modules is None:
+        loading.say(NEEDS_BASE, "info", file.file, "vLLM leaves out modules that the model does not have: give --base")
     embeddings = set()
     for name, head in file.tensors.items():
         hit = _NAME.fullmatch(name)

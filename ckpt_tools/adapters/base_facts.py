@@ -1,0 +1,190 @@
+"""The base model that check-lora holds an adapter against: parameters, class and model family."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from ckpt_tools.adapters.base import read_base
+from ckpt_tools.adapters.loaders import ModelFamily
+from ckpt_tools.adapters.model_names import renamings
+from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
+from ckpt_tools.adapters.naming.resolve import is_language_model_path, readings
+from ckpt_tools.adapters.sidecars import read_json
+from ckpt_tools.adapters.target_modules import parents_of
+from ckpt_tools.storage.source import Source
+
+Shapes = Mapping[str, tuple[int, ...]]
+_FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
+    {
+        "FluxTransformer2DModel": "flux1",
+        "Flux2Transformer2DModel": "flux2",
+        "SD3Transformer2DModel": "sd3",
+    }
+)
+"""diffusers' class → family. Its UNet2DConditionModel is SDXL's and others'."""
+_UNET = "UNet2DConditionModel"
+_EXPLAINED = 0.95
+"""Share of a model's matrices that a family's tables must name: its own do ≥ 0.97, the nearest foreign one 0.86."""
+_NATIVE = "model.diffusion_model."
+"""In front of the denoiser's names in a single-file checkpoint of a whole pipeline."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
+_STACK = re.compile(r"((?:model\.)*(?:bert\.)?(?:layers|encoder\.layer)|(?:transformer\.)?h)\.(\d{1,6})\.")
+"""The layers that PEFT can replicate."""
+_MAX_LAYERS = 10_000
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_STACKED = re.compile(r"\.experts\.\w+$")
+"""Experts one by one, as many models have them on disk, and stacked, as the live model has them."""
+_ROOTS = ("model", "transformer", "backbone")
+"""Names of the inner model in transformers' classes with a head, beside those called like the model's type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseFacts:
+    """What is known of the base model."""
+
+    shapes: Shapes
+    """Parameter → shape, by the names that the live model has and those on disk."""
+    family: ModelFamily | None
+    """The family whose names it has; None for one that ckpt has no tables of."""
+    class_name: str | None = None
+    """diffusers' class, by its config.json."""
+    model_type: str | None = None
+    """transformers' type, by its config.json."""
+    architectures: tuple[str, ...] = ()
+    """transformers' classes, by its config.json."""
+
+
+def read_base_facts(path: str | os.PathLike[str]) -> BaseFacts:
+    """Read a base model's headers and its config.json.
+
+    Args:
+        path: As for `read_base`.
+
+    Raises:
+        UnreadableError: Not a complete, readable checkpoint.
+    """
+    shapes = read_base(path).shapes
+    config: Mapping[str, object] = {}
+    if os.path.isfile(os.path.join(path, "config.json")):
+        with Source(os.fspath(path)) as source:
+            config = read_json(source, "config.json")
+    class_name, model_type, classes = config.get("_class_name"), config.get("model_type"), config.get("architectures")
+    facts = BaseFacts(
+        shapes=_without_predictors(shapes, config),
+        family=None,
+        class_name=class_name if isinstance(class_name, str) else None,
+        model_type=model_type if isinstance(model_type, str) else None,
+        architectures=tuple(each for each in classes if isinstance(each, str)) if isinstance(classes, list) else (),
+    )
+    return replace(facts, family=_family(facts))
+
+
+def _without_predictors(shapes: Shapes, config: Mapping[str, object]) -> Shapes:
+    """Leave out layers that predict further tokens: checkpoints hold them behind the others, models do not load them.
+
+    Source: transformers, models/deepseek_v3 and models/glm4_moe, `_keys_to_ignore_on_load_unexpected`.
+    """
+    depth = config.get("num_hidden_layers")
+    if not config.get("num_nextn_predict_layers") or not isinstance(depth, int):
+        return shapes
+    layers = {name: _LAYER.search(name) for name in shapes}
+    return {name: shapes[name] for name, layer in layers.items() if layer is None or int(layer[1]) < depth}
+
+
+def _family(facts: BaseFacts) -> ModelFamily | None:
+    if facts.class_name is not None and facts.class_name != _UNET:
+        return _FAMILIES.get(facts.class_name)
+    if facts.class_name is None and facts.model_type is not None:
+        return "llm"
+    matrices = [name.rpartition(".")[0] for name, shape in facts.shapes.items() if len(shape) != 1]
+    inner = [path.removeprefix(_NATIVE) for path in matrices if path.startswith(_NATIVE)] or matrices
+    if not inner:
+        return None
+    for name, architecture in ARCHITECTURES.items():
+        if sum(bool(readings(path, architecture)) for path in inner) >= _EXPLAINED * len(inner):
+            return name
+    is_denoiser = any(_is_denoiser(path) for path in inner)
+    return "llm" if not is_denoiser and any(map(is_language_model_path, inner)) else None
+
+
+def _is_denoiser(path: str) -> bool:
+    return any(
+        part.startswith(("time_embed", "timestep", "t_embedder", "time_in", "patch_embed")) for part in path.split(".")
+    )
+
+
+def as_named(facts: BaseFacts, paths: Collection[str]) -> BaseFacts:
+    """Return the base with the names of the live model that an adapter was trained on.
+
+    On disk a model may have other names (older ones; none of a head's inner model, as GPT-2 is published).
+
+    Args:
+        facts: Of the base.
+        paths: Modules of the adapter.
+    """
+    other = [renamed for renamed in renamings(facts.shapes) if renamed.keys() <= facts.shapes.keys()]
+    aliases = {new for renamed in other for new in renamed}
+    on_disk = {name: shape for name, shape in facts.shapes.items() if name not in aliases}
+    ways: list[Shapes] = [on_disk]
+    for renamed in other:
+        gone = set(renamed.values())
+        kept = {name: shape for name, shape in on_disk.items() if name not in gone}
+        ways.append(kept | {new: facts.shapes[new] for new, old in renamed.items() if old in on_disk})
+    ways += [_with_root(way, facts, paths) for way in tuple(ways)]
+    shapes = _with_shared(max(ways, key=lambda way: len(parents_of(way) & set(paths))))
+    if not any(_EXPERT.search(path) for path in paths) and any(_STACKED.search(name) for name in shapes):
+        shapes = {name: shape for name, shape in shapes.items() if not _EXPERT.search(name)}
+    return replace(facts, shapes=shapes)
+
+
+def _with_shared(shapes: Shapes) -> Shapes:
+    """Add the embeddings that an encoder and a decoder share (T5, BART): on disk they are one tensor."""
+    found = dict(shapes)
+    for name, shape in shapes.items():
+        root, _, leaf = name.rpartition("shared.weight")
+        if not leaf and name.endswith("shared.weight") and (not root or root.endswith(".")):
+            for side in ("encoder", "decoder"):
+                found.setdefault(f"{root}{side}.embed_tokens.weight", shape)
+    return found
+
+
+def _with_root(shapes: Shapes, facts: BaseFacts, paths: Collection[str]) -> Shapes:
+    """Put the inner model's name in front, as transformers does when it loads what was saved without a head."""
+    roots = {path.partition(".")[0] for path in paths}
+    root = next(iter(roots), "")
+    known = root in _ROOTS or (facts.model_type or "").replace("-", "_").startswith(root)
+    if facts.model_type is None or len(roots) != 1 or not known or any(name.startswith(f"{root}.") for name in shapes):
+        return shapes
+    return {f"{root}.{name}": shape for name, shape in shapes.items()}
+
+
+def replicated(shapes: Shapes, layer_map: object) -> Shapes:
+    """Return the parameters of the model that PEFT's layer_replication makes: [[0, 2], [1, 2]] is layers 0, 1, 1.
+
+    Source: peft 0.21 `tuners/tuners_utils.py`, `replicate_layers`.
+    """
+    if not isinstance(layer_map, list) or not all(_is_range(pair) for pair in layer_map):
+        return shapes
+    copies: dict[int, list[int]] = defaultdict(list)
+    total = 0
+    for start, end in layer_map:
+        for index in range(start, min(end, start + _MAX_LAYERS - total)):
+            copies[index].append(total)
+            total += 1
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        layer = _STACK.match(name)
+        if layer is None:
+            found[name] = shape
+            continue
+        found |= {f"{layer[1]}.{new}.{name[layer.end() :]}": shape for new in copies[int(layer[2])]}
+    return found
+
+
+def _is_range(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(type(each) is int and each >= 0 for each in pair)

@@ -1,0 +1,377 @@
+"""Adapters that PEFT made for the models of `world_models`, and what can happen to them on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, object]
+Damage = Callable[[Tensors, Config], None]
+
+LORA: Config = {"r": 2, "lora_alpha": 4}
+QV: Config = LORA | {"target_modules": ["q_proj", "v_proj"]}
+
+HEALTHY: Mapping[str, tuple[str, str, Config]] = {
+    "phi3, fused qkv": ("phi3", "Lora", LORA | {"target_modules": ["qkv_proj", "gate_up_proj"]}),
+    "phi3, DoRA": ("phi3", "Lora", LORA | {"target_modules": ["o_proj"], "use_dora": True}),
+    "gemma2, rsLoRA": ("gemma2", "Lora", QV | {"use_rslora": True}),
+    "gemma2, all-linear": ("gemma2", "Lora", LORA | {"target_modules": "all-linear"}),
+    "gemma3, a pattern": ("gemma3", "Lora", LORA | {"target_modules": r".*\.layers\.1\..*_proj"}),
+    "gemma3, norms saved": ("gemma3", "Lora", QV | {"modules_to_save": ["input_layernorm"]}),
+    "mistral": ("mistral", "Lora", QV | {"task_type": "CAUSAL_LM"}),
+    "mistral, gaussian": ("mistral", "Lora", QV | {"init_lora_weights": "gaussian"}),
+    "mistral, rank and alpha patterns": (
+        "mistral",
+        "Lora",
+        QV | {"rank_pattern": {r"layers\.1\.self_attn\.q_proj": 3}, "alpha_pattern": {"v_proj": 6}},
+    ),
+    "mistral, layers chosen": ("mistral", "Lora", QV | {"layers_to_transform": [1]}),
+    "mistral, head saved": ("mistral", "Lora", QV | {"modules_to_save": ["lm_head"]}),
+    "mistral, head and embeddings": ("mistral", "Lora", LORA | {"target_modules": ["lm_head", "embed_tokens"]}),
+    "mistral, excluded": ("mistral", "Lora", QV | {"exclude_modules": ["layers.0.self_attn.q_proj"]}),
+    "mistral, weights tying asked for": ("mistral", "Lora", QV | {"ensure_weight_tying": True}),
+    "mistral, layers replicated": (
+        "mistral",
+        "Lora",
+        QV | {"layer_replication": [[0, 2], [1, 2]], "task_type": "CAUSAL_LM"},
+    ),
+    "mixtral, attention": ("mixtral", "Lora", QV),
+    "mixtral, experts": (
+        "mixtral",
+        "Lora",
+        QV | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+    "qwen3": ("qwen3", "Lora", LORA | {"target_modules": ["q_proj", "down_proj"], "bias": "none"}),
+    "qwen3, trained tokens": ("qwen3", "Lora", QV | {"trainable_token_indices": [3, 5]}),
+    "qwen3, trained tokens and tied head": (
+        "qwen3",
+        "Lora",
+        QV | {"trainable_token_indices": {"embed_tokens": [3, 5]}},
+    ),
+    "qwen3-moe, router": ("qwen3-moe", "Lora", LORA | {"target_modules": ["q_proj", "k_proj"]}),
+    "qwen3-moe, one parameter": (
+        "qwen3-moe",
+        "Lora",
+        LORA | {"target_modules": [], "target_parameters": ["experts.down_proj"]},
+    ),
+    "gpt-oss, attention": ("gpt-oss", "Lora", QV),
+    "gpt-oss, attention biases": ("gpt-oss", "Lora", QV | {"bias": "lora_only"}),
+    "gpt-oss, experts": (
+        "gpt-oss",
+        "Lora",
+        QV | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+    "gpt2, Conv1D": ("gpt2", "Lora", LORA | {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    "gpt2, Conv1D and all biases": (
+        "gpt2",
+        "Lora",
+        LORA | {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "bias": "all"},
+    ),
+    "gpt-neox, fused qkv": ("gpt-neox", "Lora", LORA | {"target_modules": ["query_key_value"]}),
+    "gpt-neox, its biases": (
+        "gpt-neox",
+        "Lora",
+        LORA | {"target_modules": ["query_key_value", "dense"], "bias": "lora_only"},
+    ),
+    "falcon": ("falcon", "Lora", LORA | {"target_modules": ["query_key_value", "dense_h_to_4h"]}),
+    "opt, biases": ("opt", "Lora", QV | {"bias": "all"}),
+    "opt, biases of its own": ("opt", "Lora", QV | {"lora_bias": True}),
+    "bloom, no targets named": ("bloom", "Lora", LORA | {"task_type": "CAUSAL_LM"}),
+    "olmo2, DoRA": ("olmo2", "Lora", QV | {"use_dora": True}),
+    "mamba": ("mamba", "Lora", LORA | {"target_modules": ["in_proj", "x_proj"]}),
+    "t5": ("t5", "Lora", LORA | {"target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM"}),
+    "t5, feed-forward": ("t5", "Lora", LORA | {"target_modules": ["wi", "wo"]}),
+    "bart": ("bart", "Lora", QV | {"task_type": "SEQ_2_SEQ_LM"}),
+    "bart, biases": ("bart", "Lora", QV | {"bias": "lora_only"}),
+    "whisper": ("whisper", "Lora", QV),
+    "whisper, encoder": ("whisper", "Lora", LORA | {"target_modules": r"model\.encoder\..*fc[12]"}),
+    "bert, biases of its targets": (
+        "bert",
+        "Lora",
+        LORA | {"target_modules": ["query", "value"], "bias": "lora_only", "task_type": "SEQ_CLS"},
+    ),
+    "bert, all biases": (
+        "bert",
+        "Lora",
+        LORA | {"target_modules": ["query"], "bias": "all", "task_type": "SEQ_CLS"},
+    ),
+    "deberta": (
+        "deberta",
+        "Lora",
+        LORA | {"target_modules": ["query_proj", "value_proj"], "task_type": "TOKEN_CLS"},
+    ),
+    "vit": (
+        "vit",
+        "Lora",
+        LORA | {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]},
+    ),
+    "vit, patches": ("vit", "Lora", LORA | {"target_modules": ["projection"]}),
+    "siglip": ("siglip", "Lora", LORA | {"target_modules": ["q_proj", "out_proj", "fc1"]}),
+    "clip, text alone": ("clip", "Lora", LORA | {"target_modules": r"text_model\..*\.(q|k)_proj"}),
+    "clip": ("clip", "Lora", QV),
+    "gpt2, published without its head": ("gpt2-published", "Lora", LORA | {"target_modules": ["c_attn", "c_proj"]}),
+    "bert, published without its head": (
+        "bert-published",
+        "Lora",
+        LORA | {"target_modules": ["query", "dense"], "modules_to_save": ["classifier"]},
+    ),
+    "qwen3-moe, dense and expert layers": (
+        "qwen3-moe-mixed",
+        "Lora",
+        QV | {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    ),
+    "qwen3-moe, attention of mixed layers": ("qwen3-moe-mixed", "Lora", QV),
+    "gemma2, tied embedding": (
+        "gemma2",
+        "Lora",
+        LORA | {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "gemma2, tied embedding saved": (
+        "gemma2",
+        "Lora",
+        QV | {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "gemma2, head": ("gemma2", "Lora", LORA | {"target_modules": ["q_proj", "lm_head"]}),
+    "bart, embeddings": ("bart", "Lora", LORA | {"target_modules": ["q_proj", "embed_tokens"]}),
+    "t5, shared embedding": ("t5", "Lora", LORA | {"target_modules": ["q", "shared", "lm_head"]}),
+    "clip, convolution": ("clip", "Lora", LORA | {"target_modules": ["patch_embedding", "text_projection"]}),
+    "opt, embedding and biases": ("opt", "Lora", LORA | {"target_modules": ["embed_tokens", "fc2"], "bias": "all"}),
+    "gpt-oss, router": ("gpt-oss", "Lora", QV | {"target_parameters": ["router.weight"]}),
+    "mistral, LoHa": ("mistral", "LoHa", {"r": 2, "alpha": 4, "target_modules": ["q_proj", "up_proj"]}),
+    "olmo2, LoKr": ("olmo2", "LoKr", {"r": 2, "alpha": 4, "target_modules": ["q_proj"]}),
+    "vit, LoKr of full factors": ("vit", "LoKr", {"r": 64, "alpha": 1, "target_modules": ["q_proj"]}),
+    "opt, OFT": ("opt", "OFT", {"oft_block_size": 4, "target_modules": ["q_proj", "fc1"]}),
+    "opt, OFT biases": ("opt", "OFT", {"oft_block_size": 4, "target_modules": ["q_proj"], "bias": "oft_only"}),
+    "bert, OFT of blocks": ("bert", "OFT", {"r": 4, "oft_block_size": 0, "target_modules": ["query"]}),
+    "bart, BOFT": ("bart", "BOFT", {"boft_block_size": 4, "target_modules": ["q_proj"]}),
+    "bart, BOFT biases": ("bart", "BOFT", {"boft_block_size": 4, "target_modules": ["q_proj"], "bias": "boft_only"}),
+    "phi3, IA3": ("phi3", "IA3", {"target_modules": ["qkv_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "gemma2, VeRA": ("gemma2", "Vera", {"r": 4, "target_modules": ["v_proj"]}),
+    "mistral, AdaLoRA": (
+        "mistral",
+        "AdaLora",
+        {"init_r": 4, "target_r": 2, "total_step": 10, "target_modules": ["q_proj"]},
+    ),
+    "qwen3, MiSS": ("qwen3", "Miss", {"r": 2, "target_modules": ["q_proj"]}),
+    "bert, LN tuning": ("bert", "LNTuning", {"target_modules": ["LayerNorm"], "task_type": "SEQ_CLS"}),
+    "t5, FourierFT": ("t5", "FourierFT", {"n_frequency": 8, "target_modules": ["q"]}),
+    "opt, VB-LoRA": (
+        "opt",
+        "VBLoRA",
+        {"r": 2, "num_vectors": 8, "vector_length": 4, "topk": 2, "target_modules": ["q_proj"]},
+    ),
+    "mistral, trained tokens alone": (
+        "mistral",
+        "TrainableTokens",
+        {"token_indices": [1, 2], "target_modules": ["embed_tokens"]},
+    ),
+    "mistral, PiSSA": ("mistral", "Lora", QV | {"init_lora_weights": "pissa"}),
+    "qwen3, OLoRA": ("qwen3", "Lora", QV | {"init_lora_weights": "olora"}),
+}
+"""Name → (model, type, configuration)."""
+
+
+def _names(tensors: Tensors, part: str) -> list[str]:
+    found = [name for name in tensors if part in name]
+    assert found, part
+    return found
+
+
+def drop(*parts: str) -> Damage:
+    """Tensors that were not saved."""
+
+    def damage(tensors: Tensors, _: Config) -> None:
+        for name in {name for part in parts for name in _names(tensors, part)}:
+            del tensors[name]
+
+    return damage
+
+
+def rename(old: str, new: str, *, first: bool = False) -> Damage:
+    """Names of another model, or of another tool."""
+
+    def damage(tensors: Tensors, _: Config) -> None:
+        names = _names(tensors, old)
+        for name in names[:1] if first else names:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return damage
+
+
+def change(part: str, how: Callable[[torch.Tensor], torch.Tensor], *, every: bool = False) -> Damage:
+    """Another tensor in the place of the first one of that name, or of every one."""
+
+    def damage(tensors: Tensors, _: Config) -> None:
+        names = _names(tensors, part)
+        for name in names if every else names[:1]:
+            tensors[name] = how(tensors[name]).contiguous()
+
+    return damage
+
+
+def say(**settings: object) -> Damage:
+    """Another configuration."""
+
+    def damage(_: Tensors, config: Config) -> None:
+        assert any(config.get(name) != value for name, value in settings.items())
+        config.update(settings)
+
+    return damage
+
+
+def forget(*names: str) -> Damage:
+    """A configuration without these fields."""
+
+    def damage(_: Tensors, config: Config) -> None:
+        for name in names:
+            del config[name]
+
+    return damage
+
+
+def add(name: str, *shape: int) -> Damage:
+    """A tensor too many."""
+
+    def damage(tensors: Tensors, _: Config) -> None:
+        assert name not in tensors
+        tensors[name] = torch.full(shape, 0.5)
+
+    return damage
+
+
+def swap(tensors: Tensors, _: Config) -> None:
+    """Exchange A and B of every module."""
+    for name in _names(tensors, "lora_A"):
+        other = name.replace("lora_A", "lora_B")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def twice(tensors: Tensors, _: Config) -> None:
+    """The same module under a second spelling, of which a loader takes one."""
+    name = _names(tensors, "lora_B")[0]
+    tensors[name.replace("lora_B.weight", "lora_B.default.weight")] = torch.zeros_like(tensors[name])
+
+
+def half(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows that one rank had."""
+    return tensor[: len(tensor) // 2]
+
+
+def with_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """One element that is not a number."""
+    tensor = tensor.clone()
+    tensor.view(-1)[0] = float("nan")
+    return tensor
+
+
+ROOT = "base_model.model."
+DAMAGED: Mapping[str, tuple[str, Damage]] = {
+    "phi3: prefix lost": ("phi3, fused qkv", rename(ROOT, "")),
+    "phi3: model's prefix lost": ("phi3, fused qkv", rename("model.model.", "model.")),
+    "phi3: split names": ("phi3, fused qkv", rename("qkv_proj", "q_proj")),
+    "phi3: magnitudes lost": ("phi3, DoRA", drop("magnitude")),
+    "phi3: DoRA forgotten": ("phi3, DoRA", say(use_dora=False)),
+    "gemma2: rsLoRA forgotten": ("gemma2, rsLoRA", forget("lora_alpha")),
+    "gemma2: a layer lost": ("gemma2, rsLoRA", drop("layers.1.")),
+    "gemma2: a layer renamed": ("gemma2, rsLoRA", rename("layers.1.", "layers.7.")),
+    "gemma2: one layer of all-linear lost": ("gemma2, all-linear", drop("layers.0.mlp.up_proj")),
+    "gemma3: pattern matches nothing": ("gemma3, a pattern", say(target_modules=r".*\.blocks\..*_proj")),
+    "gemma3: pattern matches less": ("gemma3, a pattern", say(target_modules=r".*\.layers\.1\..*q_proj")),
+    "gemma3: a saved norm lost": ("gemma3, norms saved", drop("layers.1.input_layernorm")),
+    "mistral: rank": ("mistral", say(r=4)),
+    "mistral: rank 0": ("mistral", say(r=0)),
+    "mistral: rank -2": ("mistral", say(r=-2)),
+    "mistral: rank as text": ("mistral", say(r="2")),
+    "mistral: no alpha": ("mistral", forget("lora_alpha")),
+    "mistral: alpha 0": ("mistral", say(lora_alpha=0)),
+    "mistral: alpha -4": ("mistral", say(lora_alpha=-4)),
+    "mistral: alpha 1e6": ("mistral", say(lora_alpha=1e6)),
+    "mistral: alpha as text": ("mistral", say(lora_alpha="4")),
+    "mistral: targets too few": ("mistral", say(target_modules=["q_proj"])),
+    "mistral: targets of another model": ("mistral", say(target_modules=["query_key_value"])),
+    "mistral: targets too many": (
+        "mistral",
+        say(target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False),
+    ),
+    "mistral: targets with a prefix": ("mistral", say(target_modules=["model.q_proj", "model.v_proj"])),
+    "mistral: a target lost": ("mistral", drop("layers.0.self_attn.v_proj")),
+    "mistral: B lost": ("mistral", drop("layers.0.self_attn.v_proj.lora_B")),
+    "mistral: A lost": ("mistral", drop("layers.0.self_attn.v_proj.lora_A")),
+    "mistral: every B lost": ("mistral", drop("lora_B")),
+    "mistral: A transposed": ("mistral", change("lora_A", lambda t: t.T)),
+    "mistral: B transposed": ("mistral", change("lora_B", lambda t: t.T)),
+    "mistral: A cut": ("mistral", change("lora_A", lambda t: t[:, :8])),
+    "mistral: every B cut": ("mistral", change("lora_B", half, every=True)),
+    "mistral: B empty": ("mistral", change("lora_B", lambda t: t[:0])),
+    "mistral: A flat": ("mistral", change("lora_A", torch.flatten)),
+    "mistral: A and B swapped": ("mistral", swap),
+    "mistral: not a number": ("mistral", change("lora_B", with_nan)),
+    "mistral: integers": ("mistral", change("lora_B", lambda t: t.to(torch.int8), every=True)),
+    "mistral: one B zero": ("mistral", change("lora_B", torch.zeros_like)),
+    "mistral: one A zero": ("mistral", change("lora_A", torch.zeros_like)),
+    "mistral: every B zero": ("mistral", change("lora_B", torch.zeros_like, every=True)),
+    "mistral: names twice": ("mistral", twice),
+    "mistral: adapter's name": ("mistral", rename("lora_A.weight", "lora_A.mine.weight")),
+    "mistral: compiled": ("mistral", rename("model.model.", "model._orig_mod.model.")),
+    "mistral: kohya's suffixes": ("mistral", rename("lora_A", "lora_down")),
+    "mistral: another type": ("mistral", say(peft_type="LOHA")),
+    "mistral: IA3's type": ("mistral", say(peft_type="IA3")),
+    "mistral: unknown type": ("mistral", say(peft_type="LORAX")),
+    "mistral: no type": ("mistral", forget("peft_type")),
+    "mistral: a module too many": ("mistral", add(f"{ROOT}model.layers.2.self_attn.q_proj.lora_A.weight", 2, 16)),
+    "mistral: rank pattern lost": ("mistral, rank and alpha patterns", say(rank_pattern={})),
+    "mistral: other layers chosen": ("mistral, layers chosen", say(layers_to_transform=[0])),
+    "mistral: layers chosen no longer": (
+        "mistral, layers chosen",
+        say(layers_to_transform=None, init_lora_weights=False),
+    ),
+    "mistral: head lost": ("mistral, head saved", drop("lm_head")),
+    "mistral: embedding's factor lost": ("mistral, head and embeddings", drop("lora_embedding_B")),
+    "mistral: a LoHa factor lost": ("mistral, LoHa", drop("layers.0.self_attn.q_proj.hada_w2_b")),
+    "mistral: LoHa rank": ("mistral, LoHa", say(r=3)),
+    "mixtral: experts not said": ("mixtral, experts", say(target_parameters=None)),
+    "mixtral: an expert's factor cut": ("mixtral, experts", change("experts.lora_A", half)),
+    "qwen3: trained tokens lost": ("qwen3, trained tokens", drop("trainable_tokens")),
+    "qwen3: trained tokens not said": ("qwen3, trained tokens", say(trainable_token_indices=None)),
+    "qwen3-moe: another parameter": ("qwen3-moe, one parameter", say(target_parameters=["experts.gate_up_proj"])),
+    "qwen3-moe: no parameter": ("qwen3-moe, one parameter", say(target_parameters=["experts.up_proj"])),
+    "gpt-oss: experts' base layer lost": ("gpt-oss, experts", rename(".base_layer.", ".")),
+    "gpt-oss: experts lost": ("gpt-oss, experts", drop("experts")),
+    "gpt-oss: a bias lost": ("gpt-oss, attention biases", drop("layers.1.self_attn.q_proj.base_layer.bias")),
+    "gpt2: its root lost": ("gpt2, Conv1D", rename("model.transformer.", "model.")),
+    "gpt2: DoRA said": ("gpt2, Conv1D", say(use_dora=True)),
+    "gpt-neox: split names": ("gpt-neox, fused qkv", rename("query_key_value", "q_proj", first=True)),
+    "falcon: B of the rows": ("falcon", change("query_key_value.lora_B", half)),
+    "opt: biases lost": ("opt, biases", drop("fc1.bias")),
+    "opt: own biases not said": ("opt, biases of its own", say(lora_bias=False)),
+    "bloom: a layer lost": ("bloom, no targets named", drop("h.1.")),
+    "mamba: a target renamed": ("mamba", rename("x_proj", "dt_proj")),
+    "t5: decoder lost": ("t5", drop("decoder")),
+    "t5: names of BART": ("t5", rename(".q.", ".q_proj.")),
+    "bart: encoder's attention": ("bart", rename("encoder_attn", "cross_attn")),
+    "whisper: a task that breaks it": ("whisper", say(task_type="SEQ_2_SEQ_LM")),
+    "whisper: no model's root": ("whisper", rename("model.model.", "model.")),
+    "bert: biases said, and lost": ("bert, biases of its targets", drop("query.base_layer.bias")),
+    "gpt2: headless, of another model": (
+        "gpt2, published without its head",
+        rename("model.transformer.", "model.bert."),
+    ),
+    "bart: tied embedding lost": ("bart, embeddings", drop("decoder.embed_tokens")),
+    "qwen3-moe: layer of experts lost": ("qwen3-moe, attention of mixed layers", drop("layers.1.")),
+    "bert: head lost": ("bert, biases of its targets", drop("classifier")),
+    "deberta: a side lost": ("deberta", drop("layer.0.attention.self.value_proj.lora_A")),
+    "vit: head lost": ("vit", drop("classifier")),
+    "vit: kernel cut": ("vit, patches", change("lora_A", lambda t: t[..., :4])),
+    "siglip: names of CLIP": ("siglip", rename("out_proj", "proj")),
+    "clip: text of the vision": ("clip, text alone", rename("text_model", "vision_model")),
+    "olmo2: LoKr cut": ("olmo2, LoKr", change("lokr_w1", half)),
+    "olmo2: LoKr's factor": ("olmo2, LoKr", say(decompose_factor=2)),
+    "opt: OFT blocks": ("opt, OFT", say(oft_block_size=8)),
+    "opt: OFT lost": ("opt, OFT", drop("layers.1.self_attn.q_proj")),
+    "bart: BOFT scale lost": ("bart, BOFT", drop("decoder.layers.0.self_attn.q_proj.boft_s")),
+    "phi3: IA3 lost": ("phi3, IA3", drop("layers.0.mlp")),
+    "gemma2: VeRA cut": ("gemma2, VeRA", change("vera_lambda_b", half)),
+}
+"""Name → (healthy adapter, what happens to it)."""

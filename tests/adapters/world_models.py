@@ -1,0 +1,201 @@
+"""Tiny models of many kinds, built as users have them: a directory of config.json and safetensors, and an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+Inputs = dict[str, torch.Tensor]
+IDS = torch.arange(1, 9)[None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A model that adapters are made for."""
+
+    build: Callable[[], nn.Module]
+    """With random weights."""
+    inputs: Callable[[], Inputs]
+    """Of its forward."""
+    published: str = ""
+    """The part of it that its base directory holds; all of it by default."""
+
+    def save(self, directory: Path) -> None:
+        """Write it as `save_pretrained` does."""
+        model = self.build()
+        part = getattr(model, self.published) if self.published else model
+        part.save_pretrained(directory)
+
+    def outputs(self, model: nn.Module) -> torch.Tensor:
+        """Return what the model computes."""
+        with torch.no_grad():
+            found = model.eval()(**self.inputs())
+        first = found[0] if isinstance(found, tuple) else next(v for v in found.values() if v is not None)
+        return first if isinstance(first, torch.Tensor) else first[0]
+
+
+def _ids() -> Inputs:
+    return {"input_ids": IDS.clone()}
+
+
+def _pairs() -> Inputs:
+    return {"input_ids": IDS.clone(), "decoder_input_ids": IDS[:, :4].clone()}
+
+
+def _pixels() -> Inputs:
+    torch.manual_seed(3)
+    return {"pixel_values": torch.randn(1, 3, 16, 16)}
+
+
+def _speech() -> Inputs:
+    torch.manual_seed(3)
+    return {"input_features": torch.randn(1, 8, 20), "decoder_input_ids": IDS[:, :4].clone()}
+
+
+def _both() -> Inputs:
+    return _ids() | _pixels()
+
+
+_LLM = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 40,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ENCODER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 32,
+}
+_IMAGE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_SPEECH = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "vocab_size": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+
+
+def _of(architecture: str, config: str, /, inputs: Callable[[], Inputs] = _ids, **settings: object) -> World:
+    def build() -> nn.Module:
+        import transformers
+
+        torch.manual_seed(0)
+        model = getattr(transformers, architecture)(getattr(transformers, config)(**settings))
+        with torch.no_grad():  # what is as small as at first would hide what is lost
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        return model
+
+    return World(build=build, inputs=inputs)
+
+
+_WHOLE: dict[str, World] = {
+    "phi3": _of("Phi3ForCausalLM", "Phi3Config", **_LLM | {"rope_scaling": None}),
+    "gemma2": _of("Gemma2ForCausalLM", "Gemma2Config", **_LLM),
+    "gemma3": _of("Gemma3ForCausalLM", "Gemma3TextConfig", **_LLM),
+    "mistral": _of("MistralForCausalLM", "MistralConfig", **_LLM),
+    "mixtral": _of("MixtralForCausalLM", "MixtralConfig", **_LLM, num_local_experts=3),
+    "qwen3": _of("Qwen3ForCausalLM", "Qwen3Config", **_LLM),
+    "qwen3-moe": _of(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_LLM, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12
+    ),
+    "gpt-oss": _of("GptOssForCausalLM", "GptOssConfig", **_LLM, num_local_experts=3, num_experts_per_tok=2),
+    "gpt2": _of("GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=32),
+    "gpt-neox": _of("GPTNeoXForCausalLM", "GPTNeoXConfig", **_ENCODER),
+    "falcon": _of(
+        "FalconForCausalLM", "FalconConfig", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=40
+    ),
+    "opt": _of(
+        "OPTForCausalLM",
+        "OPTConfig",
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=40,
+        max_position_embeddings=32,
+    ),
+    "bloom": _of("BloomForCausalLM", "BloomConfig", hidden_size=16, n_layer=2, n_head=2, vocab_size=40),
+    "olmo2": _of("Olmo2ForCausalLM", "Olmo2Config", **_LLM),
+    "mamba": _of("MambaForCausalLM", "MambaConfig", hidden_size=16, state_size=4, num_hidden_layers=2, vocab_size=40),
+    "t5": _of(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        _pairs,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=40,
+    ),
+    "bart": _of("BartForConditionalGeneration", "BartConfig", _pairs, **_SPEECH, max_position_embeddings=32),
+    "whisper": _of(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        _speech,
+        **_SPEECH,
+        num_mel_bins=8,
+        max_source_positions=10,
+        max_target_positions=16,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    ),
+    "bert": _of("BertForSequenceClassification", "BertConfig", **_ENCODER),
+    "deberta": _of("DebertaV2ForTokenClassification", "DebertaV2Config", **_ENCODER),
+    "vit": _of("ViTForImageClassification", "ViTConfig", _pixels, **_IMAGE),
+    "siglip": _of("SiglipVisionModel", "SiglipVisionConfig", _pixels, **_IMAGE),
+    "clip": _of(
+        "CLIPModel",
+        "CLIPConfig",
+        _both,
+        text_config=_ENCODER | {"eos_token_id": 8},
+        vision_config=_IMAGE,
+        projection_dim=8,
+    ),
+}
+LANGUAGE: Mapping[str, World] = _WHOLE | {
+    "gpt2-published": replace(_WHOLE["gpt2"], published="transformer"),
+    "bert-published": replace(_WHOLE["bert"], published="bert"),
+    "qwen3-moe-mixed": _of(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        **_LLM,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        mlp_only_layers=[0],
+    ),
+}
+"""Models of transformers; "published" ones lie without their heads on the disk, as on the hub."""
