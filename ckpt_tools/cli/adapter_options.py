@@ -30,7 +30,7 @@ Config = Annotated[
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--strict", envvar="CKPT_STRICT", help="Refuse an adapter when a setting of its run must be assumed."),
+    typer.Option("--strict", help="Refuse an adapter when a setting of its run must be assumed."),
 ]
 Architecture = Annotated[
     str | None,

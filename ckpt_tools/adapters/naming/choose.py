@@ -94,15 +94,16 @@ def choose_architectures(
             )
         return (architecture,)
     found = _possible(paths, base)
-    if not found:
+    said = family_in_header(adapter)
+    strange = next((path for path in paths if not any(readings(path, ARCHITECTURES[name]) for name in found)), None)
+    if not found or (strange is not None and said not in found):
         raise UsageError(
             "the adapter's modules are of no model family that ckpt has tables for (these are "
             f"{', '.join(each.title for each in ARCHITECTURES.values())})",
-            where=where,
+            where=where if strange is None else escape_name(strange),
             hint="--to peft takes any model's modules under their own names; --to diffusers needs the model for that: "
             "--base DIR",
         )
-    said = family_in_header(adapter)
     if said in found:
         return (said,)
     return _by_shape(adapter, found) if len(found) > 1 else found
