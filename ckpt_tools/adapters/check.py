@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention
 from ckpt_tools.adapters.against_base import check_against
 from ckpt_tools.adapters.base_facts import BaseFacts, as_named, read_base_facts, replicated
 from ckpt_tools.adapters.checked import LoraCheck, fold, to_json
@@ -23,8 +23,9 @@ from ckpt_tools.adapters.loaders import (
     TensorHead,
     simulate,
 )
-from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
+from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture
 from ckpt_tools.adapters.naming.choose import choose_from_headers
+from ckpt_tools.adapters.naming.resolve import readings
 from ckpt_tools.adapters.own_format import own_loaders
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.read import OpenedAdapter, UnknownTypeError, read_adapter
@@ -40,6 +41,8 @@ from ckpt_tools.text import escape_name
 
 __all__ = ["LoraCheck", "check_lora", "to_json"]
 
+_MOST_FOREIGN = 0.05
+"""Share of an adapter's modules that a family's tables may not name: one that is damaged is still of this family."""
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 
 
@@ -114,10 +117,23 @@ def _base_for(adapter: Adapter[TensorEntry], facts: BaseFacts, said: str | None)
 
 
 def _family(adapter: Adapter[TensorEntry], said: str | None, base: BaseFacts | None) -> ModelFamily | None:
-    """The base tells the family, and names do only where there is none."""
+    """The base tells the family, and names do only where there is none, and where the family explains them all."""
     if said is not None:
         return said  # type: ignore[return-value]  # one of the names, checked above
-    return choose_from_headers(adapter, base_names=None) if base is None else base.family
+    if base is not None:
+        return base.family
+    found = choose_from_headers(adapter, base_names=None)
+    paths = [module.path for module in adapter.modules if module.family != "saved"]
+    if found is None or found == "llm":
+        return found
+    unknown = [path for path in paths if not _is_explained(path, ARCHITECTURES[found], adapter.convention)]
+    return found if len(unknown) <= _MOST_FOREIGN * len(paths) else None
+
+
+def _is_explained(path: str, architecture: Architecture, convention: Convention) -> bool:
+    """ComfyUI's prefix stands before native names: behind it diffusers' ones are those of another family."""
+    places = readings(path, architecture)
+    return any(convention != "comfyui" or each.part.is_encoder or each.match.is_native for each in places)
 
 
 @dataclass(slots=True)
