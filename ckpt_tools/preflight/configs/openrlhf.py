@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
 
 from ckpt_tools.checkpoint import Finding, Severity
-from ckpt_tools.preflight.configs.config import Reading
+from ckpt_tools.preflight.configs.config import Options, Reading
 from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
@@ -128,8 +129,11 @@ def looks_like(document: Document) -> bool:
     names = {
         word.partition("=")[0].lstrip("-") for command in document.commands for word in command if word[:2] == "--"
     }
+    words = [word for command in document.commands for word in command]
+    if _entry(document.commands) is None and any("openrlhf.cli." in word for word in words):
+        return False  # a reward server, a merge of LoRAs
     if _entry(document.commands) is not None:
-        return any("openrlhf" in word for command in document.commands for word in command) or bool(names & NAMES)
+        return any("openrlhf" in word for word in words) or bool(names & NAMES)
     return bool(names & _TELLING)
 
 
@@ -151,6 +155,8 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     spelled = {field: _aliases(field) for field in OpenRlhf.model_fields}
     raw, wrong, counted = validate(OpenRlhf, values, spell=lambda path: f"--{path}", words=unread, what="option")
     findings += wrong
+    if not raw.load_checkpoint:
+        counted = _without_paths(counted, spelled["ckpt_path"])
     world = world_size or _world(raw, document.commands, script, variables)
     engine = _engine(raw, values)
     axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}
@@ -316,6 +322,13 @@ def _aliases(field: str) -> tuple[str, ...]:
     if isinstance(alias, AliasChoices):
         return tuple(str(name) for name in alias.choices)
     return (field,)
+
+
+def _without_paths(counted: Options, names: Iterable[str]) -> Options:
+    """Return the account without paths as unread from which nothing is loaded."""
+    paths = {f"--{name}" for name in names}
+    unread = tuple(path for path in counted.unread if path not in paths)
+    return replace(counted, unread=unread, understood=counted.understood + len(counted.unread) - len(unread))
 
 
 def _engine(raw: OpenRlhf, values: Mapping[str, object]) -> Engine:
