@@ -53,6 +53,10 @@ UNREAD = {
         "python3 -m recipe.dapo.main_dapo actor_rollout_ref.actor.strategy=fsdp2 trainer.nnodes=1",
         "recipe.dapo.main_dapo",
     ),
+    "a program that trains nothing": (
+        "python -m openrlhf.cli.serve_rm --pretrain m --param_dtype bf16 --flash_attn --max_len 8",
+        "openrlhf.cli.serve_rm",
+    ),
     "ranks of the launcher": (RLHF.replace("=8", "=$GPUS"), "--nproc_per_node"),
     "machines of the launcher": ("torchrun --nnodes $N " + RLHF.removeprefix("torchrun "), "--nnodes"),
     "a second trainer": (f"{VERL}\n{VERL} trainer.nnodes=4", None),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
@@ -16,7 +17,7 @@ from pydantic import AliasChoices, Field
 from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.openrlhf_names import (
     NEW,
@@ -152,6 +153,8 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     """
     script, words, findings = _options_of(document)
     values, unread, more = _parse(words)
+    if not script:  # options alone, or those of a program that trains nothing
+        unread += tuple(chain.from_iterable(map(programs, document.commands)))
     findings += more + tuple(_mixed_options(values))
     variables = tuple(f"--{name}" for name, value in values.items() if is_variable(value))
     spelled = {field: _aliases(field) for field in OpenRlhf.model_fields}
