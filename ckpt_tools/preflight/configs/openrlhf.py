@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
@@ -18,7 +19,7 @@ from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options, Reading
 from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.openrlhf_names import (
@@ -129,11 +130,8 @@ def looks_like(document: Document) -> bool:
     names = {
         word.partition("=")[0].lstrip("-") for command in document.commands for word in command if word[:2] == "--"
     }
-    words = [word for command in document.commands for word in command]
-    if _entry(document.commands) is None and any("openrlhf.cli." in word for word in words):
-        return False  # a reward server, a merge of LoRAs
     if _entry(document.commands) is not None:
-        return any("openrlhf" in word for word in words) or bool(names & NAMES)
+        return any("openrlhf" in word for command in document.commands for word in command) or bool(names & NAMES)
     return bool(names & _TELLING)
 
 
@@ -150,6 +148,8 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     """
     script, words, findings = _options_of(document)
     values, unread, more = _parse(words)
+    if not script:  # options alone, or those of a program that trains nothing
+        unread += tuple(chain.from_iterable(map(programs, document.commands)))
     findings += more + tuple(_wrong_options(values, script))
     variables = tuple(f"--{name}" for name, value in values.items() if is_variable(value))
     spelled = {field: _aliases(field) for field in OpenRlhf.model_fields}
