@@ -37,6 +37,7 @@ UNREAD = {
         "${A[@]}",
     ),
     "array of another file": (f'source args.sh\n{VERL} "${{ARGS[@]}}"', "${ARGS[@]}"),
+    "arguments of a function": (f'f() {{\n{VERL} "$@"\n}}\nf trainer.nnodes=2', "$@ of a function"),
     "options in a variable": (VERL + "$EXTRA", "$EXTRA"),
     "options of a command": (RLHF + "$(cat options.txt)", "$(cat options.txt)"),
     "value of the environment": (VERL + "trainer.nnodes=$NNODES", "trainer.nnodes"),
@@ -231,7 +232,7 @@ def test_unknown_option_that_may_decide_memory_is_not_checked(tmp_path: Path, ca
     values = {"output_dir": "o", "per_device_train_batch_size": 1, "bf16": True, "seed": 1, "learning_rate": 1e-5}
     assert run(tmp_path, capsys, values | {"my_colour": "red"})[0] == 0
     status, document = run(tmp_path, capsys, values | {"my_lora_rank": 64, "my_colour": "red"})
-    assert (status, document["ok"], document["options"]["unknown"]) == (3, False, ["my_lora_rank", "my_colour"])
+    assert (status, document["ok"], document["options"]["unknown"]) == (3, False, ["my_colour", "my_lora_rank"])
     assert document["not_checked"][0].endswith("and are not known: my_lora_rank")
 
 

@@ -266,7 +266,7 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
             what=f"{_shown(values, path)}is not in the file: what it says is not checked",
             hint="write the value itself",
         )
-        for path in options.unread
+        for path in options.unread[:_MAX_FOLDED]  # the report lists them all
     ]
     if options.variables:
         shown = ", ".join(escape_name(path) for path in options.variables[:6])
