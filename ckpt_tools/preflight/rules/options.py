@@ -33,8 +33,8 @@ def default_version(framework: Framework) -> int:
     """Return the FSDP version that a missing `fsdp_version` means.
 
     Source: `accelerate/commands/launch.py` (`--fsdp_version` defaults to 1), axolotl
-    `check_fsdp_version_in_fsdp_config` (0.20 and later: 2), `transformers/training_args.py:_process_fsdp_args` (5.10 and
-    later: 2).
+    `check_fsdp_version_in_fsdp_config` (0.20 and later: 2), `transformers/training_args.py:_process_fsdp_args` (2 since
+    5.10).
     """
     return 1 if framework == "accelerate" else 2
 
@@ -124,7 +124,7 @@ def obsolete_options(case: Case) -> Iterator[Violation]:
     "CKPT023",
     "warning",
     "the config does not say which FSDP it means",
-    why="A missing version is FSDP1 in accelerate and in axolotl before 0.20, and FSDP2 in Trainer and in axolotl since: "
+    why="A missing version is FSDP1 in accelerate and in axolotl before 0.20, and FSDP2 in Trainer and newer axolotl: "
     "the same options, other meanings",
     fix="write the version",
     frameworks=HF,
