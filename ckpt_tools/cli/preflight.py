@@ -20,7 +20,8 @@ from ckpt_tools.text import escape_name
 Config = Annotated[
     str,
     typer.Argument(
-        metavar="CONFIG", help="A trainer's config; for OpenRLHF the script or text file with its command line."
+        metavar="CONFIG",
+        help="A trainer's config; for OpenRLHF and verl also the script or text file with its command line.",
     ),
 ]
 FrameworkName = Annotated[

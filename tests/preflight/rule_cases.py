@@ -549,6 +549,12 @@ CASES: tuple[RuleCase, ...] = (
         near={"fsdp_config.version": 2},
     ),
     RuleCase(
+        rule="CKPT025",
+        framework="axolotl",
+        fires={"fsdp_version": DROP, "fsdp": ["full_shard", "auto_wrap"], "fsdp_config.reshard_after_forward": DROP},
+        near={"fsdp_version": 2},
+    ),
+    RuleCase(
         rule="CKPT026",
         framework="accelerate",
         fires={"fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER"},

@@ -139,7 +139,7 @@ def test_names_are_compared_for_as_many_findings_as_are_said(name: str, text: st
     configs = []
     found = calls(lambda: configs.append(read_config(str(tmp_path / name))))
     unknown = [finding for finding in configs[0].findings if finding.code == "unknown-key"]
-    assert len(unknown) == (MAX_FINDINGS if name.endswith(".sh") else 1)  # others are folded
+    assert len(unknown) == 1
     assert 0 < found["nearest"] <= MAX_FINDINGS + 1
 
 

@@ -37,6 +37,7 @@ UNREAD = {
         "${A[@]}",
     ),
     "array of another file": (f'source args.sh\n{VERL} "${{ARGS[@]}}"', "${ARGS[@]}"),
+    "arguments of a function": (f'f() {{\n{VERL} "$@"\n}}\nf trainer.nnodes=2', "$@ of a function"),
     "options in a variable": (VERL + "$EXTRA", "$EXTRA"),
     "options of a command": (RLHF + "$(cat options.txt)", "$(cat options.txt)"),
     "value of the environment": (VERL + "trainer.nnodes=$NNODES", "trainer.nnodes"),
@@ -52,6 +53,10 @@ UNREAD = {
     "a program of somebody's own": (
         "python3 -m recipe.dapo.main_dapo actor_rollout_ref.actor.strategy=fsdp2 trainer.nnodes=1",
         "recipe.dapo.main_dapo",
+    ),
+    "a program that trains nothing": (
+        "python -m openrlhf.cli.serve_rm --pretrain m --param_dtype bf16 --flash_attn --max_len 8",
+        "openrlhf.cli.serve_rm",
     ),
     "ranks of the launcher": (RLHF.replace("=8", "=$GPUS"), "--nproc_per_node"),
     "machines of the launcher": ("torchrun --nnodes $N " + RLHF.removeprefix("torchrun "), "--nnodes"),
@@ -173,8 +178,11 @@ FOREIGN: dict[str, dict[str, Any] | str] = {
     "SimpleTuner": {"model_family": "flux", "pretrained_model_name_or_path": "m", "output_dir": "o"},
     "kohya's sd-scripts": "accelerate launch flux_train_network.py --network_module networks.lora_flux\n",
     "ROLL": {"actor_train": {"model_args": {}}, "actor_infer": {}, "rollout_batch_size": 8},
+    "open-instruct": {
+        "model_name_or_path": "m", "use_slow_tokenizer": True, "with_tracking": True, "use_lora": True, "lora_rank": 64,
+    },
     "slime": "ray job submit -- python3 train.py --hf-checkpoint m --rollout-num-gpus 8 --colocate\n",
-    "GPT-NeoX": {"pipe_parallel_size": 1, "model_parallel_size": 2, "optimizer": {"type": "Adam"}},
+    "GPT-NeoX": {"pipe_parallel_size": 1, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}},
 }  # fmt: skip
 
 
@@ -218,6 +226,14 @@ def test_config_whose_keys_are_mostly_unknown_is_not_checked(argv: Any, tmp_path
     assert (status, document["ok"], document["findings"]) == (3, False, [])
     assert "trainer knows 2 of its 5 options" in document["not_checked"][0]
     assert document["options"]["understood"] == 2
+
+
+def test_unknown_option_that_may_decide_memory_is_not_checked(tmp_path: Path, capsys: Any) -> None:
+    values = {"output_dir": "o", "per_device_train_batch_size": 1, "bf16": True, "seed": 1, "learning_rate": 1e-5}
+    assert run(tmp_path, capsys, values | {"my_colour": "red"})[0] == 0
+    status, document = run(tmp_path, capsys, values | {"my_lora_rank": 64, "my_colour": "red"})
+    assert (status, document["ok"], document["options"]["unknown"]) == (3, False, ["my_colour", "my_lora_rank"])
+    assert document["not_checked"][0].endswith("and are not known: my_lora_rank")
 
 
 def test_script_without_an_option_is_not_checked(tmp_path: Path, capsys: Any) -> None:

@@ -156,8 +156,23 @@ def test_what_is_never_closed_is_refused(text: str) -> None:
         read_script(text)
 
 
-def test_values_that_grow_beyond_bounds_are_not_expanded() -> None:
-    text = "X=aaaaaaaaaaaaaaaa\n" + "X=$X$X\n" * 60 + "launch $X\n"
-    assert launched(text) == ["$X"]
-    with pytest.raises(ValueError, match="characters once"):
-        read_script("X=" + "a" * 1000 + "\n" + "launch $X$X$X$X$X$X$X$X\n" * 200)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "X=aaaaaaaaaaaaaaaa\n" + "X=$X$X\n" * 60,
+        "A=(a b)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60,
+        "A=(a b)\n" + 'A+=("${A[@]}")\n' * 60,
+        "X=" + "a" * 1000 + "\n" + "launch $X$X$X$X$X$X$X$X\n" * 1000,
+        "{\n" * 1000,
+        "launch " + "${X:-" * 2000 + "}" * 2000,
+        "launch " + '"$(' * 2000 + ')"' * 2000,
+    ],
+)
+def test_script_that_stands_for_more_than_any_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"more than|too deep"):
+        read_script(text)
+
+
+@pytest.mark.parametrize("text", ['f() { launch "$@"; }; f a', 'set -- a\nlaunch "$@"'])
+def test_arguments_of_a_function_are_not_those_of_the_script(text: str) -> None:
+    assert launched(text)[0] not in ("$@", "a")

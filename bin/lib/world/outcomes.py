@@ -36,6 +36,8 @@ class Outcome:
     """Errors and warnings."""
     why: str
     """What was not checked, or why it was refused."""
+    unread: tuple[str, ...] = ()
+    """Options whose values are not in the file, and on which something depends."""
 
     @property
     def codes(self) -> str:
@@ -70,6 +72,7 @@ def judge(path: Path, options: tuple[str, ...] = ()) -> Outcome:
             framework=document["framework"],
             findings=findings,
             why="; ".join(document["not_checked"]),
+            unread=tuple((document["options"] or {}).get("unread", ())),
         )
     error = document.get("error", {})
     verdict = REFUSED if code in (2, 4) else CRASH

@@ -13,8 +13,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 
 from ckpt_tools.preflight.configs.shell import Token, Word, pieces_of, tokenize
 
@@ -32,8 +32,10 @@ _DECLARING = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _ASSIGNING = frozenset({"read", "mapfile", "readarray", "getopts", "printf", "unset", "let"})
 _SETS_NO_OPTIONS = ("activate", ".bashrc", ".bash_profile", ".profile", "conda.sh")
 """Files that set up a shell: they are taken to leave the script's own variables alone."""
-_MAX_VALUE = 256 << 10
-_MAX_EXPANDED = 1 << 20
+_MAX_EXPANDED = 4 << 20
+"""Characters of all words and values once variables are known: ten lines can double one twenty times."""
+_MAX_DEPTH = 200
+"""Compounds and functions inside one another."""
 
 Value = str | tuple[str, ...] | None
 """Of a variable; a tuple is an array, None what nobody knows here."""
@@ -56,8 +58,11 @@ def read_script(text: str) -> Script:
         ValueError: Something is never closed, or there is more than any script has.
     """
     shell = _Shell()
-    for token in tokenize(text):
-        shell.take(token)
+    try:
+        for token in tokenize(text):
+            shell.take(token)
+    except RecursionError:
+        raise ValueError("expansions nested too deep") from None
     return Script(commands=tuple(shell.commands), assumed=tuple(shell.assumed))
 
 
@@ -78,12 +83,16 @@ class _Shell:
     """After && or ||, or in a pipe: it may not run, or not in this shell."""
     is_sourced: bool = False
     """Another file was read in before, which may have set anything."""
+    sets_arguments: bool = False
+    """`set -- …` was seen: `$@` is no longer what the script was called with."""
     last: tuple[str, ...] = ()
     """The words of the last command: a here-document is its input."""
     num_chars: int = 0
 
     def take(self, token: Token) -> None:
         """Take the next token."""
+        if len(self.stack) > _MAX_DEPTH:
+            raise ValueError(f"more than {_MAX_DEPTH} compound commands inside one another")
         if token.kind in ("word", "array"):
             self.pending.append(token)
         elif token.kind == "heredoc":
@@ -150,9 +159,6 @@ class _Shell:
         while pending and _is_assignment(pending[0]):
             pending = pending[1:]  # they count for this command alone
         words = tuple(chain.from_iterable(self._expand(token.word) for token in pending))
-        self.num_chars += sum(map(len, words))
-        if self.num_chars > _MAX_EXPANDED:
-            raise ValueError(f"more than {_MAX_EXPANDED} characters once its variables are known")
         self.last = words
         if not words:
             return
@@ -160,8 +166,10 @@ class _Shell:
         if words[0] in _ASSIGNING:
             self._forget(words[1:])
         elif words[0] == "eval" or (words[0] in ("source", ".") and not words[-1].endswith(_SETS_NO_OPTIONS)):
-            self.values = dict.fromkeys(self.values)
+            self.values.clear()
             self.is_sourced = True
+        elif words[0] == "set" and "--" in words:
+            self.sets_arguments = True
         elif self.stack[-2:] == ["(", "("]:
             self._forget(_NAME.findall(" ".join(words)))  # (( i++ ))
 
@@ -177,18 +185,13 @@ class _Shell:
                 return  # `export X`, an option of declare
             name, appends, index = found["name"], bool(found["plus"]), found["rest"]
             first = token.word[0]
-            rest = type(first)(text=first.text[found.end() :], is_quoted=True)
-            value = self._text((rest, *token.word[1:]))
-        before = self.values.get(name) if appends else None
-        if appends and (before is None or value is None):
-            value = None
-        elif isinstance(before, tuple):
-            value = before + value if isinstance(value, tuple) else None
-        elif isinstance(before, str):
-            value = before + value if isinstance(value, str) else None
+            value = self._text((replace(first, text=first.text[found.end() :]), *token.word[1:]))
+        if appends:
+            value = _joined(self.values.get(name), value)
+        self._spend(sum(map(len, value)) if isinstance(value, tuple) else len(value or ""))
         if self.stack or self.is_conditional or index is not None:
             value = None
-        if any(one.startswith("function") for one in self.stack):
+        if self._in_function:
             self.tainted.add(name)
         self.values[name] = value
 
@@ -198,11 +201,13 @@ class _Shell:
                 self.values[name] = None
 
     def _read_into(self, words: tuple[str, ...], text: str | None) -> None:
-        """Give the last name after `read` a here-document. Without `-d ''` it would be the first line alone."""
-        if words[:1] != ("read",) or not _NAME.fullmatch(words[-1]) or self.stack:
+        """Give the last name after `read` a here-document, of which it reads everything with `-r` and `-d ''`."""
+        if words[:1] != ("read",) or not _NAME.fullmatch(words[-1]) or self.stack or self.is_conditional:
             return
-        if text is not None and "-d" in words:
-            self.values[words[-1]] = text.replace("\\\n", "" if "-r" not in words else "\\\n").strip()
+        reads_all = any(one.startswith("-") and one.endswith("d") and not value for one, value in pairwise(words))
+        is_raw = any(one.startswith("-") and "r" in one for one in words)
+        if text is not None and reads_all and (is_raw or "\\" not in text):
+            self.values[words[-1]] = text.strip()
 
     def _text(self, word: Word) -> str | None:
         """Return what a word says as one text, as in an assignment; None where not all of it is known."""
@@ -211,9 +216,14 @@ class _Shell:
             value = self._value(piece.text) if piece.is_expansion else piece.text
             if not isinstance(value, str):
                 return None
+            self._spend(len(value))
             parts.append(value)
-        text = "".join(parts)
-        return text if len(text) <= _MAX_VALUE else None
+        return "".join(parts)
+
+    def _spend(self, num_chars: int) -> None:
+        self.num_chars += num_chars
+        if self.num_chars > _MAX_EXPANDED:
+            raise ValueError(f"more than {_MAX_EXPANDED} characters once its variables are known")
 
     def _expand(self, word: Word) -> list[str]:
         """Return the words that a word becomes: none, one or several."""
@@ -224,9 +234,10 @@ class _Shell:
             if isinstance(value, str) and (piece.is_quoted or not piece.is_expansion):
                 parts = [value]
             elif value is None or (isinstance(value, str) and _splits_oddly(value, piece.text, len(word))):
-                parts = [piece.text]
+                parts = [self._as_written(piece.text)]
             else:
                 parts = list(value) if piece.is_quoted else _split(value)
+            self._spend(sum(map(len, parts)) + len(parts))
             if not parts:
                 continue
             if is_open:
@@ -236,9 +247,19 @@ class _Shell:
             is_open = True
         return fields
 
+    def _as_written(self, text: str) -> str:
+        """Return an expansion that is not known; arguments are told from those of the script."""
+        if text[1:2] in ("@", "*") or text[1:2].isdigit() or text.startswith(("${@", "${*")):
+            return f"{text} of a function" if self._in_function else f"{text} of set" if self.sets_arguments else text
+        return text
+
+    @property
+    def _in_function(self) -> bool:
+        return any(one.startswith("function") for one in self.stack)
+
     def _value(self, text: str) -> Value:
         """Return what an expansion stands for, or None where nobody knows."""
-        if any(one.startswith("function") for one in self.stack):
+        if self._in_function:
             return None  # known once it is called
         if (found := _SIMPLE.fullmatch(text)) is not None:
             value = self._variable(found["bare"] or found["braced"])
@@ -281,6 +302,13 @@ class _Shell:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
         return None if result is None else str(result)
+
+
+def _joined(before: Value, value: Value) -> Value:
+    """Return what `name+=…` makes of a variable."""
+    if isinstance(before, tuple):
+        return before + value if isinstance(value, tuple) else None
+    return before + value if isinstance(before, str) and isinstance(value, str) else None
 
 
 def _compute(node: ast.expr) -> int | None:

@@ -32,6 +32,8 @@ class Options:
     """Those in parts of the config that are not looked at: a critic, a rollout, a plugin."""
     unknown: tuple[str, ...] = ()
     """Key paths that the framework does not have, the misspelt ones among them."""
+    deciding: tuple[str, ...] = ()
+    """Those of them that by their name decide memory or sharding."""
     num_foreign: int = 0
     """Values below unknown names that resemble none of the framework's: these make it somebody else's config."""
     unread: tuple[str, ...] = ()
@@ -119,6 +121,8 @@ class Config:
             reasons.append(f"{self._engine()} is an engine that preflight does not read")
         if options.unread:
             reasons.append(f"values that are not in the file: {_list(options.unread)}")
+        if options.deciding:
+            reasons.append(f"options that may decide memory or sharding, and are not known: {_list(options.deciding)}")
         if options.words:
             reasons.append(f"words that may stand for any options: {_list(options.words)}")
         if any(finding.code == "several-commands" for finding in self.findings):

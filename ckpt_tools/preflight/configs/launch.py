@@ -50,6 +50,13 @@ def _launcher(commands: Iterable[Sequence[str]]) -> tuple[Sequence[str], tuple[s
     return None
 
 
+def programs(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules and scripts that a command starts with python or one of the launchers."""
+    return tuple(
+        word for before, word in pairwise(("", *command)) if before in ("-m", "--module") or word.endswith(".py")
+    )
+
+
 def several_commands(path: str) -> Finding:
     """Return the finding on a script that starts more than one trainer."""
     return Finding(

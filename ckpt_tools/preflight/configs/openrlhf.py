@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
 
 from ckpt_tools.checkpoint import Finding, Severity
-from ckpt_tools.preflight.configs.config import Reading
+from ckpt_tools.preflight.configs.config import Options, Reading
 from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.openrlhf_names import (
@@ -146,11 +148,15 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     """
     script, words, findings = _options_of(document)
     values, unread, more = _parse(words)
+    if not script:  # options alone, or those of a program that trains nothing
+        unread += tuple(chain.from_iterable(map(programs, document.commands)))
     findings += more + tuple(_wrong_options(values, script))
     variables = tuple(f"--{name}" for name, value in values.items() if is_variable(value))
     spelled = {field: _aliases(field) for field in OpenRlhf.model_fields}
     raw, wrong, counted = validate(OpenRlhf, values, spell=lambda path: f"--{path}", words=unread, what="option")
     findings += wrong
+    if not raw.load_checkpoint:
+        counted = _without_paths(counted, spelled["ckpt_path"])
     world = world_size or _world(raw, document.commands, script, variables)
     engine = _engine(raw, values)
     axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}
@@ -316,6 +322,13 @@ def _aliases(field: str) -> tuple[str, ...]:
     if isinstance(alias, AliasChoices):
         return tuple(str(name) for name in alias.choices)
     return (field,)
+
+
+def _without_paths(counted: Options, names: Iterable[str]) -> Options:
+    """Return the account without paths as unread from which nothing is loaded."""
+    paths = {f"--{name}" for name in names}
+    unread = tuple(path for path in counted.unread if path not in paths)
+    return replace(counted, unread=unread, understood=counted.understood + len(counted.unread) - len(unread))
 
 
 def _engine(raw: OpenRlhf, values: Mapping[str, object]) -> Engine:

@@ -1,6 +1,6 @@
 """OpenRLHF's options by script and by age; the names themselves are in `names/openrlhf.txt`.
 
-Options got dots between 0.10.0 and 0.10.4 (April 2026): a command line with a name of either side stops every release.
+Options got dots between 0.10.1 and 0.10.2 (April 2026): a command line with names of both sides stops every release.
 """
 
 from __future__ import annotations

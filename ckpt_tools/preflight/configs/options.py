@@ -167,6 +167,7 @@ def account(options: Iterable[Option], *, spell: Spell = str, words: Iterable[st
     """
     counts: dict[Status, int] = {"read": 0, "known": 0, "passed over": 0, "misspelt": 0, "unknown": 0}
     unknown: list[str] = []
+    deciding: list[str] = []
     unread: list[str] = []
     variables: list[str] = []
     for option in options:
@@ -174,6 +175,8 @@ def account(options: Iterable[Option], *, spell: Spell = str, words: Iterable[st
         where = spell(join_path(*option.path))
         if option.status in ("misspelt", "unknown"):
             unknown.append(where)
+            if option.status == "unknown" and decides(str(option.path[-1])):
+                deciding.append(where)
         elif is_variable(option.value):
             (unread if option.status == "read" else variables).append(where)
     return Options(
@@ -182,6 +185,7 @@ def account(options: Iterable[Option], *, spell: Spell = str, words: Iterable[st
         passed_over=counts["passed over"],
         num_foreign=counts["unknown"],
         unknown=tuple(unknown),
+        deciding=tuple(deciding),
         unread=tuple(unread),
         words=tuple(words),
         variables=tuple(variables),
@@ -262,7 +266,7 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
             what=f"{_shown(values, path)}is not in the file: what it says is not checked",
             hint="write the value itself",
         )
-        for path in options.unread
+        for path in options.unread[:_MAX_FOLDED]  # the report lists them all
     ]
     if options.variables:
         shown = ", ".join(escape_name(path) for path in options.variables[:6])

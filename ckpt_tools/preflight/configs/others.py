@@ -107,6 +107,15 @@ OTHERS: tuple[Other, ...] = (
         options=("worker.actor.", "worker.rollout."),
     ),
     Other(
+        name="GPT-NeoX",
+        keys=(
+            ("pipe_parallel_size",),
+            ("pipe-parallel-size",),
+            ("train_micro_batch_size_per_gpu", "num_layers"),
+            ("train_micro_batch_size_per_gpu", "num-layers"),
+        ),
+    ),
+    Other(
         name="DeepSpeed",
         keys=(
             ("zero_optimization",),
@@ -133,8 +142,9 @@ OTHERS: tuple[Other, ...] = (
     Other(
         name="nanotron",
         keys=(("parallelism.dp", "parallelism.tp"), ("tokens.micro_batch_size", "parallelism")),
-        programs=("run_train.py",),
+        programs=("run_train.py --config-file",),
     ),
+    Other(name="slime", options=("--rollout-", "--num-rollout", "--hf-checkpoint", "--actor-num-gpus-per-node")),
     Other(
         name="Megatron-LM",
         programs=("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_mamba.py", "pretrain_vlm.py"),
@@ -163,7 +173,12 @@ OTHERS: tuple[Other, ...] = (
     Other(name="trlx", keys=(("train.seq_length", "train.trainer"), ("method.name", "train", "model.model_path"))),
     Other(
         name="ROLL",
-        keys=(("actor_train", "actor_infer"), ("rollout_batch_size", "actor_train")),
+        keys=(
+            ("actor_train", "actor_infer"),
+            ("actor_train", "exp_name"),
+            ("sft_train", "exp_name"),
+            ("student", "exp_name"),
+        ),
         programs=("start_rlvr_pipeline.py", "start_agentic_pipeline.py"),
     ),
     Other(name="AReaL", keys=(("allocation_mode", "actor"), ("experiment_name", "trial_name", "actor"))),
@@ -174,11 +189,17 @@ OTHERS: tuple[Other, ...] = (
             ("device_train_microbatch_size", "model.d_model"),
         ),
     ),
-    Other(name="open-instruct", programs=("open_instruct/finetune.py", "open_instruct/grpo_fast.py")),
-    Other(name="slime", options=("--rollout-num-gpus", "--hf-checkpoint", "--ref-load", "--rollout-function-path")),
+    Other(
+        name="open-instruct",
+        keys=(
+            ("with_tracking", "checkpointing_steps"),
+            ("with_tracking", "use_slow_tokenizer"),
+            ("dataset_mixer_list",),
+        ),
+        programs=("open_instruct/finetune.py", "open_instruct/grpo_fast.py"),
+    ),
     Other(name="xtuner", programs=("xtuner",)),
     Other(name="unsloth", programs=("unsloth", "unsloth-cli.py")),
-    Other(name="GPT-NeoX", keys=(("pipe_parallel_size",), ("pipe-parallel-size",), ("model_parallel_size",))),
 )
 """In this order: the first that fits."""
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.hydra import Overrides, read_overrides, resolve
-from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.verl_parts import (
     CONFIGS,
@@ -82,13 +82,12 @@ def _own_programs(document: Document) -> tuple[str, ...]:
     """Return the programs that are started with verl's options and are not verl's: their defaults are not known."""
     if any(_arguments(command) is not None for command in document.commands):
         return ()
-    return tuple(
-        word
+    with_options = (
+        command
         for command in document.commands
         if any(one.lstrip("+~").startswith("actor_rollout_ref.") for one in command)
-        for before, word in pairwise(("", *command))
-        if before == "-m" or word.endswith(".py")
     )
+    return tuple(chain.from_iterable(map(programs, with_options)))
 
 
 def _is_ppo(values: Mapping[str, object]) -> bool:
