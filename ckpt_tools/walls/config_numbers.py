@@ -93,5 +93,5 @@ def _most(part: Mapping[str, object], what: str) -> int:
     return max(found, default=0)
 
 
-def _shown(number: float) -> str:
+def _shown(number: int | float) -> str:  # noqa: PYI041 - they are told apart
     return f"{number:g}" if isinstance(number, float) or abs(number) >= 10**15 else f"{number:,}"
