@@ -84,7 +84,7 @@ class _Result(_Stream):
 def guarded_streams() -> Iterator[None]:
     """Print through streams that may fail, as this module says."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Result(sys.stdout), _Stream(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _Result(sys.stdout), _Stream(sys.stderr)
     try:
         yield
     finally:
