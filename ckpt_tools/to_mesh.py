@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,8 @@ from ckpt_tools.transform import is_optimizer, rename, select, strip_wrappers
 
 _CONFIG_NAME = "config.json"
 _MAX_RULES_BYTES = 16 << 20
+_PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""Directories that accelerate and transformers' Trainer put into that of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +152,7 @@ def sharding_job(
         source=source,
         target=dcp.place(target.tensors, grids, source.blobs),
         destination=destination,
-        assets=[(opened.source, asset) for asset in opened.checkpoint.assets],
+        assets=[(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)],
         dtype=dtype,
         names={new.fqn: old.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)},
         origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix),
@@ -166,6 +169,8 @@ def notes_on(opened: Opened) -> list[str]:
         shown = ", ".join(escape_name(name) for name in opened.left_out[:4])
         more = f" and {len(opened.left_out) - 4} more" if len(opened.left_out) > 4 else ""
         notes.append(f"left out, as weights in another format or of another model: {shown}{more}")
+    if _PART_OF_STEP.fullmatch(os.path.basename(opened.checkpoint.root)):
+        notes.append("one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there")
     if opened.checkpoint.format == "hf-sharded":
         notes.append(
             "this format does not record how many ranks saved it: if the files of the last ones are missing, "
