@@ -7,8 +7,8 @@ written that it would load so, unless the model that the names come from was lik
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ckpt_tools.checkpoint import Asset
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -69,7 +69,7 @@ def ties_in(assets: Sequence[tuple[Source, Asset]]) -> Ties:
     return lambda one, other: expected is not None and tied(one, other, expected)
 
 
-def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool) -> None:
+def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, is_selection: bool) -> None:
     """Hold the names that a job writes against the architecture that its assets name; the job says what came of it.
 
     Args:
@@ -77,6 +77,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool) -
         originals: The models whose files may be among the job's assets. What is odd in the names of the one that the
             config comes from may stay so; where ckpt does not know the architecture, its names are what counts.
         allow_foreign: Warn instead of raising.
+        is_selection: The user has chosen which tensors are written: those left out are missing on purpose.
 
     Raises:
         UsageError: They would be loaded as random weights, or not at all.
@@ -96,8 +97,11 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool) -
     before = () if original is None or original.origin is None else _names_of(original.origin)
     expected = load_table().expected(claim.architecture, claim.config)
     if expected is not None:
-        held, excused = (hold(group, expected, claim.config) for group in (names, before))
-        if _decide(job, held, excused if before else Held(), title, expected, allow_foreign):
+        held = hold(names, expected, claim.config)
+        excused = hold(before, expected, claim.config) if before else Held()
+        if is_selection:
+            excused = replace(excused, missing=(*excused.missing, *_left_out(job, held.missing)))
+        if _decide(job, held, excused, title, expected, allow_foreign):
             job.architecture = title
         return
     if before and original is not None:
@@ -106,12 +110,20 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool) -
             missing=tuple(name for name in before if name not in set(names)),
             foreign=tuple(name for name in names if name not in set(before)),
         )
-        if _decide(job, held, Held(), title, None, allow_foreign):
+        excused = Held(missing=tuple(_left_out(job, held.missing))) if is_selection else Held()
+        if _decide(job, held, excused, title, None, allow_foreign):
             job.architecture = title
         return
     if is_adapter(names):
         _decide(job, Held(foreign=tuple(names)), Held(), title, None, allow_foreign)
     job.not_checked = (f"names were not held against {title}: not known to ckpt",)
+
+
+def _left_out(job: Job, missing: Iterable[str]) -> Iterator[str]:
+    """Yield those of the missing names that the source has, though they are not written."""
+    written = {job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors}
+    others = tuple(entry.fqn for entry in job.opened.checkpoint.tensors if entry.fqn not in written)
+    return (name for name in missing if any(fqn == name or fqn.endswith(f".{name}") for fqn in others))
 
 
 def _names_of(origin: Origin) -> tuple[str, ...]:
@@ -125,7 +137,7 @@ def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected |
     """Raise, or warn of what is allowed or was in the original already; is all that is left whole?"""
     news, old = held.split(before)
     if not old.is_whole:
-        job.warnings = (*job.warnings, f"as in the original, {_describe(old, title, expected)}")
+        job.warnings = (*job.warnings, f"as in the original or as selected, {_describe(old, title, expected)}")
     if news.is_whole:
         return old.is_whole
     what = _describe(news, title, expected)

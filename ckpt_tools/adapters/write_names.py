@@ -10,6 +10,7 @@ from ckpt_tools.adapters.adapter import Adapter, Target
 from ckpt_tools.adapters.forms import architecture_of, as_loras, under_base_names
 from ckpt_tools.adapters.integrity import check_structure
 from ckpt_tools.adapters.naming import Written, passes_unchanged, to_target
+from ckpt_tools.adapters.naming.of_base import BaseFamily
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.checkpoint import TensorEntry
@@ -48,6 +49,8 @@ def write_names(
         UsageError: The model is not known, or the target cannot express the adapter.
     """
     family = None if base is None else base.family
+    if family is not None and architecture is not None and architecture != family.name:
+        _contradict(architecture, family, notes)
     if base is not None and architecture is None and passes_unchanged(base.family, to):
         loaded = _unchanged(loaded, base, notes)
         if to == "diffusers":
@@ -55,6 +58,22 @@ def write_names(
     if to == "comfyui" and base is not None and any(module.is_dora for module in loaded.modules):
         loaded = _with_base_norms(loaded, base, weights, notes)
     return to_target(loaded, to, architecture=architecture_of(architecture), base=family, svd_rank=svd_rank)
+
+
+def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:
+    """Hold what the user says against the base: a family with tables goes before it, an unknown one is for the user.
+
+    Raises:
+        UsageError: The base is of another family.
+    """
+    if base.name is not None:
+        raise UsageError(
+            f"--architecture says {architecture}, and the base is {base.title} ({base.source})",
+            where="--architecture",
+            hint="leave it out: the base decides",
+        )
+    if not base.possible:
+        notes.append(f"names by --architecture {architecture}, although the base is {base.title}: not proven")
 
 
 def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Adapter[Array]:

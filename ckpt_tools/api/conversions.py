@@ -202,7 +202,8 @@ def gather(
             include=include,
             exclude=exclude,
         )
-        check_names(job, filter(None, (opened, reference, model)), allow_foreign=allow_foreign_names)
+        originals = filter(None, (opened, reference, model))
+        check_names(job, originals, allow_foreign=allow_foreign_names, is_selection=bool(include or exclude))
         return _run(job, overwrite, dry_run, num_workers, progress)
 
 

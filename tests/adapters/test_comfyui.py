@@ -54,6 +54,25 @@ def test_dora_is_exact_in_comfyui_with_the_base(dora, tmp_path):
         assert opened.metadata()["ckpt_dora_scale"] == "base-norm"
 
 
+def test_dora_for_comfyui_takes_the_base_that_the_checkpoint_holds(dora, tmp_path):
+    from adapters import families
+    from peft import LoraConfig, get_peft_model
+
+    root, _ = dora
+    adapted = get_peft_model(flux1(), LoraConfig(r=4, lora_alpha=6, target_modules=["net.0.proj"], use_dora=True))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn(parameter.shape) * 0.3)
+    families.save_dcp({"model": adapted.state_dict()}, tmp_path / "dcp")
+    for number, base in enumerate((None, root / "base")):
+        result = api.export_lora(tmp_path / "dcp", tmp_path / f"out{number}", to="comfyui", alpha=6, base=base)
+        assert result.ok
+    one, other = (load_file(next((tmp_path / f"out{number}").iterdir())) for number in (0, 1))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_dora_for_comfyui_without_the_base_is_refused(dora, tmp_path):
     root, _ = dora
     with pytest.raises(UsageError, match="ComfyUI divides dora_scale by the norm of W") as caught:

@@ -199,6 +199,19 @@ def test_the_base_goes_before_the_header():
     assert choose_family(adapter(modules), base=family) == "sd3"
 
 
+def test_an_architecture_that_the_base_is_not_of_is_refused_or_noted(qwen, tmp_path):
+    root, _ = qwen
+    result = api.export_lora(
+        root / "dcp", tmp_path / "out", to="comfyui", alpha=6, base=root / "base", architecture="flux1"
+    )
+    assert any("not proven" in note for note in result.conversion.notes)
+    image_models.sd3().save_pretrained(tmp_path / "sd3")
+    with pytest.raises(UsageError, match="the base is SD3Transformer2DModel"):
+        api.export_lora(
+            root / "dcp", tmp_path / "no", to="comfyui", alpha=6, base=tmp_path / "sd3", architecture="flux1"
+        )
+
+
 def flux1_blocks(double, single, width):
     paths = [f"transformer_blocks.{i}.attn.{name}" for i in range(double) for name in ATTENTION]
     paths += [f"single_transformer_blocks.{i}.attn.to_q" for i in range(single)]

@@ -53,9 +53,10 @@ def renamed(state, table):
     """Every name with its parts replaced."""
     named = {}
     for name, value in state.items():
+        new_name = name
         for old, new in table.items():
-            name = name.replace(old, new)
-        named[name] = value
+            new_name = new_name.replace(old, new)
+        named[new_name] = value
     return named
 
 
@@ -196,6 +197,15 @@ def test_what_is_odd_in_the_original_comes_back_with_a_warning(llama, tmp_path):
     assert done.architecture is None
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_what_is_left_out_on_purpose_is_a_warning(llama, tmp_path):
+    source = save_live(llama[1], tmp_path / "dcp")
+    done = api.gather(source, tmp_path / "out", assets=llama[2], exclude=["lm_head.*"])
+    assert "lm_head.weight" in done.warnings[0]
+    hole = save_live(without(llama[1], "model.norm"), tmp_path / "hole")
+    with pytest.raises(UsageError, match=r"1 weight is missing.*model\.norm\.weight"):
+        api.gather(hole, tmp_path / "other", assets=llama[2], exclude=["lm_head.*"])
 
 
 def test_like_leaves_out_tied_names_that_are_byte_for_byte_another(tmp_path):
