@@ -45,7 +45,6 @@ ForeignNames = Annotated[
     bool,
     typer.Option(
         "--allow-foreign-names",
-        envvar="CKPT_ALLOW_FOREIGN_NAMES",
         help="Write names that the architecture in config.json does not have, or not all of its names.",
     ),
 ]

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, int]] = {
     "preflight": ("preflight nowhere.yaml", 4),
     "export-lora": ("export-lora adapter OUT --to peft", 0),
     "merge-lora": ("merge-lora base adapter OUT", 0),
-    "check-lora": ("check-lora adapter", 0),
+    "check-lora": ("check-lora adapter --base base", 0),
     "push": ("push nowhere me/there", 4),
     "env": ("env", 0),
     "--help": ("--help", 0),
