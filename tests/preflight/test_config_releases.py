@@ -154,6 +154,33 @@ def test_accelerate_option_of_a_fork_is_no_error(tmp_path: Path) -> None:
     assert "error" not in {severity for _, severity, _ in found(config)}
 
 
+# torchtitan's JSON
+
+
+@pytest.mark.parametrize(
+    ("section", "is_full"),
+    [
+        ({"preserve_rng_state": True, "debug": False}, True),
+        ({"preserve_rng_state": True, "force_recompute_mm_shapes_by_fqns": ["moe.router.gate"]}, False),
+        ({"preserve_rng_state": True, "memory_budget": 0.5}, False),
+        (None, False),
+        ({"mode": "full"}, True),
+        ({"mode": "selective"}, False),
+    ],
+    ids=str,
+)
+def test_torchtitan_json_says_by_its_fields_what_is_recomputed(section: Any, is_full: bool, tmp_path: Path) -> None:
+    groups = [{"pattern": ".*", "optimizer_name": "DistMuon", "optimizer_kwargs": {"lr": 1e-3}}]
+    values = {
+        "parallelism": {"data_parallel_shard_degree": 8, "pipeline_parallel_degree": 1},
+        "training": {"local_batch_size": 1, "seq_len": 4096},
+        "optimizer": {"param_groups": groups, "implementation": "fused"},
+        "activation_checkpoint": section,
+    }
+    spec = read(tmp_path, values, name="config.json", world_size=8).spec
+    assert (spec.activation_checkpointing, spec.optimizer) == (is_full, "DistMuon")
+
+
 # DeepSpeed's own file
 
 
