@@ -56,6 +56,11 @@ def test_key_that_is_added_on_purpose_is_not_unknown(tmp_path: Path) -> None:
     assert found(config) == [("unknown-key", "warning", "trainer.your_option")]
 
 
+def test_overrides_after_the_end_of_the_command_are_lost(tmp_path: Path) -> None:
+    text = f"{VERL} trainer.nnodes=2 \\\n # trainer.n_gpus_per_node=4 \\\n trainer.test_freq=5\necho a.b=c\n"
+    assert found(read(tmp_path, text, name="run.sh")) == [("lost-option", "error", "trainer.test_freq=5")]
+
+
 def test_script_with_two_runs_is_read_for_the_first(tmp_path: Path) -> None:
     config = read(tmp_path, f"{VERL} trainer.nnodes=2\n{VERL} trainer.nnodes=4\n", name="run.sh")
     assert config.spec.world_size == 16

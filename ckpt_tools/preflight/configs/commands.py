@@ -210,10 +210,17 @@ class _Shell:
             self.values[words[-1]] = text.strip()
 
     def _text(self, word: Word) -> str | None:
-        """Return what a word says as one text, as in an assignment; None where not all of it is known."""
+        """Return what a word says as one text, as in an assignment; what is not known in it stays what is written.
+
+        None where nothing can be said: an array, or an expansion with blanks, at which it would fall apart later.
+        """
         parts: list[str] = []
         for piece in word:
             value = self._value(piece.text) if piece.is_expansion else piece.text
+            if value is None:
+                value = self._as_written(piece.text)
+                if len(value.split()) != 1:
+                    return None
             if not isinstance(value, str):
                 return None
             self._spend(len(value))
@@ -279,8 +286,8 @@ class _Shell:
     def _or_default(self, name: str, default: str, *, takes_empty: bool) -> str | None:
         if name in self.values or name in self.tainted or self.is_sourced:
             value = self._variable(name)
-            if not isinstance(value, str):
-                return None
+            if not isinstance(value, str) or "$" in value or "`" in value:
+                return None  # it may be empty
             if value or takes_empty:
                 return value
         else:

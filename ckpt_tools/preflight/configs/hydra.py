@@ -41,6 +41,12 @@ class Overrides:
     """Group that is known → the file that is chosen for it: `engine=megatron`."""
 
 
+def is_override(word: str) -> bool:
+    """Does a word set an option below another one, `a.b=c`, as no command is called?"""
+    match = _OVERRIDE.fullmatch(word)
+    return match is not None and match["value"] is not None and "." in match["path"]
+
+
 def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), groups: Collection[str] = ()) -> Overrides:
     """Read the overrides among the words of a command; options of Hydra's own are passed over.
 

@@ -7,7 +7,7 @@ Source: `torchrun` (torch.distributed.run: `--nproc-per-node`, `--nnodes`), the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from ckpt_tools.checkpoint import Finding
@@ -65,6 +65,27 @@ def several_commands(path: str) -> Finding:
         where=escape_name(path),
         what="the script starts more than one trainer; the first one is checked",
         hint="check each in a file of its own",
+    )
+
+
+def lost_options(commands: Iterable[Sequence[str]], is_option: Callable[[str], bool]) -> tuple[Finding, ...]:
+    """Return the finding on options that the shell takes for a command of their own.
+
+    Args:
+        commands: What follows the trainer's command.
+        is_option: Does a word look like one of its options?
+    """
+    lost = [command[0] for command in commands if is_option(command[0])]
+    if not lost:
+        return ()
+    return (
+        Finding(
+            code="lost-option",
+            severity="error",
+            where=escape_name(lost[0]),
+            what="the line before it ends the command (a comment, or no backslash): the shell runs it on its own",
+            hint="move the comment above the command, and end each line with a backslash",
+        ),
     )
 
 

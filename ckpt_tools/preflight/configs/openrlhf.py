@@ -19,7 +19,7 @@ from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options, Reading
 from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.launch import launched_ranks, programs, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.openrlhf_names import (
@@ -223,17 +223,7 @@ def _options_of(document: Document) -> tuple[str, tuple[str, ...], tuple[Finding
     rest = commands[index + 1 :]
     if _entry(rest) is not None:
         findings.append(several_commands(document.path))
-    lost = [command[0] for command in rest if command[0].startswith("--")]
-    if lost:
-        findings.append(
-            Finding(
-                code="lost-option",
-                severity="error",
-                where=escape_name(lost[0]),
-                what="the line before it ends the command (a comment, or no backslash): the shell runs it on its own",
-                hint="move the comment above the command, and end each line with a backslash",
-            )
-        )
+    findings += lost_options(rest, lambda word: word.startswith("--"))
     return script, commands[index][at + 1 :], tuple(findings)
 
 

@@ -1,6 +1,6 @@
 """torchtitan's job config: the JSON that `debug.save_config_file` writes, or the TOML of earlier versions.
 
-Source: torchtitan `config/configs.py` (`ParallelismConfig`, `TrainingConfig`), `distributed/parallel_dims.py`
+Source: torchtitan 0.1 to 0.3: `config/configs.py` (`ParallelismConfig`, `TrainingConfig`), `parallel_dims.py`
 (`ParallelDims._validate`: -1 is the rest; ep takes its ranks from dp_shard × cp × tp), `trainer.py`,
 `components/checkpointer/`, `config/job_config.py` and `config_manager.py` of 2025; options of all of them are known.
 """
@@ -8,7 +8,7 @@ Source: torchtitan `config/configs.py` (`ParallelismConfig`, `TrainingConfig`), 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from ckpt_tools.preflight.configs.config import Reading, first_key
 from ckpt_tools.preflight.configs.mesh import build_mesh, resolved, sharding_strategy
@@ -70,11 +70,23 @@ class Checkpoint(Section):
 
 
 class ActivationCheckpoint(Section):
-    """[activation_checkpoint]; its other options depend on the mode."""
+    """[activation_checkpoint]; its other options depend on the mode, and since 0.3 say which it is."""
 
     unknown: ClassVar[None] = None
 
+    # Fields of `SelectiveAC.Config` and `MemoryBudgetAC.Config`; `FullAC.Config` has none of its own.
+    force_recompute_mm_shapes_by_fqns: Any = None
+    memory_budget: Any = None
+    preserve_rng_state: Truth | None = None
     mode: Annotated[str, choice("none", "full", "selective", "memory_budget")] | None = None
+
+
+class ParamGroup(Section):
+    """One of `optimizer.param_groups`, since 0.3."""
+
+    unknown: ClassVar[None] = None
+
+    optimizer_name: Word | None = None
 
 
 class Optimizer(Section):
@@ -83,6 +95,7 @@ class Optimizer(Section):
     unknown: ClassVar[None] = None
 
     name: Word | None = None
+    param_groups: list[ParamGroup] | None = None
 
 
 class Model(Section):
@@ -134,7 +147,6 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
     # A pipeline's microbatches would gather the parameters again and again: "default" keeps them then.
     reshards = {"always": True, "never": False}.get(policy, axes["pp"] == 1)
     engine = _engine(axes, world_size, resolved(axes, mesh, "dp_shard"))
-    optimizer = raw.optimizer.name if raw.optimizer is not None else None
     spec = ParallelSpec(
         framework="torchtitan",
         engine=engine,
@@ -148,8 +160,8 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         master_dtype=training.dtype or "f32",
         offload_params=bool(training.enable_cpu_offload) and engine == "fsdp2",
         # Selective checkpointing, the default, keeps the results of matmuls: for memory it is nearer to none.
-        activation_checkpointing=raw.activation_checkpoint is not None and raw.activation_checkpoint.mode == "full",
-        optimizer=optimizer or "AdamW",
+        activation_checkpointing=raw.activation_checkpoint is not None and _is_full(raw.activation_checkpoint),
+        optimizer=_optimizer(raw.optimizer) or "AdamW",
         seq_len=training.max_context_length or training.seq_len or _SEQ_LEN,
         batch_size=_batch_size(training),
         state_dict_type="SHARDED_STATE_DICT",
@@ -158,6 +170,22 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         keys=_keys(values),
     )
     return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
+
+
+def _is_full(section: ActivationCheckpoint) -> bool:
+    """Is every block recomputed? The JSON of 0.3 has no mode: the class is told by its fields."""
+    if section.mode is not None:
+        return section.mode == "full"
+    own = (section.force_recompute_mm_shapes_by_fqns, section.memory_budget)
+    return section.preserve_rng_state is not None and own == (None, None)
+
+
+def _optimizer(section: Optimizer | None) -> str | None:
+    """Return the optimizer; where groups have several, that of the last, which takes what the others leave."""
+    if section is None:
+        return None
+    names = [group.optimizer_name for group in section.param_groups or () if group.optimizer_name is not None]
+    return section.name or (names[-1] if names else None)
 
 
 def _engine(axes: Mapping[str, int], world_size: int | None, shard: int | None) -> Engine:
@@ -186,7 +214,7 @@ def _keys(values: Mapping[str, object]) -> dict[str, str]:
         "master_dtype": first_key(values, "training.dtype"),
         "offload_params": first_key(values, "training.enable_cpu_offload"),
         "activation_checkpointing": first_key(values, "activation_checkpoint.mode"),
-        "optimizer": first_key(values, "optimizer.name"),
+        "optimizer": first_key(values, "optimizer.name", "optimizer.param_groups"),
         "seq_len": first_key(values, "training.max_context_length", "training.seq_len"),
         "batch_size": first_key(
             values,

@@ -18,8 +18,8 @@ from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import Overrides, read_overrides, resolve
-from ckpt_tools.preflight.configs.launch import launched_ranks, programs, several_commands
+from ckpt_tools.preflight.configs.hydra import Overrides, is_override, read_overrides, resolve
+from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.verl_parts import (
     CONFIGS,
@@ -78,6 +78,12 @@ def _command(document: Document) -> Sequence[str]:
     return next(found, _words(document))
 
 
+def _lost_options(document: Document) -> tuple[Finding, ...]:
+    """Return the finding on overrides that come after the end of verl's command."""
+    at = next((at for at, command in enumerate(document.commands) if _arguments(command) is not None), None)
+    return () if at is None else lost_options(document.commands[at + 1 :], is_override)
+
+
 def _own_programs(document: Document) -> tuple[str, ...]:
     """Return the programs that are started with verl's options and are not verl's: their defaults are not known."""
     if any(_arguments(command) is not None for command in document.commands):
@@ -121,6 +127,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         tree, findings = overrides.values, overrides.findings
         if sum(_arguments(words) is not None for words in document.commands) > 1:
             findings += (several_commands(document.path),)
+        findings += _lost_options(document)
     try:
         values, unknown = resolve(tree)
     except ValueError as error:
