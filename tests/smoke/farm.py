@@ -51,23 +51,28 @@ class Farm:
         answer = self._process.stdout.readline().strip()
         assert answer == "done", answer
 
-    def smoke(self, *, path=None, **options):
+    def smoke(self, *, path=None, plugin=None, **options):
         """Run the launcher; return the report, or raise what it raised.
 
         Args:
             path: Directory to import a factory from, in addition.
+            plugin: "module:function" that the launcher calls first.
             **options: Of the run.
         """
         options.setdefault("timeout_s", 60.0)
         with tempfile.TemporaryDirectory(prefix="farm-") as directory:
             job = {"options": SmokeOptions(**options).to_text(), "saved": None}
-            self.call("smoke.farm:launch", directory, str(path or ""), job)
+            self.call("smoke.farm:launch", directory, str(path or ""), job, plugin)
             return report_from_json(read_answer(directory)["report"])
 
 
-def launch(directory, path, job):
+def launch(directory, path, job, plugin):
     """Be the launcher."""
     from ckpt_tools.children import serve
+
+    if plugin is not None:
+        module, name = plugin.split(":")
+        getattr(importlib.import_module(module), name)()
 
     os.setsid()
     if path:
