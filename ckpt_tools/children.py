@@ -22,12 +22,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.text import escape_name
+from ckpt_tools.walls import Limits, Walls, raise_walls
 
 TIMEOUT_S = 300.0
 """What a call may take when nobody says otherwise. Most build a model on the meta device, or read headers."""
@@ -46,6 +47,13 @@ _OF_TORCHRUN = re.compile(
     r"(TORCHELASTIC|TORCH_NCCL|CKPT)_.*"
 )
 """Environment variables of ranks, and those that set options of ckpt."""
+_SECRET = re.compile(
+    r"(.*_)?(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY(_ID)?|SECRET_KEY)", re.IGNORECASE
+)
+"""Environment variables that a child which handles strangers' files has no use for."""
+_BUILD_BYTES = 16 << 30
+_BUILD_CPU_S = 1800
+"""What building a model without data may take. PyTorch's tracker takes most: minutes for the largest models."""
 _BOOT = """
 import json, os, sys
 with open(sys.argv[1] + "/job.json") as file:
@@ -69,6 +77,7 @@ class Child:
         does: What the process does, for errors: "the process that …".
         relief: What to do when the machine runs out of memory.
         gpu: May it see GPUs?
+        walled: It handles a stranger's config: no secrets, no caches of the user's, no modules from where the user is.
     """
 
     directory: str
@@ -82,12 +91,14 @@ class Child:
         does: str,
         relief: str = "end what else runs, and try again",
         gpu: bool = False,
+        walled: bool = False,
     ) -> None:
         self._function = function
         self._job = job
         self._name = f"the process that {does}"
         self._relief = relief
         self._gpu = gpu
+        self._walled = walled
 
     def __enter__(self) -> Self:
         try:
@@ -107,7 +118,7 @@ class Child:
 
     def _start(self) -> None:
         # Not the current directory, which may be somebody's checkpoint, with a torch.py in it.
-        path = [entry for entry in sys.path if entry]
+        path = [entry for entry in sys.path if entry and not (self._walled and _is_here(entry))]
         job = {"function": self._function, "job": dict(self._job), "path": path, "parent": os.getpid()}
         with open(os.path.join(self.directory, "job.json"), "w", encoding="utf-8") as file:
             json.dump(job, file)
@@ -117,7 +128,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(self.directory, gpu=self._gpu),
+                env=environment(self.directory, gpu=self._gpu, walled=self._walled),
                 start_new_session=True,
             )
 
@@ -200,9 +211,18 @@ class Child:
             self._process.wait()
 
 
-def environment(directory: str, *, gpu: bool = False) -> dict[str, str]:
+def _is_here(entry: str) -> bool:
+    """Is this entry of `sys.path` the current directory, which may be a model's? ckpt's own home is none."""
+    home = os.path.join(os.path.dirname(__file__), os.pardir)
+    return os.path.realpath(entry) == os.path.realpath(os.curdir) != os.path.realpath(home)
+
+
+def environment(directory: str, *, gpu: bool = False, walled: bool = False) -> dict[str, str]:
     """Return a child's environment: one thread, no network, nothing of torchrun, nothing left outside `directory`."""
     kept = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}
+    if walled:
+        kept = {name: value for name, value in kept.items() if not _SECRET.fullmatch(name)}
+        kept |= {"HF_HOME": os.path.join(directory, "hub"), "TRITON_CACHE_DIR": os.path.join(directory, "triton")}
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
     # Asking whether there are GPUs must not begin to use them: ranks are forked.
@@ -223,10 +243,33 @@ def serve(directory: str, job: Mapping[str, Any]) -> None:
         answer = {"result": getattr(importlib.import_module(module), name)(told)}
     except CkptError as error:
         answer = {"error": error_to_json(error)}
+    _leave(directory, answer)
+
+
+def _leave(directory: str, answer: Mapping[str, object]) -> None:
     path = os.path.join(directory, _RESULT_NAME)
     with open(path + ".part", "w", encoding="utf-8") as file:
         json.dump(answer, file)
     os.replace(path + ".part", path)
+
+
+def build_behind_walls(job: Mapping[str, Any], *, subject: str, where: str, foreign: tuple[str, ...]) -> None:
+    """Raise the walls around this child, before it builds a model; what it has to read it has read.
+
+    Args:
+        job: What the child was told.
+        subject: The model, for errors.
+        where: Its config, for errors.
+        foreign: Directories of the model and of its checkpoint.
+    """
+    directory: str = job["directory"]
+
+    def leave(error: CkptError) -> NoReturn:
+        _leave(directory, {"error": error_to_json(error)})
+        os._exit(0)
+
+    walls = Walls(subject=subject, where=where, scratch=directory, foreign=foreign, on_breach=leave)
+    raise_walls(walls, Limits(memory_bytes=_BUILD_BYTES, cpu_s=_BUILD_CPU_S))
 
 
 def _end_when_told(directory: str, parent: int) -> None:
@@ -308,6 +351,8 @@ def describe_end(returncode: int, relief: str) -> tuple[str, str | None]:
     hint = None
     if name == "SIGKILL":
         hint = f"the machine may have run out of memory: {relief}"
+    elif name == "SIGXCPU":
+        hint = f"it computed for longer than a sound config takes: {relief}"
     elif name in _CRASHES:
         hint = "a compiled library has crashed: see whether torch and what it loads were built for each other"
     return f"was ended by {name}", hint

@@ -272,6 +272,9 @@ def _conversion(
         verified=published,
         checked=checked or {},
         notes=tuple(job.notes),
+        warnings=tuple(job.warnings),
+        not_checked=tuple(job.not_checked),
+        architecture=job.architecture,
         dry_run=dry_run,
         published=published,
     )

@@ -32,6 +32,8 @@ class Difference:
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
     changed: tuple[Change, ...]
+    num_equal: int = 0
+    """Tensors that both have alike."""
 
     @property
     def equal(self) -> bool:
@@ -85,6 +87,7 @@ def diff(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
         changed=tuple(Change(fqn=fqn, what=changed[fqn]) for fqn in ours if fqn in changed),
+        num_equal=len(ours.keys() & theirs.keys()) - len(changed),
     )
 
 
@@ -192,4 +195,5 @@ def to_json(difference: Difference) -> dict[str, object]:
         "only_in_a": list(difference.only_in_a),
         "only_in_b": list(difference.only_in_b),
         "changed": [{"fqn": change.fqn, "what": change.what} for change in difference.changed],
+        "num_equal": difference.num_equal,
     }

@@ -4,6 +4,7 @@
     ├── StorageError               exit 1   the system could not read or write
     ├── HubError                   exit 1   the hub refused, could not be reached, or answered nonsense
     ├── UsageError                 exit 2   options, impossible meshes or rules
+    │   └── RefusedConfigError     exit 2   a config.json that ckpt does not build a model of
     ├── UnreadableError            exit 4   not a complete, readable checkpoint
     │   └── LimitError             exit 4   readable perhaps, but beyond a safety limit
     └── DestinationExistsError     exit 5   the destination is already there
@@ -61,6 +62,12 @@ class UsageError(CkptError):
 
     exit_code = 2
     code = "usage"
+
+
+class RefusedConfigError(UsageError):
+    """A config.json reaches for files, code or hosts, or asks for absurd sizes."""
+
+    code = "refused-config"
 
 
 class UnreadableError(CkptError):

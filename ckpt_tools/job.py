@@ -52,6 +52,12 @@ class Conversion:
     """How many of the source's tensors and chunks were held against recorded digests and CRC-32s."""
     notes: tuple[str, ...]
     """What was left out or decided, for people."""
+    warnings: tuple[str, ...] = ()
+    """What may be wrong with the result."""
+    not_checked: tuple[str, ...] = ()
+    """What nothing was known to hold it against."""
+    architecture: str | None = None
+    """The architecture whose names all are written, and no others; None when they were not held against one."""
     dry_run: bool = False
     published: bool = True
     """False with `dry_run`, and on the ranks of torchrun that leave publishing to the first."""
@@ -88,6 +94,10 @@ class Job:
     mesh: Mesh | None = None
     placements: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    warnings: Sequence[str] = ()
+    not_checked: Sequence[str] = ()
+    architecture: str | None = None
+    """As in `Conversion`."""
     edits: Mapping[str, Edit] = field(default_factory=dict)
     """FQN in `source` → what changes its elements on their way."""
     recipe: str = ""

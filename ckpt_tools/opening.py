@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,13 +15,14 @@ from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.formats import dcp, hf, safetensors
 from ckpt_tools.formats._json import MAX_JSON_BYTES
 from ckpt_tools.formats.dcp_metadata import parse_metadata
-from ckpt_tools.formats.detect import detect, is_hf_asset, is_weights, pickle_hint
+from ckpt_tools.formats.detect import detect, is_hf_asset, is_step_file, is_weights, pickle_hint
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Origin, parse_manifest
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
+_OWN = (MANIFEST_NAME, JOURNAL_NAME)
 METADATA_LIMITS = DEFAULT_LIMITS
 """How much a `.metadata` may ask for; looked up whenever one is opened."""
 
@@ -37,6 +39,11 @@ class Opened:
     """The exact headers and index of an HF source."""
     left_out: tuple[str, ...] = ()
     """Files beside it that hold weights in other formats, and are not carried along."""
+    beside: tuple[Asset, ...] = ()
+    """Files of a training step beside its DCP files (Lightning's meta.pt, RNG states, …): `reshard` carries them along
+    as they are, unopened; a model does not need them."""
+    single_names: int = 0
+    """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
 
     def __enter__(self) -> Self:
         return self
@@ -140,10 +147,17 @@ def _open_dcp(source: Source, files: Mapping[str, int], manifest: Manifest | Non
         raise
     used = {chunk.span.file for entry in parsed.tensors for chunk in entry.chunks}
     used |= {blob.span.file for blob in parsed.blobs}
+    others = {name: size for name, size in files.items() if name not in (*used, dcp.METADATA_NAME, *_OWN)}
+    left_out: tuple[str, ...] = ()
     if manifest is not None:
-        assets = tuple(Asset(file=name, nbytes=record.nbytes) for name, record in manifest.assets.items())
+        recorded = tuple(Asset(file=name, nbytes=record.nbytes) for name, record in manifest.assets.items())
+        assets = tuple(asset for asset in recorded if not is_weights(asset.file))
+        beside = tuple(asset for asset in recorded if is_weights(asset.file))
     else:
-        assets = tuple(Asset(file=name, nbytes=size) for name, size in files.items() if is_hf_asset(name))
+        assets = tuple(Asset(file=name, nbytes=size) for name, size in others.items() if is_hf_asset(name))
+        rest = {name: size for name, size in others.items() if not is_hf_asset(name)}
+        beside = tuple(Asset(file=name, nbytes=size) for name, size in rest.items() if is_step_file(name))
+        left_out = tuple(name for name in rest if not is_step_file(name))
     # A trainer that saved over the directory has left our manifest behind; its mesh is not this one's.
     is_current = manifest is not None and _is_recorded(manifest, content)
     checkpoint = Checkpoint(
@@ -161,6 +175,9 @@ def _open_dcp(source: Source, files: Mapping[str, int], manifest: Manifest | Non
         source=source,
         manifest=manifest,
         origin=None if manifest is None else manifest.origin,
+        left_out=left_out,
+        beside=beside,
+        single_names=parsed.single_names if manifest is None else 0,
     )
 
 
@@ -192,8 +209,10 @@ def _open_hf(source: Source, files: Mapping[str, int], manifest: Manifest | None
                 hint="download or copy the rest of the model",
             )
     opened = [read_file(source, name) for name in names]
+    opened += _without_tensors(source, {name: size for name, size in files.items() if name not in names})
+    names = [file.name for file in opened]
     checkpoint = hf.describe(source.root, opened, index)
-    own = {*names, index_name, MANIFEST_NAME, JOURNAL_NAME}
+    own = {*names, index_name, *_OWN}
     beside = [name for name in files if name not in own]
     return Opened(
         checkpoint=replace(
@@ -205,6 +224,22 @@ def _open_hf(source: Source, files: Mapping[str, int], manifest: Manifest | None
         origin=_origin(opened, index_name, index_text),
         left_out=tuple(name for name in beside if is_weights(name)),
     )
+
+
+def _without_tensors(source: Source, files: Mapping[str, int]) -> list[hf.File]:
+    """Return the safetensors files that hold a header and nothing else: no index names them, yet they belong here."""
+    found = []
+    for name, nbytes in files.items():
+        if "/" in name or not name.endswith(".safetensors"):
+            continue
+        head = source.read(name, 0, min(nbytes, safetensors.LENGTH_BYTES))
+        if int.from_bytes(head, "little") != nbytes - safetensors.LENGTH_BYTES:
+            continue
+        with contextlib.suppress(UnreadableError):  # what cannot be read is left out, and said
+            file = read_file(source, name)
+            if not file.header.tensors:
+                found.append(file)
+    return found
 
 
 def _choose_files(files: Mapping[str, int], path: str) -> tuple[str | None, list[str]]:

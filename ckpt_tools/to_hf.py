@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from ckpt_tools.checkpoint import Asset, Checkpoint, TensorEntry
@@ -10,13 +11,16 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors
 from ckpt_tools.formats.detect import is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
+from ckpt_tools.hf_names import Ties, ties_in
 from ckpt_tools.job import Job, cast_target
-from ckpt_tools.opening import Opened
+from ckpt_tools.maps import origins_of
+from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.to_mesh import notes_on
 from ckpt_tools.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
+from ckpt_tools.twins import twin_of
 from ckpt_tools.units import parse_size
 
 AssetList = list[tuple[Source, Asset]]
@@ -172,6 +176,7 @@ def _restore(
             where=escape_name(opened.source.root),
             hint=f"remove {MANIFEST_NAME} to write files of another arrangement",
         )
+    _leave_out_twins(wanted, by_fqn, opened, ties_in(assets), notes)
     _same_keys(wanted, by_fqn)
     for fqn, entry in wanted.items():
         own = by_fqn[fqn]
@@ -203,6 +208,18 @@ def _restore(
     )
 
 
+def _leave_out_twins(
+    wanted: Mapping[str, TensorEntry], found: dict[str, TensorEntry], opened: Opened, ties: Ties, notes: list[str]
+) -> None:
+    """Remove from `found` what the reference has under another name only: tied weights, proven by their bytes."""
+    kept = [entry for fqn, entry in found.items() if fqn in wanted]
+    for fqn in [fqn for fqn in found if fqn not in wanted]:
+        twin = twin_of(found[fqn], kept, opened, is_tie=ties)
+        if twin is not None:
+            del found[fqn]
+            notes.append(f"left out {escape_name(fqn)!r}: it is {escape_name(twin.fqn)!r}, byte for byte")
+
+
 def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntry]) -> None:
     missing = [fqn for fqn in wanted if fqn not in found]
     extra = [fqn for fqn in found if fqn not in wanted]
@@ -213,9 +230,13 @@ def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntr
         parts.append(f"lacks {len(missing)} tensors of the reference ({_some(missing)})")
     if extra:
         parts.append(f"has {len(extra)} that the reference does not have ({_some(extra)})")
+    owners = origins_of(extra)
+    if owners:
+        parts[-1] += f", names that are {owners[0].what}"
     raise UsageError(
         "the checkpoint " + " and ".join(parts),
-        hint="is it a reference of this model? `ckpt diff --keys-only` lists the names",
+        hint="is it a reference of this model? `ckpt diff --keys-only` lists the names; "
+        "--assets REF instead of --like REF keeps the checkpoint's own names where the architecture has them",
     )
 
 
@@ -232,6 +253,15 @@ def _assets(opened: Opened, others: AssetList | None) -> AssetList:
 def assets_of(opened: Opened) -> AssetList:
     """Return the assets of an open checkpoint."""
     return [(opened.source, asset) for asset in opened.checkpoint.assets]
+
+
+def model_beside(path: str, stack: ExitStack) -> tuple[AssetList, Opened | None]:
+    """Return the files of a directory that hold no weights, and the model whose they are if its weights lie there."""
+    try:
+        opened = stack.enter_context(open_path(path))
+    except UnreadableError:
+        return assets_in(stack.enter_context(Source(path))), None
+    return assets_in(opened.source), opened
 
 
 def assets_in(source: Source) -> AssetList:

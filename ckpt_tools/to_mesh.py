@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckpt_tools.auto_plan import auto_plan
 from ckpt_tools.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.formats import dcp
@@ -20,6 +22,8 @@ from ckpt_tools.transform import is_optimizer, rename, select, strip_wrappers
 
 _CONFIG_NAME = "config.json"
 _MAX_RULES_BYTES = 16 << 20
+_PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""Directories that accelerate and transformers' Trainer put into that of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,9 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
     if options.tp_plan is not None:
         if options.tp_plan != "auto":
             raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
-        rules += tp_plan_rules(_read_config(opened), [entry.fqn for entry in checkpoint.tensors])
+        config = _read_config(opened)
+        plan = auto_plan(config, os.path.abspath(opened.source.root))
+        rules += tp_plan_rules(config, [entry.fqn for entry in checkpoint.tensors], plan)
     placements: dict[str, Mapping[str, Placement]] = dict(place_tensors(checkpoint.tensors, mesh, rules))
     placements |= _like_parameters(checkpoint.tensors, rules, placements)
     return Layout(mesh=mesh, placements=placements)
@@ -146,7 +152,7 @@ def sharding_job(
         source=source,
         target=dcp.place(target.tensors, grids, source.blobs),
         destination=destination,
-        assets=[(opened.source, asset) for asset in opened.checkpoint.assets],
+        assets=[(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)],
         dtype=dtype,
         names={new.fqn: old.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)},
         origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix),
@@ -163,6 +169,8 @@ def notes_on(opened: Opened) -> list[str]:
         shown = ", ".join(escape_name(name) for name in opened.left_out[:4])
         more = f" and {len(opened.left_out) - 4} more" if len(opened.left_out) > 4 else ""
         notes.append(f"left out, as weights in another format or of another model: {shown}{more}")
+    if _PART_OF_STEP.fullmatch(os.path.basename(opened.checkpoint.root)):
+        notes.append("one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there")
     if opened.checkpoint.format == "hf-sharded":
         notes.append(
             "this format does not record how many ranks saved it: if the files of the last ones are missing, "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from ckpt_tools.check_copies import check_copies, equal_layouts
 from ckpt_tools.check_manifest import Findings, check_frames, check_manifest, size_of
+from ckpt_tools.check_spans import check_spans
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.errors import CkptError
 from ckpt_tools.execute import Outcome, Progress, scan
@@ -20,6 +21,8 @@ from ckpt_tools.text import escape_name
 from ckpt_tools.tiling import check_tiling
 
 Level = Literal["structure", "data"]
+_COMPARED = ("the content of", "whether files of")
+"""Beginnings of what is unchecked until another copy is compared with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,10 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
         nbytes = sum(entry.nbytes for entry in sound)
         not_checked += _unchecked(opened, checkpoint, outcome)
         not_checked += _check_blobs(opened, findings)
+    if opened.single_names:
+        total = len(checkpoint.tensors) + len(checkpoint.blobs)
+        not_checked.append(f"{opened.single_names} of {total} names, which .metadata has only once")
+    not_checked += _unknown_places(opened)
     if checkpoint.format == "hf-sharded":
         not_checked.append("the global shapes, which this format does not record (taken from the chunks)")
     return Verification(
@@ -85,6 +92,16 @@ def _unchecked(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list
     return [f"the content of {missing} of {chunks} chunks, which have no recorded checksum (--against compares copies)"]
 
 
+def _unknown_places(opened: Opened) -> list[str]:
+    if opened.manifest is not None or opened.checkpoint.format != "dcp":
+        return []
+    files = equal_layouts(opened.checkpoint.tensors)
+    if not files:
+        return []
+    shown = ", ".join(escape_name(name) for name in files[:2])
+    return [f"whether files of equal layout changed places ({len(files)}: {shown}, …); a manifest or --against tells"]
+
+
 def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, list[TensorEntry]]:
     """Check everything but the tensors' bytes.
 
@@ -99,13 +116,16 @@ def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, lis
         resolved.append(raw or entry)
         if raw is not None:
             sound.append(raw)
-    _check_overlaps(opened, findings)
     for blob in checkpoint.blobs:
-        _check_span(opened, blob.span, f"item {escape_name(blob.fqn)!r}", findings)
+        if _check_span(opened, blob.span, f"item {escape_name(blob.fqn)!r}", findings):
+            _check_blob(opened, blob, findings, content=False)
     _check_foreign(opened, findings)
+    check_spans(opened, findings)
     if opened.manifest is not None:
         check_manifest(opened, opened.manifest, findings)
         check_frames(opened, opened.manifest, sound, findings)
+    elif checkpoint.format == "dcp":
+        check_copies(sound, opened.source, findings)
     return replace(checkpoint, tensors=tuple(resolved)), sound
 
 
@@ -180,37 +200,6 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: Find
     return Chunk(box=chunk.box, span=span, strides=head.strides, crc32=head.crc32)
 
 
-def _check_overlaps(opened: Opened, findings: Findings) -> None:
-    """Different items must not share bytes (equal spans are tied tensors), and the last one must end its file."""
-    checkpoint = opened.checkpoint
-    sizes = {} if opened.manifest is None else opened.manifest.files
-    spans: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
-    for entry in checkpoint.tensors:
-        for chunk in entry.chunks:
-            spans[chunk.span.file][chunk.span.offset, chunk.span.offset + chunk.span.nbytes] = entry.fqn
-    for blob in checkpoint.blobs:
-        spans[blob.span.file][blob.span.offset, blob.span.offset + blob.span.nbytes] = blob.fqn
-    for file, owners in spans.items():
-        reach, holder = 0, ""
-        for (start, end), fqn in sorted(owners.items()):
-            if start < reach and end > start:
-                findings.error(
-                    "overlapping-spans",
-                    f"{escape_name(file)}, bytes {start}..{min(end, reach)}",
-                    f"{escape_name(holder)!r} and {escape_name(fqn)!r} share bytes",
-                )
-            if end > reach:
-                reach, holder = end, fqn
-        extra = checkpoint.files.get(file, 0) - reach
-        if extra > 0 and file not in sizes:  # with a known size, the manifest's check says it
-            findings.warn(
-                "long-file",
-                escape_name(file),
-                f"{extra} bytes after its last item, which nothing refers to",
-                "a leftover of an earlier save, or a file of another one",
-            )
-
-
 def _check_foreign(opened: Opened, findings: Findings) -> None:
     """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one.
 
@@ -278,7 +267,7 @@ def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[Tens
         if record is not None and _inside(opened, blob.span):
             entry = copy_span(blob_name(blob), blob.span, 0).source
             found.append((entry, f"item {escape_name(blob.fqn)!r}", record.digest))
-    for asset in opened.checkpoint.assets:
+    for asset in (*opened.checkpoint.assets, *opened.beside):
         record = opened.manifest.assets.get(asset.file)
         if record is not None and size_of(opened, asset.file) == record.nbytes:
             span = ByteSpan(file=asset.file, offset=0, nbytes=record.nbytes)
@@ -294,16 +283,28 @@ def _check_blobs(opened: Opened, findings: Findings) -> list[str]:
     """
     known = {} if opened.manifest is None else opened.manifest.blobs
     blobs = [b for b in opened.checkpoint.blobs if b.fqn not in known and _inside(opened, b.span)]
-    unchecked = 0
-    for blob in blobs:
-        try:
-            unchecked += not dcp.check_blob(blob.span, opened.source)
-        except CkptError as error:
-            where = error.where or escape_name(blob.span.file)
-            findings.error("damaged-item", where, f"item {escape_name(blob.fqn)!r}: {error.what}", error.hint)
+    unchecked = sum(not _check_blob(opened, blob, findings, content=True) for blob in blobs)
     if not unchecked:
         return []
     return [f"what {unchecked} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"]
+
+
+def _check_blob(opened: Opened, blob: BlobEntry, findings: Findings, *, content: bool) -> bool:
+    """Check an item as far as its zip tells; return whether that was all of it, or what is wrong has been said."""
+    try:
+        return dcp.check_blob(blob.span, opened.source, content=content)
+    except CkptError as error:
+        where = error.where or escape_name(blob.span.file)
+        finding = Finding(
+            code="damaged-item",
+            severity="error",
+            where=where,
+            what=f"item {escape_name(blob.fqn)!r}: {error.what}",
+            hint=error.hint,
+        )
+        if finding not in findings:  # level data meets again what level structure has said
+            findings.append(finding)
+        return True
 
 
 def _inside(opened: Opened, span: ByteSpan) -> bool:
@@ -313,7 +314,7 @@ def _inside(opened: Opened, span: ByteSpan) -> bool:
 
 def with_findings(result: Verification, findings: Sequence[Finding]) -> Verification:
     """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked."""
-    unchecked = tuple(text for text in result.not_checked if not text.startswith("the content of"))
+    unchecked = tuple(text for text in result.not_checked if not text.startswith(_COMPARED))
     return replace(result, findings=(*result.findings, *findings), not_checked=unchecked)
 
 

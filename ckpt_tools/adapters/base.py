@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
-from ckpt_tools.adapters.adapter import Sourced
+from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.assemble import known_shape
+from ckpt_tools.adapters.frozen import refuse_changed
+from ckpt_tools.adapters.naming.of_base import family_of
+from ckpt_tools.adapters.read import OpenedAdapter
 from ckpt_tools.adapters.sidecars import read_json
 from ckpt_tools.adapters.slots import of_model
 from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.adapters.tied import HEAD, tied_embeddings
+from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
 from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.transform import plain_names
 
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "LMHeadModel": "CAUSAL_LM",
-    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS",
 }
 """End of an architecture's name → PEFT's task type. Source: peft 0.21 `utils/peft_types.py`."""
+_READS_NO_TEXT = frozenset(
+    {"audio_config", "conv_dim", "feature_projection_input_dim", "image_size", "input_feat_per_channel"}
+    | {"num_channels", "num_mel_bins", "patch_size", "vision_config"}
+)
+"""Fields of configs whose models take sound or images: with a task type PEFT's forward would give them `input_ids`."""
+_SEQ_2_SEQ = frozenset(
+    {
+        "BigBirdPegasus",
+        "Blenderbot",
+        "BlenderbotSmall",
+        "Bart",
+        "FSMT",
+        "LED",
+        "LongT5",
+        "M2M100",
+        "MBart",
+        "MT5",
+        "Mvp",
+    }
+    | {"NllbMoe", "PLBart", "Pegasus", "PegasusX", "ProphetNet", "SwitchTransformers", "T5", "T5Gemma", "UMT5"}
+)
+"""Models of whose …ForConditionalGeneration the first input is text: speech and image models are called alike.
+Source: transformers 5.23, `main_input_name` of every class of this name with `is_encoder_decoder`."""
 
 
 def read_base(path: str | os.PathLike[str]) -> BaseModel:
@@ -39,18 +67,61 @@ def read_base(path: str | os.PathLike[str]) -> BaseModel:
         shapes |= {name: known_shape(entry) for name, entry in tensors.items()}
         if tied := tied_embeddings(opened, tensors):
             shapes[HEAD] = tied[0].shape
-        return BaseModel(shapes=shapes, source="--base", task_type=_task_type(opened))
+        config = _config(opened)
+        return BaseModel(shapes=shapes, source="--base", family=family_of(shapes, config), task_type=_task_type(config))
 
 
-def _task_type(opened: Opened) -> Sourced[object] | None:
-    if opened.checkpoint.format == "safetensors" or not any(a.file == "config.json" for a in opened.checkpoint.assets):
+def base_of(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> tuple[BaseModel | None, bool]:
+    """Return what is known of the base model, and whether its weights are proven to be those of the training run.
+
+    Raises:
+        UsageError: It is not, or the adapter is for a model that is made of the base.
+    """
+    if base is None:
+        return _base_in(read.adapter), False
+    replicated = read.adapter.settings.get("layer_replication")
+    if replicated is not None and replicated.value:
+        raise UsageError(
+            "layer_replication repeats layers of the base: the names of the adapter's modules are not the base's",
+            where="--base",
+            hint="leave it out",
+        )
+    is_proven = False
+    if read.adapter.base_tensors:
+        with open_path(os.fspath(base)) as opened:
+            is_proven = refuse_changed(read.adapter, read.opened, opened, plain_names(opened.checkpoint))
+    return read_base(base), is_proven
+
+
+def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
+    """Return the base model that a training checkpoint holds beside the adapter."""
+    if not adapter.base_shapes:
         return None
-    config = read_json(opened.source, "config.json")
+    return BaseModel(
+        shapes=adapter.base_shapes, source="the base model in the source", family=family_of(adapter.base_shapes)
+    )
+
+
+def _config(opened: Opened) -> Mapping[str, object]:
+    if opened.checkpoint.format == "safetensors" or not any(a.file == "config.json" for a in opened.checkpoint.assets):
+        return {}
+    return read_json(opened.source, "config.json")
+
+
+def _task_type(config: Mapping[str, object]) -> Sourced[object] | None:
+    """Return PEFT's task type, where its forward for that task is one that the model understands."""
     architectures = config.get("architectures")
-    is_encoder_decoder = config.get("is_encoder_decoder") is True
+    source = "architecture in the base's config.json"
     for name in architectures if isinstance(architectures, list) else ():
+        if not isinstance(name, str):
+            continue
+        if name.removesuffix("ForConditionalGeneration") in _SEQ_2_SEQ:
+            return Sourced("SEQ_2_SEQ_LM", source)
         for end, task in _TASKS.items():
-            # Image-text models are called alike, and are causal.
-            if isinstance(name, str) and name.endswith(end) and (task != "SEQ_2_SEQ_LM" or is_encoder_decoder):
-                return Sourced(task, "architecture in the base's config.json")
+            if (
+                isinstance(name, str)
+                and name.endswith(end)
+                and (task == "CAUSAL_LM" or _READS_NO_TEXT.isdisjoint(config))
+            ):
+                return Sourced(task, source)
     return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced, Target
-from ckpt_tools.adapters.base import read_base
+from ckpt_tools.adapters.assumed import Assumption, assumptions, findings_of, header_of, sourced
+from ckpt_tools.adapters.base import base_of
 from ckpt_tools.adapters.family_settings import InexpressibleError
 from ckpt_tools.adapters.forms import (
     architecture_of,
@@ -19,14 +21,13 @@ from ckpt_tools.adapters.forms import (
     summary,
     target_of,
     through_diffusers,
-    unflatten_paths,
+    under_base_names,
 )
-from ckpt_tools.adapters.frozen import refuse_changed
 from ckpt_tools.adapters.infer import infer_config, with_alpha
 from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.known import settle_parameters
 from ckpt_tools.adapters.locate import PEFT_FILE
-from ckpt_tools.adapters.naming import to_target
+from ckpt_tools.adapters.model_names import refuse_trainers_names
 from ckpt_tools.adapters.naming.architecture import candidates
 from ckpt_tools.adapters.overrides import parse_overrides
 from ckpt_tools.adapters.payload import TensorReader
@@ -37,6 +38,7 @@ from ckpt_tools.adapters.target_settings import BaseModel, Config
 from ckpt_tools.adapters.values import Values, look_at
 from ckpt_tools.adapters.variants import doubt_about, refuse_foreign_shapes, refuse_variants
 from ckpt_tools.adapters.write import Item, Output, staged, write
+from ckpt_tools.adapters.write_names import write_names
 from ckpt_tools.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.dtypes import BY_NAME, DType
 from ckpt_tools.errors import UsageError
@@ -64,6 +66,8 @@ class Export:
     """The configuration, every value with its source; what is known of it for targets that have none."""
     findings: tuple[Finding, ...]
     """What is wrong with the adapter; nothing is written when one of them is an error."""
+    assumed: tuple[str, ...] = ()
+    """Fields of the configuration that nothing says: "use_rslora=false"."""
 
     @property
     def ok(self) -> bool:
@@ -85,6 +89,10 @@ class _Run:
     start: float
     dtype: str
     notes: list[str]
+    base: str | os.PathLike[str] | None
+    """Where the base model is, when it was given."""
+    assumed: tuple[Assumption, ...]
+    """What nothing says of the adapter."""
     seen: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Name of an item → the module and the role that its bytes are of, where they still are to be looked at."""
     findings: list[Finding] = field(default_factory=list)
@@ -108,6 +116,7 @@ def export_lora(
     architecture: str | None = None,
     svd_rank: int | None = None,
     dtype: str = "keep",
+    strict: bool = False,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     overwrite: bool = False,
@@ -129,6 +138,7 @@ def export_lora(
         architecture: The model family, where names do not tell it.
         svd_rank: Rank of an approximation, for what the target cannot express exactly.
         dtype: "keep", or cast to "bf16", "f16" or "f32".
+        strict: Refuse an adapter of which something is assumed.
         include: Globs of the names to look at.
         exclude: Globs of the names to leave out.
         overwrite: Replace an existing destination once the new one is durable.
@@ -160,7 +170,7 @@ def export_lora(
         if overwrite:
             check_replaceable(target)
         refuse_foreign_shapes(read.adapter)
-        model = _model(read, base)
+        model, is_base_proven = base_of(read, base)
         whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
         whole = with_alpha(renested(whole) if whole.omitted else whole, alpha)
         run = _Run(
@@ -169,8 +179,11 @@ def export_lora(
             reader=TensorReader(read.opened),
             start=start,
             dtype=dtype,
+            base=base,
+            assumed=assumptions(whole, is_base_proven=is_base_proven),
             notes=["left out: " + ", ".join(whole.left_out)] if whole.left_out else [],
         )
+        run.findings += findings_of(run.assumed, strict=strict)
         nothing = Output(file="", items=(), metadata={}, documents={})
         if (doubt := doubt_about(whole)) is not None:
             run.notes.append(doubt)
@@ -183,37 +196,11 @@ def export_lora(
             output, known = _for_peft(run, whole, model, base_model, svd_rank)
         else:
             output, known = _for_others(run, whole, ecosystem, model, base_model, architecture, svd_rank)
+        output = replace(output, metadata={**output.metadata, **header_of(run.assumed)})
+        known = {**known, **sourced(run.assumed)}
         if run.has_error or dry_run:
             return _export(run, output, known, dry_run=dry_run)
         return _publish(run, whole, output, known, overwrite=overwrite, progress=progress)
-
-
-def _model(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> BaseModel | None:
-    """Return what is known of the base model; what the source holds of it must be the same.
-
-    Raises:
-        UsageError: It is not, or the adapter is for a model that is made of the base.
-    """
-    if base is None:
-        return _base_in(read.adapter)
-    replicated = read.adapter.settings.get("layer_replication")
-    if replicated is not None and replicated.value:
-        raise UsageError(
-            "layer_replication repeats layers of the base: the names of the adapter's modules are not the base's",
-            where="--base",
-            hint="leave it out",
-        )
-    if read.adapter.base_tensors:
-        with open_path(os.fspath(base)) as opened:
-            refuse_changed(read.adapter, read.opened, opened, plain_names(opened.checkpoint))
-    return read_base(base)
-
-
-def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
-    """Return the base model that a training checkpoint holds beside the adapter."""
-    if not adapter.base_shapes:
-        return None
-    return BaseModel(shapes=adapter.base_shapes, source="the base model in the source")
 
 
 # For PEFT: names, and nothing else where that is enough
@@ -230,25 +217,21 @@ def _on_its_model(
     placed, prefix = from_one_model(adapter)
     if prefix is not None:
         run.notes.append(f"the modules are those of {prefix!r} in a pipeline: load the adapter into that model")
-    if adapter.convention == "torchtitan":
-        raise UsageError(
-            "the adapter has the module names of torchtune or torchtitan, whose rotary embeddings order the rows of "
-            "q and k otherwise than transformers does",
-            where=escape_name(adapter.modules[0].path),
-            hint="let the trainer export it (torchtune's checkpointer writes PEFT's format)",
-        )
+    refuse_trainers_names(adapter, is_proven=run.base is not None)
     if adapter.convention in ("kohya", "comfyui") or any(m.path.startswith(_NATIVE_ROOT) for m in adapter.modules):
-        if base is not None and all("." not in module.path for module in adapter.modules):
-            return unflatten_paths(placed, base.shapes)
+        if base is not None and (named := under_base_names(placed, base.shapes)) is not None:
+            return named
         if architecture is None and not candidates([module.path for module in adapter.modules]):
             raise UsageError(
-                "the names are not those of the model's modules, and of no diffusion model that ckpt knows",
+                "the names are not those of the model's modules, and of no diffusion model that ckpt has tables for",
                 where=escape_name(adapter.modules[0].path),
                 hint="give the base model, whose names they are made from: --base DIR",
             )
         loaded = load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded, repairs=True)
-        return loaded if run.has_error else through_diffusers(loaded, run.notes, architecture, svd_rank)
+        if run.has_error:
+            return loaded
+        return through_diffusers(loaded, run.notes, architecture, svd_rank, base.family if base else None)
     return placed
 
 
@@ -316,17 +299,29 @@ def _for_others(
     known = summary(adapter, base_model)
     if run.has_error:
         return Output(file="", items=(), metadata={}, documents={}), known
-    written = to_target(
+    written = write_names(
         loaded,
         to,
-        architecture=architecture_of(architecture),
-        base_names=None if base is None else tuple(base.shapes),
+        base=base,
+        weights=functools.partial(_base_weights, run),
+        architecture=architecture,
         svd_rank=svd_rank,
+        notes=run.notes,
     )
     run.notes += written.notes
     run.notes += error_notes(written.errors)
     items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
     return Output(file=written.file, items=items, metadata=written.metadata, documents={}), known
+
+
+@contextmanager
+def _base_weights(run: _Run) -> Iterator[tuple[Mapping[str, TensorEntry], TensorReader]]:
+    """Lend the base's tensors, by the names that a plain model gives them, and their reader."""
+    if run.base is None:
+        yield run.read.adapter.base_tensors, run.reader
+        return
+    with open_path(os.fspath(run.base)) as opened:
+        yield plain_names(opened.checkpoint), TensorReader(opened)
 
 
 # Writing
@@ -388,4 +383,5 @@ def _export(run: _Run, output: Output, config: Config, *, dry_run: bool = False,
         ),
         config=config,
         findings=tuple(run.findings),
+        assumed=tuple(each.text for each in run.assumed),
     )

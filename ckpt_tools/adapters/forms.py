@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced, Target
 from ckpt_tools.adapters.assemble import Named, assemble
@@ -13,9 +13,11 @@ from ckpt_tools.adapters.infer import SCALED
 from ckpt_tools.adapters.keys import parse_key
 from ckpt_tools.adapters.known import add_settings
 from ckpt_tools.adapters.naming import ARCHITECTURES, ArchitectureName, to_target
+from ckpt_tools.adapters.naming.of_base import BaseFamily
 from ckpt_tools.adapters.naming.resolve import unflatten
 from ckpt_tools.adapters.peft_files import from_one_model
 from ckpt_tools.adapters.sidecars import read_sidecars
+from ckpt_tools.adapters.target_modules import parents_of
 from ckpt_tools.adapters.target_settings import Config
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
@@ -24,6 +26,7 @@ from ckpt_tools.text import escape_name
 if TYPE_CHECKING:
     from ckpt_tools.arrays import Array
 
+F = TypeVar("F")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -42,7 +45,7 @@ def architecture_of(name: str | None) -> ArchitectureName | Literal["llm"] | Non
     raise UsageError(f"{name!r} is no model family", hint=f"--architecture takes {', '.join(known)}")
 
 
-def unflatten_paths(adapter: Adapter[TensorEntry], base: Shapes) -> Adapter[TensorEntry]:
+def unflatten_paths(adapter: Adapter[F], base: Shapes) -> Adapter[F]:
     """Return the adapter with the paths of the base model in the place of kohya's flattened names.
 
     Raises:
@@ -54,8 +57,32 @@ def unflatten_paths(adapter: Adapter[TensorEntry], base: Shapes) -> Adapter[Tens
     )
 
 
+_ROOTS = ("", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "base_model.model.")
+"""What the ecosystems put in front of a model's own module paths."""
+
+
+def under_base_names(adapter: Adapter[F], base: Shapes) -> Adapter[F] | None:
+    """Return the adapter with the base's own module paths; None where its modules are called otherwise there."""
+    modules = parents_of(base)
+    for root in _ROOTS:
+        paths = [module.path.removeprefix(root) for module in adapter.modules]
+        if all(module.path.startswith(root) for module in adapter.modules) and modules.issuperset(paths):
+            renamed = zip(adapter.modules, paths, strict=True)
+            return adapter.with_modules(tuple(replace(module, path=path) for module, path in renamed))
+    if all("." not in module.path for module in adapter.modules):
+        try:
+            return unflatten_paths(adapter, base)
+        except UsageError:
+            return None
+    return None
+
+
 def through_diffusers(
-    loaded: Adapter[Array], notes: list[str], architecture: str | None, svd_rank: int | None
+    loaded: Adapter[Array],
+    notes: list[str],
+    architecture: str | None,
+    svd_rank: int | None,
+    base: BaseFamily | None,
 ) -> Adapter[Array]:
     """Return an adapter of a diffusion model under diffusers' module paths, which are also PEFT's.
 
@@ -65,7 +92,7 @@ def through_diffusers(
     from ckpt_tools.arrays import dtype_of
 
     written = to_target(
-        loaded, "diffusers", architecture=architecture_of(architecture), svd_rank=svd_rank, may_fuse=False
+        loaded, "diffusers", architecture=architecture_of(architecture), base=base, svd_rank=svd_rank, may_fuse=False
     )
     notes += [*written.notes, *error_notes(written.errors)]
     named = [

@@ -24,7 +24,7 @@ _MAX_VECTOR_ELEMS = 1 << 20
 
 def refuse_changed(
     adapter: Adapter[TensorEntry], source: Opened, base: Opened, tensors: Mapping[str, TensorEntry]
-) -> None:
+) -> bool:
     """Compare biases, norms, and the smallest adapted weight.
 
     Args:
@@ -32,6 +32,9 @@ def refuse_changed(
         source: Holds these.
         base: To be merged into.
         tensors: Of the base, by the names that a plain model gives them.
+
+    Returns:
+        Whether an adapted weight was among what was compared: the adapter was trained on the base as it is.
 
     Raises:
         UsageError: They differ.
@@ -66,6 +69,7 @@ def refuse_changed(
             + (" (lora_only: those of adapted modules)" if is_bias else " another base?")
             + f"; to leave them as the base has them, read the factors alone: --include {_factors(adapter)}",
         )
+    return weight is not None and not changes_base(adapter)
 
 
 _GLOBS = {"lora": "**lora_**", "loha": "**hada_**", "lokr": "**lokr_**", "oft": "**oft_**", "boft": "**boft_**"}

@@ -20,6 +20,7 @@ from ckpt_tools.adapters.target_settings import (
     BaseModel,
     Config,
     pattern_path,
+    refuse_parameters,
     saved_fields,
     some_modules,
     target_fields,
@@ -31,6 +32,8 @@ F = TypeVar("F")
 SCALED = ("lora", "loha", "lokr")
 """Families with an alpha and a rank."""
 _MAX_SHOWN = 3
+_MAX_ALPHA = 100_000
+"""Larger ones are slips: trainers take about the rank, rsLoRA its multiples."""
 _TRAINING_ONLY = ("velora_config",)
 """Fields that ask for tensors which only training needs, and which are not exported."""
 
@@ -61,6 +64,12 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
             where="--alpha",
             hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
             "changes every output",
+        )
+    if alpha is not None and not 0 < alpha <= _MAX_ALPHA:
+        raise UsageError(
+            f"--alpha must be above 0 and at most {_MAX_ALPHA}, got {alpha:g}",
+            where="--alpha",
+            hint="give the lora_alpha of the training run",
         )
     given = None if alpha is None else Sourced(float(alpha), "--alpha")
     return adapter.with_modules(
@@ -153,7 +162,11 @@ def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | Non
         config["base_model_name_or_path"] = Sourced(base_model, "--base-model")
     else:
         config["base_model_name_or_path"] = settings.get("base_model_name_or_path", Sourced(None, "nothing says it"))
-    task = settings.get("task_type") or (base.task_type if base else None)
+    task = settings.get("task_type")
+    if task is None and "peft_type" in settings:
+        config["task_type"] = Sourced(None, f"{settings['peft_type'].source} has none")
+        return config
+    task = task or (base.task_type if base else None)
     config["task_type"] = _with_its_head(task, adapter) if task else Sourced(None, "nothing says it")
     return config
 
@@ -189,6 +202,8 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
     alphas: dict[str, Sourced[float]] = {}
     for module in modules:
         path = pattern_path(module)
+        if not module.parameter and "target_parameters" not in adapter.settings:
+            raise refuse_parameters(module.path)
         if module.rank is None:
             raise UsageError(
                 f"the rank of {escape_name(module.path)!r} is not known: its factors do not tell",
@@ -217,8 +232,7 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
         if len(rslora) > 1:
             raise UsageError("some modules have use_rslora and some not, which PEFT has one setting for")
         known = adapter.settings.get("use_rslora")
-        source = known.source if known else "alpha is the numerator of alpha/r (else: --config use_rslora=true)"
-        config["use_rslora"] = Sourced(rslora.pop(), source)
+        config["use_rslora"] = Sourced(rslora.pop(), known.source if known else "alpha is the numerator of alpha/r")
     return config
 
 

@@ -114,6 +114,8 @@ _REFUSED = (
     (r"(?:.+\.)?on_input", "IA³"),
     (r"(?:.+\.)?(?:emb_params|string_to_param)(?:\..+)?|bundle_emb\..+", "textual inversion"),
     (r".+\.(?:a1|a2|b1|b2|bm)\.weight", "GLoRA"),
+    (r".+\.adapter(?:\.adapter_\w+)?\.linear_(?:in|out)\.weight", "LoRA in Megatron's names"),
+    (r".+\.lora_[AB]", "LoRA in the names of loralib and litgpt"),
     (r".+\.(?:[qp]_layer\.weight|lambda_layer)", "T-LoRA"),
     *(
         (rf"(?:.+\.)?{prefix}_\w+(?:\..+)?", name)

@@ -21,6 +21,8 @@ _UNIT_SCALE: Mapping[Convention, str] = {
     "kohya": "kohya's convention: scale 1 where no alpha is written",
 }
 """Whose loaders take a missing alpha for a scale of 1. PEFT's do not: they take 8."""
+_STACK = "experts"
+"""What transformers calls the module of all experts, which holds parameters and is no layer."""
 F = TypeVar("F")
 ReadScalar = Callable[[TensorEntry], float | None]
 """Returns the number that a tensor of one element holds."""
@@ -44,10 +46,16 @@ def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, read_scalar:
     for module in modules:
         component = sidecars.components.get(module.path.partition(".")[0])
         done.append(_with_alpha(module, component or settings, adapter.convention, sidecars, read_scalar))
-    named = sorted({m.parameter and f"{m.path}.{m.parameter}" for m in done if m.parameter != "weight"})
-    if named and "" not in named and "target_parameters" not in settings:
-        settings = {**settings, "target_parameters": Sourced(named, "shapes of the base model's parameters")}
-    return replace(adapter, modules=tuple(done), settings=settings)
+    return _with_targets(replace(adapter, modules=tuple(done), settings=settings))
+
+
+def _with_targets(adapter: Adapter[TensorEntry]) -> Adapter[TensorEntry]:
+    """Name the parameters that the modules change, where the base's shapes told and no configuration does."""
+    named = sorted({m.parameter and f"{m.path}.{m.parameter}" for m in adapter.modules if m.parameter != "weight"})
+    if not named or "" in named or "target_parameters" in adapter.settings:
+        return adapter
+    found: Sourced[object] = Sourced(named, "shapes of the base model's parameters")
+    return replace(adapter, settings={**adapter.settings, "target_parameters": found})
 
 
 def settle_parameters(adapter: Adapter[TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Adapter[TensorEntry]:
@@ -57,18 +65,18 @@ def settle_parameters(adapter: Adapter[TensorEntry], shapes: Mapping[str, tuple[
         adapter: As read.
         shapes: Of the base model's parameters, those of stacked experts among them.
     """
-    if all(module.parameter for module in adapter.modules):
-        return adapter
     held = replace(adapter, base_shapes=shapes)
     modules = []
     for module, parameter in _parameters(held, adapter.settings):
         settled = module
-        if parameter and not module.parameter:
+        if module.parameter == "weight" and parameter == "":
+            settled = replace(module, parameter="", rank=None)
+        elif parameter and parameter != module.parameter and module.parameter in ("", "weight"):
             settled = _with_rank(replace(module, parameter=parameter), held, adapter.settings)
             alpha = _alpha_beside(settled, adapter.settings, adapter.convention, Sidecars())
             settled = replace(settled, alpha=alpha or module.alpha)
         modules.append(settled)
-    return adapter.with_modules(tuple(modules))
+    return _with_targets(adapter.with_modules(tuple(modules)))
 
 
 def _parameters(adapter: Adapter[TensorEntry], settings: Fields) -> Iterator[tuple[AdapterModule[TensorEntry], str]]:
@@ -92,7 +100,8 @@ def _parameters(adapter: Adapter[TensorEntry], settings: Fields) -> Iterator[tup
         if not found and (module.path in nested or (own and "weight" not in own)):
             found = own
         if not found:
-            yield module, "weight" if module.path not in nested else ""
+            is_stack = module.path.rpartition(".")[2] == _STACK and not own
+            yield module, "" if module.path in nested or is_stack else "weight"
             continue
         if len(found) > 1:
             shapes = {leaf: adapter.base_shapes.get(f"{module.path}.{leaf}") for leaf in found}

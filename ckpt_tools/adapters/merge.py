@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.assumed import assumptions, findings_of
 from ckpt_tools.adapters.frozen import refuse_changed
 from ckpt_tools.adapters.infer import with_alpha
 from ckpt_tools.adapters.integrity import check_structure
@@ -64,6 +65,7 @@ def merging_job(
     alpha: float | None,
     max_shard_size: str | None,
     num_workers: int,
+    strict: bool = False,
 ) -> Iterator[Job]:
     """Yield the job that writes the base with the adapter merged into it.
 
@@ -86,11 +88,16 @@ def merging_job(
     _refuse_broken(adapter)
     job = _job(base, destination, dtype=dtype, max_shard_size=max_shard_size)
     _check_scale(adapter, scale)
-    if adapter.base_tensors:
-        refuse_changed(adapter, read.opened, base, plain_names(base.checkpoint))
+    is_proven = bool(adapter.base_tensors) and refuse_changed(adapter, read.opened, base, plain_names(base.checkpoint))
+    assumed = assumptions(adapter, is_base_proven=is_proven)
+    if strict and assumed:
+        finding = findings_of(assumed, strict=True)[0]
+        raise AdapterRefusedError(f"--strict: {finding.what}", where=finding.where, hint=finding.hint)
     loading = Loading(adapter, read.opened)
     try:
-        yield _with_edits(job, adapter, read, loading, scale, num_workers)
+        job = _with_edits(job, adapter, read, loading, scale, num_workers)
+        job.notes += [f"assumed: {each.text}, which nothing says. Otherwise: {each.otherwise}" for each in assumed]
+        yield job
     finally:
         loading.close()
 

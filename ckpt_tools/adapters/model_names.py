@@ -8,6 +8,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.errors import UsageError
+from ckpt_tools.text import escape_name
+
+F = TypeVar("F")
+_TRAINERS = (
+    ("torchtitan", re.compile(r"layers\.\d+\.attention\.w[qkvo]")),
+    (
+        "Megatron",
+        re.compile(r"decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|q|kv|proj)|mlp\.linear_fc[12])(?:\..+)?"),
+    ),
+)
+"""Trainers with module names of their own, which no model of transformers has."""
+
+
+def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
+    """Refuse to pass on modules of a trainer's own model: a model of transformers has none of them.
+
+    Args:
+        adapter: From a training checkpoint.
+        is_proven: Its modules are held against a base that the user names.
+
+    Raises:
+        UsageError: They are.
+    """
+    if adapter.convention == "torchtitan":
+        raise UsageError(
+            "the adapter has the module names of torchtune or torchtitan, whose rotary embeddings order the rows of "
+            "q and k otherwise than transformers does",
+            where=escape_name(adapter.modules[0].path),
+            hint="let the trainer export it (torchtune's checkpointer writes PEFT's format)",
+        )
+    for trainer, pattern in () if is_proven or "peft_type" in adapter.settings else _TRAINERS:
+        found = next((module.path for module in adapter.modules if pattern.fullmatch(module.path)), None)
+        if found is not None:
+            raise UsageError(
+                f"the adapter has {trainer}'s module names, which no model of transformers has",
+                where=escape_name(found),
+                hint=f"let {trainer} export it in transformers' names; for a model that has these, name it: --base DIR",
+            )
+
 
 _VISION = (
     (r"\.attention\.attention\.query\.", ".attention.q_proj."),

@@ -163,7 +163,7 @@ def _refusal(kind: str, path: str) -> UnknownTypeError:
         f"an adapter of the type {kind}, which ckpt does not convert",
         where=escape_name(path),
         hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT and full differences; "
-        "PEFT itself can merge this one",
+        "what wrote this one can merge it",
     )
 
 
@@ -190,9 +190,10 @@ def _name(opened: Opened, path: str) -> list[Named]:
             hint=f"choose one: --include '{escape_name(min(roots))}.**'",
         )
     has_any = any(item.key is not None and not item.key.is_weak for item in named)
-    for item in named:
-        if item.key is None and (kind := refused_kind(item.name, sure=has_any)) is not None:
-            raise _refusal(kind, path)
+    for sure in (True,) if has_any else (True, False):
+        for item in named:
+            if item.key is None and (kind := refused_kind(item.name, sure=sure)) is not None:
+                raise _refusal(kind, path)
     if not any(item.key is not None for item in named):
         raise UnreadableError(
             f"no adapter here: none of {len(named)} tensors has a name that an adapter's has",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.assemble import known_shape
 from ckpt_tools.adapters.loading import Loading
 from ckpt_tools.adapters.matching import Match, match_modules
 from ckpt_tools.checkpoint import TensorEntry
@@ -60,10 +61,12 @@ def _respellings(
     from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
     from ckpt_tools.adapters.naming.choose import choose_architectures
     from ckpt_tools.adapters.naming.fit import Fitting
+    from ckpt_tools.adapters.naming.of_base import family_of
     from ckpt_tools.adapters.naming.placing import in_diffusers, in_native, place_all
 
     try:
-        families = choose_architectures(loaded, architecture=None, base_names=tensors)
+        base = family_of({name: known_shape(entry) for name, entry in tensors.items()})
+        families = choose_architectures(loaded, architecture=None, base=base)
     except UsageError:
         return
     for family in families:

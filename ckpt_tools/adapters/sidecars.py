@@ -23,6 +23,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's own."""
 DIFFUSERS_HEADER = "header lora_adapter_metadata"
 """Source of what diffusers' own header says."""
+DORA_SCALE = "ckpt_dora_scale"
+"""Header of the files whose dora_scale ckpt made for ComfyUI's normalisation: for other loaders it is wrong."""
 _VERL = "lora_train_meta.json"
 _LYCORIS = "lycoris_config.json"
 _AI_TOOLKIT = ("config.yaml", "config.yml")
@@ -74,6 +76,8 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
     alpha, conv_alpha = _kohya_header(metadata)
     if "" in components:
         peft = dict(components[""])
+    if DORA_SCALE in metadata:
+        peft[DORA_SCALE] = Sourced(metadata[DORA_SCALE], f"header {DORA_SCALE}")
     for directory, names in directories:
         if not os.path.isdir(directory):
             continue

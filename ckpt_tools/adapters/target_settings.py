@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeGuard, TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.naming.of_base import BaseFamily
 from ckpt_tools.adapters.peft_fields import PEFT_TYPES, has_field
 from ckpt_tools.adapters.target_modules import exact_pattern, matched, minimal_saved, minimal_suffixes, parents_of
 from ckpt_tools.adapters.tied import EMBEDDINGS, HEADS
@@ -32,6 +33,8 @@ class BaseModel:
     """For people: "--base", "the base model in the source"."""
     task_type: Sourced[object] | None = None
     """PEFT's task type, by the architecture in its config.json."""
+    family: BaseFamily
+    """Which model it is."""
 
 
 def pattern_path(module: AdapterModule[F]) -> str:
@@ -44,6 +47,16 @@ def some_modules(modules: Sequence[AdapterModule[F]]) -> str:
     shown = ", ".join(escape_name(module.path) for module in modules[:_MAX_SHOWN])
     more = len(modules) - _MAX_SHOWN
     return f"{len(modules)} modules ({shown}{f' and {more} more' if more > 0 else ''})"
+
+
+def refuse_parameters(path: str) -> UsageError:
+    """Return the error that it is not known which parameters the factors change."""
+    return UsageError(
+        "the factors belong to parameters of modules (PEFT's target_parameters), and nothing says to which",
+        where=escape_name(path),
+        hint="give the base, whose shapes tell: --base DIR; or, as in the training run, --config r=VALUE and --config "
+        '\'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]\'',
+    )
 
 
 def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
@@ -64,12 +77,7 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
     config: Config = {}
     if parameters:
         if known is None:
-            raise UsageError(
-                "the factors belong to parameters of modules (PEFT's target_parameters), and nothing says to which",
-                where=escape_name(parameters[0]),
-                hint='--config \'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]\', as in '
-                "the training run, or --base",
-            )
+            raise refuse_parameters(parameters[0])
         config["target_parameters"] = _parameters_left(modules, known) if adapter.omitted else known
     if not adapted:
         config["target_modules"] = Sourced([], "only parameters are adapted")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced
+from ckpt_tools.adapters.sidecars import DORA_SCALE
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
@@ -42,6 +43,10 @@ _VARIANTS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "arrow_config": (_is_set, "Arrow routes between several adapters"),
     "kasa_config": (_is_set, "KaSA changes the base, and has a diagonal beside the factors"),
     "monteclora_config": (_is_set, "MonteCLoRA samples around the factors"),
+    DORA_SCALE: (
+        _is_set,
+        "ckpt made its dora_scale for ComfyUI, and no other loader computes with it what was trained",
+    ),
 }
 
 
@@ -66,9 +71,10 @@ def refuse_foreign_shapes(adapter: Adapter[F]) -> None:
     Raises:
         UsageError: With the setting and the reason.
     """
-    found = adapter.settings.get("use_bdlora")
-    if found is not None and found.value:
-        raise _refusal("use_bdlora", found, _VARIANTS["use_bdlora"][1])
+    for name in ("use_bdlora", DORA_SCALE):
+        found = adapter.settings.get(name)
+        if found is not None and found.value:
+            raise _refusal(name, found, _VARIANTS[name][1])
 
 
 def doubt_about(adapter: Adapter[F]) -> str | None:
@@ -103,11 +109,13 @@ def refuse_variants(adapter: Adapter[F]) -> None:
 
 
 def _refusal(name: str, found: Sourced[object], reason: str) -> UsageError:
-    return UsageError(
-        f"{name} is {escape_name(str(found.value))}: {reason}",
-        where=found.source,
-        hint="PEFT itself can load it; for PiSSA and the like its save_pretrained converts with "
-        "path_initial_model_for_weight_conversion"
-        if name == "init_lora_weights"
-        else "PEFT itself can load it" + ("" if name in _NOT_EXPORTED else ": --to peft"),
-    )
+    if name == "init_lora_weights":
+        hint = (
+            "PEFT itself can load it; for PiSSA and the like its save_pretrained converts with "
+            "path_initial_model_for_weight_conversion"
+        )
+    elif name == DORA_SCALE:
+        hint = "export it from what it was made from"
+    else:
+        hint = "PEFT itself can load it" + ("" if name in _NOT_EXPORTED else ": --to peft")
+    return UsageError(f"{name} is {escape_name(str(found.value))}: {reason}", where=found.source, hint=hint)

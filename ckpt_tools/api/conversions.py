@@ -10,12 +10,12 @@ from ckpt_tools.api.workers import ProgressFactory, default_num_workers
 from ckpt_tools.checkpoint import Format
 from ckpt_tools.convert import run
 from ckpt_tools.errors import UsageError
+from ckpt_tools.hf_names import check_names
 from ckpt_tools.job import Conversion, Job
 from ckpt_tools.layout import Mesh
 from ckpt_tools.opening import open_path
-from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
-from ckpt_tools.to_hf import assets_in, gathering_job
+from ckpt_tools.to_hf import gathering_job, model_beside
 from ckpt_tools.to_mesh import MeshOptions, sharding_job
 
 
@@ -149,6 +149,7 @@ def gather(
     like: str | os.PathLike[str] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    allow_foreign_names: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     num_workers: int | None = None,
@@ -169,6 +170,7 @@ def gather(
         like: Reference whose names, order, files and dtypes are restored.
         include: Globs of the FQNs to convert; all by default.
         exclude: Globs of the FQNs to leave out.
+        allow_foreign_names: Write names that the architecture does not have, or not all of its names, with a warning.
         overwrite: Replace an existing destination once the new one is durable.
         dry_run: Plan only.
         num_workers: Threads that move bytes.
@@ -176,18 +178,19 @@ def gather(
         format: Overrides what would be detected.
 
     Raises:
-        UsageError: Options that contradict each other, or keys that `like` has and the source lacks.
+        UsageError: Options that contradict each other, keys that `like` has and the source lacks, or names that
+            transformers would not load into the architecture that config.json names.
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
     with ExitStack() as stack:
         opened = stack.enter_context(open_path(os.fspath(source), format=format))
         reference = None if like is None else stack.enter_context(open_path(os.fspath(like)))
-        beside = None
+        beside = model = None
         if assets is not None:
             if not os.path.isdir(assets):
                 raise UsageError("--assets takes a directory", where=escape_name(os.fspath(assets)))
-            beside = assets_in(stack.enter_context(Source(os.fspath(assets))))
+            beside, model = model_beside(os.fspath(assets), stack)
         job = gathering_job(
             opened,
             os.fspath(destination),
@@ -199,6 +202,8 @@ def gather(
             include=include,
             exclude=exclude,
         )
+        originals = filter(None, (opened, reference, model))
+        check_names(job, originals, allow_foreign=allow_foreign_names, is_selection=bool(include or exclude))
         return _run(job, overwrite, dry_run, num_workers, progress)
 
 

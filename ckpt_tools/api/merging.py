@@ -31,6 +31,7 @@ def merge_lora(
     max_shard_size: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    strict: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     num_workers: int | None = None,
@@ -55,6 +56,7 @@ def merge_lora(
         max_shard_size: Largest file, for example "5GB"; the base's files by default.
         include: Globs of the adapter's tensors to merge; all by default.
         exclude: Globs of the adapter's tensors to leave out.
+        strict: Refuse an adapter of which something is assumed.
         overwrite: Replace an existing destination once the new one is durable.
         dry_run: Plan only.
         num_workers: Threads that move bytes.
@@ -92,6 +94,7 @@ def merge_lora(
                 alpha=alpha,
                 max_shard_size=max_shard_size,
                 num_workers=workers,
+                strict=strict,
             )
         )
         job.overwrite = overwrite

@@ -10,6 +10,7 @@ import ckpt_tools.preflight as _preflight  # noqa: F401 - loaded later, it would
 from ckpt_tools.units import parse_size
 
 if TYPE_CHECKING:
+    from ckpt_tools.checkpoint import Finding
     from ckpt_tools.preflight.report import PreflightReport
     from ckpt_tools.preflight.spec import Framework
 
@@ -24,11 +25,13 @@ def preflight(
     gpu_memory: str | None = None,
     smoke: bool = True,
     on_check: Callable[[str, str], None] | None = None,
+    on_findings: Callable[[tuple[Finding, ...]], None] | None = None,
 ) -> PreflightReport:
     """Read a trainer's config and say whether the run will start, fit, load and train.
 
     Config and rules, memory, the checkpoint against the model and the mesh, and a smoke run of a cut-down model. What
-    could not be checked is listed in the report (`not_checked`). The trainer itself is never imported.
+    could not be checked is listed in the report (`not_checked`); where that is the config itself, or an option on which
+    something depends, `ok` is false. The trainer itself is never imported.
 
     Args:
         config: The config of accelerate, transformers' Trainer, torchtitan, axolotl, ai-toolkit or verl, or a script
@@ -40,6 +43,7 @@ def preflight(
         gpu_memory: What a device has, for example "80GB"; without it nothing is said to fit or not.
         smoke: Train a few steps of the model, cut down, on ranks of this machine.
         on_check: Told when a check begins and ends: its name, and "begun", "done" or "failed".
+        on_findings: Told what was found as soon as it is known, before what is slow begins; each finding once.
 
     Raises:
         UsageError: Nobody's config, or a path that is not there.
@@ -57,4 +61,5 @@ def preflight(
         gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
         smoke=smoke,
         on_check=on_check,
+        on_findings=on_findings,
     )

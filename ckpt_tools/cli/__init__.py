@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from ckpt_tools.cli.streams import occupy_descriptors
+
 __all__ = ["main", "run"]
 
 
@@ -23,4 +25,5 @@ def main(argv: list[str] | None = None) -> int:
 
 def run() -> None:
     """Entry point of the installed scripts."""
+    occupy_descriptors()
     sys.exit(main())

@@ -28,6 +28,10 @@ Config = Annotated[
         help="A setting of PEFT's configuration that neither tensors nor files tell (repeatable).",
     ),
 ]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Refuse an adapter when a setting of its run must be assumed."),
+]
 Architecture = Annotated[
     str | None,
     typer.Option(

@@ -16,6 +16,7 @@ import typer
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import commands
 from ckpt_tools.cli.output import note, print_error
+from ckpt_tools.cli.streams import OutputError, guarded_streams
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.storage.signals import STOP_SIGNALS
 from ckpt_tools.text import escape_name
@@ -110,7 +111,7 @@ def _stop_signals_interrupt() -> Iterator[None]:
 
 def run_command(argv: list[str]) -> int:
     """Run one command; every error becomes an exit code here."""
-    with _stop_signals_interrupt():
+    with _stop_signals_interrupt(), guarded_streams():
         return _run_command(argv)
 
 
@@ -120,6 +121,7 @@ def _run_command(argv: list[str]) -> int:
     try:
         name = argv[0] if argv and argv[0] in commands.COMMANDS else None
         result = _click_command(name)(args=argv, prog_name="ckpt", standalone_mode=False)
+        sys.stdout.flush()
     except typer.TyperException as error:
         code = int(error.exit_code)
         failure: CkptError = (
@@ -127,6 +129,11 @@ def _run_command(argv: list[str]) -> int:
         )
         print_error(failure, as_json=as_json)
         return code
+    except OutputError as error:
+        is_abandoned = isinstance(error.__cause__, BrokenPipeError)  # its reader has gone (`ckpt inspect … | head`)
+        if error.hint is not None or not is_abandoned:
+            print_error(error, as_json=as_json)
+        return error.exit_code
     except CkptError as error:
         if verbose:
             import traceback
@@ -143,9 +150,6 @@ def _run_command(argv: list[str]) -> int:
             exhausted.add_note(text)
         print_error(exhausted, as_json=as_json)
         return exhausted.exit_code
-    except BrokenPipeError:  # the reader of stdout has gone (`ckpt inspect … | head`)
-        sys.stderr.close()
-        return 1
     except OSError as error:
         where = escape_name(error.filename) if isinstance(error.filename, str) else None
         print_error(StorageError(error.strerror or str(error), where=where), as_json=as_json)

@@ -9,7 +9,7 @@ import typer
 from ckpt_tools import api
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_json, progress_of, say
-from ckpt_tools.diff import to_json
+from ckpt_tools.diff import Difference, to_json
 from ckpt_tools.text import escape_name
 
 A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")]
@@ -59,6 +59,20 @@ def diff(
             say(f"+ {escape_name(fqn)}: only in {escape_name(b)}")
         for change in difference.changed:
             say(f"~ {escape_name(change.fqn)}: {change.what}")
-        if difference.equal and not quiet:
-            say("equal" + (" (names, shapes and dtypes)" if keys_only else ""))
+        if not quiet:
+            say(_summary(difference, keys_only=keys_only))
     return 0 if difference.equal else 3
+
+
+def _summary(difference: Difference, *, keys_only: bool) -> str:
+    """Return the last line: how many differ, and how."""
+    what = " (names, shapes and dtypes)" if keys_only else ""
+    if difference.equal:
+        return f"equal{what}"
+    counts = {
+        "differ": len(difference.changed),
+        "equal": difference.num_equal,
+        "only in A": len(difference.only_in_a),
+        "only in B": len(difference.only_in_b),
+    }
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) + what

@@ -191,7 +191,7 @@ def estimate(
         print_json(result.to_json())
     else:
         _print(result, quiet=quiet, verbose=verbose)
-    return 3 if result.fits is False else 0
+    return 0 if result.fits or result.gpu_memory is None else 3
 
 
 def _count(text: str) -> int:
@@ -253,8 +253,11 @@ def _size(nbytes: int, scale: int) -> str:
     return f"{nbytes / scale:.1f}" if nbytes >= 10 * scale else f"{nbytes / scale:.2f}"
 
 
+_VERDICTS = {True: "fits", False: "does not fit", None: "not known whether it fits"}
+
+
 def _fits(case: CaseEstimate) -> str:
-    return {True: "yes", False: "no", None: ""}[case.fits]
+    return {True: "yes", False: "no", None: "not known"}[case.fits]
 
 
 def _print_margin(screen: Screen, result: Estimate) -> None:
@@ -281,13 +284,15 @@ def _print_verdict(screen: Screen, result: Estimate, *, quiet: bool) -> None:
         fitting = ", ".join(case.case.label for case in result.cases if case.fits)
         screen.line(f"fits in {device}: {fitting}")
         return
-    screen.line(f"does NOT fit in {device}")
+    for case in result.cases:
+        if case.doubt is not None:
+            screen.line(f"not known whether it fits in {device}: {case.case.label}: {case.doubt}")
+    if result.fits is False:
+        screen.line(f"does NOT fit in {device}")
     for proposal in () if quiet else result.proposals:
         found = proposal.estimate
         how = "formula" if found.tracked is None else "tracked"
-        screen.line(
-            f"  {proposal.what}: {format_size(found.needed)} ({how}), {'fits' if found.fits else 'does not fit'}"
-        )
+        screen.line(f"  {proposal.what}: {format_size(found.needed)} ({how}), {_VERDICTS[found.fits]}")
     advice = result.advice
     if advice is not None:
         screen.line(f"hint: {advice.what}")

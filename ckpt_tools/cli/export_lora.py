@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -15,6 +16,7 @@ from ckpt_tools import api
 from ckpt_tools.cli import adapter_options, hub_options, options
 from ckpt_tools.cli.output import conversion_json, note, print_conversion, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.push import print_push
+from ckpt_tools.cli.streams import complete
 from ckpt_tools.cli.values import format_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts, hub_id_of
@@ -77,6 +79,7 @@ def export_lora(
     commit_message: hub_options.Message = None,
     license: hub_options.License = None,  # noqa: A002 - the option's name
     endpoint: hub_options.Endpoint = None,
+    strict: adapter_options.Strict = False,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     from_format: options.From = None,
@@ -115,21 +118,24 @@ def export_lora(
             dtype=dtype,
             include=include or (),
             exclude=exclude or (),
+            strict=strict,
             progress=factory,
             format=format_of(from_format),
         )
         result = export(destination, overwrite=overwrite, dry_run=dry_run)
         if push is not None and dry_run and result.ok:
             result, pushed = _push_dry(result, export, send)
-    if not json:
-        _print(result, quiet=quiet, verbose=verbose)
-    if push is not None and not dry_run and result.ok:
-        pushed = send(result)
-    if json:
-        document = export_json(result)
-        print_json(document if pushed is None else {**document, "push": push_json(pushed)})
-    elif pushed is not None:
-        print_push(pushed, quiet=quiet, verbose=verbose)
+    done = complete(escape_name(destination)) if result.ok and not dry_run else contextlib.nullcontext()
+    with done:
+        if not json:
+            _print(result, quiet=quiet, verbose=verbose)
+        if push is not None and not dry_run and result.ok:
+            pushed = send(result)
+        if json:
+            document = export_json(result)
+            print_json(document if pushed is None else {**document, "push": push_json(pushed)})
+        elif pushed is not None:
+            print_push(pushed, quiet=quiet, verbose=verbose)
     return 0 if result.ok and (pushed is None or pushed.ok) else 3
 
 
@@ -196,6 +202,7 @@ def export_json(result: Export) -> dict[str, object]:
         **conversion_json(result.conversion),
         "ok": result.ok,
         "config": {name: {"value": found.value, "source": found.source} for name, found in result.config.items()},
+        "assumed": list(result.assumed),
         "findings": [dataclasses.asdict(finding) for finding in result.findings],
     }
 

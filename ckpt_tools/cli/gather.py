@@ -41,6 +41,13 @@ Like = Annotated[
         "--like", envvar="CKPT_LIKE", metavar="REF", help="Restore this model's names, order, files and dtypes."
     ),
 ]
+ForeignNames = Annotated[
+    bool,
+    typer.Option(
+        "--allow-foreign-names",
+        help="Write names that the architecture in config.json does not have, or not all of its names.",
+    ),
+]
 
 
 def gather(
@@ -53,6 +60,7 @@ def gather(
     like: Like = None,
     include: options.Include = None,
     exclude: options.Exclude = None,
+    allow_foreign_names: ForeignNames = False,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     num_workers: options.NumWorkers = None,
@@ -74,6 +82,7 @@ def gather(
             like=like,
             include=include or (),
             exclude=exclude or (),
+            allow_foreign_names=allow_foreign_names,
             overwrite=overwrite,
             dry_run=dry_run,
             num_workers=num_workers,

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from ckpt_tools.api import ProgressFactory
 from ckpt_tools.checkpoint import Finding
+from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.execute import Progress
 from ckpt_tools.job import Conversion
@@ -168,18 +169,33 @@ def conversion_json(result: Conversion) -> dict[str, object]:
             "verified": result.verified,
             "checked": dict(result.checked),
         }
-    return document | {"notes": list(result.notes)}
+    return document | {
+        "architecture": result.architecture,
+        "notes": list(result.notes),
+        "warnings": list(result.warnings),
+        "not_checked": list(result.not_checked),
+    }
 
 
 def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Print what a conversion did; under torchrun, on the rank that published."""
-    if not result.published and not result.dry_run:
-        return
+    if result.dry_run:
+        _print_conversion(result, as_json=as_json, quiet=quiet, verbose=verbose)
+    elif result.published:
+        with complete(escape_name(result.destination)):
+            _print_conversion(result, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+def _print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose: bool) -> None:
     if as_json:
         print_json(conversion_json(result))
         return
     for text in result.notes:
         note(f"note: {text}")
+    for text in result.warnings:
+        note(f"warning: {text}")
+    for text in result.not_checked:
+        note(f"not checked: {text}")
     if quiet:
         return
     destination = escape_name(result.destination)
@@ -188,6 +204,8 @@ def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose:
         say(f"would write {files}, {format_size(result.bytes_written)}, to {destination}")
         disk = format_size(result.bytes_written)
         say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {disk} of disk")
+        if result.architecture:
+            say(f"checked: {_names(result.architecture)}")
     else:
         say(f"wrote {result.num_tensors} tensors, {files}, {format_size(result.bytes_written)}, to {destination}")
         rate = format_size(result.throughput_bytes_per_s)
@@ -201,8 +219,14 @@ def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose:
             say(f"  … and {len(result.files) - len(shown)} more (-v lists all)")
 
 
+def _names(architecture: str) -> str:
+    return f"names against {architecture}"
+
+
 def _checked(result: Conversion) -> str:
     parts = ["structure of the result"]
+    if result.architecture:
+        parts.append(_names(result.architecture))
     if count := result.checked.get("digests"):
         parts.append(f"{count} tensors against the source's digests")
     if count := result.checked.get("crcs"):

@@ -8,6 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint import Finding
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_json, say, say_findings, terminal_width, use_colour
 from ckpt_tools.cli.screen import Screen
@@ -19,7 +20,8 @@ from ckpt_tools.text import escape_name
 Config = Annotated[
     str,
     typer.Argument(
-        metavar="CONFIG", help="A trainer's config; for OpenRLHF the script or text file with its command line."
+        metavar="CONFIG",
+        help="A trainer's config; for OpenRLHF and verl also the script or text file with its command line.",
     ),
 ]
 FrameworkName = Annotated[
@@ -79,9 +81,16 @@ def preflight(
     """Go or no-go before the cluster is booked: will the run that a trainer's config describes start, fit, load, train?
 
     Reads the config without the trainer; checks it against rules, the model, the checkpoint and the memory of a
-    device, and trains a few steps of a cut-down model. What was not checked is said.
+    device, and trains a few steps of a cut-down model. The report lists what was not checked; an option that could not
+    be read, or a config that is not understood, is exit code 3.
     """
     progress = _Progress(shown=not (quiet or json))
+
+    def tell(findings: tuple[Finding, ...]) -> None:
+        progress.close()
+        kept = [finding for finding in findings if finding.severity == "error" or not quiet]
+        say_findings(sorted(kept, key=lambda one: _ORDER[one.severity]))
+
     try:
         report = api.preflight(
             config,
@@ -92,6 +101,7 @@ def preflight(
             gpu_memory=gpu_memory,
             smoke=smoke,
             on_check=progress,
+            on_findings=None if json else tell,
         )
     finally:
         progress.close()
@@ -131,27 +141,25 @@ class _Progress:
         if self._is_open:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+            self._is_open = False
 
 
 def _print(report: PreflightReport, *, quiet: bool, verbose: bool) -> None:
     screen = Screen(stream=sys.stdout, width=terminal_width(), colour=use_colour())
-    if not quiet:
-        screen.line(f"{escape_name(report.config)}: {report.framework}, {describe_spec(report.spec)}", "heading")
-        rows = [
-            (
-                check.name,
-                _MARKS[check.ok],
-                f"{check.seconds:.1f}" if check.ok is not None else "",
-                check.what,
-            )
-            for check in report.checks
-        ]
-        screen.table(("check", "", "seconds", ""), rows, align="llrl")
-        screen.line()
-    findings = [finding for finding in report.findings if finding.severity != "info" or not quiet]
-    say_findings(sorted(findings, key=lambda one: _ORDER[one.severity]))
     if quiet:
+        if not report.was_read:
+            say(_verdict(report))
         return
+    if report.findings:
+        screen.line()
+    what = report.framework if report.spec is None else f"{report.framework}, {describe_spec(report.spec)}"
+    screen.line(f"{escape_name(report.config)}: {what}", "heading")
+    rows = [
+        (check.name, _MARKS[check.ok], f"{check.seconds:.1f}" if check.ok is not None else "", check.what)
+        for check in report.checks
+    ]
+    screen.table(("check", "", "seconds", ""), rows, align="llrl")
+    screen.line()
     for text in report.notes:
         screen.line(f"note: {text}")
     for text in report.not_checked:
@@ -170,8 +178,10 @@ def _verdict(report: PreflightReport) -> str:
     errors = sum(finding.severity == "error" for finding in report.findings)
     warnings = sum(finding.severity == "warning" for finding in report.findings)
     counted = f"{warnings} warning" + ("s" if warnings != 1 else "")
-    if not report.ok:
+    if report.failed:
         return f"NOT ok: {errors} error" + ("s" if errors != 1 else "") + f", {counted}"
+    if not report.was_read:
+        return f"NOT CHECKED: {next(text for text in report.not_checked if text.startswith('the config: '))}"
     skipped = [check.name for check in report.checks if check.ok is None]
     made = ", ".join(check.name for check in report.checks if check.ok)
     left = f"; not checked: {', '.join(skipped)}" if skipped else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from ckpt_tools import api
 from ckpt_tools.cli import hub_options, options
 from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts
 from ckpt_tools.hub.plan import PushResult
@@ -113,10 +115,11 @@ def push(
             say=None if is_silent else note,
             bars=not is_silent and (progress == "bar" or (progress == "auto" and sys.stderr.isatty())),
         )
-    if json:
-        print_json(result_json(result))
-    else:
-        print_push(result, quiet=quiet, verbose=verbose)
+    with contextlib.nullcontext() if dry_run or not result.ok else complete(f"the push to {escape_name(repo)}"):
+        if json:
+            print_json(result_json(result))
+        else:
+            print_push(result, quiet=quiet, verbose=verbose)
     return 0 if result.ok else 3
 
 

@@ -7,12 +7,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from ckpt_tools.children import build_behind_walls
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.options import EstimateOptions, parse_options
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.estimate.run import by_formula
 from ckpt_tools.estimate.source import SIZES_HINT, config_path
 from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.text import escape_name
 
 
 def estimate(job: dict[str, Any]) -> dict[str, object]:
@@ -21,7 +23,7 @@ def estimate(job: dict[str, Any]) -> dict[str, object]:
     options = parse_options(job["options"])
     config = config_path(options)
     try:
-        result = by_formula(options) if config is None else _track(options, os.path.abspath(config))
+        result = by_formula(options) if config is None else _track(options, os.path.abspath(config), job)
     except CkptError as error:
         # What builds models for smoke runs proposes an option that estimates do not have.
         if "--factory" in (error.hint or ""):
@@ -30,7 +32,7 @@ def estimate(job: dict[str, Any]) -> dict[str, object]:
     return replace(result, seconds=time.perf_counter() - start).to_json()
 
 
-def _track(options: EstimateOptions, config: str) -> Estimate:
+def _track(options: EstimateOptions, config: str, job: dict[str, Any]) -> Estimate:
     import torch
 
     from ckpt_tools.estimate.evaluate import evaluate, propose
@@ -41,6 +43,7 @@ def _track(options: EstimateOptions, config: str) -> Estimate:
 
     torch.set_num_threads(1)
     recipe = find_recipe(SmokeOptions(model=config))
+    build_behind_walls(job, subject=f"a {recipe.title}", where=escape_name(config), foreign=(os.path.dirname(config),))
     figures = figures_of(recipe)
 
     def tracked(case: Any) -> Any:  # noqa: ANN401 - a Case; torch's side is imported here only

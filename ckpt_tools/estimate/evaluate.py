@@ -10,6 +10,7 @@ from ckpt_tools.estimate.figures import Figures
 from ckpt_tools.estimate.margin import margin_of
 from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, Case, EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Proposal
+from ckpt_tools.estimate.verdict import judge
 from ckpt_tools.layout import Mesh
 
 Track = Callable[[Case], Memory | str]
@@ -37,15 +38,19 @@ def _estimate(figures: Figures, case: Case, gpu_memory: int | None, track: Track
 def _judged(
     case: Case, by_formula: Memory, tracked: Memory | None, why_not: str | None, gpu_memory: int | None
 ) -> CaseEstimate:
-    peak = (tracked or by_formula).peak
-    margin = margin_of(peak, case.mesh)
+    found = tracked or by_formula
+    margin = margin_of(found.peak, case.mesh)
+    fits, doubt = None, None
+    if gpu_memory is not None:
+        fits, doubt = judge(case, found, margin, gpu_memory, is_tracked=tracked is not None)
     return CaseEstimate(
         case=case,
         formula=by_formula,
         tracked=tracked,
         why_not_tracked=why_not,
         margin=margin,
-        fits=None if gpu_memory is None else peak + margin.total <= gpu_memory,
+        fits=fits,
+        doubt=doubt,
     )
 
 

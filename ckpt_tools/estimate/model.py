@@ -15,6 +15,7 @@ from ckpt_tools.estimate.options import Case
 from ckpt_tools.fsdp2 import Precision, add_lora, find_blocks, parse_policy, shard_model
 from ckpt_tools.fsdp2.mesh import TP_AXIS
 from ckpt_tools.smoke.blueprint import linear_layers
+from ckpt_tools.smoke.hf_recipe import max_positions
 from ckpt_tools.smoke.recipe import BATCH_SIZE, Batch, Recipe
 
 _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -144,7 +145,7 @@ def notes_of(recipe: Recipe, case: Case) -> tuple[str, ...]:
     with torch.device("meta"):
         model = recipe.build()
     notes = list(recipe.notes_on(recipe.batch(model, 0)))
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < case.seq_len:
+    positions = max_positions(getattr(model, "config", None))
+    if positions is not None and positions < case.seq_len:
         notes.append(f"the config has {positions} positions, and {case.seq_len} tokens are more")
     return tuple(notes)

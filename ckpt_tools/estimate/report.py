@@ -54,7 +54,9 @@ class CaseEstimate:
     margin: Margin
     """Beside the tensors."""
     fits: bool | None = None
-    """Do peak and margin fit in the device? None when nothing says how large it is."""
+    """Do peak and margin fit in the device? None when nothing says how large it is, or `doubt` decides."""
+    doubt: str | None = None
+    """Why it is not known whether it fits, although the device's size is."""
 
     @property
     def per_rank(self) -> Memory:
@@ -89,6 +91,7 @@ class CaseEstimate:
             "margin": self.margin.to_json(),
             "needed": self.needed,
             "fits": self.fits,
+            "doubt": self.doubt,
         }
 
 
@@ -134,10 +137,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Does any way fit? None when nothing says how large a device is."""
+        """Does any way fit? None when nothing says how large a device is, or it is not known of one and none does."""
         if self.gpu_memory is None:
             return None
-        return any(case.fits for case in self.cases)
+        if any(case.fits for case in self.cases):
+            return True
+        return None if any(case.doubt for case in self.cases) else False
 
     @property
     def advice(self) -> Proposal | None:
@@ -184,4 +189,5 @@ def _case(document: Mapping[str, Any]) -> CaseEstimate:
         why_not_tracked=document["why_not_tracked"],
         margin=Margin(**margin),
         fits=document["fits"],
+        doubt=document["doubt"],
     )

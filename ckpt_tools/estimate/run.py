@@ -42,7 +42,7 @@ def run_estimate(options: EstimateOptions) -> Estimate:
 def start_estimate(options: EstimateOptions) -> Child:
     """Return a process that estimates, to be entered; its result is an `Estimate` as JSON."""
     relief = "end what else runs, or let the formula answer alone (--params, --layers, --hidden)"
-    return Child(ESTIMATE, {"options": options.to_text()}, does="estimates", relief=relief)
+    return Child(ESTIMATE, {"options": options.to_text()}, does="estimates", relief=relief, walled=True)
 
 
 def by_formula(options: EstimateOptions) -> Estimate:

@@ -96,14 +96,7 @@ class _Writer:
 
     def _string(self, text: str) -> bytes:
         known = self._seen.get(text)
-        if known is not None:
-            return known
-        try:
-            raw = text.encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"the name '{escape_name(text)}' is not valid Unicode") from None
-        head = b"\x8c%c" % len(raw) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")
-        return self._once(text, head + raw)
+        return known or self._once(text, _text(text))
 
     def _class(self, module: str, name: str) -> bytes:
         key = (module, name)
@@ -169,9 +162,10 @@ class _Writer:
         return _int(key) if isinstance(key, int) else self._string(key)
 
     def _paths(self, entries: Iterable[TensorEntry | BlobEntry]) -> None:
-        """Write `planner_data`."""
+        """Write `planner_data`; where the only key is the name, as a second copy of it that damage would contradict."""
         for entry in entries:
-            self._put(self._string(entry.fqn), b"(", *map(self._key, entry.path or (entry.fqn,)), b"t")
+            keys = map(self._key, entry.path) if len(entry.path) > 1 else (_text(entry.fqn),)
+            self._put(self._string(entry.fqn), b"(", *keys, b"t")
 
     def _items(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> None:
         """Write `storage_data`, blobs first as in the files."""
@@ -204,6 +198,15 @@ def _torch_dims(entry: TensorEntry, dims: tuple[int, ...]) -> tuple[int, ...]:
             f"tensor '{escape_name(entry.fqn)}': {list(dims)} elements of {entry.dtype.name} end inside a byte"
         )
     return (*dims[:-1], dims[-1] // pack)
+
+
+def _text(text: str) -> bytes:
+    """Return the opcode that pushes `text`."""
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the name '{escape_name(text)}' is not valid Unicode") from None
+    return (b"\x8c%c" % len(raw) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")) + raw
 
 
 def _int(number: int) -> bytes:

@@ -51,10 +51,10 @@ def read_item(span: ByteSpan, reader: Reader, *, thorough: bool = False) -> Item
         return parse_item(span.nbytes, _reads(span, reader), thorough=thorough)
 
 
-def check_blob(span: ByteSpan, reader: Reader) -> bool:
-    """Hold the records of a non-tensor item against their CRC-32s; returns and raises as `check_archive`."""
+def check_blob(span: ByteSpan, reader: Reader, *, content: bool = True) -> bool:
+    """Check a non-tensor item as `check_archive` does."""
     with _located(span):
-        return check_archive(span.nbytes, _reads(span, reader))
+        return check_archive(span.nbytes, _reads(span, reader), content=content)
 
 
 def _reads(span: ByteSpan, reader: Reader) -> Callable[[int, int], bytes]:

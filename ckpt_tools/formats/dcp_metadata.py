@@ -10,7 +10,7 @@ Source: torch `distributed/checkpoint/{metadata,filesystem}.py` (2.13), `distrib
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.checkpoint import (
@@ -28,6 +28,7 @@ from ckpt_tools.checkpoint import (
 from ckpt_tools.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._dcp_metadata_writer import build_metadata, estimate_metadata_bytes
+from ckpt_tools.formats._dcp_paths import parse_paths
 from ckpt_tools.formats.inert_pickle import (
     DEFAULT_LIMITS,
     GlobalName,
@@ -49,8 +50,6 @@ _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _LAYOUT = "torch.serialization._get_layout"
 _PROPERTIES = frozenset({f"{_DCP}TensorProperties", f"{_OLD}TensorProperties"})
 _MEMORY_FORMATS = frozenset({f"{_DCP}_MEM_FORMAT_ENCODING", f"{_OLD}MEM_FORMAT_ENCODING"})
-_HASHABLE = frozenset({_INDEX, "torch.Size"})
-"""Classes of `ALLOWED_GLOBALS` whose objects can be keys of a dict."""
 _FOREIGN_DTYPES = (
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
@@ -77,9 +76,6 @@ ALLOWED_GLOBALS = frozenset(
 )
 """Every name that a `.metadata` may mention."""
 
-MAX_KEYS = DEFAULT_LIMITS.max_depth
-"""Keys of a path in planner_data: a state dict cannot nest deeper than the pickle that would hold it."""
-
 _Dims = tuple[int, ...]
 _Spans = dict[_Dims, ByteSpan]
 
@@ -92,6 +88,8 @@ class ParsedMetadata:
     """In the order of the file; every chunk's span is a whole item, its encoding "torch_zip"."""
     blobs: tuple[BlobEntry, ...]
     """In the order of the file."""
+    single_names: int = 0
+    """Names that stand in the file only once, so that nothing shows whether a damage has changed them."""
 
 
 def parse_metadata(data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS) -> ParsedMetadata:
@@ -113,8 +111,14 @@ def _describe(metadata: object) -> ParsedMetadata:
     entries = fields.get("state_dict_metadata")
     if type(entries) is not dict:
         raise UnreadableError("the metadata has no state_dict_metadata")
+    if "planner_data" not in fields:
+        raise UnreadableError("the metadata has no planner_data, not even an empty one")
     tensor_spans, blob_spans = _parse_storage(fields.get("storage_data"))
-    paths = _parse_paths(fields.get("planner_data"))
+    paths = parse_paths(fields["planner_data"], entries)
+    # One object in several places is one string in the file, fetched again from the memo.
+    copies: dict[object, object] = {fqn: fqn for fqn in (*tensor_spans, *blob_spans)}
+    copies |= {fqn: path[0] for fqn, path in paths.items() if copies.get(fqn) is fqn}
+    single_names = sum(copies.get(fqn) is fqn for fqn in entries)
     boxes: dict[str, dict[tuple[_Dims, _Dims], tuple[Box, int]]] = {name: {} for name in BY_TORCH_NAME}
     tensors: list[TensorEntry] = []
     blobs: list[BlobEntry] = []
@@ -137,7 +141,7 @@ def _describe(metadata: object) -> ParsedMetadata:
             raise UnreadableError(f"{_shown(fqn)} is neither a tensor nor an object but a {kind}")
     for fqn in (*tensor_spans, *blob_spans):
         raise UnreadableError(f"{_shown(fqn)} has an item in storage_data that the state dict does not name")
-    return ParsedMetadata(tensors=tuple(tensors), blobs=tuple(blobs))
+    return ParsedMetadata(tensors=tuple(tensors), blobs=tuple(blobs), single_names=single_names)
 
 
 def _shown(fqn: str) -> str:
@@ -186,6 +190,8 @@ def _parse_storage(storage: object) -> tuple[dict[str, _Spans], dict[str, ByteSp
         fqn = index.get("fqn")
         if type(fqn) is not str:
             raise UnreadableError("an entry of storage_data has no FQN")
+        if "index" not in index and not all(type(name) is str for name in index):
+            raise UnreadableError(f"{_shown(fqn)}: a field of its key in storage_data has no name")
         span = _span(fqn, info, files)
         offset = index.get("offset")
         if offset is None:
@@ -214,6 +220,8 @@ def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSp
     if file not in files:
         files[file] = _check_path(fqn, file)
     if len(info) > 3:
+        if not all(type(key) is str for key in info):
+            raise UnreadableError(f"{_shown(fqn)}: a field of its entry in storage_data has no name")
         transforms = info.get("transform_descriptors")
         if transforms:
             names = transforms if isinstance(transforms, list | tuple) else ()
@@ -232,22 +240,6 @@ def _check_path(fqn: str, file: str) -> str:
             f"{_shown(fqn)} is said to lie in '{escape_name(file)}', which is not a plain path inside the checkpoint"
         )
     return file
-
-
-def _parse_paths(planner_data: object) -> Mapping[str, KeyPath]:
-    """Return FQN → keys; a planner may keep anything here, so what is not understood is no path."""
-    if type(planner_data) is not dict:
-        return {}
-    if any(type(key) is Record and key.name not in _HASHABLE for key in planner_data):
-        raise UnreadableError("planner_data has a key that torch cannot make one of")
-    return {
-        fqn: path
-        for fqn, path in planner_data.items()
-        if type(fqn) is str
-        and type(path) is tuple
-        and len(path) <= MAX_KEYS
-        and all(type(key) in (str, int) for key in path)
-    }
 
 
 def _is_memory_format(value: object) -> bool:

@@ -79,7 +79,7 @@ def _explain(files: Mapping[str, int], top: list[str], path: str) -> UnreadableE
         return UnreadableError(
             "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute",
             where=path,
-            hint="merge it with verl's own model_merger, or use the `huggingface` directory beside it",
+            hint=_verl_hint(files, path.rstrip("/")),
         )
     if "zero_to_fp32.py" in top or ("latest" in top and any(d.startswith("global_step") for d in directories)):
         return UnreadableError(
@@ -127,6 +127,14 @@ def _explain(files: Mapping[str, int], top: list[str], path: str) -> UnreadableE
     )
 
 
+def _verl_hint(files: Mapping[str, int], path: str) -> str:
+    """Point at the weights beside verl's own files when there are any: often it saves config and tokenizer alone."""
+    if any(name.startswith("huggingface/") and name.endswith(".safetensors") for name in files):
+        return f"use {path}/huggingface, which holds the model's weights"
+    merge = f"python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir MERGED"
+    return f"merge it with verl itself: {merge}; or let it save `hf_model` too (checkpoint.save_contents)"
+
+
 def pickle_hint(name: str) -> str | None:
     """Return the way out for a file of pickled weights that is named alone; None when it is none."""
     base = name.rpartition("/")[2]
@@ -143,6 +151,11 @@ def is_weights(name: str) -> bool:
     """Does a file of this name hold weights (in any tool's format)?"""
     base = name.rpartition("/")[2]
     return base == METADATA_NAME or any(fnmatch.fnmatchcase(base, pattern) for pattern in _WEIGHTS)
+
+
+def is_step_file(name: str) -> bool:
+    """Does a trainer keep a file of this name beside the DCP files of a step? Pickles of its own do, weights do not."""
+    return "/" not in name and (name.endswith((*_PICKLES, ".pkl")) or not is_weights(name))
 
 
 def is_hf_asset(name: str) -> bool:

@@ -47,10 +47,10 @@ __all__ = [
     "parse_pickle",
 ]
 
-_OPCODES_PER_CHECK = 1 << 16
+_OPCODES_PER_CHECK = 1 << 14
 """Opcodes between two looks at what has been made so far."""
 _FREE_CONTAINERS = 1 << 12
-"""Containers that any pickle may have, however short."""
+"""Containers and objects that any pickle may have, however short."""
 
 _KEY_TYPES = frozenset({str, int, bool, float, bytes, type(None), GlobalName, Record})
 
@@ -99,6 +99,8 @@ class _Reader:
     depths: dict[int, int] = field(default_factory=dict)
     """id → depth of every tuple, list and dict made here; negative while it may still be filled."""
     names: dict[str, GlobalName] = field(default_factory=dict)
+    num_records: int = 0
+    """Records made by the general loop; those of the fast path take many bytes each."""
 
     def _seal(self, values: Iterable[object]) -> int:
         """Close `values` against changes, for they become part of something; return the greatest depth."""
@@ -167,6 +169,7 @@ class _Reader:
             dims = args[0]
             if type(dims) is tuple and all(type(dim) is int for dim in dims):
                 depth = LEAF
+        self.num_records += 1
         return Record(function.name, args, None, depth)
 
     def _build(self, record: object, state: object) -> None:
@@ -211,15 +214,15 @@ class _Reader:
             raise UnreadableError("a global name without an end")
         return str(self.data[start:end], "utf-8")
 
-    def _check_size(self, num_opcodes: int, num_open: int) -> None:
-        """Refuse a pickle that makes more than its length accounts for; called every so many opcodes."""
+    def _check_size(self, num_opcodes: int, num_open: int, position: int) -> None:
+        """Refuse a pickle that makes more than what was read of it accounts for; called every so many opcodes."""
         limits = self.limits
         if num_opcodes >= limits.max_opcodes:
             raise LimitError(f"the pickle has more than {limits.max_opcodes} opcodes")
         if num_open > 2 * limits.max_depth:
             raise LimitError(f"the pickle nests more than {limits.max_depth} containers")
-        if len(self.depths) > _FREE_CONTAINERS + len(self.data) // limits.bytes_per_container:
-            raise LimitError("the pickle makes more containers than one of its length can fill")
+        if len(self.depths) + self.num_records > _FREE_CONTAINERS + position // limits.bytes_per_container:
+            raise LimitError("the pickle makes more containers and objects than one of its length can fill")
 
     def read(self) -> object:
         """Run the loop, and turn what a malformed pickle makes Python raise into words."""
@@ -255,7 +258,7 @@ class _Reader:
         i = 2
         try:
             for num_opcodes in count(0, _OPCODES_PER_CHECK):
-                self._check_size(num_opcodes, len(outer))
+                self._check_size(num_opcodes, len(outer), i)
                 for _ in repeat(None, min(_OPCODES_PER_CHECK, limits.max_opcodes - num_opcodes)):
                     op = data[i]
                     i += 1

@@ -7,6 +7,7 @@ header length N, N bytes of JSON, then the data without holes. Offsets count fro
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -159,7 +160,7 @@ def build_header(
             raise UsageError(
                 f"safetensors cannot hold {entry.dtype.name} ({entry.dtype.torch_name})",
                 where=escape_name(entry.fqn),
-                hint="leave the tensor out: --exclude " + escape_name(entry.fqn),
+                hint=f"leave the tensor out: --exclude {shlex.quote(escape_name(entry.fqn))}",
             )
         if entry.fqn == METADATA_KEY:
             raise UsageError(

@@ -139,15 +139,16 @@ def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemH
     return _head(item, records[0], pickled, bounds)
 
 
-def check_archive(nbytes: int, read: Read) -> bool:
+def check_archive(nbytes: int, read: Read, *, content: bool = True) -> bool:
     """Hold every record of any `torch.save` zip against its CRC-32, whatever it holds; nothing is unpickled.
 
     Args:
         nbytes: Length of the zip.
         read: Returns (offset, nbytes) of it; memory is bounded by the directory and one piece.
+        content: Without, only its directory is read: does it begin and end here?
 
     Returns:
-        True when all records have a CRC-32 that holds; False when some have none, or when this is no zip at all.
+        True when all that was asked holds; False when some records have no CRC-32, or when this is no zip at all.
 
     Raises:
         UnreadableError: A record is damaged, or the zip contradicts itself.
@@ -156,10 +157,14 @@ def check_archive(nbytes: int, read: Read) -> bool:
     ends = nbytes >= _END.size and read(nbytes - _END.size, 4) == b"PK\5\6"
     if not begins and not ends:
         return False
+    if not begins:
+        raise UnreadableError("the item does not begin as the zip that ends it does")
     item = _Item(nbytes, read)
     entries, bounds = _parse_directory(
         item, max_entries=_MAX_ARCHIVE_ENTRIES, max_directory_bytes=_MAX_ARCHIVE_DIRECTORY_BYTES
     )
+    if not content:
+        return True
     is_whole = True
     for entry in entries.values():
         start, crc32 = _data_start(item, entry, bounds), 0

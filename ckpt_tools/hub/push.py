@@ -28,7 +28,7 @@ from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory, read_start
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
-from ckpt_tools.hub.private import refuse_tokens
+from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -133,9 +133,11 @@ class Push:
             hub = Hub(account, options.repo, revision=options.revision, say=self.say)
             receiver = self.progress(sum(chosen.values())) if self.progress is not None else None
             local = digest_files(source, chosen, num_workers=self.num_workers, progress=receiver)
-            refuse_tokens(source, local.values(), account.token)
+            self._notes += refuse_secrets(source, local.values(), account.token)
             remote = self._look(hub)
             local = self._with_card(hub, source, local, remote, checked)
+            # The card says what configs and headers say.
+            refuse_secrets(source, (file for file in local.values() if file.content is not None), account.token)
             planned = self._plan(hub, source, local, remote)
             created = not remote.exists
             done: Committed | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.checkpoint import Checkpoint, Finding
 from ckpt_tools.children import Child
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError, RefusedConfigError, UnreadableError
 from ckpt_tools.infer import infer_mesh
 from ckpt_tools.layout import Mesh
 from ckpt_tools.opening import Opened, open_path
@@ -323,6 +323,7 @@ def look_at_model(
 
     Raises:
         UnreadableError: The config cannot be read at all.
+        RefusedConfigError: Nothing may be built of it.
     """
     job = {
         "config": os.path.abspath(model),
@@ -332,12 +333,12 @@ def look_at_model(
         "max_elems": max_elems,
     }
     try:
-        with Child(COMPARE, job, does="describes the model") as child:
+        with Child(COMPARE, job, does="describes the model", walled=True) as child:
             answer = child.result()
-    except UnreadableError:
+    except (UnreadableError, RefusedConfigError):
         raise
     except CkptError as error:
-        return ModelView(facts=read_facts(model, build=False), why_not=error.what)
+        return ModelView(facts=read_facts(model), why_not=error.what)
     named = os.path.join(model, "config.json") if os.path.isdir(model) else model
     facts = replace(facts_from_json(answer["facts"]), where=escape_name(named))
     if "unbuilt" in answer:

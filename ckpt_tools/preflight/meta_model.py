@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -17,20 +17,21 @@ import torch
 from torch import nn
 
 from ckpt_tools.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.children import build_behind_walls
 from ckpt_tools.dtypes import BY_TORCH_NAME
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.layout import Shard, parse_mesh
-from ckpt_tools.opening import open_path
+from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.preflight.comparison import facts_to_json
-from ckpt_tools.preflight.model_facts import read_facts
+from ckpt_tools.preflight.model_classes import build_on_meta
+from ckpt_tools.preflight.model_facts import ModelFacts, complete, read_facts, read_values
 from ckpt_tools.preflight.names_match import without_peft
 from ckpt_tools.preflight.reads import count_reads, reads_to_json
-from ckpt_tools.rules import Rule, place_tensors, tp_plan_rules
-from ckpt_tools.smoke.options import SmokeOptions
+from ckpt_tools.rules import Rule, find_tp_plan, place_tensors, tp_plan_rules
+from ckpt_tools.smoke.hf_recipe import HfRecipe
 from ckpt_tools.smoke.recipe import call, loss_of
-from ckpt_tools.smoke.setting import find_recipe
 from ckpt_tools.text import escape_name
 
 _ADAPTER = re.compile(
@@ -53,13 +54,36 @@ def compare(job: Mapping[str, Any]) -> dict[str, object]:
 
     Raises:
         UnreadableError: No config, or the checkpoint cannot be opened.
+        RefusedConfigError: Nothing may be built of the config.
     """
-    facts = facts_to_json(read_facts(job["config"]))
+    paths = [path for path in (job["config"], job.get("checkpoint")) if path is not None]
+    with ExitStack() as stack:
+        facts = read_facts(job["config"])
+        values, where = read_values(job["config"])
+        opened = stack.enter_context(open_path(job["checkpoint"])) if len(paths) > 1 else None
+        cuts = [(path, read_values(path)[0]) for path in job.get("cuts") or ()]
+        # All is read. From here on nothing of the model's is opened.
+        foreign = tuple(path if os.path.isdir(path) else os.path.dirname(path) for path in paths)
+        build_behind_walls(job, subject=f"a {escape_name(facts.architecture or 'model')}", where=where, foreign=foreign)
+        facts = complete(facts, build_on_meta(values, where=where))
+        return _describe(job, facts, values, opened, cuts)
+
+
+def _describe(
+    job: Mapping[str, Any],
+    facts: ModelFacts,
+    values: Mapping[str, object],
+    opened: Opened | None,
+    cuts: Sequence[tuple[str, Mapping[str, object]]],
+) -> dict[str, object]:
+    told = facts_to_json(facts)
     try:
         with torch.device("meta"):
-            model = find_recipe(SmokeOptions(model=job["config"])).build()
+            model = HfRecipe(values, facts.where).build()
+    except RefusedConfigError:
+        raise
     except UsageError as error:
-        return {"facts": facts, "unbuilt": error.what}
+        return {"facts": told, "unbuilt": error.what}
     num_elems = _count(model)
     described: dict[str, object] = {
         "title": type(model).__name__,
@@ -68,23 +92,23 @@ def compare(job: Mapping[str, Any]) -> dict[str, object]:
         "tensors": _tensors(model),
         "ties": tied_groups(model),
     }
-    if job.get("checkpoint") is not None:
-        described |= _match(model, job)
-    if job.get("cuts") and num_elems > job["max_elems"]:
-        described["trial"] = _try_cuts(job["cuts"], job["max_elems"])
-    return {"facts": facts, "model": described}
+    if opened is not None:
+        described |= _match(model, job, values, opened)
+    if cuts and num_elems > job["max_elems"]:
+        described["trial"] = _try_cuts(cuts, facts.where, job["max_elems"])
+    return {"facts": told, "model": described}
 
 
 def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _try_cuts(paths: Sequence[str], max_elems: int) -> dict[str, object]:
+def _try_cuts(cuts: Sequence[tuple[str, Mapping[str, object]]], where: str, max_elems: int) -> dict[str, object]:
     """Find the first config that makes a model which is small enough and runs forward and backward by itself."""
     reasons: list[str] = []
-    for path in paths:
+    for path, values in cuts:
         try:
-            recipe = find_recipe(SmokeOptions(model=path))
+            recipe = HfRecipe(values, where)
             with torch.device("meta"):
                 num_elems = _count(recipe.build())
             if num_elems > max_elems:
@@ -125,31 +149,30 @@ def _dtype(tensor: torch.Tensor) -> str:
     return BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")].name
 
 
-def _match(model: nn.Module, job: Mapping[str, Any]) -> dict[str, object]:
-    with open_path(job["checkpoint"]) as opened:
-        adapters = [entry.fqn for entry in opened.checkpoint.tensors if _ADAPTER.search(entry.fqn)]
-        plain, original = _without_peft(opened.checkpoint, set(adapters))
-        names = tuple(model.state_dict(keep_vars=True))
-        try:
-            wholes, left = match_names(plain, model, names, "auto")
-        except UsageError as error:
-            return {"refused": {"what": error.what, "hint": error.hint}, "adapters": adapters}
-        found = {
-            name: {
-                "dtype": whole.dtype.name,
-                "shape": list(whole.shape),
-                "fqns": [original[piece.entry.fqn] for piece in whole.pieces],
-            }
-            for name, whole in wholes.items()
+def _match(model: nn.Module, job: Mapping[str, Any], values: Mapping[str, object], opened: Opened) -> dict[str, object]:
+    adapters = [entry.fqn for entry in opened.checkpoint.tensors if _ADAPTER.search(entry.fqn)]
+    plain, original = _without_peft(opened.checkpoint, set(adapters))
+    names = tuple(model.state_dict(keep_vars=True))
+    try:
+        wholes, left = match_names(plain, model, names, "auto")
+    except UsageError as error:
+        return {"refused": {"what": error.what, "hint": error.hint}, "adapters": adapters}
+    found = {
+        name: {
+            "dtype": whole.dtype.name,
+            "shape": list(whole.shape),
+            "fqns": [original[piece.entry.fqn] for piece in whole.pieces],
         }
-        used = {piece.entry.fqn for whole in wholes.values() for piece in whole.pieces}
-        entries = [entry for entry in plain.tensors if entry.fqn in used]
-        return {
-            "found": found,
-            "left": [original[fqn] for fqn in left],
-            "adapters": adapters,
-            "reads": _reads(job, opened.checkpoint, entries) if entries else None,
-        }
+        for name, whole in wholes.items()
+    }
+    used = {piece.entry.fqn for whole in wholes.values() for piece in whole.pieces}
+    entries = [entry for entry in plain.tensors if entry.fqn in used]
+    return {
+        "found": found,
+        "left": [original[fqn] for fqn in left],
+        "adapters": adapters,
+        "reads": _reads(job, values, opened.checkpoint, entries) if entries else None,
+    }
 
 
 def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoint, dict[str, str]]:
@@ -170,12 +193,14 @@ def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoin
     return replace(checkpoint, tensors=tuple(tensors)), original
 
 
-def _reads(job: Mapping[str, Any], checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> dict[str, object] | None:
+def _reads(
+    job: Mapping[str, Any], values: Mapping[str, object], checkpoint: Checkpoint, entries: Sequence[TensorEntry]
+) -> dict[str, object] | None:
     if job.get("mesh") is None:
         return None
     mesh = parse_mesh(job["mesh"])
     try:
-        rules = _tp_rules(job["config"], entries) if mesh.size("tp") > 1 else ()
+        rules = _tp_rules(values, entries) if mesh.size("tp") > 1 else ()
     except CkptError as error:
         return {"unknown": error.what}
     try:
@@ -187,7 +212,5 @@ def _reads(job: Mapping[str, Any], checkpoint: Checkpoint, entries: Sequence[Ten
     return reads_to_json(count_reads(entries, mesh, placements, whole_items=whole_items))
 
 
-def _tp_rules(config: str, entries: Sequence[TensorEntry]) -> tuple[Rule, ...]:
-    path = os.path.join(config, "config.json") if os.path.isdir(config) else config
-    with open(path, encoding="utf-8") as file:
-        return tp_plan_rules(json.load(file), [entry.fqn for entry in entries])
+def _tp_rules(values: Mapping[str, object], entries: Sequence[TensorEntry]) -> tuple[Rule, ...]:
+    return tp_plan_rules(values, [entry.fqn for entry in entries], find_tp_plan(values))

@@ -1,11 +1,11 @@
-"""Builds a model on meta to see its real module classes. Imports torch and transformers; loaded only when asked for."""
+"""Builds a model on meta to see its real module classes. Imports torch and transformers: for a process behind walls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.preflight.model_facts import Built
 
 EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
@@ -16,6 +16,9 @@ def build_on_meta(values: Mapping[str, object], *, where: str) -> Built | None:
 
     Returns:
         None where transformers is not installed, or has no such model.
+
+    Raises:
+        RefusedConfigError: Nothing may be built of it.
     """
     try:
         import torch
@@ -28,6 +31,8 @@ def build_on_meta(values: Mapping[str, object], *, where: str) -> Built | None:
     try:
         with torch.device("meta"):
             model: Any = HfRecipe(plain, where).build()
+    except RefusedConfigError:
+        raise
     except UsageError:
         return None
     ends = [getattr(getattr(model, name, lambda: None)(), "weight", None) for name in EMBEDDINGS]

@@ -1,4 +1,4 @@
-"""What a model's config.json and the headers of its weights say. Torch is imported only to build it on meta.
+"""What a model's config.json and the headers of its weights say. No torch.
 
 Source: the fields of transformers' `PreTrainedConfig` classes, under the names that the families use.
 """
@@ -16,6 +16,7 @@ from ckpt_tools.formats._json import parse_json
 from ckpt_tools.opening import open_path, read_document
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
+from ckpt_tools.walls import check_config
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16_000_000
@@ -131,18 +132,34 @@ class ModelFacts:
         return (self.num_experts or 0) > 1
 
 
-def read_facts(model: str, *, build: bool = True) -> ModelFacts:
-    """Read what is known of a model.
+def read_facts(model: str) -> ModelFacts:
+    """Read what a model's config and the headers of its weights say; `match.look_at_model` builds it for more.
 
     Args:
         model: A directory with config.json, or the file.
-        build: Build it on meta for its real module classes, where transformers is installed and has it. This imports
-            torch and takes seconds; without it, classes of common families come from a table.
 
     Raises:
         UnreadableError: No config.json, or it is not a JSON object.
+        RefusedConfigError: Nothing may be built of it.
     """
-    directory, name = (model, CONFIG_NAME) if os.path.isdir(model) else os.path.split(os.path.abspath(model))
+    values, where = read_values(model)
+    directory, name = _located(model)
+    shapes = _stored_shapes(directory) if name == CONFIG_NAME else {}
+    return replace(facts_of(values, where=where), shapes=shapes, stored=frozenset(shapes))
+
+
+def _located(model: str) -> tuple[str, str]:
+    return (model, CONFIG_NAME) if os.path.isdir(model) else os.path.split(os.path.abspath(model))
+
+
+def read_values(model: str) -> tuple[dict[str, object], str]:
+    """Return the content of a config.json, and its name for messages.
+
+    Raises:
+        UnreadableError: No config.json, or it is not a JSON object.
+        RefusedConfigError: Nothing may be built of it.
+    """
+    directory, name = _located(model)
     if not os.path.lexists(os.path.join(directory, name)):
         raise UnreadableError(
             f"no {escape_name(name)} here",
@@ -155,14 +172,8 @@ def read_facts(model: str, *, build: bool = True) -> ModelFacts:
     values = parse_json(text, what="the config", where=where)
     if not isinstance(values, dict):
         raise UnreadableError("the config is not a JSON object", where=where)
-    facts = facts_of(values, where=where)
-    shapes = _stored_shapes(directory) if name == CONFIG_NAME else {}
-    built = None
-    if build:
-        from ckpt_tools.preflight.model_classes import build_on_meta
-
-        built = build_on_meta(values, where=where)
-    return _complete(facts, shapes, built)
+    check_config(values, where)
+    return values, where
 
 
 def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> ModelFacts:
@@ -207,8 +218,8 @@ class Built:
     """Are embeddings and head one parameter?"""
 
 
-def _complete(facts: ModelFacts, stored: Mapping[str, tuple[int, ...]], built: Built | None) -> ModelFacts:
-    facts = replace(facts, shapes=dict(stored), stored=frozenset(stored))
+def complete(facts: ModelFacts, built: Built | None) -> ModelFacts:
+    """Return facts with what the built model shows in place of what the config says."""
     if built is None:
         return facts
     return replace(

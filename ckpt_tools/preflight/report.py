@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.match import CheckpointMatch
-from ckpt_tools.preflight.spec import Framework, ParallelSpec
+from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.smoke import SmokeReport
 from ckpt_tools.text import escape_name
 from ckpt_tools.verify import Verification
 from ckpt_tools.verify import to_json as verification_to_json
+
+if TYPE_CHECKING:
+    from ckpt_tools.preflight.configs import Options
 
 CheckName = Literal["config", "rules", "memory", "checkpoint", "smoke"]
 CHECKS: tuple[CheckName, ...] = ("config", "rules", "memory", "checkpoint", "smoke")
@@ -38,16 +41,18 @@ class PreflightReport:
 
     config: str
     """The config, as the user named it."""
-    framework: Framework
-    """Whose config it is."""
+    framework: str
+    """Whose config it is; one that is not read, by its name."""
     mesh: str | None
     """The run's mesh; None when the number of ranks is not known, or does not fit."""
-    spec: ParallelSpec
-    """What the config asks for."""
+    spec: ParallelSpec | None
+    """What the config asks for; None where it was not read."""
     checks: tuple[CheckResult, ...]
     """One per name of `CHECKS`."""
     findings: tuple[Finding, ...]
     """Of all checks."""
+    options: Options | None = None
+    """How much of the config is understood; None where it was not read."""
     estimate: Estimate | None = None
     verify: Verification | None = None
     """Of the checkpoint's structure."""
@@ -60,9 +65,19 @@ class PreflightReport:
 
     @property
     def ok(self) -> bool:
-        """True without an error, and when no check failed."""
+        """True when the config was read, no check failed, and there is no error."""
+        return self.was_read and not self.failed
+
+    @property
+    def was_read(self) -> bool:
+        """Was the config read, all that something depends on? Otherwise `not_checked` begins with the reason."""
+        return next(check.ok for check in self.checks if check.name == "config") is not None
+
+    @property
+    def failed(self) -> bool:
+        """Is anything known to be wrong?"""
         failed = any(check.ok is False for check in self.checks)
-        return not failed and not any(finding.severity == "error" for finding in self.findings)
+        return failed or any(finding.severity == "error" for finding in self.findings)
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON document (without the schema version)."""
@@ -71,7 +86,8 @@ class PreflightReport:
             "config": self.config,
             "framework": self.framework,
             "mesh": self.mesh,
-            "spec": _spec_json(self.spec),
+            "options": None if self.options is None else self.options.to_json(),
+            "spec": None if self.spec is None else _spec_json(self.spec),
             "checks": [asdict(check) for check in self.checks],
             "findings": [asdict(finding) for finding in self.findings],
             "estimate": None if self.estimate is None else self.estimate.to_json(),

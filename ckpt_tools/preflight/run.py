@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +14,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.report import estimate_from_json
 from ckpt_tools.preflight.comparison import ModelView
-from ckpt_tools.preflight.configs import Config, read_config
+from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
 from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, start_estimate
@@ -30,6 +30,8 @@ from ckpt_tools.units import format_size
 
 OnCheck = Callable[[str, str], None]
 """Told about progress: the check, and "begun", "done" or "failed"."""
+OnFindings = Callable[[tuple[Finding, ...]], None]
+"""Told what was found, as soon as it is known, and each finding once."""
 
 
 @dataclass(slots=True)
@@ -37,7 +39,9 @@ class _Flight:
     """What is checked, and what was found so far."""
 
     on_check: OnCheck | None
-    findings: list[Finding] = field(default_factory=list)
+    on_findings: OnFindings | None
+    findings: dict[Finding, None] = field(default_factory=dict)
+    """In the order in which they were found."""
     checks: dict[CheckName, CheckResult] = field(default_factory=dict)
     not_checked: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -55,10 +59,22 @@ class _Flight:
         ok = False if failed else True if check.was_made else None
         if check.why_not:
             self.not_checked.append(f"{_TITLES[name]}: {check.why_not}")
-        self.findings += check.findings
+        self.tell(check.findings)
         self.checks[name] = CheckResult(name=name, ok=ok, seconds=round(seconds, 3), what=check.what or check.why_not)
         if self.on_check is not None:
             self.on_check(name, "failed" if failed else "done")
+
+    def tell(self, findings: Sequence[Finding]) -> None:
+        """Keep findings, and say those that are new."""
+        new = tuple(finding for finding in dict.fromkeys(findings) if finding not in self.findings)
+        self.findings |= dict.fromkeys(new)
+        if new and self.on_findings is not None:
+            self.on_findings(new)
+
+    @property
+    def has_errors(self) -> bool:
+        """Is anything wrong so far?"""
+        return any(finding.severity == "error" for finding in self.findings)
 
 
 @dataclass(slots=True)
@@ -93,6 +109,7 @@ def preflight(
     gpu_memory: int | None = None,
     smoke: bool = True,
     on_check: OnCheck | None = None,
+    on_findings: OnFindings | None = None,
 ) -> PreflightReport:
     """Check a trainer's config against the model, the checkpoint and the machines, and say what is wrong.
 
@@ -105,46 +122,61 @@ def preflight(
         gpu_memory: Bytes that a device has.
         smoke: Train a few steps of a cut-down model on this machine.
         on_check: Told when a check begins and ends: its name, and "begun", "done" or "failed".
+        on_findings: Told what was found, before what is slow begins.
 
     Raises:
         UsageError: The config is nobody's, or what was passed is not there.
         UnreadableError: The config cannot be read.
     """
-    flight = _Flight(on_check)
-    with flight.check("config") as check:
-        config = read_config(config_path, framework=framework, world_size=world_size)
-        spec = config.spec
-        sources = find_sources(spec, config_path=config_path, model=model, checkpoint=checkpoint)
-        check.findings, check.was_made = config.findings, True
-        check.what = f"{_count_options(config.values)} options of {config.framework}"
+    flight = _Flight(on_check, on_findings)
+    given = [name for name, value in (("model", model), ("resume_from", checkpoint)) if value is not None]
+    try:
+        with flight.check("config") as check:
+            config = read_config(config_path, framework=framework, world_size=world_size, given=given)
+            check.why_not, check.was_made = config.why_not, not config.why_not
+            check.what = _describe_options(config)
+            # Of what may be another trainer's config nothing is right or wrong.
+            check.findings = config.findings if config.options.is_known else ()
+    except NotReadError as error:
+        return _not_read(config_path, error.name, error.what)
+    if not config.options.is_known:
+        return replace(_not_read(config_path, config.framework, config.why_not), options=config.options)
+    spec = config.spec
+    sources = find_sources(spec, config_path=config_path, model=model, checkpoint=checkpoint)
     flight.not_checked += sources.not_checked
-    if spec.world_size is None:
+    flight.notes += [f"config: {name} is not set by the script: its default counts" for name in config.assumed]
+    if spec.world_size is None and "world_size" not in config.unread_fields:
         flight.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
-    question = _question(spec, sources, gpu_memory)
+    flight.tell(check_rules(config))  # at once, and without the model
+    why_not = _why_not_run(flight, config)
+    question = MemoryQuestion(options=None, why_not=why_not) if why_not else _question(spec, sources, gpu_memory)
     # The estimate has a process of its own, and runs beside everything else.
     with start_estimate(question) as estimating, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
         with flight.check("checkpoint") as check:
-            cuts = write_cuts(sources.model, workdir) if smoke and sources.model is not None else ()
+            cuts = write_cuts(sources.model, workdir) if smoke and not why_not and sources.model is not None else ()
             resumes = sources.resumes and _needs_optimizer(config)
             match, view = _check_checkpoint(check, flight, spec, replace(sources, resumes=resumes), cuts)
         with flight.check("rules") as check:
             _check_rules(check, config, view)
         with flight.check("smoke") as check:
-            report = _smoke(check, flight, spec, sources, match, view) if smoke else None
-            if not smoke:
-                check.why_not = "--no-smoke"
+            report = None
+            if why_not or not smoke:
+                check.why_not = why_not if smoke else "--no-smoke"
+            else:
+                report = _smoke(check, flight, spec, sources, match, view)
         with flight.check("memory") as check:
             shapes = {} if view.facts is None else view.facts.shapes
-            why_not = blocks_too_small(spec, shapes)
-            asked = replace(question, why_not=why_not) if why_not else question
-            estimate = _check_memory(check, flight, spec, asked, None if why_not else estimating, gpu_memory)
+            too_small = blocks_too_small(spec, shapes)
+            asked = replace(question, why_not=too_small) if too_small else question
+            estimate = _check_memory(check, flight, spec, asked, None if too_small else estimating, gpu_memory)
     return PreflightReport(
         config=config_path,
         framework=config.framework,
         mesh=None if spec.mesh is None else str(spec.mesh),
         spec=spec,
+        options=config.options,
         checks=tuple(flight.checks[name] for name in CHECKS),
-        findings=tuple(dict.fromkeys(flight.findings)),
+        findings=tuple(flight.findings),
         estimate=estimate,
         verify=None if match is None else match.verify,
         checkpoint=match,
@@ -154,23 +186,51 @@ def preflight(
     )
 
 
-def _count_options(values: Mapping[str, object]) -> int:
-    """Return how many options a config sets."""
-    return sum(_count_options(value) if isinstance(value, Mapping) else 1 for value in values.values())
+def _not_read(config_path: str, framework: str, why_not: str) -> PreflightReport:
+    """Return the report on a config that was not read: nothing was checked."""
+    left: dict[CheckName, str] = {name: "the config was not read" for name in CHECKS if name != "config"}
+    return PreflightReport(
+        config=config_path,
+        framework=framework,
+        mesh=None,
+        spec=None,
+        checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in CHECKS),
+        findings=(),
+        not_checked=(f"{_TITLES['config']}: {why_not}",),
+    )
+
+
+def _why_not_run(flight: _Flight, config: Config) -> str:
+    """Return why neither memory nor a smoke run is worth the time: they would be those of another run."""
+    if flight.has_errors:
+        return "the config has errors"
+    unread = config.unread_fields - {"resume_from"}
+    return "not all of the config could be read" if unread else ""
+
+
+def _describe_options(config: Config) -> str:
+    """Return how much of a config is understood."""
+    options = config.options
+    passed = f", {options.passed_over} passed over" if options.passed_over else ""
+    return f"understood {options.understood} of {options.read} options of {config.framework}{passed}"
 
 
 def _check_rules(check: _Check, config: Config, view: ModelView) -> None:
     check.findings = check_rules(config, view.facts)
     count = sum(config.framework in rule.frameworks for rule in RULES)
     told = "" if view.facts is not None else ", without what they say on the model"
-    check.what, check.was_made = f"{count} rules for {config.framework}{told}", True
+    # A rule that asks for what could not be read finds nothing.
+    check.was_made = not config.unread_fields
+    check.what = f"{count} rules for {config.framework}{told}"
+    if not check.was_made:
+        check.what += ", as far as the config could be read"
 
 
 def _question(spec: ParallelSpec, sources: Sources, gpu_memory: int | None) -> MemoryQuestion:
     if sources.model is None:
         return MemoryQuestion(options=None, why_not="there is no config.json of the model")
     try:
-        positions = read_facts(sources.model, build=False).max_positions
+        positions = read_facts(sources.model).max_positions
         return ask(spec, model=sources.model, gpu_memory=gpu_memory, max_positions=positions)
     except CkptError as error:
         return MemoryQuestion(options=None, why_not=error.what)
@@ -199,7 +259,8 @@ def _check_memory(
     if gpu_memory is None:
         flight.not_checked.append("whether it fits: nothing says how large a device is (--gpu-memory 80GB)")
         return found
-    check.findings, check.was_made = check_memory(found, spec), True
+    check.findings, check.was_made = check_memory(found, spec), found.fits is not None
+    flight.not_checked += [f"whether it fits: {case.doubt}" for case in found.cases if case.doubt is not None]
     check.what += f"; a device has {format_size(gpu_memory)}"
     return found
 

@@ -78,7 +78,9 @@ def _find_model(spec: ParallelSpec, config_path: str, model: str | None, missing
             raise UsageError("there is no such model", where=escape_name(model), hint="--model takes a directory")
         return model
     if spec.model is None:
-        missing.append("the model: the config does not name one, and --model DIR is not given")
+        key = spec.keys.get("model")
+        says = "the config does not name one" if key is None else f"the value of {key} is not in the file"
+        missing.append(f"the model: {says}, and --model DIR is not given")
         return None
     found = _existing(spec.model, config_path) or _cached(spec.model)
     if found is None:

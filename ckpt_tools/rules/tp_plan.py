@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.rules.rule import STYLES, Rule
+from ckpt_tools.walls import check_config, demand_walls
+from ckpt_tools.walls.config_names import without_code_keys
 
 _WRITE_RULES = "write the rules yourself: --rules FILE, or --set 'GLOB=tp:S(0)'"
 
@@ -38,7 +40,7 @@ _SAFE_QUANTIZATION = ("fp8",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class TpPlan:
     """The plan of one architecture."""
 
     title: str
@@ -51,7 +53,7 @@ class _Plan:
     """What the names of the bare model lack, with its dot ("model."); "" when this is the bare model."""
 
 
-def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str]) -> tuple[Rule, ...]:
+def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: TpPlan | None) -> tuple[Rule, ...]:
     """Return the rules of the plan for the model that `config` describes, in the checkpoint's own names.
 
     A checkpoint of the bare model lacks the prefix that the full model has ("layers…" for "model.layers…"),
@@ -62,12 +64,13 @@ def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str]) -> tuple[
     Args:
         config: The model's `config.json`.
         fqns: FQNs of the checkpoint.
+        found: What `find_tp_plan` says; None takes the built-in plan.
 
     Raises:
         UsageError: No plan is known, the plan uses a style that is not supported, or its names do not occur.
     """
-    _check_quantization(config)
-    plan = _transformers_plan(config) or _built_in_plan(config)
+    check_quantization(config)
+    plan = found or _built_in_plan(config)
     origin = f"--tp-plan auto ({plan.title})"
     names = _checkpoint_names(plan, fqns, origin)
     rules = []
@@ -82,7 +85,12 @@ def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str]) -> tuple[
     return tuple(rules)
 
 
-def _check_quantization(config: Mapping[str, object]) -> None:
+def check_quantization(config: Mapping[str, object]) -> None:
+    """Refuse a model whose weights are packed.
+
+    Raises:
+        UsageError: A plan would cut other dims than it means.
+    """
     quantization = config.get("quantization_config")
     if quantization is None:
         return
@@ -102,15 +110,17 @@ def _architecture(config: Mapping[str, object]) -> str:
     return names[0]
 
 
-def _transformers_plan(config: Mapping[str, object]) -> _Plan | None:
-    """Return the plan as transformers resolves it, None without transformers.
+def find_tp_plan(config: Mapping[str, object]) -> TpPlan | None:
+    """Return the plan as transformers resolves it, None without transformers; behind walls only.
 
     The model is built on torch's meta device: names and plan, no weights. That takes into account what the
     class attributes alone do not show: nested models, the embedding, tied weights.
 
     Raises:
-        UsageError: Transformers does not know the model, or has no plan for it.
+        UsageError: Transformers does not know the model, or has no plan for it; or the config is refused.
     """
+    demand_walls()
+    check_config(config, "config.json")
     try:
         import torch
         import transformers
@@ -128,7 +138,7 @@ def _transformers_plan(config: Mapping[str, object]) -> _Plan | None:
             where=origin,
             hint=_WRITE_RULES,
         )
-    values = {key: value for key, value in config.items() if key != "quantization_config"}
+    values = {key: value for key, value in without_code_keys(config).items() if key != "quantization_config"}
     try:
         with torch.device("meta"):
             model = model_class(config_class.from_dict(values))
@@ -147,7 +157,7 @@ def _transformers_plan(config: Mapping[str, object]) -> _Plan | None:
 
 def _plan(
     title: str, styles: Mapping[str, str], parameters: Sequence[str], tied: Collection[str], base_prefix: str
-) -> _Plan:
+) -> TpPlan:
     owned = {key: [name for name in parameters if _key_pattern(key).fullmatch(name)] for key in styles}
     present = {key: style for key, style in styles.items() if owned[key]}
     if not any(STYLES.get(style) != "whole" for style in present.values()):
@@ -155,10 +165,10 @@ def _plan(
             f"transformers has no tensor-parallel plan for {title}", where="--tp-plan auto", hint=_WRITE_RULES
         )
     may_lack = frozenset(key for key in present if all(name in tied for name in owned[key]))
-    return _Plan(title=title, styles=present, may_lack=may_lack, base_prefix=base_prefix)
+    return TpPlan(title=title, styles=present, may_lack=may_lack, base_prefix=base_prefix)
 
 
-def _built_in_plan(config: Mapping[str, object]) -> _Plan:
+def _built_in_plan(config: Mapping[str, object]) -> TpPlan:
     model_type = config.get("model_type")
     architecture = _architecture(config)
     if model_type not in LLAMA_FAMILY or not architecture.endswith("ForCausalLM"):
@@ -168,7 +178,7 @@ def _built_in_plan(config: Mapping[str, object]) -> _Plan:
             hint=f"install the plans: pip install 'ckpt-tools[hf]'; or {_WRITE_RULES}",
         )
     may_lack = frozenset({"lm_head"} if config.get("tie_word_embeddings") else ())
-    return _Plan(title=architecture, styles=_LLAMA, may_lack=may_lack, base_prefix="model.")
+    return TpPlan(title=architecture, styles=_LLAMA, may_lack=may_lack, base_prefix="model.")
 
 
 def _key_pattern(key: str, root: str = "") -> re.Pattern[str]:
@@ -177,7 +187,7 @@ def _key_pattern(key: str, root: str = "") -> re.Pattern[str]:
     return re.compile(rf"{root}{body}(?:\.[^.]+)?")
 
 
-def _checkpoint_names(plan: _Plan, fqns: Collection[str], origin: str) -> dict[str, str]:
+def _checkpoint_names(plan: TpPlan, fqns: Collection[str], origin: str) -> dict[str, str]:
     """Return each key of the plan → its name in the checkpoint, the keys that the bare model lacks left out.
 
     Of all roots that occur before a key's name the one that serves most keys is taken.

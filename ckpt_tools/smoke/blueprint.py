@@ -197,7 +197,11 @@ def find_fit(setting: Setting, *, num_copies: int, is_local: bool, free_bytes: i
     one = setting.recipe.shallower(1)
     two = setting.recipe.shallower(2)
     if depth is not None and one is not None and two is not None:
-        least, per_layer = _nbytes(one), _nbytes(two) - _nbytes(one)
+        try:
+            least, per_layer = _nbytes(one), _nbytes(two) - _nbytes(one)
+        except UsageError as error:  # the class wants all its layers
+            note = f"{free}: not enough for a reference, and with fewer layers the model cannot be built: {error.what}"
+            return Fit(num_layers=None, has_reference=False, notes=(note,))
         if least <= budget and per_layer > 0:
             num_layers = min(depth - 1, 1 + math.floor((budget - least) / per_layer))
             note = f"{free}: the model ({format_size(full)}) is tried with {num_layers} of its {depth} layers"

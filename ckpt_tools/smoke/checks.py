@@ -17,6 +17,7 @@ from ckpt_tools.layout import Box, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.opening import open_path
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.text import escape_name
+from ckpt_tools.transform import find_model, strip_wrappers
 
 MAX_FINDINGS = 5
 """Findings of one kind that a rank reports; the last one says how many there are."""
@@ -42,6 +43,30 @@ def expected_box(tensor: torch.Tensor) -> Box:
     }
     coordinate = tuple(mesh.get_coordinate() or ())
     return cut_tensor(shape, axes, placements).local_box(axes.rank(coordinate))
+
+
+def missing_for_dcp(model: nn.Module, source: str) -> Finding | None:
+    """Return a warning when stock `dcp.load(model.state_dict())` would not find all of its names in the checkpoint.
+
+    `load_checkpoint` maps names: tied weights that a file holds once, and what transformers renames or fuses.
+    """
+    with open_path(source) as opened:
+        if opened.checkpoint.format != "dcp":
+            return None
+        inside, prefix = find_model(opened.checkpoint)
+    stored = {strip_wrappers(entry.fqn) for entry in inside.tensors}
+    names = model.state_dict(keep_vars=True)
+    missing = [name for name in names if prefix + name not in stored]
+    if not missing:
+        return None
+    return Finding(
+        code="live-names",
+        severity="warning",
+        where=escape_name(missing[0]),
+        what=f"{len(missing)} of {len(names)} names of the live model are not in the checkpoint, which holds these "
+        "weights under other names: dcp.load(model.state_dict(), ...) fails with 'Missing key'",
+        hint="load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did",
+    )
 
 
 def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Finding], int, int]:

@@ -6,14 +6,17 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.smoke.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
 from ckpt_tools.text import escape_name
+from ckpt_tools.walls import check_config, demand_walls
+from ckpt_tools.walls.audit import HINT
+from ckpt_tools.walls.config_names import without_code_keys
 
 _USE_FACTORY = "use --factory pkg.mod:callable"
 _DEPTH = re.compile(
@@ -32,30 +35,36 @@ class HfRecipe(Recipe):
         where: Where it came from, for messages.
 
     Raises:
-        UsageError: Transformers is not there, or has no such model.
+        UsageError: Transformers is not there, or has no such model; or the config is refused.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self._values = copy.deepcopy(dict(config))
-        self._where = where
+        check_config(config, where)
+        self._values: dict[str, Any] = copy.deepcopy(without_code_keys(config))
+        self.where = where
         self._check()
         self._class, self._config_class = _find_classes(self._values, where)
         self.title = self._class.__name__
         for values in _nested(self._values):
             for key, value in values.items():
-                if _DROPOUT.fullmatch(key) and isinstance(value, (int, float)):
-                    values[key] = 0.0
+                if _DROPOUT.fullmatch(key) and _is_number(value):
+                    values[key] = type(value)(0)  # configs are strict about the type
 
     def _check(self) -> None:
         if self._values.get("quantization_config") is not None:
             raise UsageError(
                 "the checkpoint is quantised, and its weights cannot be trained as they are",
-                where=self._where,
+                where=self.where,
                 hint="start from the checkpoint that it was made of",
             )
 
     def build(self) -> nn.Module:
-        """Return the model as the config says, without cache and without dropout."""
+        """Return the model as the config says, without cache and without dropout; behind walls only.
+
+        Raises:
+            UsageError: The class refuses the config, or it takes more memory than the walls leave.
+        """
+        demand_walls()
         try:
             config = self._config_class.from_dict(copy.deepcopy(self._values))
             _set_everywhere(config, "use_cache", False)
@@ -64,11 +73,34 @@ class HfRecipe(Recipe):
         except UsageError:
             raise
         except Exception as error:  # every model checks its config in its own way
-            raise UsageError(
-                f"the config does not describe a {self.title}: {type(error).__name__}: {error}", where=self._where
-            ) from error
+            found = refusal(error, self.title, self.where)
+            if self.is_cut and not isinstance(found, RefusedConfigError):
+                found.what = (
+                    f"ckpt cut the model down to what fits here, and its class does not take that: {found.what}"
+                )
+                found.hint = "pass a smaller config as --model, or run where there is more memory"
+            raise found from error
+        _follow_device(model)
         without_dropout(model)
         return model.train()
+
+    def batch(self, model: nn.Module, seed: int) -> Batch:
+        """Return the batch of a seed.
+
+        Raises:
+            UsageError: ckpt does not know what to feed this model.
+        """
+        try:
+            return super().batch(model, seed)
+        except UsageError:
+            raise
+        except Exception as error:  # configs may say anything of sizes and tokens
+            text = escape_name(str(error).partition("\n")[0])
+            raise UsageError(
+                f"ckpt cannot make a batch for a {self.title}: {type(error).__name__}: {text}",
+                where=self.where,
+                hint=f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)",
+            ) from error
 
     def make_batch(self, model: nn.Module) -> Batch:
         """Draw what the class takes: tokens or pixels, and labels."""
@@ -79,14 +111,14 @@ class HfRecipe(Recipe):
             num_images = _image_tokens(config) if "pixel_values" in names else 0
             batch["input_ids"] = _draw_tokens(config, num_images)
             if num_images:
-                batch["pixel_values"] = _draw_pixels(config.vision_config, self._where)
+                batch["pixel_values"] = _draw_pixels(config.vision_config, self.where)
         elif "pixel_values" in names:
-            batch["pixel_values"] = _draw_pixels(config, self._where)
+            batch["pixel_values"] = _draw_pixels(config, self.where)
         else:
             takes = ", ".join(list(names)[1:4])
             raise UsageError(
                 f"no batch is known for a {self.title}, whose forward takes {takes}, …",
-                where=self._where,
+                where=self.where,
                 hint=f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)",
             )
         if "labels" in names and (labels := _draw_labels(self.title, config, batch)) is not None:
@@ -123,10 +155,37 @@ class HfRecipe(Recipe):
             for key, value in part.items():
                 if isinstance(value, list) and len(value) in depths.values():
                     part[key] = value[:num_layers]
-        cut = HfRecipe(values, self._where)
+        cut = HfRecipe(values, self.where)
         cut.is_cut = True
         cut.title = f"{self.title} cut to {num_layers} of {full} layers"
         return cut
+
+
+def _follow_device(model: nn.Module) -> None:
+    """Move to meta what a class makes elsewhere when all is to be there: XLNet's legacy constructors ask nobody."""
+    if torch.get_default_device().type != "meta":
+        return
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):  # noqa: SLF001 - setattr would register it anew
+            if parameter is None or parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                made[id(parameter)].__dict__.update(parameter.__dict__)
+            module._parameters[name] = made[id(parameter)]  # noqa: SLF001
+
+
+def refusal(error: Exception, title: str, where: str) -> UsageError:
+    """Return what it means that a model's class has raised while it was built behind walls."""
+    text = escape_name(str(error).strip().partition("\n")[0])
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text:
+        return UsageError(f"building a {title} takes more memory than it may: {text or 'MemoryError'}", where=where)
+    if isinstance(error, OSError) or "Permission denied" in text:
+        return RefusedConfigError(
+            f"building a {title} as the config says reaches for files or hosts: {text}: refused", where=where, hint=HINT
+        )
+    return UsageError(f"the config does not describe a {title}: {type(error).__name__}: {text}", where=where)
 
 
 def _find_classes(config: Mapping[str, Any], where: str) -> tuple[Any, Any]:
@@ -151,6 +210,11 @@ def _find_classes(config: Mapping[str, Any], where: str) -> tuple[Any, Any]:
             hint=_USE_FACTORY,
         )
     return found, found.config_class
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Is it a number? A bool switches something on (ESM's `token_dropout`), and draws nothing."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _nested(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -182,8 +246,8 @@ def _set_everywhere(config: Any, name: str, value: object) -> None:  # noqa: ANN
 def _zero_dropouts(config: Any) -> None:  # noqa: ANN401 - transformers' own
     for part in _configs(config):
         for key, value in list(vars(part).items()):
-            if _DROPOUT.fullmatch(key) and isinstance(value, (int, float)) and not isinstance(value, bool):
-                setattr(part, key, 0.0)
+            if _DROPOUT.fullmatch(key) and _is_number(value):
+                setattr(part, key, type(value)(0))
 
 
 def _image_tokens(config: Any) -> int:  # noqa: ANN401 - transformers' own
@@ -204,12 +268,18 @@ def _draw_tokens(config: Any, num_images: int) -> torch.Tensor:  # noqa: ANN401 
             if _SPECIAL.fullmatch(key):
                 special |= {item for item in (value if isinstance(value, list) else [value]) if type(item) is int}
     allowed = torch.tensor([token for token in range(size) if token not in special] or list(range(size)))
-    length = min(SEQ_LEN, getattr(text, "max_position_embeddings", None) or SEQ_LEN)
+    length = min(SEQ_LEN, max_positions(text) or SEQ_LEN)
     tokens = allowed[torch.randint(0, len(allowed), (BATCH_SIZE, length))]
     if not num_images:
         return tokens
     image = torch.full((BATCH_SIZE, num_images), int(config.image_token_id))
     return torch.cat([tokens[:, :1], image, tokens[:, 1:]], dim=1)
+
+
+def max_positions(text: Any) -> int | None:  # noqa: ANN401 - transformers' own
+    """Return the longest sample of a text model; None where there is no limit (XLNet writes -1)."""
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _draw_pixels(config: Any, where: str) -> torch.Tensor:  # noqa: ANN401 - transformers' own

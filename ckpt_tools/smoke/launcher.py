@@ -56,7 +56,7 @@ def _run(job: dict[str, Any], worlds: list[World]) -> dict[str, Any]:
     from ckpt_tools.smoke.setting import resolve
 
     setting = resolve(options)
-    _warm(setting)
+    _try(setting, job, worlds)
     if job["saved"] is not None:  # the ranks that trained are torchrun's
         outcome = _run_world(setting, job, RELOAD_NAME, worlds, job["saved"])
         findings = [asdict(finding) for finding in outcome.findings]
@@ -97,13 +97,21 @@ def preload(options: SmokeOptions) -> None:
     warnings.simplefilter("ignore")
 
 
-def _warm(setting: Setting) -> None:
+def _try(setting: Setting, job: dict[str, Any], worlds: list[World]) -> None:
     """Build the model once on meta: a config that cannot be meant is refused before any rank starts."""
-    if setting.options.factory is None:
-        import torch
+    from ckpt_tools.smoke.enclosed import judge_trial, try_build
 
-        with torch.device("meta"):
-            setting.recipe.build()
+    if setting.options.factory is None:
+        # In a process of its own, behind walls: this one starts others.
+        world = World(
+            os.path.join(job["directory"], "trial"), 1, lambda _, journal: try_build(setting, journal, job["directory"])
+        )
+        worlds.append(world)
+        world.start()
+        outcome = world.watch(setting.timeout_s, lambda: die_with_parent(job["parent"], signal.SIGTERM))
+        error = first_error(outcome.logs) or judge_trial(setting, outcome)
+        if error is not None:
+            raise error
     # What is alive now is alive in every rank; it shall not be copied for being looked at.
     gc.collect()
     gc.freeze()
@@ -124,6 +132,7 @@ def _run_world(
             num_local=size,
             local_rank=rank,
             directory=private,
+            scratch=job["directory"],
             journal=journal,
             rendezvous=os.path.join(private, "rendezvous"),
             saved=saved,

@@ -19,7 +19,7 @@ from ckpt_tools.fsdp2.watch import watch
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.smoke import blueprint as blueprints
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, local_bytes
+from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, local_bytes, missing_for_dcp
 from ckpt_tools.smoke.machine import free_memory
 from ckpt_tools.smoke.recipe import Batch, call, has_loss, loss_of
 from ckpt_tools.smoke.reference import Reference, make_optimizer, on_device
@@ -143,6 +143,9 @@ def load(run: Run) -> str:
         _report_names(run, "missing-tensor", report.missing, "the checkpoint does not have it")
         if not run.blueprint.recipe.is_cut:
             _report_names(run, "unexpected-tensor", report.unexpected, "the model has no name for it")
+        if not report.missing and not run.setting.options.lora:
+            live = missing_for_dcp(run.model, run.blueprint.source)
+            run.report(*([] if live is None else [live]))
     total = sum(run.gather(report.loaded_bytes))
     if not total:  # quantising needs whole layers
         return "read, quantised and sent by rank 0"

@@ -17,10 +17,12 @@ from torch.distributed.distributed_c10d import Store
 from ckpt_tools.errors import CkptError
 from ckpt_tools.fsdp2 import build_device_mesh
 from ckpt_tools.smoke import phases, reload
+from ckpt_tools.smoke.enclosed import enclose, enclosed
 from ckpt_tools.smoke.journal import Journal
 from ckpt_tools.smoke.machine import choose_device
 from ckpt_tools.smoke.run import Run, Stopped, explain, run_phases
 from ckpt_tools.smoke.setting import Setting
+from ckpt_tools.walls import Breach
 
 COLLECTIVE_GRACE_S = 60.0
 """Seconds by which collectives wait longer than the watchdog: it shall speak first."""
@@ -50,6 +52,7 @@ def run_rank(
     num_local: int,
     local_rank: int,
     directory: str,
+    scratch: str | None = None,
     journal: Journal,
     rendezvous: str | None = None,
     store: Store | None = None,
@@ -63,6 +66,7 @@ def run_rank(
         num_local: Ranks on this machine.
         local_rank: Which of them this is.
         directory: Private, seen by all ranks.
+        scratch: Private to the run; walls leave this process nothing else to write to. None: the process is the user's.
         journal: Takes the events.
         rendezvous: File for the process group.
         store: Instead of it, where there is one (torchrun).
@@ -85,6 +89,10 @@ def run_rank(
             run = _begin(setting, rank, device, directory, journal, is_local, resources)
             journal.fact("device", run.device.type)
             journal.fact("num_devices", torch.cuda.device_count() if run.device.type == "cuda" else None)
+            if scratch is not None:
+                enclose(setting, journal, scratch=scratch, device=device, saved=saved)
+            else:
+                resources.enter_context(enclosed(setting, scratch=directory))
             journal.done("start", ok=True, seconds=0.0, what=f"{run.world_size} ranks, {run.device.type}")
             if saved is None:
                 run_phases(run, FIRST)
@@ -96,6 +104,9 @@ def run_rank(
             return False
         except CkptError as error:
             journal.error(error)
+            return False
+        except Breach as breach:
+            journal.error(breach.error)
             return False
         except Exception as error:  # noqa: BLE001 - the journal is the only way out of here
             traceback.print_exc()

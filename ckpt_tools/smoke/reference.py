@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import materialise_buffers, parameter_groups
 from ckpt_tools.fsdp2.load import targets_of
 from ckpt_tools.fsdp2.names import match_names
@@ -16,7 +17,9 @@ from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
 from ckpt_tools.layout import Box
 from ckpt_tools.opening import open_path
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.recipe import Batch, call, loss_of
+from ckpt_tools.smoke.hf_recipe import HfRecipe
+from ckpt_tools.smoke.recipe import Batch, Recipe, call, loss_of
+from ckpt_tools.text import escape_name
 
 LEARNING_RATE = 1e-3
 """Of every smoke run."""
@@ -88,6 +91,27 @@ class Reference:
         """Take one step of the optimizer."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def failure_alone(recipe: Recipe, seed: int) -> UsageError | None:
+    """Return what is wrong when one unsharded copy of a config's model fails, too: then FSDP2 has no part in it."""
+    if not isinstance(recipe, HfRecipe):
+        return None
+    try:
+        torch.manual_seed(seed)
+        model = recipe.build()
+        loss_of(call(model, recipe.batch(model, seed))).backward()  # type: ignore[no-untyped-call]
+    except UsageError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - whatever a model does
+        text = escape_name(str(error).strip().partition("\n")[0])
+        return UsageError(
+            f"a {recipe.title} fails by itself, unsharded, on the batch that ckpt makes for it: "
+            f"{type(error).__name__}: {text}",
+            where=recipe.where,
+            hint="use --factory pkg.mod:callable, whose model has example_batch(batch_size, seq_len)",
+        )
+    return None
 
 
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools.checkpoint import Finding
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.fsdp2 import ShardedPlan
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.methods import DOUBLE_WRAP
@@ -25,7 +25,7 @@ from ckpt_tools.fsdp2.watch import Watch
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.journal import Journal
 from ckpt_tools.smoke.recipe import Batch
-from ckpt_tools.smoke.reference import Reference
+from ckpt_tools.smoke.reference import Reference, failure_alone
 from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.text import escape_name
 
@@ -33,6 +33,8 @@ _ARGUMENT_PHASES = ("start", "build", "shard")
 """Phases in which a UsageError means the options, not the model's behaviour."""
 
 
+_RUNS_MODEL = ("forward", "backward")
+"""Phases that may fail because of the model, or of what ckpt feeds it."""
 T = TypeVar("T")
 
 
@@ -145,6 +147,8 @@ class Run:
         except (Exception, CheckpointException) as error:  # whatever the model does wrong
             if isinstance(error, CkptError) and _is_argument(error, name):
                 raise
+            if name in _RUNS_MODEL and (alone := failure_alone(self.blueprint.recipe, self.rank)) is not None:
+                raise alone from error
             self.report(explain(error, self._model, name))
             self.journal.fact("trace", "".join(traceback.format_exception(error))[-_MAX_TRACE_CHARS:])
             self.journal.done(name, ok=False, seconds=time.perf_counter() - start)
@@ -163,6 +167,8 @@ def _made(value: T | None, phase: str) -> T:
 
 
 def _is_argument(error: CkptError, phase: str) -> bool:
+    if isinstance(error, RefusedConfigError):
+        return True
     if phase not in _ARGUMENT_PHASES or error.what.startswith(DOUBLE_WRAP):
         return False
     return isinstance(error, UsageError) or error.exit_code != UsageError.exit_code

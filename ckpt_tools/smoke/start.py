@@ -151,5 +151,5 @@ def run_local(
                     on_phase(event["name"], state)
             told[number] = len(events)
 
-    with Child(LAUNCH, job, does="starts the ranks", relief=relief, gpu=True) as child:
+    with Child(LAUNCH, job, does="starts the ranks", relief=relief, gpu=True, walled=options.factory is None) as child:
         return child.result(None, on_wait=follow)

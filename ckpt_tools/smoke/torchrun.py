@@ -34,6 +34,7 @@ from ckpt_tools.smoke.options import SmokeOptions
 from ckpt_tools.smoke.rank import run_rank
 from ckpt_tools.smoke.report import SmokeReport
 from ckpt_tools.smoke.setting import Setting, resolve
+from ckpt_tools.walls import aside
 
 OnPhase = Callable[[str, str], None]
 OnReport = Callable[[SmokeReport], None]
@@ -148,13 +149,15 @@ class _ToldJournal(Journal):
         """Say that a phase begins."""
         super().phase(name)
         if self._on_phase is not None:
-            self._on_phase(name, "begun")
+            with aside():  # the caller's own code
+                self._on_phase(name, "begun")
 
     def done(self, name: str, *, ok: bool, seconds: float, what: str = "") -> None:
         """Say that a phase has ended."""
         super().done(name, ok=ok, seconds=seconds, what=what)
         if self._on_phase is not None:
-            self._on_phase(name, "done" if ok else "failed")
+            with aside():
+                self._on_phase(name, "done" if ok else "failed")
 
 
 class _Board:
@@ -261,7 +264,7 @@ class _Guard:
             if is_hanging and not any(log.has_said for log in logs.values()):
                 running = {rank: bool(frames) for rank, frames in places.items()}
                 findings.append(describe_hang(logs, places, running, self._setting.timeout_s))
-            with suppress(CkptError):
+            with suppress(CkptError), aside():
                 self._on_abandoned(_report(self._setting, logs, findings, stacks))
             sys.stdout.flush()
             sys.stderr.flush()

@@ -19,6 +19,7 @@ from collections import defaultdict
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.claim import claim_directory, empty_directory, staging_path
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, Records, read_journal
+from ckpt_tools.storage.parents import make_parents, nearest_parent, remove_empty
 from ckpt_tools.storage.publish import NotDurableError, move_into_place, put_back, sync_directory, sync_entries
 from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors, Opener
@@ -49,18 +50,23 @@ class Staging:
 
     Raises:
         DestinationExistsError: The destination exists and `overwrite` is false.
-        UsageError: The destination's parent is missing, or the destination is a file.
+        UsageError: The destination's parent or the destination itself is a file.
     """
 
     def __init__(self, destination: str, *, overwrite: bool) -> None:
         self.destination = os.path.abspath(destination)
         self._overwrite = overwrite
         check_destination(destination, overwrite=overwrite)
-        self._parent = self._open_parent()
+        self._made = make_parents(self.destination)
         try:
-            self.directory, self._claim = claim_directory(self.destination)
+            self._parent = self._open_parent()
+            try:
+                self.directory, self._claim = claim_directory(self.destination)
+            except BaseException:
+                os.close(self._parent)
+                raise
         except BaseException:
-            os.close(self._parent)
+            remove_empty(self._made)
             raise
         self._files: list[str] = []
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -305,6 +311,8 @@ class Staging:
             os.close(self._claim)
             os.close(self._parent)
             self._claim = -1
+            if not self.is_published:
+                remove_empty(self._made)  # not when work is kept there
 
     def _label(self) -> str:
         return escape_name(self.destination)
@@ -325,13 +333,9 @@ class Staging:
 def check_destination(destination: str, *, overwrite: bool) -> None:
     """Raise unless `destination` can be created (or, with `overwrite`, replaced)."""
     label = escape_name(destination)
-    parent = os.path.dirname(os.path.abspath(destination))
+    parent = nearest_parent(destination)
     if not os.path.isdir(parent):
-        raise UsageError(
-            "the destination's parent directory does not exist",
-            where=escape_name(parent),
-            hint=f"mkdir -p {escape_name(parent)}",
-        )
+        raise UsageError("the destination's parent is not a directory", where=escape_name(parent))
     if not os.path.lexists(destination):
         return
     if not overwrite:
@@ -344,7 +348,7 @@ def check_destination(destination: str, *, overwrite: bool) -> None:
 
 def free_bytes(destination: str) -> int:
     """Return the bytes that may still be written on the destination's file system."""
-    parent = os.path.dirname(os.path.abspath(destination))
+    parent = nearest_parent(destination)
     try:
         status = os.statvfs(parent)
     except OSError as error:

@@ -160,7 +160,7 @@ def test_task_type_comes_from_the_base_s_architecture(tmp_path):
         ),
         (
             pairs({"mlp.experts": 8}) | pairs({"mlp.experts.base_layer": 8}), {"alpha": 8},
-            "the rank of 'mlp.experts' is not known", "--config r=VALUE",
+            "PEFT's target_parameters", "--config r=VALUE",
         ),
         (
             pairs({"mlp.experts": 8}) | pairs({"mlp.experts.base_layer": 8}), {"alpha": 8, "config": ["r=2"]},

@@ -13,6 +13,7 @@ from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.naming import ARCHITECTURES, detect_architecture
+from ckpt_tools.adapters.naming.of_base import family_of
 from ckpt_tools.adapters.naming.resolve import place, readings, unflatten
 from ckpt_tools.errors import UsageError
 
@@ -220,8 +221,8 @@ def test_ambiguous_family_is_asked_for_only_where_it_matters() -> None:
     )
     with pytest.raises(UsageError, match=r"FLUX\.1 or FLUX\.2 or SD3"):
         to_target(adapter(modules), "kohya")
-    names = [f"{path}.weight" for path in linears(MODELS["sd3"][0]())]
-    written = to_target(adapter(modules), "kohya", base_names=names)
+    shapes = {f"{path}.weight": shape for path, shape in linears(MODELS["sd3"][0]()).items()}
+    written = to_target(adapter(modules), "kohya", base=family_of(shapes))
     assert "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight" in written.tensors
 
 
@@ -319,7 +320,6 @@ def test_parts_with_one_input_factor_keep_their_rank_when_fused(scale: tuple[flo
 def test_file_name_is_no_trap_for_diffusers() -> None:
     modules = [lora("single_transformer_blocks.0.proj_mlp", (128, 32))]
     named = Adapter(modules=tuple(modules), convention="peft", name="my-checkpoint-12")
-    assert to_target(named, "kohya").file == "lora.safetensors"
-    assert to_target(Adapter(modules=tuple(modules), convention="peft", name="style"), "kohya").file == (
-        "style.safetensors"
-    )
+    assert to_target(named, "kohya", architecture="flux1").file == "lora.safetensors"
+    named = Adapter(modules=tuple(modules), convention="peft", name="style")
+    assert to_target(named, "kohya", architecture="flux1").file == "style.safetensors"

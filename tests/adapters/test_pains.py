@@ -365,10 +365,12 @@ def test_comfyui_9753_names_that_it_does_not_know_patch_nothing(tmp_path, capsys
     after, unused = patched("flux1", native, tensors)
     assert unused == set(tensors)
     assert all(torch.equal(after[name], native[name]) for name in native)
-    code, document = command(capsys, "check-lora", source, "--for", "comfyui")
+    code, document = command(capsys, "check-lora", source, "--for", "comfyui", "--architecture", "flux1")
     assert (code, errors(document)) == (3, {"loader-no-op"})
     assert "--to comfyui" in hints(document)
-    code, document = command(capsys, "export-lora", source, tmp_path / "out", "--to", "comfyui")
+    code, document = command(
+        capsys, "export-lora", source, tmp_path / "out", "--to", "comfyui", "--architecture", "flux1"
+    )
     assert code == 0, document
     (file,) = (tmp_path / "out").glob("*.safetensors")
     after, unused = patched("flux1", native, load_file(file))

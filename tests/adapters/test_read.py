@@ -11,8 +11,9 @@ from adapters import families, lycoris_worlds
 from arrays import to_tensor
 from safetensors.torch import save_file
 
+from ckpt_tools import api
 from ckpt_tools.adapters.read import load, read_adapter
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 ROOT = "base_model.model."
 
@@ -412,3 +413,24 @@ def test_strided_and_cut_chunks_are_put_together(tmp_path):
         entry = only(adapter).factors["A"]
         assert opened.resolve(entry).chunks[0].strides == (1, 4)
         assert torch.equal(to_tensor(load(adapter, opened).modules[0].factors["A"]), whole)
+
+
+TRAINERS = {
+    "torchtitan": ("layers.0.attention.wq.lora_A.default.weight", "layers.0.attention.wq.lora_B.default.weight"),
+    "Megatron": ("decoder.layers.0.mlp.linear_fc1.lora_A.weight", "decoder.layers.0.mlp.linear_fc1.lora_B.weight"),
+    "torchtune": ("layers.0.attn.q_proj.lora_a.weight", "layers.0.attn.q_proj.lora_b.weight"),
+    "in Megatron's names": (
+        "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight",
+        "decoder.layers.0.self_attention.linear_qkv.adapter.linear_out.weight",
+    ),
+    "litgpt": ("transformer.h.0.attn.qkv.lora_A", "transformer.h.0.attn.qkv.lora_B"),
+}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_trainer_s_own_module_names_are_refused_by_name(tmp_path, trainer):
+    down, up = TRAINERS[trainer]
+    families.save_dcp({"model": {down: torch.randn(4, 8), up: torch.randn(8, 4)}}, tmp_path / "dcp")
+    with pytest.raises(CkptError, match=trainer):
+        api.export_lora(tmp_path / "dcp", tmp_path / "out", alpha=8)
+    assert not (tmp_path / "out").exists()

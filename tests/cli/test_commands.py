@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from corrupt import damage
 from safetensors.torch import load_file
 from samples import ASSETS, MODEL, files_of, safetensors_bytes, shard_model, staging_left, tensor, write_model
 
+from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.cli.commands import COMMANDS
 
@@ -187,6 +189,7 @@ def test_verify_against_another_format_compares_bits(run: Path, tmp_path: Path, 
 def test_diff_json_has_the_documented_fields(run: Path, tmp_path: Path, ckpt: Ckpt, ckpt_json) -> None:
     assert ckpt_json("diff", tmp_path / "model", run) == {
         "schema_version": 1, "equal": True, "only_in_a": [], "only_in_b": [], "changed": [],
+        "num_equal": len(MODEL),
     }  # fmt: skip
     other = {k: v for k, v in MODEL.items() if k != "model.step"} | {UP: tensor("BF16", 16, 8, seed=99)}
     write_model(tmp_path / "other", other | {"x": tensor("U8", 1), "model.empty": tensor("F32", 0, 4)})
@@ -201,6 +204,8 @@ def test_diff_json_has_the_documented_fields(run: Path, tmp_path: Path, ckpt: Ck
     assert "- model.step" in out
     assert "+ x" in out
     assert f"~ {UP}: values differ in" in out
+    assert out.splitlines()[-1] == f"2 differ, {len(MODEL) - 3} equal, 1 only in A, 1 only in B"
+    assert document["num_equal"] == len(MODEL) - 3
 
 
 def test_diff_keys_only_reads_no_values(run: Path, tmp_path: Path, ckpt_json) -> None:
@@ -279,7 +284,6 @@ def test_version_is_printed(ckpt: Ckpt) -> None:
         ("shard", "{model}", "{out}", "--mesh", "dp_shard=2", "--progress", "fast"),
         ("shard", "{model}", "{out}", "--mesh", "dp_shard=2", "-j", "0"),
         ("shard", "{model}", "{out}", "--mesh", "dp_shard=2", "-j", "many"),
-        ("shard", "{model}", "{out}/deep/er", "--mesh", "dp_shard=2"),
         ("shard", "{model}", "{model}", "--mesh", "dp_shard=2", "--overwrite"),
         ("shard", "{model}", "{model}/inside", "--mesh", "dp_shard=2"),
         ("shard", "{model}", "{model}/..", "--mesh", "dp_shard=2", "--overwrite"),
@@ -693,3 +697,83 @@ def test_inspect_overlay_shows_a_layout_that_is_not_written(model: Path, ckpt: C
     code, out, _ = ckpt("inspect", model, "--mesh", "dp_shard=2", "--by", "rank")
     assert code == 0
     assert "rank" in out
+
+
+@pytest.mark.parametrize("verb", ["shard", "gather", "reshard"])
+def test_missing_parents_are_made_and_removed_when_nothing_comes_of_it(
+    tmp_path: Path, run: Path, ckpt: Ckpt, verb: str
+) -> None:
+    source = tmp_path / "model" if verb == "shard" else run
+    mesh = [] if verb == "gather" else ["--mesh", "dp_shard=2"]
+    out = tmp_path / "new" / "deep" / "out"
+    assert ckpt(verb, source, out, *mesh, "--dry-run")[0] == 0
+    assert not (tmp_path / "new").exists()
+    assert ckpt(verb, source, out, *mesh, "--include", "nothing")[0] == 2
+    assert not (tmp_path / "new").exists()
+    assert ckpt(verb, source, out, *mesh)[0] == 0
+    assert api.verify(out).ok
+    code, _, err = ckpt(verb, source, out / "config.json" / "in" / "a file", *mesh)
+    assert code == 2
+    assert "not a directory" in err
+
+
+def test_parents_made_for_a_run_that_fails_are_removed_and_others_are_not(tmp_path: Path, run: Path, ckpt) -> None:
+    (run / "ckpt_manifest.json").unlink()
+    damage.flip(*damage.payload_offset(run, UP))
+    (tmp_path / "old").mkdir()
+    assert ckpt("gather", run, tmp_path / "old" / "new" / "out")[0] == 4
+    assert list((tmp_path / "old").iterdir()) == []
+
+
+STEP_FILES = {
+    "meta.pt": b"\x80\x02cos\nsystem\nnever unpickled", "trainer_state.json": b"{}", "scheduler.pt": b"PK",
+    "rng_state_0.pth": b"r", "random_states_0.pkl": b"s", "optimizer.bin": b"o", "sampler": b"",
+}  # fmt: skip
+
+
+def test_small_files_of_a_step_are_carried_by_reshard_and_not_by_gather(tmp_path: Path, run: Path, ckpt: Ckpt) -> None:
+    damage.forget_manifest(run)
+    for name, raw in STEP_FILES.items():
+        (run / name).write_bytes(raw)
+    (run / "whole.safetensors").write_bytes(b"x")
+    (run / "more").mkdir()
+    (run / "more" / "notes.txt").write_bytes(b"x")
+    source = run
+    for number in range(2):  # the second time from a checkpoint with a manifest
+        out = tmp_path / f"out{number}"
+        code, _, err = ckpt("reshard", source, out, "--mesh", "dp_shard=3")
+        assert code == 0
+        if number == 0:
+            assert "left out" in err
+            assert "whole.safetensors" in err
+            assert "more/notes.txt" in err
+        assert {name: (out / name).read_bytes() for name in STEP_FILES} == STEP_FILES
+        assert not (out / "more").exists()
+        assert api.verify(out).findings == ()
+        source = out
+    damage.flip(out / "meta.pt", 3)
+    assert [finding.code for finding in api.verify(out).findings] == ["digest-mismatch"]
+    assert ckpt("gather", source, tmp_path / "hf")[0] == 0
+    assert not (tmp_path / "hf" / "meta.pt").exists()
+
+
+def test_part_of_a_step_says_what_stays_behind(tmp_path: Path, run: Path, ckpt: Ckpt) -> None:
+    run.rename(tmp_path / "pytorch_model_fsdp_0")
+    code, _, err = ckpt("reshard", tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", "--mesh", "dp_shard=3")
+    assert code == 0
+    assert "scheduler, RNG and trainer state lie in the directory above" in err
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_files_without_tensors_survive_the_round_trip(tmp_path: Path, ckpt: Ckpt, ckpt_json, num_files: int) -> None:
+    model = write_model(tmp_path / "model", num_files=num_files)
+    (model / "model-00009-of-00009.safetensors").write_bytes(safetensors_bytes({}, metadata={"format": "pt"}))
+    (model / "broken.safetensors").write_bytes(b"\x02" + bytes(7) + b"{]")
+    code, _, err = ckpt("shard", model, tmp_path / "run", "--mesh", "dp_shard=2")
+    assert code == 0
+    assert "broken.safetensors" in err
+    assert "00009" not in err
+    assert ckpt("gather", tmp_path / "run", tmp_path / "back")[0] == 0
+    (model / "broken.safetensors").unlink()
+    assert files_of(tmp_path / "back") == files_of(model)
+    assert ckpt_json("verify", tmp_path / "back")["findings"] == []

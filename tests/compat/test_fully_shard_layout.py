@@ -6,6 +6,7 @@ DCP's planner makes that rank's plan, and the global plan is compared chunk by c
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckpt_tools.auto_plan import auto_plan
 from ckpt_tools.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.dtypes import BY_TORCH_NAME
 from ckpt_tools.errors import UsageError
@@ -216,7 +218,7 @@ def test_fully_shard_with_the_automatic_plan_has_the_planned_chunks():
     mesh = mesh_of(dp_shard=2, tp=2)
     metadata, owners = plan_of(llama, mesh, plan=LLAMA_TP)
     config = llama_config_dict()
-    rules = tp_plan_rules(config, list(metadata.state_dict_metadata))
+    rules = tp_plan_rules(config, list(metadata.state_dict_metadata), auto_plan(config, os.getcwd()))
     # This model keeps the embedding and the head off the tp axis; both have an odd number of rows.
     outside = parse_rules(
         'version: 1\nrules: [{match: "{model.embed_tokens,lm_head}.weight", place: {}}]', where="rules.yaml"

@@ -17,6 +17,7 @@ from samples import MODEL, content, files_of, shard_model, tensor
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.formats.dcp_metadata import build_metadata
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.layout import Box
 
@@ -289,11 +290,35 @@ def test_spans_overlapping_is_overlapping_spans(run: Path, refuses) -> None:
 
 
 def test_spans_of_two_tensors_equal_is_a_tie_when_they_are_alike(tmp_path: Path) -> None:
-    run = shard_model(tmp_path, "dp_shard=1", {"a": tensor("F32", 4, seed=1), "b": tensor("F32", 4, seed=2)})
+    run = shard_model(tmp_path, "dp_shard=1", {"a": tensor("F32", 4, seed=1)})
     damage.forget_manifest(run)
-    span = damage.item_span(run, "a")
-    damage.edit_chunks(run, "b", lambda chunks: (replace(chunks[0], span=span),))
-    assert api.verify(run).ok
+    (entry,) = api.open_checkpoint(run).tensors
+    (run / ".metadata").write_bytes(build_metadata((entry, replace(entry, fqn="b", path=())), ()))
+    assert api.verify(run).findings == ()
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "dp_shard=2"])
+def test_tensor_with_the_place_of_another_is_shared_item(tmp_path: Path, refuses, mesh: str) -> None:
+    run = shard_model(tmp_path, mesh, {"a": tensor("F32", 4, seed=1), "b": tensor("F32", 4, seed=2)})
+    damage.forget_manifest(run)
+    spans = [chunk.span for chunk in next(e for e in api.open_checkpoint(run).tensors if e.fqn == "a").chunks]
+    damage.edit_chunks(run, "b", lambda c: tuple(replace(x, span=y) for x, y in zip(c, spans, strict=True)))
+    refuses(run, finding="shared-item", conversions=())
+
+
+def test_chunk_with_the_place_of_another_is_shared_item(tmp_path: Path, refuses) -> None:
+    run = shard_model(tmp_path, "dp_shard=2", {"a": tensor("F32", 4, seed=1)})
+    damage.forget_manifest(run)
+    damage.edit_chunks(run, "a", lambda c: (c[0], replace(c[1], span=c[0].span)))
+    refuses(run, finding="shared-item", conversions=())
+
+
+def test_tensor_missing_from_the_metadata_leaves_an_unreferenced_item(tmp_path: Path) -> None:
+    run = shard_model(tmp_path, "dp_shard=1", {name: tensor("F32", 4, seed=1) for name in ("a", "b", "c")})
+    damage.forget_manifest(run)
+    kept = [entry for entry in api.open_checkpoint(run).tensors if entry.fqn != "b"]
+    (run / ".metadata").write_bytes(build_metadata(kept, ()))
+    assert [(f.code, f.severity) for f in api.verify(run).findings] == [("unreferenced-item", "warning")]
 
 
 def test_span_beyond_the_file_is_short_file(run: Path, refuses) -> None:
@@ -345,7 +370,7 @@ def test_shape_transposed_is_item_mismatch(tmp_path: Path, refuses) -> None:
 
 
 def test_metadata_renames_a_tensor_is_manifest_mismatch(run: Path, refuses) -> None:
-    damage.edit_metadata(run, lambda e: replace(e, fqn="model.other") if e.fqn == UP else e)
+    damage.edit_metadata(run, lambda e: replace(e, fqn="model.other", path=()) if e.fqn == UP else e)
     refuses(run, finding="manifest-mismatch", exit_code=2, conversions=("gather",))
 
 

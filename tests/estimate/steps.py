@@ -6,6 +6,10 @@ PyTorch's tracker counts real tensors.
 
 from __future__ import annotations
 
+import tempfile
+
+from ckpt_tools.walls import Walls, behind_walls
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -22,6 +26,11 @@ BATCH, TOKENS = 2, 256
 _ON_HOST = ("Sharded Param", "Sharded Grad", "OptState", "Buffer")
 
 
+def walls():
+    """Return walls for a process that goes on afterwards."""
+    return Walls(subject="a model", where="config", scratch=tempfile.gettempdir())
+
+
 def case_of(job):
     """Return the case that a job stands for: fields of a `Case`, the mesh as text."""
     from ckpt_tools.estimate import Case
@@ -36,7 +45,8 @@ def predict(rank, world_size, jobs):
     from ckpt_tools.smoke.hf_recipe import HfRecipe
 
     recipe = HfRecipe(CONFIG, "config")
-    return [track(recipe, case_of(job)) for job in jobs]
+    with behind_walls(walls()):
+        return [track(recipe, case_of(job)) for job in jobs]
 
 
 def sizes(rank, world_size):
@@ -44,7 +54,8 @@ def sizes(rank, world_size):
     from ckpt_tools.estimate.model import figures_of
     from ckpt_tools.smoke.hf_recipe import HfRecipe
 
-    return figures_of(HfRecipe(CONFIG, "config"))
+    with behind_walls(walls()):
+        return figures_of(HfRecipe(CONFIG, "config"))
 
 
 def notes(rank, world_size, tokens):
@@ -53,7 +64,8 @@ def notes(rank, world_size, tokens):
     from ckpt_tools.estimate.model import notes_of
     from ckpt_tools.smoke.hf_recipe import HfRecipe
 
-    return notes_of(HfRecipe(CONFIG, "config"), Case(seq_len=tokens))
+    with behind_walls(walls()):
+        return notes_of(HfRecipe(CONFIG, "config"), Case(seq_len=tokens))
 
 
 def train(rank, world_size, jobs):

@@ -218,7 +218,8 @@ def test_push_file_with_a_token_in_it_is_refused(hub: Hub, push_json, model: Pat
     (model / "trainer.yaml").write_text(f"output_dir: out\nhub_token: {secret}\n")
     for options in ((), ("-n",), ("--include", "*.yaml")):
         error = push_json(model, "me/model", *options, code=2)
-        assert (error["where"], "access token" in error["what"]) == ("trainer.yaml", True)
+        assert error["where"] == "trainer.yaml, line 2"
+        assert "token" in error["what"]
         assert secret not in str(error)
     assert hub.repos == {}
     push_json(model, "me/model", "--exclude", "trainer.yaml")  # as the hint says

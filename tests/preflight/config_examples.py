@@ -301,6 +301,7 @@ EXAMPLES: Mapping[str, tuple[str, int | None, dict[str, Any]]] = {
             "activation_checkpointing": True,
             "adapter": AdapterSpec(kind="lora", rank=32, alpha=64.0, targets=("q_proj", "v_proj")),
             "optimizer": "AdamW",
+            "model": "Qwen/Qwen3-4B",  # the default of ${MODEL:-…}
             "seq_len": 1536,
             "batch_size": 8,
             "state_dict_type": "SHARDED_STATE_DICT",

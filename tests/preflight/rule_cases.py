@@ -549,6 +549,12 @@ CASES: tuple[RuleCase, ...] = (
         near={"fsdp_config.version": 2},
     ),
     RuleCase(
+        rule="CKPT025",
+        framework="axolotl",
+        fires={"fsdp_version": DROP, "fsdp": ["full_shard", "auto_wrap"], "fsdp_config.reshard_after_forward": DROP},
+        near={"fsdp_version": 2},
+    ),
+    RuleCase(
         rule="CKPT026",
         framework="accelerate",
         fires={"fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER"},
@@ -1246,5 +1252,29 @@ CASES: tuple[RuleCase, ...] = (
         fires={"gradient_checkpointing": True, "fsdp_config.activation_checkpointing": True},
         near={"fsdp_config.activation_checkpointing": True},
     ),
+    # 10x
+    RuleCase(rule="CKPT100", framework="axolotl", fires={"sequence_len": 8_192_000_000}, near={"sequence_len": 8192}),
+    RuleCase(rule="CKPT100", framework="axolotl", fires={"micro_batch_size": 2**31}, near={"micro_batch_size": 2}),
+    RuleCase(
+        rule="CKPT100",
+        framework="trainer",
+        fires={"use_peft": True, "lora_r": 10**9},
+        near={"use_peft": True, "lora_r": 16},
+    ),
+    RuleCase(
+        rule="CKPT101",
+        framework="axolotl",
+        fires={"gradient_accumulation_steps": 0},
+        near={"gradient_accumulation_steps": 1},
+    ),
+    RuleCase(
+        rule="CKPT101",
+        framework="verl",
+        fires={"actor_rollout_ref.model.lora_rank": -8},
+        near={"actor_rollout_ref.model.lora_rank": 0},
+    ),
+    RuleCase(rule="CKPT101", framework="openrlhf", fires={"train_batch_size": "0"}, near={"train_batch_size": "128"}),
+    RuleCase(rule="CKPT102", framework="torchtitan", fires={"optimizer.lr": -1e-5}, near={"optimizer.lr": 1e-5}),
+    RuleCase(rule="CKPT102", framework="trainer", fires={"learning_rate": "-2e-5"}, near={"learning_rate": "2e-5"}),
 )
 """A case of every rule."""

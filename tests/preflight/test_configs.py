@@ -67,34 +67,34 @@ def test_keys_of_a_spec_lead_to_options_in_the_file(name: str) -> None:
     ("values", "where", "near", "severity"),
     [
         (ACCELERATE | {"num_proceses": 4}, "num_proceses", "num_processes", "error"),
-        (ACCELERATE | {"fsdp_config": {"fsdp_versoin": 2}}, "fsdp_config.fsdp_versoin", "fsdp_version", "warning"),
-        (ACCELERATE | {"fsdp_config": {"versoin": 2}}, "fsdp_config.versoin", "version", "warning"),
+        (ACCELERATE | {"fsdp_config": {"fsdp_versoin": 2}}, "fsdp_config.fsdp_versoin", "fsdp_version", "error"),
+        (ACCELERATE | {"fsdp_config": {"versoin": 2}}, "fsdp_config.versoin", "version", "error"),
         (
             ACCELERATE | {"fsdp_config": {"fsdp_cpu_offload": 1}},
             "fsdp_config.fsdp_cpu_offload",
             "fsdp_offload_params",
-            "warning",
+            "error",
         ),
-        (AXOLOTL | {"adaptor": "lora"}, "adaptor", "adapter", "warning"),
+        (AXOLOTL | {"adaptor": "lora"}, "adaptor", "adapter", "error"),
         (
             {"output_dir": "o", "fsdp": True, "fsdp_config": {"offload_params": True}},
             "fsdp_config.offload_params",
             "cpu_offload",
-            "warning",
+            "error",
         ),
-        ({"output_dir": "o", "gradient_checkpoint": True}, "gradient_checkpoint", "gradient_checkpointing", "warning"),
+        ({"output_dir": "o", "gradient_checkpoint": True}, "gradient_checkpoint", "gradient_checkpointing", "error"),
         ({"output_dir": "o", "favourite_colour": "red"}, "favourite_colour", None, "info"),
         (
             {"parallelism": {"tensor_parallel_degre": 2, "data_parallel_shard_degree": 1}},
             "parallelism.tensor_parallel_degre",
             "tensor_parallel_degree",
-            "warning",
+            "error",
         ),
         (
             {"config": {"process": [{"train": {"gradient_checkpoint": True}}]}},
             "config.process[0].train.gradient_checkpoint",
             "gradient_checkpointing",
-            "warning",
+            "error",
         ),
         (
             {"actor_rollout_ref": {"actor": {"fsdp_config": {"fsdp_sise": 1}}}},
@@ -201,9 +201,25 @@ def test_keys_of_hostile_names_are_escaped(tmp_path: Path) -> None:
     assert "\x1b" not in finding.where + finding.what + str(finding.hint)
 
 
+def test_unknown_keys_that_are_no_errors_are_one_finding_and_hide_none(tmp_path: Path) -> None:
+    config = read(
+        tmp_path, AXOLOTL | {"hello": 1, "swanlab_x": 2, "dataset_prepared_pth": 3, "context_parapllel_size": 2}
+    )
+    error, others = config.findings
+    assert (error.severity, error.where, error.hint) == (
+        "error",
+        "context_parapllel_size",
+        "write context_parallel_size",
+    )
+    assert (others.severity, others.code) == ("warning", "unknown-key")
+    assert others.what.startswith("3 keys are not known: dataset_prepared_pth (dataset_prepared_path?), hello")
+
+
 def test_thousands_of_unknown_keys_are_not_all_reported(tmp_path: Path) -> None:
-    config = read(tmp_path, ACCELERATE | {f"key{i}": i for i in range(1000)})
-    assert 100 < len(config.findings) <= 200
+    config = read(tmp_path, ACCELERATE | {f"num_proceses{'x' * i}": i for i in range(1000)})
+    assert len(config.findings) <= 200
+    (finding,) = read(tmp_path, ACCELERATE | {f"key{i}": i for i in range(1000)}).findings
+    assert (finding.severity, len(finding.what) < 300) == ("warning", True)
 
 
 # Whose it is

@@ -46,6 +46,14 @@ def test_guide_shows_what_is_wrong_with_the_wrong_config(tmp_path, capsys, monke
     assert capsys.readouterr().out == shown(f"ckpt {argv}")
 
 
+def test_guide_shows_what_is_said_of_a_config_that_is_not_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sft.yaml").write_text("stage: sft\nfinetuning_type: lora\noutput_dir: saves\n")
+    argv = "preflight sft.yaml --no-smoke --quiet"
+    assert main(argv.split()) == 3
+    assert capsys.readouterr().out == shown(f"ckpt {argv}")
+
+
 def test_guide_shows_what_is_wrong_with_the_names_of_a_checkpoint(tmp_path, monkeypatch):
     import transformers
     from smoke.makers import TEXT

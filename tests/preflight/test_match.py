@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 import warnings
 from contextlib import nullcontext
 
@@ -14,10 +16,11 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ckpt_tools import api
+from ckpt_tools import api, children
 from ckpt_tools.layout import Shard, cut_tensor, parse_mesh
 from ckpt_tools.opening import open_path
 from ckpt_tools.preflight import match
+from ckpt_tools.preflight.comparison import facts_from_json, facts_to_json
 from ckpt_tools.preflight.match import check_checkpoint, look_at_model
 from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.model_facts import read_facts
@@ -42,17 +45,25 @@ def models(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    """Compare in this process, which has imported torch; what is passed is what JSON holds."""
-    from ckpt_tools.preflight import meta_model
+    """Compare in a copy of this process, which has imported torch; what is passed is what JSON holds."""
+    from ckpt_tools.preflight import meta_model  # noqa: F401 - imported once, for all copies
 
     class Here(nullcontext):
-        def __init__(self, function, job, *, does):
+        def __init__(self, function, job, *, does, walled):
             assert function == match.COMPARE
+            assert walled
             super().__init__(self)
             self.job = job
 
         def result(self):
-            return json.loads(json.dumps(meta_model.compare(json.loads(json.dumps(self.job)))))
+            with tempfile.TemporaryDirectory() as directory:
+                pid = os.fork()
+                if pid == 0:
+                    job = {"function": match.COMPARE, "job": json.loads(json.dumps(self.job)), "parent": os.getppid()}
+                    children.serve(directory, job)
+                    os._exit(0)
+                os.waitpid(pid, 0)
+                return children.read_answer(directory)
 
     monkeypatch.setattr(match, "Child", Here)
 
@@ -488,4 +499,6 @@ def test_look_at_model_counts_parameters_without_a_checkpoint(models):
 
 
 def test_facts_come_back_from_the_other_process_as_they_were(models):
-    assert look_at_model(str(models / "moe")).facts == read_facts(str(models / "moe"))
+    facts = look_at_model(str(models / "moe")).facts
+    assert facts_from_json(json.loads(json.dumps(facts_to_json(facts)))) == facts
+    assert facts.where == read_facts(str(models / "moe")).where

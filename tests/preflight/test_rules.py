@@ -36,6 +36,7 @@ from preflight.rule_cases import (
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.preflight.configs import read_config
+from ckpt_tools.preflight.match import look_at_model
 from ckpt_tools.preflight.model_facts import ModelFacts, facts_of, read_facts
 from ckpt_tools.preflight.rules import CATALOGUE, RULES, check_rules, render_rules
 from ckpt_tools.preflight.spec import ParallelSpec
@@ -73,7 +74,8 @@ def check(
     config = read_config(str(path), framework=framework, world_size=world_size)
     facts = None
     if model is not None:
-        facts = read_facts(write_model(tmp_path / "the-model", model, weights), build=build)
+        directory = write_model(tmp_path / "the-model", model, weights)
+        facts = look_at_model(directory).facts if build else read_facts(directory)
     return check_rules(config, facts)
 
 
@@ -83,6 +85,10 @@ def ids(findings: tuple[Finding, ...]) -> list[str]:
 
 def name_of(case: RuleCase) -> str:
     return f"{case.rule}-{case.framework}"
+
+
+READ: dict[str, Any] = {"unread": frozenset(), "unread_fields": frozenset(), "hides_options": False}
+"""Of a config in which nothing is left to variables."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -279,7 +285,7 @@ def test_facts_come_from_the_config_alone_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from ckpt_tools.preflight.model_facts import read_facts;"
         "from ckpt_tools.preflight.rules import check_rules, render_rules;"
-        f"facts = read_facts({path!r}, build=False); render_rules();"
+        f"facts = read_facts({path!r}); render_rules();"
         "print(facts.num_heads, facts.num_kv_heads, facts.blocks, facts.dtype, facts.module_classes);"
         "assert not {'torch', 'transformers', 'accelerate', 'typer'} & set(sys.modules)"
     )
@@ -293,7 +299,8 @@ def test_facts_of_a_built_model_are_its_own(tmp_path: Path) -> None:
 
     path = write_model(tmp_path / "model", TIED)
     model = LlamaForCausalLM(LlamaConfig(**TIED))
-    facts = read_facts(path)
+    facts = look_at_model(path).facts
+    assert facts is not None
     assert facts.shapes == {name: tuple(one.shape) for name, one in model.named_parameters()}
     assert facts.module_classes is not None
     assert set(facts.module_classes) == {type(one).__name__ for one in model.modules()}
@@ -304,7 +311,7 @@ def test_facts_of_a_built_model_are_its_own(tmp_path: Path) -> None:
 
 def test_facts_of_weights_beside_the_config_come_from_their_headers(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", LLAMA, {"a.weight": (3, 5), "b": (7,)})
-    facts = read_facts(path, build=False)
+    facts = read_facts(path)
     assert facts.shapes == {"a.weight": (3, 5), "b": (7,)}
     assert facts.stored == {"a.weight", "b"}
     assert facts.num_params == 22
@@ -424,7 +431,7 @@ def test_rules_on_values_of_any_type_never_fail(framework: str, tmp_path: Path) 
                 values = edited(framework, {option: value})
             except (AttributeError, TypeError, KeyError):
                 continue
-            config = SimpleNamespace(framework=framework, values=values, spec=spec)
+            config = SimpleNamespace(framework=framework, values=values, spec=spec, **READ)
             for finding in check_rules(config, facts):
                 assert finding.what
                 assert finding.hint
@@ -444,7 +451,7 @@ def test_rules_on_any_size_of_an_axis_never_fail(framework: Any, axis: str) -> N
                     world_size=world_size,
                     axes={axis: size, "dp_shard": 2} if axis != "dp_shard" else {axis: size},
                 )
-                check_rules(SimpleNamespace(framework=framework, values=RIGHT[framework], spec=spec), facts)
+                check_rules(SimpleNamespace(framework=framework, values=RIGHT[framework], spec=spec, **READ), facts)
 
 
 FIXTURES = Path(__file__).parent / "fixtures"

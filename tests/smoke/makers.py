@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 TEXT = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -67,3 +70,20 @@ def make(directory, *kinds):
     for kind in kinds or builders:
         torch.manual_seed(0)
         builders[kind]().save_pretrained(f"{directory}/{kind}")
+
+
+def load_by_dcp(model, checkpoint, works):
+    """Load a checkpoint into a live transformers model as a trainer would: `works` says whether that must succeed."""
+    import pytest
+    import torch.distributed.checkpoint as dcp
+    import transformers
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    names = json.loads((Path(model) / "config.json").read_text())["architectures"]
+    live = getattr(transformers, names[0]).from_pretrained(model)
+    state = live.state_dict()
+    if works:
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        return
+    with pytest.raises(CheckpointException, match="Missing key"):
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)

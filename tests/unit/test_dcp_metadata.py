@@ -258,8 +258,58 @@ def test_parse_metadata_keeps_tied_items_apart_by_name() -> None:
     tied = metadata_of(fqn="tied")
     metadata.state_dict_metadata |= tied.state_dict_metadata
     metadata.storage_data |= tied.storage_data
+    metadata.planner_data |= tied.planner_data
     first, second = parse(metadata).tensors
     assert first.chunks == second.chunks
+
+
+# Names and the keys that lead to them
+
+
+def test_names_are_held_against_their_keys(tmp_path) -> None:
+    dcp.save({"model": {"1.weight": torch.ones(3), "1.bias": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    raw = (tmp_path / ".metadata").read_bytes()
+    assert parse_metadata(raw).single_names == 0
+    with pytest.raises(UnreadableError, match=r"'model\.1\.wmight' has the keys of 'model\.1\.weight'"):
+        parse_metadata(raw.replace(b"model.1.weight", b"model.1.wmight"))
+    with pytest.raises(UnreadableError, match=r"'model\.1\.weight' has the keys of 'model\.1\.wmight'"):
+        parse_metadata(raw.replace(b"\x081.weight", b"\x081.wmight"))
+
+
+def test_name_without_keys_among_names_with_keys_is_refused() -> None:
+    metadata = metadata_of()
+    other = metadata_of(fqn="other")
+    metadata.state_dict_metadata |= other.state_dict_metadata
+    metadata.storage_data |= other.storage_data
+    with pytest.raises(UnreadableError, match="'other' has no keys in planner_data"):
+        parse(metadata)
+
+
+def test_metadata_without_the_field_planner_data_is_refused() -> None:
+    metadata = metadata_of()
+    metadata.qlanner_data = metadata.__dict__.pop("planner_data")
+    with pytest.raises(UnreadableError, match="no planner_data"):
+        parse(metadata)
+
+
+@pytest.mark.parametrize(
+    "planner_data",
+    [None, {}, "text", {"step": 3}, {"foo_w": ("w",)}, {"w": "w"}, {"w": ("w",), "gone.0": ("gone", 0)}],
+    ids=["none", "empty", "text", "numbers", "other names", "no paths", "more names"],
+)
+def test_planner_data_of_another_planner_is_no_damage(planner_data: object) -> None:
+    metadata = metadata_of()
+    metadata.planner_data = planner_data
+    assert [entry.fqn for entry in parse(metadata).tensors] == ["w"]
+
+
+def test_single_names_are_those_that_one_string_of_the_file_makes(tmp_path) -> None:
+    dcp.save({"a.weight": torch.ones(3), "b.weight": torch.ones(2), "n": 1}, checkpoint_id=tmp_path, no_dist=True)
+    parsed = parse_metadata((tmp_path / ".metadata").read_bytes())
+    assert parsed.single_names == 3
+    again = parse_metadata(build_metadata(parsed.tensors, parsed.blobs))
+    assert [entry.fqn for entry in again.tensors] == ["a.weight", "b.weight"]
+    assert again.single_names == 1  # a name of one character is one object wherever it stands
 
 
 # Refused

@@ -160,3 +160,14 @@ def test_safetensors_of_several_models_need_a_choice(tmp_path: Path) -> None:
 def test_names_of_weights_and_assets(name: str, weights: bool, asset: bool) -> None:
     assert is_weights(name) == weights
     assert is_hf_asset(name) == asset
+
+
+def test_verl_hint_points_at_weights_only_where_there_are_some() -> None:
+    rank = {"model_world_size_1_rank_0.pt": 9, "huggingface/config.json": 2}
+    with pytest.raises(UnreadableError) as caught:
+        detect(rank, path="run/actor/")
+    assert "huggingface" not in str(caught.value.hint)
+    assert "python -m verl.model_merger merge --backend fsdp --local_dir run/actor " in str(caught.value.hint)
+    with pytest.raises(UnreadableError) as caught:
+        detect(rank | {"huggingface/model.safetensors": 9}, path="run/actor")
+    assert caught.value.hint == "use run/actor/huggingface, which holds the model's weights"

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import importlib
 import json
+import pickle
 import re
 import tracemalloc
 from functools import reduce
 from pathlib import Path
 
 import pytest
+import torch
 from samples import shard_model
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import ckpt_tools.opening
 from ckpt_tools import api
@@ -27,7 +37,9 @@ from ckpt_tools.checkpoint import (
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats._json import parse_json
+from ckpt_tools.formats.dcp_metadata import parse_metadata
 from ckpt_tools.formats.inert_pickle import PickleLimits, parse_pickle
+from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.plan import check_names
 from ckpt_tools.text import MAX_SHOWN_CHARS, escape_name
 
@@ -226,3 +238,37 @@ def test_pickle_opcodes_are_counted_exactly(num_opcodes: int) -> None:
     assert isinstance(_parse(body, max_opcodes=opcodes), list)
     with pytest.raises(LimitError, match="opcodes"):
         _parse(body, max_opcodes=opcodes - 1)
+
+
+DENSE = {
+    "dicts": b"}" * 20_000_000,
+    "memoised dicts": b"}\x94" * 10_000_000,
+    "tuples of dicts": b"(}}}t" * 4_000_000,
+    "dicts of dicts": b"}K\x00}s" * 4_000_000,
+    "lists": b"]" * 20_000_000,
+    "calls": b"ctorch\nSize\nq\x00" + b"h\x00)R" * 5_000_000,
+}
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_twenty_megabytes_of_small_objects_are_refused_at_once(kind: str) -> None:
+    data = b"\x80\x02](" + DENSE[kind] + b"e."
+    before = peak_rss_bytes()
+    with pytest.raises(LimitError, match="more containers and objects"):
+        parse_pickle(data, allowed_globals=frozenset({"torch.Size"}))
+    assert peak_rss_bytes() - before < 32 << 20
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_real_metadata_with_short_names_is_far_from_the_limit(protocol: int) -> None:
+    entries, paths, places = {}, {}, {}
+    for i in range(3000):
+        name, dims = str(i), torch.Size((i,))
+        properties = TensorProperties(dtype=torch.float32)
+        entries[name] = TensorStorageMetadata(properties, dims, [ChunkStorageMetadata(torch.Size((0,)), dims)])
+        paths[name] = (name,)
+        places[MetadataIndex(name, torch.Size((0,)), 0)] = _StorageInfo("__0_0.distcp", i << 20, 1 << 20)
+    data = pickle.dumps(Metadata(entries, paths, places), protocol)
+    assert len(parse_metadata(data).tensors) == 3000
+    with pytest.raises(LimitError):
+        parse_metadata(data, limits=PickleLimits(bytes_per_container=64))

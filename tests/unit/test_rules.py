@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -17,15 +18,18 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.layout import Box, Mesh, Replicate, Shard
 from ckpt_tools.rules import (
     Rule,
+    check_quantization,
     compile_glob,
     cut_entry,
+    find_tp_plan,
     parse_rules,
     parse_set,
     place_tensors,
     tp_plan_rules,
 )
 from ckpt_tools.rules.rule import STYLES
-from ckpt_tools.rules.tp_plan import LLAMA_FAMILY, _built_in_plan, _transformers_plan
+from ckpt_tools.rules.tp_plan import LLAMA_FAMILY, _built_in_plan
+from ckpt_tools.walls import Walls, behind_walls
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 FSDP_TP = Mesh((("dp_shard", 2), ("tp", 2)))
@@ -451,9 +455,20 @@ def llama_config(**changes):
     )
 
 
+def plan_rules(config, names):
+    """Return the rules of transformers' plan, found in this process."""
+    check_quantization(config)
+    return tp_plan_rules(config, names, found_plan(config))
+
+
+def found_plan(config):
+    with behind_walls(Walls(subject="a model", where="config.json", scratch=tempfile.gettempdir())):
+        return find_tp_plan(config)
+
+
 def placed_by_plan(config, names):
     tensors = [tensor(name, *(8,) if "norm" in name else (8, 8)) for name in names]
-    placed = place_tensors(tensors, Mesh((("tp", 2),)), tp_plan_rules(config, names))
+    placed = place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(config, names))
     return {name: str(placements["tp"]) for name, placements in placed.items() if placements}
 
 
@@ -507,7 +522,7 @@ def test_tp_plan_rules_qwen3_moe_packed_experts_are_refused():
         moe_intermediate_size=8,
     )
     with pytest.raises(UsageError, match="packed_colwise") as caught:
-        tp_plan_rules(config, LLAMA_NAMES)
+        plan_rules(config, LLAMA_NAMES)
     assert "--rules" in caught.value.hint
 
 
@@ -525,26 +540,26 @@ def test_tp_plan_rules_qwen3_moe_packed_experts_are_refused():
 )
 def test_tp_plan_rules_impossible_config_is_refused(changes, fragment):
     with pytest.raises(UsageError, match=fragment):
-        tp_plan_rules(llama_config(**changes), LLAMA_NAMES)
+        plan_rules(llama_config(**changes), LLAMA_NAMES)
 
 
 def test_tp_plan_rules_model_without_a_plan_is_refused():
     config = {"model_type": "bert", "architectures": ["BertModel"], "num_hidden_layers": 1}
     with pytest.raises(UsageError, match="no tensor-parallel plan for BertModel") as caught:
-        tp_plan_rules(config, ["embeddings.word_embeddings.weight"])
+        plan_rules(config, ["embeddings.word_embeddings.weight"])
     assert "--rules" in caught.value.hint
 
 
 def test_tp_plan_rules_foreign_names_are_refused():
     with pytest.raises(UsageError, match="none of the names of the plan"):
-        tp_plan_rules(llama_config(), ["transformer.h.0.attn.c_attn.weight"])
+        plan_rules(llama_config(), ["transformer.h.0.attn.c_attn.weight"])
 
 
 @pytest.mark.parametrize("model_type", LLAMA_FAMILY)
 def test_built_in_plan_equals_that_of_transformers(model_type):
     architecture = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
     config = llama_config(model_type=model_type, architectures=[f"{architecture}ForCausalLM"])
-    ours, theirs = _built_in_plan(config), _transformers_plan(config)
+    ours, theirs = _built_in_plan(config), found_plan(config)
     uncut = {key for key, style in theirs.styles.items() if STYLES[style] == "whole"}
     assert ours.styles == {key: style for key, style in theirs.styles.items() if key not in uncut}
     assert (ours.may_lack, ours.base_prefix) == (theirs.may_lack, theirs.base_prefix)
@@ -556,10 +571,10 @@ sys.modules["transformers"] = None  # as if it were not installed
 from ckpt_tools.errors import UsageError
 from ckpt_tools.rules import tp_plan_rules
 config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-for rule in tp_plan_rules(config, ["model.layers.0.self_attn.q_proj.weight"]):
+for rule in tp_plan_rules(config, ["model.layers.0.self_attn.q_proj.weight"], None):
     print(rule.match, rule.style, rule.optional)
 try:
-    tp_plan_rules(config | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, [])
+    tp_plan_rules(config | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, [], None)
 except UsageError as error:
     print(error.what, "|", error.hint)
 """

@@ -93,10 +93,21 @@ def test_destination_that_exists_is_refused_before_anything_is_made(tmp_path: Pa
     assert staging_left(tmp_path) == []
 
 
-def test_destination_whose_parent_is_missing_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        Staging(str(tmp_path / "no" / "out"), overwrite=False)
-    assert caught.value.hint == f"mkdir -p {tmp_path / 'no'}"
+def test_missing_parents_are_removed_with_what_was_discarded_and_stay_with_what_is_kept(tmp_path: Path) -> None:
+    for is_kept in (False, True):
+        staging = Staging(str(tmp_path / "gone" / "deep" / "out"), overwrite=False)
+        staging.begin("fingerprint")
+        if is_kept:
+            staging.keep()
+        else:
+            staging.discard()
+        assert (tmp_path / "gone").exists() == is_kept
+
+
+def test_destination_below_a_file_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UsageError, match="not a directory"):
+        Staging(str(tmp_path / "file" / "out"), overwrite=False)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

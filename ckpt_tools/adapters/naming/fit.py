@@ -48,7 +48,7 @@ class Fitting:
         if module.family == "full" and "diff_b" in module.factors:
             raise refuse(module, "it changes the bias as well, which no LoRA does")
         found = equivalents.as_lora(module, conv_shape(module), svd_rank=self.svd_rank)
-        self._count(found.how)
+        self.count(found.how)
         self._add_error(module.path, found.error)
         return found.module
 
@@ -64,7 +64,7 @@ class Fitting:
             for role in ("B", "B_bias"):
                 if role in factors:
                     factors[role] = self._times(module, role, scale)
-            self._count("alpha/r multiplied into B")
+            self.count("alpha/r multiplied into B")
         return replace(
             module,
             factors=factors,
@@ -79,7 +79,7 @@ class Fitting:
         if scale == 1.0:
             return module
         role = "w1" if "w1" in module.factors else "w1_a"
-        self._count("alpha/r multiplied into w1")
+        self.count("alpha/r multiplied into w1")
         return replace(module, factors={**module.factors, role: self._times(module, role, scale)})
 
     def _times(self, module: Module, role: str, scale: float) -> Array:
@@ -107,7 +107,7 @@ class Fitting:
             return module
         source = module.alpha.source if module.alpha is not None else ""
         if module.use_rslora:
-            self._count("rsLoRA's scale alpha/√r was written as a larger alpha")
+            self.count("rsLoRA's scale alpha/√r was written as a larger alpha")
             source = f"{source}, times √r"
         scaled = replace(
             module, rank=Sourced(rank, "factors"), alpha=Sourced(scale_of(module) * rank, source), use_rslora=False
@@ -137,6 +137,11 @@ class Fitting:
         setting = Setting(convention=self.convention)
         return magnitude_is_by_column(module, tuple(module.factors["magnitude"].shape), (rows, columns), setting)
 
+    def note(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def finish(self) -> tuple[str, ...]:
         """Return the notes, one per kind of conversion."""
         counted = [f"{text} ({count} module{'s' if count > 1 else ''})" for text, count in self._conversions.items()]
@@ -150,7 +155,8 @@ class Fitting:
         if error > _FLOAT32:
             self.errors[path] = max(error, self.errors.get(path, 0.0))
 
-    def _count(self, text: str) -> None:
+    def count(self, text: str) -> None:
+        """Note that something was done to a module."""
         self._conversions[text] = self._conversions.get(text, 0) + 1
 
 

@@ -33,11 +33,11 @@ class InexpressibleError(UsageError):
     """What is asked for cannot be said exactly in the factors that the target has."""
 
 
-def refuse(module: Module, reason: str) -> InexpressibleError:
+def refuse(module: Module, reason: str, hint: str | None = None) -> InexpressibleError:
     """Return the error that `module` cannot be written, and why."""
     kind = "DoRA" if module.is_dora else module.family
     return InexpressibleError(
-        f"{escape_name(module.path)!r} ({kind}) cannot be written: {reason}", where=escape_name(module.path)
+        f"{escape_name(module.path)!r} ({kind}) cannot be written: {reason}", where=escape_name(module.path), hint=hint
     )
 
 

@@ -9,12 +9,15 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter, Family
 from ckpt_tools.adapters.naming import suffixes
-from ckpt_tools.adapters.naming.architecture import Architecture
+from ckpt_tools.adapters.naming.architecture import Architecture, Part
+from ckpt_tools.adapters.naming.comfyui import DORA_SCALE, comfyui_module
 from ckpt_tools.adapters.naming.fit import Fitting, require
 from ckpt_tools.adapters.naming.lokr import place_lokr
 from ckpt_tools.adapters.naming.metadata import diffusers_metadata, kohya_metadata
+from ckpt_tools.adapters.naming.of_base import BaseFamily
 from ckpt_tools.adapters.naming.placing import Placed, in_diffusers, in_native, place_all
 from ckpt_tools.adapters.naming.rows import Module, refuse
+from ckpt_tools.adapters.naming.rule import Names
 from ckpt_tools.adapters.naming.written import Written, file_name
 from ckpt_tools.arrays import Array
 
@@ -32,8 +35,26 @@ def to_diffusers(adapter: Adapter[Array], architecture: Architecture, fitting: F
     whole = place_lokr(places, architecture) if fitting.may_fuse else None
     if whole is not None:
         return _lokr_file(whole, fitting)
-    placed = in_diffusers(places, as_lora=fitting.as_lora)
-    fitted = [replace(each, module=_for_diffusers(each, architecture, fitting)) for each in placed]
+    return _diffusers_file(in_diffusers(places, as_lora=fitting.as_lora), architecture.title, fitting)
+
+
+def to_diffusers_unchanged(adapter: Adapter[Array], base: BaseFamily, fitting: Fitting) -> Written:
+    """Write loras of a model without tables under its own module names.
+
+    Raises:
+        UsageError: A module that diffusers does not load.
+    """
+    return _diffusers_file(_unchanged(adapter, base), base.title, fitting)
+
+
+def _unchanged(adapter: Adapter[Array], base: BaseFamily) -> list[Placed]:
+    """Place modules where they are: their paths are those of the base."""
+    part = Part(component=base.component or "transformer", names=Names(()), comfyui="diffusion_model", kohya=())
+    return [Placed(part=part, module=module) for module in adapter.modules]
+
+
+def _diffusers_file(placed: list[Placed], title: str, fitting: Fitting) -> Written:
+    fitted = [replace(each, module=_for_diffusers(each, title, fitting)) for each in placed]
     tensors: dict[str, Array] = {}
     for each in fitted:
         table = suffixes.TEXT_ENCODER if each.part.is_encoder else suffixes.PEFT
@@ -58,10 +79,10 @@ def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
     )
 
 
-def _for_diffusers(placed: Placed, architecture: Architecture, fitting: Fitting) -> Module:
+def _for_diffusers(placed: Placed, title: str, fitting: Fitting) -> Module:
     module = placed.module
     if not placed.part.is_in_diffusers:
-        raise refuse(module, f"diffusers loads no adapter of {placed.part.component} of {architecture.title}")
+        raise refuse(module, f"diffusers loads no adapter of {placed.part.component} of {title}")
     module = fitting.as_lora(module)
     if "A_embedding" in module.factors:
         raise refuse(module, "diffusers loads no adapter of an embedding")
@@ -84,6 +105,11 @@ def to_kohya(adapter: Adapter[Array], architecture: Architecture, fitting: Fitti
     tensors: dict[str, Array] = {}
     for each in placed:
         require(each, suffixes.LYCORIS, "kohya")
+        if each.module.is_dora and not fitting.has_columns(each.module):
+            fitting.note(
+                "dora_scale is LyCORIS', which divides by the norm of W+ΔW; ComfyUI divides by that of W "
+                "(its PR #15458 is open): for ComfyUI use --to comfyui --base DIR"
+            )
         name = f"{each.part.kohya[0]}_{each.module.path.replace('.', '_')}"
         _put(tensors, name, each.module, suffixes.LYCORIS)
         _put_alpha(tensors, name, each.module)
@@ -104,6 +130,29 @@ def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fit
     """
     placed = _native(adapter, architecture, fitting)
     is_bare = architecture.name == "flux2" and all(_is_plain(each.module) for each in placed)
+    return _comfyui_file(adapter, placed, architecture, fitting, is_bare=is_bare)
+
+
+SAME_IN_COMFYUI = frozenset({"QwenImageTransformer2DModel"})
+"""Models without tables whose modules ComfyUI calls as diffusers does.
+Source: ComfyUI, comfy/ldm/qwen_image/model.py, and comfy/lora.py `model_lora_keys_unet`, which maps
+`diffusion_model.<path>` of every model."""
+
+
+def to_comfyui_unchanged(adapter: Adapter[Array], base: BaseFamily, fitting: Fitting) -> Written:
+    """Write the modules of a model of `SAME_IN_COMFYUI` under its own names.
+
+    Raises:
+        UsageError: A module or family that ComfyUI has no name for.
+    """
+    placed = [replace(each, module=_for_lycoris(each.module, fitting)) for each in _unchanged(adapter, base)]
+    return _comfyui_file(adapter, placed, None, fitting, is_bare=False)
+
+
+def _comfyui_file(
+    adapter: Adapter[Array], placed: list[Placed], architecture: Architecture | None, fitting: Fitting, *, is_bare: bool
+) -> Written:
+    placed = [replace(each, module=comfyui_module(each.module, adapter, fitting)) for each in placed]
     tensors: dict[str, Array] = {}
     for each in placed:
         require(each, suffixes.LYCORIS, "ComfyUI")
@@ -117,6 +166,8 @@ def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fit
     metadata = kohya_metadata(placed, architecture, title=file.removesuffix(".safetensors"))
     if is_bare:
         metadata.pop("ss_network_alpha", None)
+    if DORA_SCALE in adapter.settings and any(each.module.is_dora for each in placed):
+        metadata[DORA_SCALE] = str(adapter.settings[DORA_SCALE].value)
     return Written(file=file, tensors=tensors, metadata=metadata, notes=fitting.finish(), errors=fitting.errors)
 
 

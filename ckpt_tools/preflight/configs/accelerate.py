@@ -14,6 +14,13 @@ from pydantic import PlainValidator
 
 from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.deepspeed_file import (
+    OFFLOAD_DEVICES,
+    DeepSpeedFile,
+    read_deepspeed,
+    without_file,
+    zero_strategy,
+)
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     STRATEGIES,
@@ -25,6 +32,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     with_plugin,
 )
 from ckpt_tools.preflight.configs.mesh import build_mesh
+from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, validate, words
 from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
@@ -47,6 +55,12 @@ _ASKED_FOR = -1
 """`num_processes` that the launcher is to be told. Source: `ClusterConfig`, `_validate_launch_command`."""
 
 
+def _arguments(prefix: str) -> frozenset[str]:
+    """Return the launcher's options that begin with a prefix, without it."""
+    options = known("accelerate", "arguments")
+    return frozenset(name.removeprefix(prefix) for name in options if name.startswith(prefix))
+
+
 def _distributed_type(value: object) -> str:
     if value is False:
         return "NO"  # a bare NO in YAML
@@ -58,7 +72,7 @@ def _distributed_type(value: object) -> str:
 class AccelerateFsdp(FsdpOptions):
     """`fsdp_config`; each key with or without `fsdp_`."""
 
-    known: ClassVar[frozenset[str]] = frozenset(("backward_prefetch", "forward_prefetch", "ignored_modules"))
+    known: ClassVar[frozenset[str]] = _arguments("fsdp_")
 
     instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
 
@@ -71,9 +85,8 @@ class Parallelism(Section):
     """`parallelism_config`."""
 
     known: ClassVar[frozenset[str]] = frozenset(
-        f"parallelism_config_{name}"
-        for name in ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable")
-    ) | {"parallelism_config_sp_attn_implementation"}
+        f"parallelism_config_{name}" for name in _arguments("parallelism_config_")
+    )
 
     parallelism_config_dp_replicate_size: Count | None = None
     parallelism_config_dp_shard_size: Count | None = None
@@ -85,11 +98,7 @@ class Parallelism(Section):
 class DeepSpeed(Section):
     """`deepspeed_config`."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher
-        deepspeed_moe_layer_cls_names gradient_accumulation_steps gradient_clipping offload_optimizer_nvme_path
-        offload_param_nvme_path zero3_init_flag zero3_save_16bit_model"""
-    )
+    known: ClassVar[frozenset[str]] = known("accelerate", "arguments")
 
     deepspeed_config_file: Word | None = None
     zero_stage: Count | None = None
@@ -101,12 +110,7 @@ class Accelerate(Section):
     """The file."""
 
     unknown: ClassVar[Severity | None] = "error"  # the launcher raises ValueError
-    known: ClassVar[frozenset[str]] = words(
-        """compute_environment debug downcast_bf16 dynamo_backend dynamo_config enable_cpu_affinity fp8_config gpu_ids
-        machine_rank main_process_ip main_process_port main_training_function megatron_lm_config mpirun_config
-        rdzv_backend same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone command_file
-        commands use_cpu fp16"""
-    )
+    known: ClassVar[frozenset[str]] = known("accelerate", "config")
 
     distributed_type: Annotated[str, PlainValidator(_distributed_type)] | None = None
     mixed_precision: Word | None = None
@@ -130,7 +134,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         world_size: Ranks; None for what the file says.
     """
     normal, spell = strip_prefix(values)
-    raw, findings = validate(Accelerate, normal, spell=spell)
+    raw, findings, counted = validate(Accelerate, normal, spell=spell)
     if values.get("distributed_type") is None:
         findings += (_no_type(),)
     if raw.num_processes is not None and raw.num_processes < 1 and raw.num_processes != _ASKED_FOR:
@@ -147,6 +151,9 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
     is_fsdp = engine in ("fsdp1", "fsdp2")
     speed = raw.deepspeed_config or DeepSpeed()
     is_speed = engine == "deepspeed"
+    own = _deepspeed(speed) if is_speed else DeepSpeedFile()
+    if not own.is_read:
+        counted = without_file(counted, "deepspeed_config.deepspeed_config_file")
     spec = ParallelSpec(
         framework="accelerate",
         engine=engine,
@@ -154,14 +161,14 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         axes=axes,
         # DeepSpeed makes the groups of its own sequence parallelism.
         mesh=None if engine == "other" or axes.get("sp", 1) > 1 else build_mesh(axes, world),
-        strategy=_zero_strategy(speed.zero_stage) if is_speed else None,
+        strategy=own.strategy,
         param_dtype=mixed,
         # FSDP averages in the dtype that computes; under DDP gradients are as wide as the parameters.
         reduce_dtype=mixed if is_fsdp else None,
         # What is trained is widened before it is sharded (`prepare_model`, `fsdp2_prepare_model`); ZeRO keeps a copy.
         master_dtype="f32" if mixed is not None and (is_fsdp or is_speed) else None,
-        offload_params=is_speed and speed.offload_param_device in ("cpu", "nvme"),
-        offload_optimizer=is_speed and speed.offload_optimizer_device in ("cpu", "nvme"),
+        offload_params=own.offload_params,
+        offload_optimizer=own.offload_optimizer,
         keys=_keys(values, axes, engine),
     )
     spec = with_plugin(
@@ -173,7 +180,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         reshard=options.reshard_after_forward,
         offloads=bool(options.offload_params),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
 
 
 def _no_type() -> Finding:
@@ -246,6 +253,12 @@ def _keys(values: Mapping[str, object], axes: Mapping[str, int], engine: Engine)
     return {field: path for field, path in paths.items() if path is not None}
 
 
-def _zero_strategy(stage: int | None) -> str | None:
-    """Return a ZeRO stage in the words of FSDP; stage 1 has none. The launcher's default is 2."""
-    return {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}.get(2 if stage is None else stage)
+def _deepspeed(speed: DeepSpeed) -> DeepSpeedFile:
+    """Return what `deepspeed_config` says, or the file that it names. The launcher's default is stage 2."""
+    if speed.deepspeed_config_file is not None and speed.deepspeed_config_file.lower() != "none":
+        return read_deepspeed(speed.deepspeed_config_file)
+    return DeepSpeedFile(
+        strategy=zero_strategy(2 if speed.zero_stage is None else speed.zero_stage),
+        offload_params=speed.offload_param_device in OFFLOAD_DEVICES,
+        offload_optimizer=speed.offload_optimizer_device in OFFLOAD_DEVICES,
+    )

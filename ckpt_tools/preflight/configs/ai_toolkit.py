@@ -114,7 +114,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         values: The file.
         world_size: Ranks; the file does not say.
     """
-    raw, findings = validate(AiToolkit, values)
+    raw, findings, counted = validate(AiToolkit, values)
     processes = (raw.config.process if raw.config is not None else None) or []
     if len(processes) != 1:
         findings += (_not_one(len(processes)),)
@@ -153,7 +153,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         resume_from=process.network.pretrained_lora_path if process.network is not None else None,
         keys=_keys(values),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
 
 
 def _engine(train: Train, world_size: int | None) -> Engine:

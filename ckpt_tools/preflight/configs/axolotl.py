@@ -1,6 +1,6 @@
 """axolotl's YAML.
 
-Source: axolotl, July 2026: `utils/schemas/` (fields and defaults; a key that is none is dropped silently),
+Source: axolotl 0.21: `utils/schemas/` (fields and defaults; a key that is none is dropped silently),
 `utils/schemas/validation.py:check_fsdp_version_in_fsdp_config` (a missing version is 1), `utils/distributed.py:
 _get_parallel_config_kwargs`, `utils/trainer.py:setup_fsdp_envs` and `prepare_optim_env`, `utils/config/__init__.py`
 (dtypes), `monkeypatch/accelerate/parallelism_config.py` (expert parallelism is an axis of its own, the outermost).
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ckpt_tools.preflight.configs.axolotl_names import NAMES
 from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.deepspeed_file import DeepSpeedFile, read_deepspeed, without_file
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     FsdpOptions,
     PluginDefaults,
@@ -23,17 +23,18 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     with_plugin,
 )
 from ckpt_tools.preflight.configs.mesh import build_mesh
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate, words
+from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 
 DEFAULTS = PluginDefaults(
-    version=1,
+    version=2,
     auto_wrap_policy="TRANSFORMER_BASED_WRAP",
     min_num_params=0,
     full_state_dict=True,
     cpu_ram_efficient_loading=False,
 )
-"""axolotl hands its options on to TrainingArguments, whose defaults these are, except for the version."""
+"""axolotl hands its options on to TrainingArguments, whose defaults these are."""
 ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")
 """Rank order."""
 _SIZES = {
@@ -48,10 +49,7 @@ _SIZES = {
 class AxolotlFsdp(FsdpOptions):
     """`fsdp_config`; keys with `fsdp_` are taken too."""
 
-    known: ClassVar[frozenset[str]] = words(
-        "cpu_offload_pin_memory final_state_dict_type mixed_precision_policy backward_prefetch forward_prefetch"
-        " limit_all_gathers sharding_strategy"
-    )
+    known: ClassVar[frozenset[str]] = known("axolotl", "fsdp_config")
 
     instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
 
@@ -61,7 +59,7 @@ class AxolotlFsdp(FsdpOptions):
 class Axolotl(Section):
     """The file."""
 
-    known: ClassVar[frozenset[str]] = NAMES
+    known: ClassVar[frozenset[str]] = known("axolotl", "config")
 
     base_model: Word | None = None
     adapter: Word | None = None
@@ -110,23 +108,29 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         world_size: Ranks; the file does not say.
     """
     normal, spell = strip_prefix(values)
-    raw, findings = validate(Axolotl, normal, spell=spell)
+    raw, findings, counted = validate(Axolotl, normal, spell=spell)
     options = raw.fsdp_config or AxolotlFsdp()
     engine = _engine(raw, options, values, world_size)
     axes = _axes(raw, engine)
     mesh = build_mesh(axes, world_size, order=ORDER)
     compute, stored, is_mixed = _dtypes(raw)
     is_fsdp = engine in ("fsdp1", "fsdp2")
+    speed = read_deepspeed(raw.deepspeed) if engine == "deepspeed" else DeepSpeedFile()
+    if not speed.is_read:
+        counted = without_file(counted, "deepspeed")
     spec = ParallelSpec(
         framework="axolotl",
         engine=engine,
         world_size=world_size,
         axes=axes,
         mesh=mesh,
+        strategy=speed.strategy,
         param_dtype=compute,
         reduce_dtype=compute if is_fsdp else None,
         # axolotl's own FSDP2 does not widen what it loads, accelerate's FSDP1 does.
         master_dtype="f32" if engine == "fsdp1" and is_mixed else stored,
+        offload_params=speed.offload_params,
+        offload_optimizer=speed.offload_optimizer,
         activation_checkpointing=any(
             word is not None and as_truth(word) is not False
             for word in (raw.gradient_checkpointing, raw.activation_checkpointing)
@@ -148,12 +152,13 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         reshard=options.reshard_after_forward,
         offloads=bool(options.offload_params),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
 
 
 def _engine(raw: Axolotl, options: AxolotlFsdp, values: Mapping[str, object], world_size: int | None) -> Engine:
     if raw.fsdp or values.get("fsdp_config"):
-        version = raw.fsdp_version or options.version or DEFAULTS.version
+        # Releases that take the list `fsdp` mean FSDP1 by a missing version; 0.20 and later have none but FSDP2.
+        version = raw.fsdp_version or options.version or (1 if raw.fsdp else DEFAULTS.version)
         return "fsdp2" if version == 2 else "fsdp1"
     if raw.deepspeed:
         return "deepspeed"

@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
+from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from ckpt_tools.preflight.configs.schema import Section
+
+
+_MAX_SHOWN = 6
+_ALWAYS_KNOWN = frozenset({"framework", "keys"})
+_ARGUMENTS = re.compile(r"\$([@*0-9]|\{[@*0-9][^}]*\})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How much of a config is understood."""
+
+    read: int = 0
+    """Options in the file."""
+    understood: int = 0
+    """Those that are used, and those of which it is known that nothing here depends on them."""
+    passed_over: int = 0
+    """Those in parts of the config that are not looked at: a critic, a rollout, a plugin."""
+    unknown: tuple[str, ...] = ()
+    """Key paths that the framework does not have, the misspelt ones among them."""
+    deciding: tuple[str, ...] = ()
+    """Those of them that by their name decide memory or sharding."""
+    num_foreign: int = 0
+    """Values below unknown names that resemble none of the framework's: these make it somebody else's config."""
+    unread: tuple[str, ...] = ()
+    """Key paths whose values are not in the file, on which something depends."""
+    words: tuple[str, ...] = ()
+    """Words of a command line that stand for nobody knows which options: `$@`, `$EXTRA`, `"${ARGS[@]}"`."""
+    variables: tuple[str, ...] = ()
+    """Key paths whose values are not in the file, on which nothing depends."""
+
+    @property
+    def is_known(self) -> bool:
+        """Is enough known that this is the framework's config at all?"""
+        return (
+            self.understood + len(self.unread) > 0
+            and self.num_foreign * 2 <= self.read - self.passed_over - self.num_foreign
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Return the part of the report."""
+        return {
+            "read": self.read,
+            "understood": self.understood,
+            "passed_over": self.passed_over,
+            "unknown": list(self.unknown),
+            "unread": [*self.unread, *self.words],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +77,65 @@ class Config:
     switch, a list for several words."""
     spec: ParallelSpec
     """What it asks for."""
+    options: Options
+    """How much of it is understood."""
+    world_keys: tuple[str, ...] = ()
+    """Key paths that together say how many ranks there are."""
+    assumed: tuple[str, ...] = ()
+    """Variables of a script whose default counts."""
     findings: tuple[Finding, ...] = ()
     """Unknown options, wrong types, values that are not in the file."""
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Key paths whose values are not in the file, on which something depends."""
+        return frozenset(path.removeprefix("--") for path in self.options.unread)
+
+    @property
+    def hides_options(self) -> bool:
+        """May an option that is not in `values` be set all the same? Arguments of the script itself do not count."""
+        return any(_ARGUMENTS.fullmatch(word) is None for word in self.options.words)
+
+    @property
+    def unread_fields(self) -> frozenset[str]:
+        """Fields of the spec that depend on those; all, where it is not known which."""
+        unread = set(self.options.unread)
+        found = {name for name, path in self.spec.keys.items() if path in unread}
+        found |= {"world_size"} if unread.intersection(self.world_keys) else set()
+        if self.hides_options or unread - {*self.world_keys, *(self.spec.keys.get(name, "") for name in found)}:
+            return frozenset(ParallelSpec.__slots__) - _ALWAYS_KNOWN
+        fields = {name.partition(".")[0] for name in found}
+        return frozenset(fields | ({"mesh", "strategy"} if fields & {"axes", "world_size"} else set()))
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing can be proven of it: too little of it is read. Empty where it is."""
+        options = self.options
+        if not options.is_known:
+            known, named = options.understood, options.read - options.passed_over
+            if named == 0:
+                return f"no option of {self.framework} is found in it"
+            return f"{self.framework} knows {known} of its {named} options: it may be another trainer's config"
+        reasons = []
+        if self.spec.engine == "other":
+            reasons.append(f"{self._engine()} is an engine that preflight does not read")
+        if options.unread:
+            reasons.append(f"values that are not in the file: {_list(options.unread)}")
+        if options.deciding:
+            reasons.append(f"options that may decide memory or sharding, and are not known: {_list(options.deciding)}")
+        if options.words:
+            reasons.append(f"words that may stand for any options: {_list(options.words)}")
+        if any(finding.code == "several-commands" for finding in self.findings):
+            reasons.append("more than one trainer is started, and the first one alone was read")
+        return "; ".join(reasons)
+
+    def _engine(self) -> str:
+        """Return the key that names the engine, and its value."""
+        key = self.spec.keys.get("engine")
+        node: object = self.values
+        for part in key.split(".") if key is not None else ():
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return f"{key} is {escape_name(node)}, which" if key is not None and isinstance(node, str) else "what it starts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +148,17 @@ class Reading:
     """See `Config.values`."""
     spec: ParallelSpec
     """See `Config.spec`."""
+    options: Options
+    """See `Config.options`."""
+    world_keys: tuple[str, ...] = ()
+    """See `Config.world_keys`."""
     findings: tuple[Finding, ...] = ()
     """See `Config.findings`."""
+
+
+def _list(names: tuple[str, ...]) -> str:
+    shown = [escape_name(name) for name in dict.fromkeys(names)]
+    return ", ".join(shown[:_MAX_SHOWN]) + (f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else "")
 
 
 def first_key(values: Mapping[str, object], *paths: str) -> str | None:
@@ -59,3 +174,11 @@ def first_key(values: Mapping[str, object], *paths: str) -> str | None:
         if node is not None:
             return path
     return None
+
+
+def join_path(*parts: str | int) -> str:
+    """Return a key path: `config.process[0].train`."""
+    path = ""
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.errors import LimitError, UnreadableError
-from ckpt_tools.preflight.configs.commands import split_commands
+from ckpt_tools.preflight.configs.commands import read_script
 from ckpt_tools.rules.plain_yaml import load_yaml
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
@@ -38,6 +38,8 @@ class Document:
     """A mapping, from YAML, JSON or TOML."""
     commands: tuple[tuple[str, ...], ...] = ()
     """The words of each command, from a shell script or a list of options."""
+    assumed: tuple[str, ...] = ()
+    """Variables of a script whose default counts."""
 
 
 def read_document(path: str) -> Document:
@@ -79,11 +81,12 @@ def read_document(path: str) -> Document:
 
 def _commands(path: str, text: str) -> Document:
     try:
-        return Document(path=path, commands=split_commands(text))
+        script = read_script(text)
     except ValueError as error:
         raise UnreadableError(
             f"this is not a shell script that can be read: {error}", where=escape_name(path)
         ) from None
+    return Document(path=path, commands=script.commands, assumed=script.assumed)
 
 
 def _mapping(path: str, kind: str, values: object) -> Document:

@@ -14,7 +14,8 @@ from pydantic import PlainValidator
 
 from ckpt_tools.preflight.configs.config import first_key
 from ckpt_tools.preflight.configs.mesh import sharding_strategy
-from ckpt_tools.preflight.configs.schema import FALSE_WORDS, TRUE_WORDS, Count, Names, Section, Spell, Truth, Word
+from ckpt_tools.preflight.configs.options import Spell
+from ckpt_tools.preflight.configs.schema import FALSE_WORDS, TRUE_WORDS, Count, Names, Section, Truth, Word
 from ckpt_tools.preflight.spec import ParallelSpec
 
 SECTION = "fsdp_config"

@@ -7,15 +7,18 @@ Source: Hydra's override grammar (hydra.cc/docs/advanced/override_grammar/basic)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ckpt_tools.checkpoint import Finding
-from ckpt_tools.preflight.configs.schema import join_path
+from ckpt_tools.preflight.configs.config import join_path
+from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.rules.plain_yaml import MAX_NODES, load_yaml
 from ckpt_tools.text import escape_name
 
-_OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_][\w]*(\.[\w]+)+)(=(?P<value>.*))?", re.DOTALL)
+_OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_]\w*(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
+_GROUP = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/.\-]*=.*", re.DOTALL)
+_CONFIG_NAME = ("--config-name", "-cn")
 _WHOLE = re.compile(r"\$\{(?P<path>\.*[A-Za-z_][\w.]*)\}")
 _SELECT = re.compile(r"\$\{oc\.select:\s*(?P<path>[A-Za-z_][\w.]*)\s*(,\s*(?P<default>[^{}$]*))?\}")
 _MAX_HOPS = 8
@@ -32,16 +35,38 @@ class Overrides:
     """Paths that were added with `+`: nobody knows them beforehand."""
     findings: tuple[Finding, ...]
     """Paths that contradict one another."""
+    unread: tuple[str, ...] = ()
+    """Words that stand for nobody knows which options: `$@`, `$EXTRA`, groups (`actor@a.b=megatron`), other configs."""
+    groups: Mapping[str, str] = field(default_factory=dict)
+    """Group that is known → the file that is chosen for it: `engine=megatron`."""
 
 
-def read_overrides(tokens: Iterable[str]) -> Overrides:
-    """Read the overrides among the words of a command; other words are passed over."""
+def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), groups: Collection[str] = ()) -> Overrides:
+    """Read the overrides among the words of a command; options of Hydra's own are passed over.
+
+    Args:
+        tokens: What follows the program.
+        configs: Names of the configs that are known: what lies in another one is not.
+        groups: Names of the groups that are known: what they choose is returned, and not put into the tree.
+    """
     values: dict[str, object] = {}
     added: set[str] = set()
     findings: list[Finding] = []
-    for word in tokens:
+    unread: list[str] = []
+    chosen: dict[str, str] = {}
+    for at, word in enumerate(tokens):
+        group, _, choice = word.partition("=")
+        if group in groups and not is_variable(choice):
+            chosen[group] = choice
+            continue
         match = _OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["sign"] != "~"):
+            name, equals, value = word.partition("=")
+            if name in _CONFIG_NAME:
+                value = value if equals else "".join(tokens[at + 1 : at + 2])
+                unread += [] if value.removesuffix(".yaml") in configs else [f"{name}={value}"]
+            elif is_variable(name) or _GROUP.fullmatch(word):
+                unread.append(word)
             continue
         path, parts = match["path"], match["path"].split(".")
         if len(parts) > _MAX_PARTS:
@@ -61,7 +86,9 @@ def read_overrides(tokens: Iterable[str]) -> Overrides:
                     hint="remove one of the two",
                 )
             )
-    return Overrides(values=values, added=frozenset(added), findings=tuple(findings))
+    return Overrides(
+        values=values, added=frozenset(added), findings=tuple(findings), unread=tuple(unread), groups=chosen
+    )
 
 
 def _put(values: dict[str, object], parts: list[str], value: object) -> bool:
@@ -111,7 +138,7 @@ def _plain(text: str) -> object:
 def resolve(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
     """Return a tree with `${…}` replaced by what it points at, and the paths of values that are not in the file.
 
-    Values that point nowhere, at the environment or at variables of a shell are left out of the tree.
+    Values that point nowhere, at the environment or at variables of a shell stay what is written.
     """
     unknown: list[str] = []
     counter = [0]
@@ -121,18 +148,14 @@ def resolve(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str,
         if counter[0] > MAX_NODES:
             raise ValueError(f"more than {MAX_NODES} values, followed as often as they are pointed at")
         if isinstance(value, Mapping):
-            result: dict[str, object] = {}
-            for key, item in value.items():
-                found = walk(item, (*path, key))
-                if found is not _UNKNOWN:
-                    result[key] = found
-            return result
+            return {key: walk(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list):
-            return [item for item in (walk(item, (*path, i)) for i, item in enumerate(value)) if item is not _UNKNOWN]
+            return [walk(item, (*path, i)) for i, item in enumerate(value)]
         if isinstance(value, str) and "$" in value:
             found = _follow(values, value, path)
             if found is _UNKNOWN:
                 unknown.append(join_path(*path))
+                return value
             return found
         return value
 
@@ -179,36 +202,3 @@ def _at(values: object, path: tuple[str | int, ...]) -> tuple[bool, object]:
         else:
             return False, None
     return True, values
-
-
-def not_in_file(paths: Iterable[str], read: frozenset[str]) -> tuple[Finding, ...]:
-    """Return what to say of options whose values nobody knows here.
-
-    Args:
-        paths: Their key paths.
-        read: Those that the mesh, the memory or the dtypes depend on.
-    """
-    matters = [path for path in paths if path in read]
-    others = [path for path in paths if path not in read]
-    findings = [
-        Finding(
-            code="unknown-value",
-            severity="warning",
-            where=escape_name(path),
-            what="the value is a variable, and not in the file; the option counts as not given",
-            hint="write the value itself",
-        )
-        for path in matters
-    ]
-    if others:
-        shown = ", ".join(escape_name(path) for path in others[:6]) + (", …" if len(others) > 6 else "")
-        findings.append(
-            Finding(
-                code="unknown-value",
-                severity="info",
-                where=escape_name(others[0]),
-                what=f"what the file leaves to variables is not looked at: {shown}",
-                hint="write the value itself where it matters",
-            )
-        )
-    return tuple(findings)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from ckpt_tools.checkpoint import Finding
+from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.text import escape_name
 
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
@@ -18,15 +20,41 @@ _NODES = ("--nnodes",)
 
 def launched_ranks(commands: Iterable[Sequence[str]]) -> int | None:
     """Return the ranks that the first launcher among `commands` starts; None where there is none or it does not say."""
+    found = _launcher(commands)
+    return None if found is None else _product(*found)
+
+
+def unread_ranks(commands: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return the options of the first launcher that say how many ranks there are in variables."""
+    found = _launcher(commands)
+    if found is None:
+        return ()
+    command, per_node, nodes = found
+    return tuple(
+        word.partition("=")[0]
+        for word, after in pairwise((*command, ""))
+        if word.partition("=")[0] in (*per_node, *nodes) and is_variable(word.partition("=")[2] or after)
+    )
+
+
+def _launcher(commands: Iterable[Sequence[str]]) -> tuple[Sequence[str], tuple[str, ...], tuple[str, ...]] | None:
+    """Return the first launcher's command, and its options for the ranks of a node and for the nodes."""
     for command in commands:
         names = [os.path.basename(word) for word in command]
         if "torchrun" in names or "torch.distributed.run" in command:
-            return _product(command, _PER_NODE, _NODES)
+            return command, _PER_NODE, _NODES
         if "deepspeed" in names:
-            return _product(command, ("--num_gpus",), ("--num_nodes",))
+            return command, ("--num_gpus",), ("--num_nodes",)
         if "accelerate" in names and "launch" in names:
-            return _product(command, ("--num_processes", "--num-processes"), ())
+            return command, ("--num_processes", "--num-processes"), ()
     return None
+
+
+def programs(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules and scripts that a command starts with python or one of the launchers."""
+    return tuple(
+        word for before, word in pairwise(("", *command)) if before in ("-m", "--module") or word.endswith(".py")
+    )
 
 
 def several_commands(path: str) -> Finding:

@@ -1,36 +1,38 @@
 """OpenRLHF's command lines: those of the FSDP2 plan and branch, and those of DeepSpeed with options old and new.
 
-Source: OpenRLHF: `cli/train_*.py` and `utils/deepspeed/deepspeed.py` of August 2026 (mesh dp × sp × tp; options with
-dots), `utils/fsdp2/strategy.py` of its FSDP2 branch (mesh dp × cp × tp, dp and cp shard; gradients averaged in f32; the
-model held in f32), `cli/` of May 2025 (options without dots); the notes of the FSDP2 plan.
+Source: OpenRLHF 0.5 to 0.11.2: `cli/train_*.py`, `utils/deepspeed/deepspeed.py` (mesh dp × sp × tp);
+`utils/fsdp2/strategy.py` of its FSDP2 branch (mesh dp × cp × tp, dp and cp shard; gradients averaged in f32; the model
+held in f32); the notes of the FSDP2 plan.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
 
 from ckpt_tools.checkpoint import Finding, Severity
-from ckpt_tools.preflight.configs.config import Reading
+from ckpt_tools.preflight.configs.config import Options, Reading
+from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import not_in_file
-from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
+from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.openrlhf_names import (
-    NEW,
-    NEW_LISTS,
-    NEW_SWITCHES,
-    OLD,
-    OLD_LISTS,
-    OLD_SWITCHES,
-    PLAN,
+    LISTS,
+    NAMES,
+    SCRIPTS,
+    SWITCHES,
+    options_before_dots,
+    options_of_others,
+    options_with_dots,
 )
+from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.preflight.configs.schema import (
-    MAX_FINDINGS,
     Count,
     Dtype,
     Names,
@@ -40,19 +42,13 @@ from ckpt_tools.preflight.configs.schema import (
     Truth,
     Word,
     choice,
-    nearest,
-    unknown_key,
     validate,
 )
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 from ckpt_tools.text import escape_name
 
-_ENTRY = re.compile(r"(.*[./])?train_(?P<script>sft|dpo|rm|ppo_ray|kto|kd|prm)(\.py)?")
+_ENTRY = re.compile(rf"(.*[./])?train_(?P<script>{'|'.join(SCRIPTS)})(\.py)?")
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
-_SWITCHES = OLD_SWITCHES | NEW_SWITCHES | {"sequence_parallel"}
-_LISTS = OLD_LISTS | NEW_LISTS
-_BOTH = OLD & NEW
-"""Options that every version has."""
 _FSDP2 = (
     "fsdp2_tp_size",
     "fsdp2_cp_size",
@@ -69,7 +65,8 @@ def _named(*names: str) -> Any:  # noqa: ANN401 - what pydantic's Field returns
 class OpenRlhf(Section):
     """The options, each under its names of all versions."""
 
-    unknown: ClassVar[Severity | None] = None  # `_unknown_options` looks at them
+    known: ClassVar[frozenset[str]] = NAMES
+    unknown: ClassVar[Severity | None] = "error"  # argparse stops at it
 
     backend: Annotated[str, choice("deepspeed", "fsdp2")] | None = None
     tp: Count | None = _named(
@@ -89,7 +86,7 @@ class OpenRlhf(Section):
     lora_rank: Count | None = _named("ds.lora.rank", "lora_rank")
     lora_alpha: Number | None = _named("ds.lora.alpha", "lora_alpha")
     lora_targets: Names | None = _named("ds.lora.target_modules", "target_modules")
-    optim: Word | None = None
+    optim: Word | None = _named("optim", "actor.optim")
     max_len: Positive | None = _named("data.max_len", "max_len")
     prompt_max_len: Positive | None = None
     generate_max_len: Positive | None = None
@@ -134,15 +131,11 @@ def looks_like(document: Document) -> bool:
         word.partition("=")[0].lstrip("-") for command in document.commands for word in command if word[:2] == "--"
     }
     if _entry(document.commands) is not None:
-        return any("openrlhf" in word for command in document.commands for word in command) or bool(names & (OLD | NEW))
+        return any("openrlhf" in word for command in document.commands for word in command) or bool(names & NAMES)
     return bool(names & _TELLING)
 
 
-_TELLING = (
-    frozenset(_FSDP2)
-    | {"backend", "zero_stage", "micro_train_batch_size", "pretrain"}
-    | {name for name in NEW if "." in name}
-)
+_TELLING = frozenset(_FSDP2) | {"backend", "zero_stage", "micro_train_batch_size", "pretrain"} | options_with_dots("")
 """Options that others' command lines do not have."""
 
 
@@ -154,21 +147,16 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         world_size: Ranks; None for what the launcher or `--actor.num_…` says.
     """
     script, words, findings = _options_of(document)
-    values, more = _parse(words)
-    findings += more
-    variables = tuple(f"--{name}" for name, value in values.items() if _is_variable(value))
-    values = {name: value for name, value in values.items() if not _is_variable(value)}
+    values, unread, more = _parse(words)
+    if not script:  # options alone, or those of a program that trains nothing
+        unread += tuple(chain.from_iterable(map(programs, document.commands)))
+    findings += more + tuple(_wrong_options(values, script))
+    variables = tuple(f"--{name}" for name, value in values.items() if is_variable(value))
     spelled = {field: _aliases(field) for field in OpenRlhf.model_fields}
-    read_names = frozenset(
-        f"--{name}"
-        for field, sources in _FIELDS.items()
-        if field not in ("model", "resume_from")
-        for source in sources
-        for name in spelled[source]
-    )
-    findings += not_in_file(variables, read_names)
-    raw, wrong = validate(OpenRlhf, values, spell=lambda path: f"--{path}")
-    findings += wrong + tuple(islice(_unknown_options(values), MAX_FINDINGS))
+    raw, wrong, counted = validate(OpenRlhf, values, spell=lambda path: f"--{path}", words=unread, what="option")
+    findings += wrong
+    if not raw.load_checkpoint:
+        counted = _without_paths(counted, spelled["ckpt_path"])
     world = world_size or _world(raw, document.commands, script, variables)
     engine = _engine(raw, values)
     axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}
@@ -185,7 +173,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         mesh=mesh,
         strategy=sharding_strategy(axes, mesh, reshards=raw.reshard is not False)
         if engine == "fsdp2"
-        else {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}.get(2 if raw.zero_stage is None else raw.zero_stage),
+        else zero_strategy(2 if raw.zero_stage is None else raw.zero_stage),
         reshard_after_forward=raw.reshard is not False if engine == "fsdp2" else None,
         param_dtype=compute,
         reduce_dtype="f32" if engine == "fsdp2" else compute,
@@ -203,9 +191,12 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         resume_from=raw.ckpt_path if raw.load_checkpoint else None,
         keys=_keys(values, spelled),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, world_keys=_WORLD_KEYS, findings=findings)
 
 
+_WORLD_KEYS = tuple(
+    f"--{name}" for name in ("actor.num_nodes", "actor_num_nodes", "actor.num_gpus_per_node", "actor_num_gpus_per_node")
+)
 _DEFAULT_BATCH = {"sft": 8, "dpo": 8, "kto": 8, "kd": 8, "rm": 1, "prm": 1}
 """Samples of a micro-batch; that of PPO differs between versions."""
 _DEFAULT_LENGTH = {"sft": 2048, "dpo": 512, "rm": 512, "kto": 2048, "kd": 2048, "prm": 2048, "ppo_ray": 2048}
@@ -246,9 +237,13 @@ def _options_of(document: Document) -> tuple[str, tuple[str, ...], tuple[Finding
     return script, commands[index][at + 1 :], tuple(findings)
 
 
-def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[Finding, ...]]:
-    """Return option → its words, as argparse would split them; what is no option's is passed over."""
+def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, ...], tuple[Finding, ...]]:
+    """Return option → its words, as argparse would split them, and the words that may be options themselves.
+
+    What is no option's is passed over.
+    """
     values: dict[str, object] = {}
+    unread: list[str] = []
     findings: list[Finding] = []
     at = 0
     while at < len(words):
@@ -256,27 +251,31 @@ def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[Finding, ...]
         at += 1
         name, equals, value = word.partition("=")
         if not word.startswith("--") or _OPTION.fullmatch(name) is None:
+            unread += [word] if is_variable(word) else []
             continue
         name = name.removeprefix("--")
         taken = [value] if equals else []
         while not equals and at < len(words) and not _is_option(words[at]):
             taken.append(words[at])
             at += 1
-        if name in _SWITCHES:
+        most = 0 if name in SWITCHES else len(taken) if name in LISTS else 1
+        unread += [extra for extra in taken[most:] if is_variable(extra)]
+        taken = taken[:most] + [extra for extra in taken[most:] if not is_variable(extra)]
+        if name in SWITCHES:
             if taken:
                 findings.append(_bad_words(name, "no value, it is a switch", taken))
             values[name] = True
-        elif name in _LISTS:
+        elif name in LISTS:
             values[name] = taken
         elif taken:
-            if len(taken) > 1 and not _is_variable(taken):
+            if len(taken) > 1:
                 findings.append(_bad_words(name, "one value", taken))
             values[name] = taken[0]
-        elif name in OLD | NEW | PLAN:
+        elif name in OpenRlhf.known:
             findings.append(_bad_words(name, "a value", []))
         else:
             values[name] = True
-    return values, tuple(findings)
+    return values, tuple(unread), tuple(findings)
 
 
 def _is_option(word: str) -> bool:
@@ -294,27 +293,27 @@ def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
     )
 
 
-def _is_variable(value: object) -> bool:
-    if isinstance(value, list):
-        return any(_is_variable(item) for item in value)
-    return isinstance(value, str) and ("$" in value or "`" in value)
-
-
-def _unknown_options(values: Mapping[str, object]) -> Iterable[Finding]:
-    names = OLD | NEW | PLAN
-    for name in values:
-        if name not in names:
-            near = nearest(name, names)
-            yield unknown_key(f"--{name}", near and f"--{near}", severity="error", what="option")
-    old = sorted(name for name in values if name in OLD - _BOTH)
-    new = sorted(name for name in values if name in NEW - _BOTH)
+def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Finding]:
+    """Yield the findings on options that are known, and not to the script that is started."""
+    old = sorted(options_before_dots(script).intersection(values))
+    new = sorted(options_with_dots("").intersection(values))
     if old and new:
         yield Finding(
             code="mixed-options",
             severity="error",
-            where=escape_name(f"--{old[0]}"),
+            where=f"--{old[0]}",
             what=f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
             hint="use the names of one version",
+        )
+    for name in sorted(options_of_others(script).intersection(values)):
+        ending = name.rpartition(".")[2]
+        same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
+        yield Finding(
+            code="unknown-key",
+            severity="error",
+            where=f"--{name}",
+            what=f"train_{script} has no such option, in no release: argparse stops at it",
+            hint=f"write --{same}" if same is not None else "remove it",
         )
 
 
@@ -323,6 +322,13 @@ def _aliases(field: str) -> tuple[str, ...]:
     if isinstance(alias, AliasChoices):
         return tuple(str(name) for name in alias.choices)
     return (field,)
+
+
+def _without_paths(counted: Options, names: Iterable[str]) -> Options:
+    """Return the account without paths as unread from which nothing is loaded."""
+    paths = {f"--{name}" for name in names}
+    unread = tuple(path for path in counted.unread if path not in paths)
+    return replace(counted, unread=unread, understood=counted.understood + len(counted.unread) - len(unread))
 
 
 def _engine(raw: OpenRlhf, values: Mapping[str, object]) -> Engine:
@@ -355,7 +361,7 @@ def _adapter(raw: OpenRlhf) -> AdapterSpec | None:
 def _seq_len(raw: OpenRlhf, script: str, values: Mapping[str, object]) -> int | None:
     if raw.max_len is not None:
         return raw.max_len
-    if script == "ppo_ray" and values.keys() & (OLD - NEW):
+    if script == "ppo_ray" and values.keys() & options_before_dots(script):
         return (raw.prompt_max_len or 1024) + (raw.generate_max_len or 1024)
     return _DEFAULT_LENGTH.get(script)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs import accelerate, ai_toolkit, axolotl, openrlhf, torchtitan, trainer, verl
-from ckpt_tools.preflight.configs.config import Config, Reading
+from ckpt_tools.preflight.configs.config import Config, Options, Reading
 from ckpt_tools.preflight.configs.document import Document, read_document
-from ckpt_tools.preflight.configs.schema import Section, option_names
+from ckpt_tools.preflight.configs.launch import unread_ranks
+from ckpt_tools.preflight.configs.options import check_variables, option_names
+from ckpt_tools.preflight.configs.others import refuse_others
+from ckpt_tools.preflight.configs.schema import Section
 from ckpt_tools.preflight.spec import Framework
 from ckpt_tools.text import escape_name
 
@@ -59,33 +63,74 @@ _FRAMEWORKS: Mapping[Framework, tuple[Detector, Reader]] = {
 }
 
 
-def read_config(path: str, *, framework: Framework | None = None, world_size: int | None = None) -> Config:
+def read_config(
+    path: str,
+    *,
+    framework: Framework | None = None,
+    world_size: int | None = None,
+    given: Collection[str] = (),
+) -> Config:
     """Read a trainer's config.
 
     Args:
         path: The file.
         framework: Whose it is; None to find out from what is in it.
         world_size: Ranks; None for what the config says.
+        given: Fields of the spec that are known otherwise: what the file says of them need not be read.
 
     Raises:
+        NotReadError: It is the config of a trainer that is recognised and not read.
         UsageError: It looks like no framework's config, or like several; or not like that of `framework`.
         UnreadableError: It is not there, or not a config at all.
         LimitError: It is longer than a config is.
         StorageError: The system could not read it.
     """
     document = read_document(path)
+    refuse_others(document)
     found = framework or detect(document)
     reading = _FRAMEWORKS[found][1](document, world_size)
+    if reading.spec.world_size is None:
+        reading = _with_launcher(reading, document)
     if framework is not None and document.values is not None:
         _check_named(document, document.values, framework, type(reading.raw))
-    return Config(
+    config = Config(
         framework=found,
         path=path,
         raw=reading.raw,
         values=reading.values,
         spec=reading.spec,
+        options=_without_given(reading, {*given, *(("world_size",) if world_size else ())}),
+        world_keys=reading.world_keys,
+        assumed=document.assumed,
         findings=reading.findings,
     )
+    unread = config.unread_fields
+    return replace(
+        config,
+        spec=replace(
+            config.spec,
+            mesh=None if "mesh" in unread else config.spec.mesh,
+            world_size=world_size or (None if "world_size" in unread else config.spec.world_size),
+        ),
+        findings=reading.findings + check_variables(config.options, config.values),
+    )
+
+
+def _with_launcher(reading: Reading, document: Document) -> Reading:
+    """Count the ranks among what was not read, where the launcher has them from variables."""
+    words = unread_ranks(document.commands)
+    options = replace(reading.options, unread=(*reading.options.unread, *words), read=reading.options.read + len(words))
+    return replace(reading, options=options, world_keys=(*reading.world_keys, *words))
+
+
+def _without_given(reading: Reading, given: Collection[str]) -> Options:
+    """Return the options without those as unread that say what is known otherwise."""
+    paths = {reading.spec.keys.get(field) for field in given}
+    if "world_size" in given:
+        paths |= set(reading.world_keys)
+    options = reading.options
+    unread = tuple(path for path in options.unread if path not in paths)
+    return replace(options, unread=unread, understood=options.understood + len(options.unread) - len(unread))
 
 
 def _check_named(document: Document, values: Mapping[str, object], framework: Framework, model: type[Section]) -> None:

@@ -10,17 +10,18 @@ Source: `str_to_bool` in `accelerate/utils/environment.py` and `transformers/tra
 from __future__ import annotations
 
 import copy
-import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.preflight.configs.config import Options, join_path
 from ckpt_tools.preflight.configs.dtypes import dtype_name
+from ckpt_tools.preflight.configs.options import Spell, account, check_names, options_of, without_variables
 from ckpt_tools.text import escape_name
 
 TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
@@ -145,8 +146,6 @@ class Section(BaseModel):
 
 
 SectionType = TypeVar("SectionType", bound=Section)
-Spell = Callable[[str], str]
-"""Key path in normalised values → key path in the user's file."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -154,26 +153,35 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def join_path(*parts: str | int) -> str:
-    """Return a key path: `config.process[0].train`."""
-    path = ""
-    for part in parts:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path
-
-
 def validate(
-    model: type[SectionType], values: Mapping[str, object], *, spell: Spell = str
-) -> tuple[SectionType, tuple[Finding, ...]]:
-    """Return a config as its model, and what in it has a wrong type or is not known.
+    model: type[SectionType],
+    values: Mapping[str, object],
+    *,
+    spell: Spell = str,
+    added: Collection[str] = (),
+    words: Iterable[str] = (),
+    what: str = "key",
+) -> tuple[SectionType, tuple[Finding, ...], Options]:
+    """Return a config as its model, what in it has a wrong type or is not known, and how much of it is understood.
+
+    An option whose value is not in the file counts as not given.
 
     Args:
         model: The framework's model.
         values: The config, normalised if need be.
         spell: Turns a path in `values` into the user's.
+        added: Paths of options that the user adds on purpose, whatever the framework has.
+        words: Words of a command line that stand for nobody knows which options.
+        what: What an option is called: key or option.
     """
     findings: list[Finding] = []
-    left: Any = copy.deepcopy(dict(values))
+    options = [
+        replace(one, status="passed over", severity=None)
+        if one.severity != "error" and join_path(*one.path) in added and one.status in ("unknown", "misspelt")
+        else one
+        for one in options_of(model, values)
+    ]
+    left: Any = copy.deepcopy(without_variables(values))
     while True:
         try:
             checked = model.model_validate(left)
@@ -183,9 +191,8 @@ def validate(
             for problem in error.errors(include_url=False, include_context=True):
                 findings.append(_wrong_type(problem, spell))
                 _remove(left, problem["loc"])
-    # No more than are said: to find the nearest name takes a while.
-    findings += islice(_unknown_keys(model, values, (), spell), max(0, MAX_FINDINGS - len(findings)))
-    return checked, tuple(findings[:MAX_FINDINGS])
+    findings += check_names(options, spell=spell, what=what)
+    return checked, tuple(findings[:MAX_FINDINGS]), account(options, spell=spell, words=words)
 
 
 def _wrong_type(problem: Any, spell: Spell) -> Finding:  # noqa: ANN401 - pydantic's ErrorDetails, whose context is untyped
@@ -212,63 +219,6 @@ def _remove(values: Any, location: tuple[str | int, ...]) -> None:  # noqa: ANN4
         values[last] = {}  # an empty section: its neighbours keep their places
     else:
         del values[last]
-
-
-def _unknown_keys(
-    model: type[Section], values: Mapping[str, object], path: tuple[str | int, ...], spell: Spell
-) -> Iterator[Finding]:
-    sections = dict(_sections(model))
-    names = option_names(model)
-    for key, value in values.items():
-        if key in sections:
-            inner, is_list = sections[key]
-            items = list(enumerate(value)) if is_list and isinstance(value, list) else [(None, value)]
-            for index, item in items:
-                if isinstance(item, Mapping):
-                    yield from _unknown_keys(inner, item, (*path, key, *(() if index is None else (index,))), spell)
-        elif key not in names and model.unknown is not None:
-            near = model.instead.get(key) or nearest(key, names)
-            written = spell(join_path(*path, near)).rpartition(".")[2] if near is not None else None
-            severity: Severity = "info" if model.extensible and near is None else model.unknown
-            yield unknown_key(spell(join_path(*path, key)), written, severity=severity)
-
-
-def _sections(model: type[Section]) -> Iterator[tuple[str, tuple[type[Section], bool]]]:
-    """Yield the fields that are sections themselves, and whether there is a list of them."""
-    for name, field in model.model_fields.items():
-        for kind in (field.annotation, *get_args(field.annotation)):
-            inner = get_args(kind)[0] if get_origin(kind) is list else kind
-            if isinstance(inner, type) and issubclass(inner, Section):
-                yield field.alias or name, (inner, get_origin(kind) is list)
-
-
-def option_names(model: type[Section]) -> frozenset[str]:
-    """Return the options of a section, read here or not."""
-    return model.known | {field.alias or name for name, field in model.model_fields.items()}
-
-
-def unknown_key(where: str, near: str | None, *, severity: Severity, what: str = "key") -> Finding:
-    """Return the finding on an option that the framework does not have.
-
-    Args:
-        where: Its key path, or the option itself.
-        near: The nearest option that there is, in the user's spelling.
-        severity: error where the framework stops, warning where it goes on as if the option were not there.
-        what: key or option.
-    """
-    return Finding(
-        code="unknown-key",
-        severity=severity,
-        where=escape_name(where),
-        what=f"there is no such {what}" + (f"; the nearest one is {near}" if near else ""),
-        hint=f"write {near}" if near else f"remove it, or see which version of the framework has this {what}",
-    )
-
-
-def nearest(key: str, names: frozenset[str]) -> str | None:
-    """Return the known name that is most like `key`, if any is."""
-    found = difflib.get_close_matches(key[:100], sorted(names), n=1, cutoff=0.7)
-    return found[0] if found else None
 
 
 def describe(value: object) -> str:

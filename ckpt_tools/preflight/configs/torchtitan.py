@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar
 
 from ckpt_tools.preflight.configs.config import Reading, first_key
 from ckpt_tools.preflight.configs.mesh import build_mesh, resolved, sharding_strategy
-from ckpt_tools.preflight.configs.schema import Count, Dtype, Positive, Section, Truth, Word, choice, validate, words
+from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.schema import Count, Dtype, Positive, Section, Truth, Word, choice, validate
 from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
 _DEGREES = {
@@ -31,16 +32,7 @@ _BATCH_SIZE = 8
 class Parallelism(Section):
     """[parallelism]."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """context_parallel_load_balancer context_parallel_ptrr_mask_key context_parallel_rotate_method
-        disable_loss_parallel enable_async_tensor_parallel enable_compiled_autograd enable_fsdp_symm_mem
-        enable_sequence_parallel expert_parallel_comm_backend expert_tensor_parallel_degree full_dtensor
-        hybridep_non_blocking_expert_capacity_factor module_fqns_per_model_part num_pp_microbatches
-        pipeline_parallel_expert_parallel_overlap pipeline_parallel_first_stage_less_layers
-        pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage
-        pipeline_parallel_microbatch_size pipeline_parallel_schedule pipeline_parallel_schedule_csv
-        pipeline_parallel_split_points spmd_backend"""
-    )
+    known: ClassVar[frozenset[str]] = known("torchtitan", "parallelism")
 
     data_parallel_replicate_degree: Count | None = None
     data_parallel_shard_degree: Count | None = None
@@ -54,10 +46,7 @@ class Parallelism(Section):
 class Training(Section):
     """[training]."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """compile dataloader dataset dataset_path deterministic disable_cuda_graphs gc_debug gc_freq global_batch_size
-        max_norm num_tokens_per_train_step seed steps"""
-    )
+    known: ClassVar[frozenset[str]] = known("torchtitan", "training")
 
     dtype: Dtype | None = None
     mixed_precision_param: Dtype | None = None
@@ -73,12 +62,7 @@ class Training(Section):
 class Checkpoint(Section):
     """[checkpoint]."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """async_mode create_seed_checkpoint enable_first_step_checkpoint enable_ft_dataloader_checkpoints
-        exclude_from_loading export_dtype folder initial_load_in_hf initial_load_in_hf_quantized
-        initial_load_model_only initial_load_model_weights_only interval interval_type keep_latest_k last_save_in_hf
-        last_save_model_only last_save_model_weights_only load_only load_step model_weights_only"""
-    )
+    known: ClassVar[frozenset[str]] = known("torchtitan", "checkpoint")
 
     enable: Truth | None = None
     enable_checkpoint: Truth | None = None
@@ -112,11 +96,7 @@ class Model(Section):
 class TorchTitan(Section):
     """The file."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """comm compile dataloader debug dump_folder experimental fault_tolerance float8 job loss lr_scheduler
-        memory_estimation metrics model_converters model_spec mx override profiler profiling quantize tokenizer
-        validation validator"""
-    )
+    known: ClassVar[frozenset[str]] = known("torchtitan", "job")
 
     hf_assets_path: Word | None = None
     parallelism: Parallelism | None = None
@@ -143,7 +123,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         values: The file.
         world_size: Ranks; the file does not say.
     """
-    raw, findings = validate(TorchTitan, values)
+    raw, findings, counted = validate(TorchTitan, values)
     degrees = raw.parallelism or Parallelism()
     training = raw.training or Training()
     saving = raw.checkpoint or Checkpoint()
@@ -177,7 +157,7 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
         resume_from=saving.initial_load_path or None,
         keys=_keys(values),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
 
 
 def _engine(axes: Mapping[str, int], world_size: int | None, shard: int | None) -> Engine:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.deepspeed_file import DeepSpeedFile, read_deepspeed, without_file
 from ckpt_tools.preflight.configs.document import read_document
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
@@ -26,6 +27,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     with_plugin,
 )
 from ckpt_tools.preflight.configs.mesh import build_mesh
+from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate, words
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
 from ckpt_tools.text import escape_name
@@ -96,34 +98,7 @@ class Trainer(Section):
 
     extensible: ClassVar[bool] = True
 
-    known: ClassVar[frozenset[str]] = words(
-        """accelerator_config activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
-        auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16_full_eval data_seed
-        dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
-        dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend
-        ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
-        disable_tqdm do_eval do_predict do_train enable_jit_checkpoint eval_accumulation_steps eval_delay
-        eval_do_concat_batches eval_on_start eval_steps eval_strategy eval_use_gather_object fp16_full_eval
-        full_determinism generation_config generation_max_length generation_num_beams gradient_accumulation_steps
-        gradient_checkpointing_kwargs greater_is_better hub_always_push hub_model_id hub_private_repo
-        hub_revision hub_strategy hub_token ignore_data_skip include_for_metrics include_num_input_tokens_seen
-        label_names label_smoothing_factor learning_rate length_column_name liger_kernel_config
-        load_best_model_at_end local_rank log_level log_level_replica log_on_each_node logging_dir
-        logging_first_step logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs
-        lr_scheduler_type max_grad_norm max_steps metric_for_best_model neftune_noise_alpha num_train_epochs
-        optim_args optim_target_modules output_dir overwrite_output_dir per_device_eval_batch_size
-        predict_with_generate prediction_loss_only project push_to_hub remove_unused_columns report_to
-        restore_callback_states_from_checkpoint run_name save_on_each_node save_only_model save_safetensors
-        save_steps save_strategy save_total_limit seed skip_memory_metrics sortish_sampler tf32 torch_compile
-        torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
-        trackio_static_space_id train_sampling_strategy use_cache use_cpu use_liger_kernel warmup_ratio
-        warmup_steps weight_decay
-        attn_implementation config_name dataset_config dataset_config_name dataset_name dataset_num_proc
-        dataset_test_split dataset_text_field dataset_train_split lora_dropout lora_modules_to_save
-        lora_task_type model_revision packing padding_free preprocessing_num_workers tokenizer_name
-        train_file trust_remote_code use_bnb_nested_quant use_dora use_rslora validation_file
-        bnb_4bit_quant_storage"""
-    )
+    known: ClassVar[frozenset[str]] = known("trainer", "arguments", "trl")
 
     per_device_train_batch_size: Positive | None = None
     bf16: Truth | None = None
@@ -171,7 +146,7 @@ def read(values: Mapping[str, object], *, world_size: int | None, path: str = ""
     """
     values, missing = _with_fsdp_file(values, path)
     normal, spell = strip_prefix(values)
-    raw, findings = validate(Trainer, normal, spell=spell)
+    raw, findings, counted = validate(Trainer, normal, spell=spell)
     options = raw.fsdp_config or TrainerFsdp()
     items, unknown = _fsdp_words(raw.fsdp)
     is_on = items is not None
@@ -181,6 +156,10 @@ def read(values: Mapping[str, object], *, world_size: int | None, path: str = ""
     mixed = "bf16" if raw.bf16 else "f16" if raw.fp16 else None
     stored = dtype_name(raw.torch_dtype or raw.dtype)
     is_fsdp = engine in ("fsdp1", "fsdp2")
+    folders = (os.path.dirname(path), "")
+    speed = read_deepspeed(raw.deepspeed, folders) if engine == "deepspeed" else DeepSpeedFile()
+    if not speed.is_read:
+        counted = without_file(counted, "deepspeed")
     spec = ParallelSpec(
         framework="trainer",
         engine=engine,
@@ -191,6 +170,9 @@ def read(values: Mapping[str, object], *, world_size: int | None, path: str = ""
         reduce_dtype=(mixed or stored) if is_fsdp else None,
         # accelerate widens what is trained, unless nothing is mixed.
         master_dtype="f32" if mixed is not None and is_fsdp else stored,
+        strategy=speed.strategy,
+        offload_params=speed.offload_params,
+        offload_optimizer=speed.offload_optimizer,
         activation_checkpointing=bool(raw.gradient_checkpointing or raw.activation_checkpointing),
         adapter=_adapter(raw),
         quantize=_quantize(raw),
@@ -212,7 +194,7 @@ def read(values: Mapping[str, object], *, world_size: int | None, path: str = ""
         reshard=reshard,
         offloads=options.cpu_offload if options.cpu_offload is not None else "offload" in items,
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=missing + findings + unknown)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=missing + findings + unknown)
 
 
 def _with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[str, object], tuple[Finding, ...]]:

@@ -1,25 +1,37 @@
 """verl's configs: Hydra's YAML, or the overrides of a command line on top of verl's own.
 
-PPO and its kin (`actor_rollout_ref`), of which the actor is the model that is trained, and the FSDP trainer for SFT
-(`model.partial_pretrain`).
+PPO and its kin (`actor_rollout_ref`), of which the actor is the model that is trained, and SFT: the FSDP trainer
+(`model.partial_pretrain`) and, since 0.6, the one with an `engine`.
 
-Source: verl, January 2026: `trainer/config/_generated_ppo_trainer.yaml` and `sft_trainer.yaml` (defaults),
+Source: verl 0.2 to 0.9.1: `trainer/config/_generated_ppo_trainer.yaml` and `sft_trainer*.yaml` (defaults),
 `workers/config/{engine,actor}.py` (dataclasses, which take no other option), `workers/fsdp_workers.py`
-(`create_device_mesh`, `_build_model_optimizer`), `trainer/fsdp_sft_trainer.py`.
+(`create_device_mesh`, `_build_model_optimizer`), `workers/engine/fsdp/`, `trainer/fsdp_sft_trainer.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.errors import LimitError
-from ckpt_tools.preflight.configs.config import Reading, first_key
+from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import not_in_file, read_overrides, resolve
-from ckpt_tools.preflight.configs.launch import launched_ranks, several_commands
+from ckpt_tools.preflight.configs.hydra import Overrides, read_overrides, resolve
+from ckpt_tools.preflight.configs.launch import launched_ranks, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.schema import validate
+from ckpt_tools.preflight.configs.verl_parts import (
+    CONFIGS,
+    ENGINES,
+    adapter_of,
+    axes_of,
+    bases_of,
+    dtypes_of,
+    engine_of,
+    keys_of,
+    validate_tree,
+)
 from ckpt_tools.preflight.configs.verl_schema import (
     Actor,
     ActorRolloutRef,
@@ -28,16 +40,15 @@ from ckpt_tools.preflight.configs.verl_schema import (
     Model,
     Ppo,
     Runner,
-    Sft,
-    SftFsdp,
-    SftModel,
     WrapPolicy,
 )
-from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
+from ckpt_tools.preflight.configs.verl_sft import read_sft
+from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name
 
 _ACTOR = "actor_rollout_ref.actor"
-_ENGINES: Mapping[str, Engine] = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}
+_GROUPS = ("model_engine", "engine", "optim")
+"""Groups of which is known what they choose: the engine of PPO, that of SFT, and the optimizer that goes with it."""
 
 
 def looks_like(document: Document) -> bool:
@@ -53,13 +64,30 @@ def _words(document: Document) -> list[str]:
     return [word for command in document.commands for word in command]
 
 
-def _starts_verl(command: Sequence[str]) -> bool:
-    return any(word.startswith(("verl.trainer.", "verl/trainer/")) for word in command)
+def _arguments(command: Sequence[str]) -> Sequence[str] | None:
+    """Return what follows verl's program in a command; None where the command does not start it."""
+    for at, word in enumerate(command):
+        if word.startswith(("verl.trainer.", "verl/trainer/")):
+            return command[at + 1 :]
+    return None
 
 
-def _command(document: Document) -> list[str]:
-    """Return the words of the first command that starts verl; of all commands where none does."""
-    return next((list(command) for command in document.commands if _starts_verl(command)), _words(document))
+def _command(document: Document) -> Sequence[str]:
+    """Return the arguments of the first command that starts verl; all words where none does."""
+    found = (arguments for command in document.commands if (arguments := _arguments(command)) is not None)
+    return next(found, _words(document))
+
+
+def _own_programs(document: Document) -> tuple[str, ...]:
+    """Return the programs that are started with verl's options and are not verl's: their defaults are not known."""
+    if any(_arguments(command) is not None for command in document.commands):
+        return ()
+    with_options = (
+        command
+        for command in document.commands
+        if any(one.lstrip("+~").startswith("actor_rollout_ref.") for one in command)
+    )
+    return tuple(chain.from_iterable(map(programs, with_options)))
 
 
 def _is_ppo(values: Mapping[str, object]) -> bool:
@@ -68,7 +96,13 @@ def _is_ppo(values: Mapping[str, object]) -> bool:
 
 def _is_sft(values: Mapping[str, object]) -> bool:
     model = values.get("model")
-    return isinstance(model, Mapping) and "partial_pretrain" in model
+    if isinstance(model, Mapping) and "partial_pretrain" in model:
+        return True
+    return any(base.startswith("engine@engine") for base in bases_of(values))
+
+
+def _starts_sft(document: Document) -> bool:
+    return any("sft_trainer" in word for word in _words(document) if word.startswith(("verl.", "verl/")))
 
 
 def read(document: Document, *, world_size: int | None) -> Reading:
@@ -79,45 +113,51 @@ def read(document: Document, *, world_size: int | None) -> Reading:
         world_size: Ranks; None for `trainer.nnodes` × `trainer.n_gpus_per_node`.
     """
     findings: tuple[Finding, ...] = ()
-    added: frozenset[str] = frozenset()
+    overrides = None
     tree, command = document.values, _command(document)
     if tree is None:
-        overrides = read_overrides(command)
-        tree, added, findings = overrides.values, overrides.added, overrides.findings
-        if sum(_starts_verl(words) for words in document.commands) > 1:
+        overrides = read_overrides(command, configs=CONFIGS, groups=_GROUPS)
+        overrides = replace(overrides, unread=(*_own_programs(document), *overrides.unread))
+        tree, findings = overrides.values, overrides.findings
+        if sum(_arguments(words) is not None for words in document.commands) > 1:
             findings += (several_commands(document.path),)
     try:
         values, unknown = resolve(tree)
     except ValueError as error:
         raise LimitError(str(error), where=escape_name(document.path)) from None
-    findings += not_in_file(unknown, _READ)
-    is_megatron = any("megatron" in word for word in command if word.startswith(("--config-name", "ppo_")))
-    if _is_sft(values):
+    bases = bases_of(values)
+    is_megatron = any("megatron" in word for word in (*command, *bases) if word.startswith(("--config-name", "ppo_")))
+    if _is_sft(values) or _starts_sft(document):
         # torchrun starts it, whatever `trainer` says.
-        reading = _read_sft(values, world_size or launched_ranks(document.commands))
+        reading = read_sft(values, world_size or launched_ranks(document.commands), overrides)
     else:
-        reading = _read_ppo(values, world_size, frozenset(unknown), is_megatron=is_megatron)
-    checked = tuple(item for item in reading.findings if item.code != "unknown-key" or item.where not in added)
-    return Reading(raw=reading.raw, values=values, spec=reading.spec, findings=findings + checked)
+        reading = _read_ppo(values, world_size, frozenset(unknown), overrides, is_megatron=is_megatron)
+    return replace(reading, findings=findings + reading.findings)
 
 
 def _read_ppo(
-    values: Mapping[str, object], world_size: int | None, unknown: frozenset[str], *, is_megatron: bool
+    values: Mapping[str, object],
+    world_size: int | None,
+    unknown: frozenset[str],
+    overrides: Overrides | None,
+    *,
+    is_megatron: bool,
 ) -> Reading:
-    raw, findings = validate(Ppo, values)
+    raw, findings, counted = validate_tree(Ppo, values, overrides)
     part = raw.actor_rollout_ref or ActorRolloutRef()
     actor, model = part.actor or Actor(), part.model or Model()
     fsdp = actor.fsdp_config or Fsdp()
     runner, data = raw.trainer or Runner(), raw.data or Data()
     world = world_size or (None if unknown & {"trainer.nnodes", "trainer.n_gpus_per_node"} else _world(runner))
-    strategy = actor.strategy or ("megatron" if is_megatron else "fsdp")
-    engine = _ENGINES.get(strategy, "other")
-    axes = _axes(fsdp, world)
+    chosen = engine_of(overrides, "model_engine")
+    strategy = actor.strategy or ("megatron" if is_megatron else chosen)
+    engine = ENGINES.get(strategy, "other")
+    axes = axes_of(fsdp, world)
     is_known = engine != "other" and f"{_ACTOR}.fsdp_config.fsdp_size" not in unknown
     mesh = build_mesh(axes, world) if is_known else None
     ulysses = actor.ulysses_sequence_parallel_size or 1
     axes["sp"] = ulysses if ulysses > 1 else fsdp.ulysses_sequence_parallel_size or 1
-    compute, reduce = _mixed(fsdp)
+    compute, reduce = dtypes_of(fsdp)
     reshards = fsdp.reshard_after_forward is not False
     wrap = fsdp.wrap_policy or WrapPolicy()
     spec = ParallelSpec(
@@ -136,54 +176,16 @@ def _read_ppo(
         activation_checkpointing=model.enable_gradient_checkpointing is not False,
         wrap_classes=wrap.transformer_layer_cls_to_wrap or (),
         wrap_min_num_params=(wrap.min_num_params or None) if engine == "fsdp1" else None,
-        adapter=_adapter(model),
+        adapter=adapter_of(model),
         optimizer=(actor.optim.optimizer if actor.optim is not None else None) or "AdamW",
         seq_len=_length(data.max_prompt_length) + _length(data.max_response_length),
         batch_size=actor.ppo_micro_batch_size_per_gpu,
         state_dict_type="SHARDED_STATE_DICT",
         model=model.path,
         resume_from=runner.resume_from_path,
-        keys=_keys(values, _PPO_KEYS),
+        keys=keys_of(values, _PPO_KEYS),
     )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
-
-
-def _read_sft(values: Mapping[str, object], world_size: int | None) -> Reading:
-    """Read a file for `fsdp_sft_trainer.py`: one mesh of all ranks, and bf16 computation, always."""
-    raw, findings = validate(Sft, values)
-    model, data = raw.model or SftModel(), raw.data or Data()
-    fsdp = model.fsdp_config or SftFsdp()
-    engine = _ENGINES.get(model.strategy or "fsdp2", "other")
-    runner = raw.trainer or Runner()
-    axes: dict[str, int] = {"dp_shard": -1}
-    mesh = build_mesh(axes, world_size)
-    axes["sp"] = raw.ulysses_sequence_parallel_size or 1
-    wrap = fsdp.wrap_policy or WrapPolicy()
-    spec = ParallelSpec(
-        framework="verl",
-        engine=engine,
-        world_size=world_size,
-        axes=axes,
-        mesh=mesh if engine != "other" else None,
-        strategy=sharding_strategy(axes, mesh, reshards=True) if engine != "other" else None,
-        reshard_after_forward=True if engine != "other" else None,
-        param_dtype="bf16",
-        reduce_dtype="f32",
-        master_dtype=fsdp.model_dtype or "f32",
-        offload_params=bool(fsdp.offload_params),
-        activation_checkpointing=model.enable_gradient_checkpointing is not False,
-        wrap_classes=wrap.transformer_layer_cls_to_wrap or (),
-        wrap_min_num_params=(wrap.min_num_params or None) if engine == "fsdp1" else None,
-        adapter=_adapter(model),
-        optimizer=(raw.optim.optimizer if raw.optim is not None else None) or "AdamW",
-        seq_len=1024 if data.max_length is None else data.max_length,
-        batch_size=4 if data.micro_batch_size_per_gpu is None else data.micro_batch_size_per_gpu,
-        state_dict_type="SHARDED_STATE_DICT",
-        model=model.partial_pretrain,
-        resume_from=runner.resume_from_path,
-        keys=_keys(values, _SFT_KEYS),
-    )
-    return Reading(raw=raw, values=values, spec=spec, findings=findings)
+    return Reading(raw=raw, values=values, spec=spec, options=counted, world_keys=_WORLD_KEYS, findings=findings)
 
 
 def _world(runner: Runner) -> int | None:
@@ -193,41 +195,14 @@ def _world(runner: Runner) -> int | None:
     return nodes * gpus if nodes > 0 and gpus > 0 else None
 
 
-def _axes(fsdp: Fsdp, world: int | None) -> dict[str, int]:
-    """Return `create_device_mesh`'s axes: groups of `fsdp_size` ranks shard, and replicate each other."""
-    size = -1 if fsdp.fsdp_size is None else fsdp.fsdp_size
-    if size < 0 or (world is not None and size >= world):
-        return {"dp_shard": -1}
-    return {"dp_replicate": -1, "dp_shard": size}
-
-
-def _mixed(fsdp: Fsdp) -> tuple[str, str]:
-    """Return the dtypes of computation and of averaging; `mixed_precision` wins over `dtype`."""
-    given = fsdp.mixed_precision
-    if given is None:
-        return fsdp.dtype or "bf16", "f32"
-    return given.param_dtype or "bf16", given.reduce_dtype or "f32"
-
-
-def _adapter(model: Model) -> AdapterSpec | None:
-    rank = model.lora_rank or 0
-    if rank <= 0 and model.lora_adapter_path is None:
-        return None
-    return AdapterSpec(
-        kind="lora",
-        rank=rank or None,
-        alpha=16.0 if model.lora_alpha is None else model.lora_alpha,
-        targets=model.target_modules or ("all-linear",),
-    )
-
-
 def _length(tokens: int | None) -> int:
     return 512 if tokens is None else tokens
 
 
+_WORLD_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _PPO_KEYS: Mapping[str, tuple[str, ...]] = {
     "engine": (f"{_ACTOR}.strategy",),
-    "world_size": ("trainer.n_gpus_per_node", "trainer.nnodes"),
+    "world_size": _WORLD_KEYS,
     "axes.dp_shard": (f"{_ACTOR}.fsdp_config.fsdp_size",),
     "axes.dp_replicate": (f"{_ACTOR}.fsdp_config.fsdp_size",),
     "axes.sp": (
@@ -251,30 +226,3 @@ _PPO_KEYS: Mapping[str, tuple[str, ...]] = {
     "resume_from": ("trainer.resume_from_path",),
 }
 """Field of the spec → options that say it."""
-_SFT_KEYS: Mapping[str, tuple[str, ...]] = {
-    "engine": ("model.strategy",),
-    "axes.sp": ("ulysses_sequence_parallel_size",),
-    "master_dtype": ("model.fsdp_config.model_dtype",),
-    "offload_params": ("model.fsdp_config.offload_params",),
-    "activation_checkpointing": ("model.enable_gradient_checkpointing",),
-    "wrap_classes": ("model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",),
-    "wrap_min_num_params": ("model.fsdp_config.wrap_policy.min_num_params",),
-    "adapter": ("model.lora_rank",),
-    "optimizer": ("optim.optimizer",),
-    "seq_len": ("data.max_length",),
-    "batch_size": ("data.micro_batch_size_per_gpu",),
-    "model": ("model.partial_pretrain",),
-    "resume_from": ("trainer.resume_from_path",),
-}
-_READ = frozenset(
-    path
-    for keys in (_PPO_KEYS, _SFT_KEYS)
-    for field, paths in keys.items()
-    if field not in ("model", "resume_from")
-    for path in paths
-)
-
-
-def _keys(values: Mapping[str, object], paths: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    found = {field: first_key(values, *names) for field, names in paths.items()}
-    return {field: path for field, path in found.items() if path is not None}

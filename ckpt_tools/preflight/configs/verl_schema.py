@@ -1,7 +1,7 @@
-"""verl's sections and their options.
+"""verl's sections and the options of them that are read; the names of the others are in `names/verl.txt`.
 
-Source: verl, January 2026: `trainer/config/_generated_ppo_trainer.yaml`, `trainer/config/sft_trainer.yaml`,
-`workers/config/{engine,actor,model,optimizer}.py`, whose dataclasses take no other option.
+Source: verl 0.2 to 0.9.1: `trainer/config/_generated_*_trainer.yaml` and `sft_trainer*.yaml`, `workers/config/{engine,
+actor,model,optimizer}.py`, whose dataclasses take no other option.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from ckpt_tools.checkpoint import Severity
+from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import (
     Count,
     Dtype,
@@ -21,6 +22,10 @@ from ckpt_tools.preflight.configs.schema import (
     choice,
     words,
 )
+
+STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "automodel", "mindspeed")
+"""Engines. Source: `workers/engine/`."""
+Strategy = Annotated[str, choice(*STRATEGIES)]
 
 
 class WrapPolicy(Section):
@@ -41,16 +46,12 @@ class MixedPrecision(Section):
 
 
 class Fsdp(Section):
-    """`fsdp_config`."""
+    """`fsdp_config`, or `engine` of the SFT trainer."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """_target_ entropy_checkpointing entropy_from_logits_with_chunking forward_only forward_prefetch
-        full_determinism grad_offload infer_max_token_len_per_gpu infer_micro_batch_size_per_gpu
-        max_token_len_per_gpu micro_batch_size_per_gpu seed strategy use_dynamic_bsz use_fused_kernels
-        use_orig_params use_remove_padding use_torch_compile"""
-    )
+    known: ClassVar[frozenset[str]] = known("verl", "fsdp")
     unknown: ClassVar[Severity | None] = "error"  # a dataclass is made of it
 
+    strategy: Strategy | None = None
     fsdp_size: Count | None = None
     reshard_after_forward: Truth | None = None
     offload_policy: Truth | None = None
@@ -64,12 +65,9 @@ class Fsdp(Section):
 
 
 class Optimizer(Section):
-    """`optim`."""
+    """`optim`; its other options depend on the engine."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """_target_ optimizer_impl lr lr_warmup_steps_ratio total_training_steps weight_decay lr_warmup_steps betas
-        clip_grad min_lr_ratio num_cycles lr_scheduler_type warmup_style override_optimizer_config lr_scheduler"""
-    )
+    known: ClassVar[frozenset[str]] = known("verl", "optim")
     unknown: ClassVar[Severity | None] = "error"
 
     optimizer: Word | None = None
@@ -78,18 +76,10 @@ class Optimizer(Section):
 class Actor(Section):
     """`actor_rollout_ref.actor`."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """_target_ rollout_n ppo_mini_batch_size ppo_micro_batch_size use_dynamic_bsz ppo_max_token_len_per_gpu
-        ppo_infer_micro_batch_size_per_gpu ppo_infer_max_token_len_per_gpu clip_ratio clip_ratio_low clip_ratio_high
-        clip_ratio_c tau_pos tau_neg freeze_vision_tower policy_loss loss_agg_mode loss_scale_factor entropy_coeff
-        calculate_entropy use_kl_loss use_prefix_grouper use_torch_compile kl_loss_coef kl_loss_type ppo_epochs
-        shuffle data_loader_seed checkpoint use_fused_kernels profiler router_replay grad_clip
-        entropy_from_logits_with_chunking entropy_checkpointing use_remove_padding calculate_sum_pi_squared
-        sum_pi_squared_checkpointing use_rollout_log_probs megatron load_weight veomni profile"""
-    )
+    known: ClassVar[frozenset[str]] = known("verl", "actor")
     unknown: ClassVar[Severity | None] = "error"
 
-    strategy: Annotated[str, choice("fsdp", "fsdp2", "megatron", "veomni")] | None = None
+    strategy: Strategy | None = None
     ppo_micro_batch_size_per_gpu: Positive | None = None
     ulysses_sequence_parallel_size: Count | None = None
     fsdp_config: Fsdp | None = None
@@ -99,11 +89,7 @@ class Actor(Section):
 class Model(Section):
     """`actor_rollout_ref.model`, or `model` for SFT."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """_target_ hf_config_path tokenizer_path use_shm trust_remote_code custom_chat_template external_lib
-        override_config enable_activation_offload use_remove_padding exclude_modules lora_adapter_path use_liger
-        use_fused_kernels fused_kernel_options tiled_mlp mtp lora"""
-    )
+    known: ClassVar[frozenset[str]] = known("verl", "model")
     unknown: ClassVar[Severity | None] = "error"
 
     path: Word | None = None
@@ -117,7 +103,7 @@ class Model(Section):
 class ActorRolloutRef(Section):
     """`actor_rollout_ref`."""
 
-    known: ClassVar[frozenset[str]] = words("ref rollout hybrid_engine nccl_timeout")
+    known: ClassVar[frozenset[str]] = known("verl", "actor_rollout_ref")
 
     model: Model | None = None
     actor: Actor | None = None
@@ -137,13 +123,7 @@ class Data(Section):
 class Runner(Section):
     """`trainer`."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """balance_batch total_epochs total_training_steps project_name experiment_name logger log_val_generations
-        rollout_data_dir validation_data_dir save_freq esi_redundant_time resume_mode val_before_train val_only
-        test_freq critic_warmup default_hdfs_dir del_local_ckpt_after_load default_local_dir max_actor_ckpt_to_keep
-        max_critic_ckpt_to_keep ray_wait_register_center_timeout device use_legacy_worker_impl seed max_ckpt_to_keep
-        checkpoint profile_steps controller_nsight_options worker_nsight_options npu_profile profile_interval"""
-    )
+    known: ClassVar[frozenset[str]] = known("verl", "trainer")
 
     nnodes: Positive | None = None
     n_gpus_per_node: Positive | None = None
@@ -153,10 +133,7 @@ class Runner(Section):
 class Ppo(Section):
     """A file for PPO, GRPO and the like."""
 
-    known: ClassVar[frozenset[str]] = words(
-        """algorithm critic custom_reward_function defaults global_profiler hydra ray_kwargs ray_init reward_manager
-        reward_model transfer_queue"""
-    )
+    known: ClassVar[frozenset[str]] = known("verl", "ppo")
 
     actor_rollout_ref: ActorRolloutRef | None = None
     data: Data | None = None
@@ -164,9 +141,9 @@ class Ppo(Section):
 
 
 class SftFsdp(Fsdp):
-    """`model.fsdp_config` of the SFT trainer."""
+    """`model.fsdp_config` of the SFT trainer before verl 0.7."""
 
-    known: ClassVar[frozenset[str]] = Fsdp.known | words("cpu_offload")
+    known: ClassVar[frozenset[str]] = known("verl", "fsdp", "sft_fsdp")
 
     offload_params: Truth | None = None
 
@@ -175,17 +152,23 @@ class SftModel(Model):
     """`model` of the SFT trainer."""
 
     partial_pretrain: Word | None = None
-    strategy: Annotated[str, choice("fsdp", "fsdp2")] | None = None
+    strategy: Strategy | None = None
     fsdp_config: SftFsdp | None = None
 
 
-class Sft(Section):
-    """A file for the SFT trainer."""
+class SftOther(Section):
+    """A file for the SFT trainer with an engine that is not FSDP: the engine's options are passed over."""
 
-    known: ClassVar[frozenset[str]] = words("defaults hydra use_remove_padding")
+    known: ClassVar[frozenset[str]] = known("verl", "sft") | words("profiler engine optim")
 
     model: SftModel | None = None
     data: Data | None = None
-    optim: Optimizer | None = None
     trainer: Runner | None = None
     ulysses_sequence_parallel_size: Count | None = None
+
+
+class Sft(SftOther):
+    """A file for the SFT trainer."""
+
+    engine: Fsdp | None = None
+    optim: Optimizer | None = None

@@ -17,6 +17,7 @@ from ckpt_tools.preflight.rules import (
     parallel,
     precision,
     saving,
+    sizes,
     world,
 )
 from ckpt_tools.preflight.rules.rule import ALL, Case, Config, Rule, apply
@@ -33,6 +34,7 @@ GROUPS: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "Adapters and quantisation": adapters.RULES,
         "Optimizers": optimizers.RULES,
         "What only one framework does": oddities.RULES,
+        "Sizes": sizes.RULES,
     }
 )
 """Heading → its rules; the tens of an id are its heading."""

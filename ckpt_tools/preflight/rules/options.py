@@ -33,9 +33,10 @@ def default_version(framework: Framework) -> int:
     """Return the FSDP version that a missing `fsdp_version` means.
 
     Source: `accelerate/commands/launch.py` (`--fsdp_version` defaults to 1), axolotl
-    `check_fsdp_version_in_fsdp_config`, `transformers/training_args.py:_process_fsdp_args` (5.10 and later: 2).
+    `check_fsdp_version_in_fsdp_config` (0.20 and later: 2), `transformers/training_args.py:_process_fsdp_args` (2 since
+    5.10).
     """
-    return 2 if framework == "trainer" else 1
+    return 1 if framework == "accelerate" else 2
 
 
 @rule(
@@ -123,7 +124,8 @@ def obsolete_options(case: Case) -> Iterator[Violation]:
     "CKPT023",
     "warning",
     "the config does not say which FSDP it means",
-    why="A missing version is FSDP1 in accelerate and axolotl, and FSDP2 in Trainer: the same options, other meanings",
+    why="A missing version is FSDP1 in accelerate and in axolotl before 0.20, and FSDP2 in Trainer and newer axolotl: "
+    "the same options, other meanings",
     fix="write the version",
     frameworks=HF,
 )
@@ -131,11 +133,12 @@ def version_missing(case: Case) -> Iterator[Violation]:
     """Look for FSDP without a version."""
     if not _uses_fsdp_section(case) or case.fsdp_option("version") is not None:
         return
-    if case.framework == "axolotl" and case.get("fsdp_version") is not None:
+    if case.framework == "axolotl" and (case.get("fsdp_version") is not None or case.get("fsdp") is not None):
         return
-    means = default_version(case.framework)
+    means = f"FSDP{default_version(case.framework)} in {case.framework}"
+    means += " 0.20 and later, and FSDP1 before" if case.framework == "axolotl" else ""
     key = "fsdp_version" if case.framework == "axolotl" else _spelling(case, "version")
-    yield Violation(key=key, what=f"{key} is missing, which means FSDP{means} in {case.framework}", fix=f"{key}: 2")
+    yield Violation(key=key, what=f"{key} is missing, which means {means}", fix=f"{key}: 2")
 
 
 def _spelling(case: Case, name: str) -> str:
@@ -169,14 +172,19 @@ def reshard_under_v1(case: Case) -> Iterator[Violation]:
     "CKPT025",
     "warning",
     "FSDP1",
-    why="Transformers and axolotl are about to remove it; its checkpoints and its options differ from FSDP2's",
+    why="Axolotl 0.20 and later refuse it, transformers is about to remove it; its checkpoints and options are others",
     fix="move to FSDP2",
     frameworks=("trainer", "axolotl"),
 )
 def deprecated_version(case: Case) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_process_fsdp_args`, axolotl `check_fsdp_version`."""
     found = case.first("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
-    if case.spec.engine == "fsdp1" and found is not None:  # without one, CKPT023 says it
+    if case.spec.engine != "fsdp1":
+        return
+    if case.framework == "axolotl":
+        key = found.key if found is not None else "fsdp"
+        yield Violation(key=key, what="this is FSDP1, which axolotl 0.20 and later refuse", fix="fsdp_version: 2")
+    elif found is not None:  # without one, CKPT023 says it
         yield Violation(key=found.key, what=f"{found}: FSDP1 is deprecated", fix=f"{found.key}: 2")
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from ckpt_tools.checkpoint import Finding, Severity
 from ckpt_tools.preflight.model_facts import ModelFacts
@@ -15,6 +16,10 @@ ALL: tuple[Framework, ...] = ("accelerate", "trainer", "torchtitan", "axolotl", 
 """Every framework whose configs are read."""
 HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
 """Those that end in accelerate's `FullyShardedDataParallelPlugin`."""
+
+
+class NotKnownError(Exception):
+    """A check asks for an option whose value is not in the file: nobody knows whether the config breaks the rule."""
 
 
 class Config(Protocol):
@@ -34,6 +39,34 @@ class Config(Protocol):
     def spec(self) -> ParallelSpec:
         """What it asks for."""
         raise NotImplementedError
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Key paths whose values are not in the file, on which something depends."""
+        raise NotImplementedError
+
+    @property
+    def hides_options(self) -> bool:
+        """May an option that is not in `values` be set all the same?"""
+        raise NotImplementedError
+
+    @property
+    def unread_fields(self) -> frozenset[str]:
+        """Fields of the spec that depend on those."""
+        raise NotImplementedError
+
+
+class _Known:
+    """A spec that stops the check which asks for a field that is not known."""
+
+    def __init__(self, spec: ParallelSpec, unread: frozenset[str]) -> None:
+        self._spec = spec
+        self._unread = unread
+
+    def __getattr__(self, name: str) -> object:
+        if name in self._unread:
+            raise NotKnownError(name)
+        return getattr(self._spec, name)
 
 
 _MAX_DIGITS = 18
@@ -105,7 +138,8 @@ class Case:
     @property
     def spec(self) -> ParallelSpec:
         """What the config asks for."""
-        return self.config.spec
+        unread = self.config.unread_fields
+        return cast("ParallelSpec", _Known(self.config.spec, unread)) if unread else self.config.spec
 
     @property
     def framework(self) -> Framework:
@@ -149,8 +183,15 @@ class Case:
         return max(shard, 1) * max(self.axis("cp"), 1)
 
     def get(self, path: str) -> Setting | None:
-        """Return the option at a dotted path (`fsdp_config.version`), or None where the file has none or null."""
-        return look_up(self.config.values, path)
+        """Return the option at a dotted path (`fsdp_config.version`), or None where the file has none or null.
+
+        Raises:
+            NotKnownError: Its value is not in the file.
+        """
+        found = look_up(self.config.values, path)
+        if path in self.config.unread or (found is None and self.config.hides_options):
+            raise NotKnownError(path)
+        return found
 
     def first(self, *paths: str) -> Setting | None:
         """Return the first of `paths` that the file has."""
@@ -206,12 +247,15 @@ def rule(
 
 
 def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
-    """Return what `case` breaks of `rules`, in the order of the rules, each place once."""
+    """Return what `case` breaks of `rules`, in the order of the rules, each place once.
+
+    A rule that asks for what is not known finds nothing.
+    """
     findings: dict[tuple[str, str, str], Finding] = {}
     for one in rules:
         if case.framework not in one.frameworks:
             continue
-        for violation in one.check(case):
+        for violation in _violations(one, case):
             finding = Finding(
                 code=one.id,
                 severity=one.severity,
@@ -221,6 +265,11 @@ def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
             )
             findings.setdefault((one.id, finding.where, finding.what), finding)
     return tuple(findings.values())
+
+
+def _violations(one: Rule, case: Case) -> Iterator[Violation]:
+    with suppress(NotKnownError):
+        yield from one.check(case)
 
 
 def look_up(values: Mapping[str, object], path: str) -> Setting | None:

@@ -1,0 +1,183 @@
+"""Writes the lists of option names that the readers know, from the trainers' own releases.
+
+    bin/world --names
+
+names.tsv says where each list comes from. Sources are parsed and never imported: fields of classes and of their bases
+(`ast`), options of `add_argument` calls, keys of YAML files. A name stands under the newest release that has it, so
+that a config for an older release is not blamed for what was renamed since.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import yaml
+from releases import HERE, Release, pinned, rows, unpacked
+
+LISTS = HERE.parents[2] / "ckpt_tools" / "preflight" / "configs" / "names"
+_WIDTH = 118
+
+
+def write_lists() -> None:
+    """Write every list that names.tsv names.
+
+    Raises:
+        IndexUnreachableError: A release is not in the cache, and cannot be fetched.
+    """
+    sources = rows(HERE / "names.tsv")
+    for name in sorted({row[0] for row in sources}):
+        text = _render([row for row in sources if row[0] == name])
+        (LISTS / f"{name}.txt").write_text(text, encoding="utf-8")
+        print(f"wrote {name}.txt")
+
+
+def _render(sources: list[list[str]]) -> str:
+    lines = ["# Option names, under the newest release that has them. Written by bin/world --names; do not edit."]
+    for section in dict.fromkeys(row[1] for row in sources):
+        last: dict[str, str] = {}
+        for _, _, project, kind, place, what in (row for row in sources if row[1] == section):
+            if kind == "words":
+                last |= dict.fromkeys(what.split(), place) | last
+                continue
+            for release in pinned():
+                if release.project == project:
+                    last |= dict.fromkeys(_names(release, kind, place, what), release.name)
+        for release in sorted(set(last.values()), key=_newest_first):
+            lines += ["", f"[{section}] {release}"]
+            lines += _wrapped(sorted(name for name, found in last.items() if found == release))
+    return "\n".join([*lines, ""])
+
+
+def _newest_first(name: str) -> tuple[int, str]:
+    order = [release.name for release in pinned()]
+    return (-order.index(name) if name in order else 1, name)
+
+
+def _wrapped(names: list[str]) -> Iterator[str]:
+    line = ""
+    for name in names:
+        if len(line) + len(name) + 1 > _WIDTH:
+            yield line
+            line = ""
+        line = f"{line} {name}" if line else name
+    if line:
+        yield line
+
+
+def _names(release: Release, kind: str, place: str, what: str) -> set[str]:
+    """Return the names of one release, from one source of a list."""
+    tree = unpacked(release)
+    found: set[str] = set()
+    if kind == "fields":
+        classes = _classes(tree, place)
+        for name in list(classes):
+            if re.fullmatch(what, name):
+                found |= _fields_of(classes, name, frozenset())
+        return found
+    for path in _matching(tree, place):
+        if kind == "keys":
+            found |= _keys_at(yaml.safe_load(path.read_text(encoding="utf-8")), what)
+        elif kind == "defaults":
+            found |= _defaults_of(yaml.safe_load(path.read_text(encoding="utf-8")))
+        elif kind == "options":
+            found |= {name for name, shape in _options(path) if what in (shape, "any")}
+    return found
+
+
+def _matching(tree: Path, place: str) -> list[Path]:
+    return sorted(
+        path for path in tree.rglob("*") if path.is_file() and fnmatchcase(path.relative_to(tree).as_posix(), place)
+    )
+
+
+@cache
+def _classes(tree: Path, place: str) -> dict[str, tuple[list[str], set[str]]]:
+    """Return class → (names of its bases, its own fields); an inner class is `Outer.Inner`."""
+    found: dict[str, tuple[list[str], set[str]]] = {}
+    for path in (path for path in _matching(tree, place) if path.suffix == ".py"):
+        for outer, node in _class_nodes(ast.parse(path.read_text(encoding="utf-8")), ""):
+            bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+            fields: set[str] = set()
+            for item in node.body:
+                if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+                    continue
+                if not ast.unparse(item.annotation).startswith("ClassVar"):
+                    fields |= {item.target.id, *_aliases(item.value), *_aliases(item.annotation)}
+            found[outer] = (bases, fields)
+    return found
+
+
+def _class_nodes(node: ast.AST, outer: str) -> Iterator[tuple[str, ast.ClassDef]]:
+    for item in ast.iter_child_nodes(node):
+        if isinstance(item, ast.ClassDef):
+            name = f"{outer}.{item.name}" if outer else item.name
+            yield name, item
+            yield from _class_nodes(item, name)
+
+
+def _aliases(value: ast.AST | None) -> Iterator[str]:
+    """Yield what pydantic's `alias=`, `validation_alias=` and AliasChoices call a field in a file."""
+    for call in ast.walk(value) if value is not None else ():
+        if not isinstance(call, ast.Call):
+            continue
+        given = [word.value for word in call.keywords if word.arg in ("alias", "validation_alias")]
+        given += call.args if ast.unparse(call.func).endswith("AliasChoices") else []
+        yield from (one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str))
+
+
+def _fields_of(classes: dict[str, tuple[list[str], set[str]]], name: str, seen: frozenset[str]) -> set[str]:
+    if name not in classes or name in seen:
+        return set()
+    bases, fields = classes[name]
+    return fields.union(*(_fields_of(classes, base, seen | {name}) for base in bases))
+
+
+def _options(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (option, shape) of every add_argument call: switch, list or value."""
+    yield from _options_in(ast.parse(path.read_text(encoding="utf-8")), {})
+
+
+def _options_in(node: ast.AST, loops: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
+    """Go through a tree; `loops` has the words that the variable of each `for` around it stands for."""
+    if isinstance(node, ast.For) and isinstance(node.target, ast.Name) and isinstance(node.iter, (ast.Tuple, ast.List)):
+        words = tuple(item.value for item in node.iter.elts if isinstance(item, ast.Constant))
+        loops = {**loops, node.target.id: tuple(str(word) for word in words)}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        is_switch = words.get("action", "").strip("'\"") in ("store_true", "store_false", "store_const")
+        shape = "switch" if is_switch else "list" if "nargs" in words else "value"
+        for given in node.args:
+            yield from ((name[2:], shape) for name in _texts(given, loops) if name.startswith("--"))
+    for inner in ast.iter_child_nodes(node):
+        yield from _options_in(inner, loops)
+
+
+def _texts(node: ast.AST, loops: dict[str, tuple[str, ...]]) -> list[str]:
+    """Return what a constant or an f-string over loop variables can be."""
+    if isinstance(node, ast.Constant):
+        return [str(node.value)]
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
+        return list(loops.get(node.value.id, ()))
+    if not isinstance(node, ast.JoinedStr):
+        return []
+    parts = [_texts(part, loops) for part in node.values]
+    return ["".join(words) for words in product(*parts)]
+
+
+def _defaults_of(values: object) -> set[str]:
+    """Return the defaults list of a Hydra config; a name with a blank would be two words of a list."""
+    given = values.get("defaults") if isinstance(values, dict) else None
+    pairs = (item if isinstance(item, dict) else {item: None} for item in given or ())
+    return {str(key) if file is None else f"{key}:{file}" for pair in pairs for key, file in pair.items()}
+
+
+def _keys_at(values: object, path: str) -> set[str]:
+    for part in path.split(".") if path else ():
+        values = values.get(part) if isinstance(values, dict) else None
+    return {str(key) for key in values} if isinstance(values, dict) else set()

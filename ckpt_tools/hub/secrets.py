@@ -1,0 +1,219 @@
+"""Search what is to be sent for access tokens. The table is `secret_rules`.
+
+Every file that holds no weights is searched, and the header of safetensors, whose `__metadata__` is text. Only the
+surroundings of long runs of letters and digits are looked at, which a vocabulary has few of; there a token is found by
+a literal that it begins with, and only then its pattern is tried. Every pattern is bounded: time is linear.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.safetensors import MAX_HEADER_BYTES
+from ckpt_tools.hub.plan import LocalFile
+from ckpt_tools.hub.secret_rules import SECRET_RULES, SecretRule
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_size
+
+MAX_SEARCHED_BYTES = 1 << 30
+"""Larger files that are no weights are not searched, and named in the notes."""
+BLOCK_BYTES = 8 << 20
+"""Searched at a time."""
+OVERLAP_BYTES = 8 << 10
+"""Of two blocks that follow each other; longer than any pattern."""
+_MAX_NAMED = 5
+"""Places that an error names."""
+_ALONE = (r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))", r"(?![A-Za-z0-9_])")
+"""Before and after a token: no part of a word, other than an escape of JSON."""
+_UUID = re.compile(rb"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
+_RUN_BYTES = bytes(
+    ord("a" if chr(byte).isascii() and (chr(byte).isalnum() or chr(byte) in "_-+/=%.~") else " ") for byte in range(256)
+)
+_RUN = b"a" * 20
+"""What a block is searched for once its bytes are only "part of a value" or not: no secret is shorter."""
+_BEFORE_BYTES, _AFTER_BYTES = 256, 8
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secret:
+    """Where something looks like a secret; never what it is."""
+
+    path: str
+    """Relative, with forward slashes."""
+    line: int
+    """From 1; of a safetensors file, in its header."""
+    kind: str
+    """What it looks like."""
+
+
+def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None) -> tuple[str, ...]:
+    """Refuse to send a file that has an access token in it, this user's or anybody's.
+
+    Args:
+        source: Where the files are.
+        files: What is to be sent.
+        token: This user's own, which is looked for whatever it looks like.
+
+    Returns:
+        A note for each file that was too large to be searched.
+
+    Raises:
+        UsageError: A file has one.
+    """
+    notes: list[str] = []
+    found: list[Secret] = []
+    for file in files:
+        start, nbytes = _text_of(source, file)
+        if nbytes > MAX_SEARCHED_BYTES:
+            notes.append(f"{escape_name(file.path)} was not searched for secrets: {format_size(nbytes)}")
+            continue
+        found += find_secrets(file.path, _reader(source, file, start), nbytes, token)
+    if not found:
+        return tuple(notes)
+    first, *others = found
+    more = "; ".join(f"{escape_name(each.path)}, line {each.line}: {each.kind}" for each in others[: _MAX_NAMED - 1])
+    if len(others) >= _MAX_NAMED:
+        more += f"; and {len(others) - _MAX_NAMED + 1} more"
+    raise UsageError(
+        f"the file holds what looks like {first.kind}" + (f" (also {more})" if more else ""),
+        where=f"{escape_name(first.path)}, line {first.line}",
+        hint=f"take it out and revoke it, or leave the file out: --exclude {escape_name(first.path)}",
+    )
+
+
+def _text_of(source: Source, file: LocalFile) -> tuple[int, int]:
+    """Return (offset, bytes) of what is to be searched: nothing of weights, but for the header of safetensors."""
+    if file.content is not None:
+        return 0, len(file.content)
+    if not is_weights(file.path):
+        return 0, file.nbytes
+    if file.path.endswith(".safetensors") and file.nbytes >= 8:
+        return 8, min(int.from_bytes(source.read(file.path, 0, 8), "little"), file.nbytes - 8, MAX_HEADER_BYTES)
+    return 0, 0
+
+
+def _reader(source: Source, file: LocalFile, start: int) -> Callable[[int, int], bytes]:
+    """Return what reads (offset, bytes) of the text of a file."""
+    content = file.content
+    if content is not None:
+        return lambda offset, nbytes: content[offset : offset + nbytes]
+    return lambda offset, nbytes: source.read(file.path, start + offset, nbytes)
+
+
+def find_secrets(
+    path: str, read: Callable[[int, int], bytes], nbytes: int, token: str | None = None
+) -> tuple[Secret, ...]:
+    """Return everything in a text that looks like a secret, in the order of the lines, once for each line and kind.
+
+    Args:
+        path: Name for the report.
+        read: Gives (offset, bytes) of the text.
+        nbytes: Length of the text.
+        token: A value that is one whatever it looks like.
+    """
+    found: dict[tuple[int, str], Secret] = {}
+    lines = offset = 0
+    stride = 1  # bytes of a character
+    while offset < nbytes:
+        block = read(offset, min(BLOCK_BYTES, nbytes - offset))
+        size = len(block)
+        if offset == 0 and block.startswith(_UTF16):
+            stride = 2
+        if stride == 2:
+            block = block.replace(b"\0", b"")
+        is_last = offset + size >= nbytes
+        # What begins in the overlap is found with the next block, whole.
+        end = len(block) if is_last else len(block) - OVERLAP_BYTES // stride
+        for position, kind in sorted(_search(block, token)):
+            if position < end:
+                line = 1 + lines + block.count(b"\n", 0, position)
+                found.setdefault((line, kind), Secret(path=path, line=line, kind=kind))
+        lines += block.count(b"\n", 0, end)
+        offset += size if is_last else size - OVERLAP_BYTES
+    return tuple(found.values())
+
+
+@functools.cache
+def _compiled() -> tuple[tuple[bytes, tuple[tuple[SecretRule, re.Pattern[bytes]], ...]], ...]:
+    """Anchor → its rules."""
+    by_anchor: dict[bytes, list[tuple[SecretRule, re.Pattern[bytes]]]] = {}
+    for rule in SECRET_RULES:
+        before, after = _ALONE if rule.whole else ("", "")
+        pattern = re.compile((before + rule.pattern + after).encode(), re.ASCII)
+        for anchor in rule.anchors:
+            by_anchor.setdefault(anchor.encode(), []).append((rule, pattern))
+    return tuple((anchor, tuple(rules)) for anchor, rules in by_anchor.items())
+
+
+def _search(block: bytes, token: str | None) -> Iterator[tuple[int, str]]:
+    """Yield (position, kind); a value that several rules know goes by the first."""
+    if token:
+        position = block.find(token.encode())
+        if position >= 0:
+            yield position, "your own access token of the hub"
+    ends: set[int] = set()
+    for start, end in _windows(block):
+        window = block[start:end]
+        lower = window.lower()
+        for anchor, rules in _compiled():
+            position = lower.find(anchor)
+            while position >= 0:
+                for rule, pattern in rules:
+                    match = pattern.match(window, position)
+                    if match is not None and start + match.end(1) not in ends and _is_secret(match[1], rule):
+                        ends.add(start + match.end(1))
+                        yield start + position, rule.kind
+                position = lower.find(anchor, position + 1)
+
+
+def _windows(block: bytes) -> Iterator[tuple[int, int]]:
+    """Yield [start, end) around every run that is long enough for a secret, with what may name it before."""
+    marked = block.translate(_RUN_BYTES)
+    start = end = 0
+    position = marked.find(_RUN)
+    while position >= 0:
+        run_end = marked.find(b" ", position)
+        run_end = len(block) if run_end < 0 else run_end
+        if position - _BEFORE_BYTES > end:
+            if end:
+                yield start, end
+            start = max(0, position - _BEFORE_BYTES)
+        end = min(len(block), run_end + _AFTER_BYTES)
+        position = marked.find(_RUN, run_end)
+    if end:
+        yield start, end
+
+
+def _is_secret(value: bytes, rule: SecretRule) -> bool:
+    return not is_placeholder(value) and (not rule.random or is_random(value))
+
+
+def is_placeholder(value: bytes) -> bool:
+    """Is it what documentation writes in place of a secret: few letters again and again, the alphabet, EXAMPLE?"""
+    lower = value.lower()
+    if any(word in lower for word in (b"example", b"xxxx", b"placeholder", b"your", b"redacted", b"....")):
+        return True
+    steps = sum(after - before in (0, 1) for before, after in pairwise(value))
+    return len(set(value)) < 4 or steps * 2 > len(value)
+
+
+def is_random(value: bytes) -> bool:
+    """Does it look drawn at random, unlike names and paths?
+
+    Judged by its longest piece between `_`, `-` and `/`: long, with digits, and changing between lower case, upper case
+    and digits at least at every fifth character (random ones: two of five in the worst alphabet, base 36).
+    """
+    if _UUID.fullmatch(value):
+        return True
+    piece = max(re.split(rb"[_/+=-]", value), key=len)
+    kinds = [0 if byte < 58 else 1 if byte < 91 else 2 for byte in piece]
+    changes = sum(before != after for before, after in pairwise(kinds))
+    return len(piece) >= 12 and 0 in kinds and 5 * changes >= len(piece)

@@ -1,0 +1,21 @@
+"""What the hub and a live model call the same tensors, as data: the standard library alone, no torch, no transformers.
+
+`transformers.txt` is written by `bin/names` from transformers' own classes and conversion mapping.
+"""
+
+from ckpt_tools.maps.foreign import common_prefix, is_adapter, origins_of
+from ckpt_tools.maps.hold import Held, folded, hold, tied
+from ckpt_tools.maps.table import Expected, Table, load_table
+
+__all__ = [
+    "Expected",
+    "Held",
+    "Table",
+    "common_prefix",
+    "folded",
+    "hold",
+    "is_adapter",
+    "load_table",
+    "origins_of",
+    "tied",
+]

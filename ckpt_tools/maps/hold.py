@@ -1,0 +1,108 @@
+"""Names held against an architecture: what transformers would leave to chance, and what it would not load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.maps.patterns import fold, matches, missing, tree
+from ckpt_tools.maps.renames import rename
+from ckpt_tools.maps.table import Expected
+
+_QUANTISED = re.compile(
+    r"(?P<module>.+)\.(?:weight_scale_inv|weight_scale|weight_scale_2|weight_global_scale|weight_packed|weight_shape"
+    r"|weight_zero_point|weight_g_idx|input_scale|input_global_scale|input_zero_point|output_scale|k_scale|v_scale"
+    r"|qweight|qzeros|scales|g_idx|SCB|weight_format|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map"
+    r"|quant_state\..+|SCB|weight_format|shape|scale|data|_data|_scale))"
+)
+_PACKED = re.compile(r"(?P<name>.+)_(?:blocks|scales|scale_inv|scale|packed|bias_scale)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What came of it."""
+
+    missing: tuple[str, ...] = ()
+    """Live names of tensors that nothing fills: transformers gives them random values."""
+    foreign: tuple[str, ...] = ()
+    """Names of the file that the architecture does not have."""
+    incomplete: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Live name → what is not there of the several tensors that it is put together from."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Does everything load, and fill everything?"""
+        return not (self.missing or self.foreign or self.incomplete)
+
+    def split(self, before: Held) -> tuple[Held, Held]:
+        """Return what is new, and what `before` has as well."""
+        missing, foreign = set(before.missing), set(before.foreign)
+        new, old = (
+            Held(
+                missing=tuple(name for name in self.missing if (name in missing) is known),
+                foreign=tuple(name for name in self.foreign if (name in foreign) is known),
+                incomplete={n: lacks for n, lacks in self.incomplete.items() if (n in before.incomplete) is known},
+            )
+            for known in (False, True)
+        )
+        return new, old
+
+
+def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object]) -> Held:
+    """Hold the names of a file, or of a live model, against what an architecture expects.
+
+    Args:
+        names: Those to be written.
+        expected: The architecture's (`Table.expected`).
+        config: The model's config.json.
+    """
+    given = {name: name for name in names}
+    if isinstance(config.get("quantization_config"), Mapping):
+        given = {name: _unquantised(name) for name in given}
+    renamed = rename(
+        set(given.values()), expected.rules, expected.base, lambda name: matches(expected.names, name, expected.counts)
+    )
+    ignored = [re.compile(pattern) for pattern in expected.ignored]
+    outside = {name for name in renamed.foreign if not any(regex.search(name) for regex in ignored)}
+    may_miss = [re.compile(pattern) for pattern in expected.may_miss]
+    ties = [(re.compile(tie.target), re.compile(tie.source)) for tie in expected.ties]
+    absent = []
+    for name in missing(expected.names, tree(renamed.live), expected.counts):
+        if any(regex.search(name) for regex in may_miss):
+            continue
+        partners = [source for target, source in ties if target.match(name)]
+        partners += [target for target, source in ties if source.match(name)]
+        if not any(partner.match(found) for partner in partners for found in renamed.live):
+            absent.append(name)
+    return Held(
+        missing=tuple(absent),
+        foreign=tuple(name for name, plain in given.items() if plain in outside),
+        incomplete=renamed.incomplete,
+    )
+
+
+def tied(one: str, other: str, expected: Expected) -> bool:
+    """Does the architecture, with this config, give both live names to one tensor?"""
+    return any(
+        (re.match(tie.target, one) and re.match(tie.source, other))
+        or (re.match(tie.target, other) and re.match(tie.source, one))
+        for tie in expected.ties
+    )
+
+
+def folded(names: Iterable[str], expected: Expected | None) -> tuple[str, ...]:
+    """Return names with the numbers of layers as ``*``, each once, in order."""
+    root = expected.names if expected is not None else None
+    if root is None:
+        return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    return tuple(dict.fromkeys(fold(root, name) for name in names))
+
+
+def _unquantised(name: str) -> str:
+    """Return the name of the weight that a tensor of a quantised model belongs to."""
+    if match := _QUANTISED.fullmatch(name):
+        return match["module"] + ".weight"
+    if match := _PACKED.fullmatch(name):
+        return match["name"]
+    return name

@@ -1,0 +1,150 @@
+"""How transformers renames the tensors of a file to the names of the live model, from rules that are data.
+
+Source: `WeightTransform`, `GroupWeightRename`, `WeightConverter` and `rename_source_key` of transformers 5.23
+(`core_model_loading.py`). Renamings are applied one after another, then at most one conversion. A conversion whose
+name has several targets fills them all; one with several sources needs them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line of transformers' conversion mapping."""
+
+    kind: str
+    """"rename", "group" (renamings that its first source switches on), "shift+N" or "convert"."""
+    operations: str = ""
+    """What a conversion does to the tensors, as transformers calls it."""
+    sources: tuple[str, ...]
+    """Regular expressions."""
+    targets: tuple[str, ...]
+    scope: str | None = None
+    """Path of the part of the model whose names are meant; None for the whole."""
+    base: str = ""
+    """The whole model's base prefix, with or without which a scope is found."""
+
+
+@dataclass(slots=True)
+class _Compiled:
+    rule: Rule
+    regex: re.Pattern[str]
+    is_active: bool = False
+
+    def apply(self, key: str) -> tuple[str, str | None]:
+        """Return the new name, and the source that matched."""
+        rule = self.rule
+        prefix = ""
+        if rule.scope is not None:
+            scope = f"{rule.scope}." if rule.scope else ""
+            base = f"{rule.base}." if rule.base else ""
+            if key.startswith(base + scope):
+                prefix = base + scope
+            elif key.startswith(scope):
+                prefix = scope
+            else:
+                return key, None
+        inside = key[len(prefix) :]
+        match = self.regex.search(inside)
+        if match is None:
+            return key, None
+        name = next(group for group, value in match.groupdict().items() if value is not None)
+        index = int(name[1:])
+        first = self.regex.groupindex[name]
+        if rule.kind == "group":
+            if index == 0:
+                self.is_active = True
+            elif not self.is_active:
+                return key, None
+            target = re.sub(r"\\(\d+)", lambda m: match.group(first + int(m.group(1))), rule.targets[index])
+        else:
+            target = rule.targets[0]
+            if r"\1" in target:
+                captured = match.group(first + 1)
+                if rule.kind.startswith("shift"):
+                    captured = str(int(captured) + int(rule.kind.removeprefix("shift")))
+                target = target.replace(r"\1", captured)
+        return prefix + inside.replace(match.group(0), target, 1), rule.sources[index]
+
+
+def _compile(rule: Rule) -> _Compiled:
+    branches = []
+    for index, source in sorted(enumerate(rule.sources), key=lambda item: -len(item[1])):
+        pattern = source.replace("*.", r".*\.")
+        if re.search(r"[a-zA-Z0-9]$", pattern):
+            pattern += r"(?!\w)"
+        branches.append(f"(?P<g{index}>{pattern})")
+    return _Compiled(rule, re.compile("|".join(branches)))
+
+
+@dataclass(slots=True, kw_only=True)
+class Renamed:
+    """Where the names of a file go."""
+
+    live: dict[str, list[str]] = field(default_factory=dict)
+    """Name in the live model → names in the file."""
+    incomplete: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name in the live model → patterns of the names that it also needs, of which there are none, or fewer."""
+    foreign: list[str] = field(default_factory=list)
+    """Names in the file that go nowhere."""
+
+
+def rename(names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable[[str], bool]) -> Renamed:
+    """Return where transformers would put every name.
+
+    Args:
+        names: Those of the file.
+        rules: In the order in which transformers applies them.
+        base: The model's base prefix, which names may have or lack.
+        has: Does the live model have this name?
+    """
+    renamings = [_compile(rule) for rule in rules if rule.kind != "convert"]
+    converters = [_compile(rule) for rule in rules if rule.kind == "convert"]
+    result = Renamed()
+    parts: dict[str, tuple[Rule, dict[str, int]]] = {}
+    for name in sorted(names, key=_natural):
+        new, rule, source = name, None, None
+        for renaming in renamings:
+            new, _ = renaming.apply(new)
+        for converter in converters:
+            new, source = converter.apply(new)
+            if source is not None:
+                rule = converter.rule
+                break
+        new = _with_base(new, base, has)
+        if not has(new) and has(plain := _with_base(name, base, has)):
+            new, rule, source = plain, None, None
+        if not has(new):
+            result.foreign.append(name)
+            continue
+        targets = [new]
+        if rule is not None and source is not None:
+            _, counts = parts.setdefault(new, (rule, dict.fromkeys(rule.sources, 0)))
+            counts[source] += 1
+            targets += [new.replace(rule.targets[0], other, 1) for other in rule.targets[1:]]
+        for target in targets:
+            result.live.setdefault(target, []).append(name)
+    for new, (_, counts) in parts.items():
+        most = max(counts.values())
+        lacking = tuple(source for source, count in counts.items() if count < most)
+        if lacking:
+            result.incomplete[new] = lacking
+    return result
+
+
+def _with_base(name: str, base: str, has: Callable[[str], bool]) -> str:
+    """Take the base prefix away or put it before, where that makes a name of the model."""
+    if not base:
+        return name
+    without = re.sub(f"^{base}.", "", name, count=1)
+    if name.startswith(base) and has(without):
+        return without
+    return f"{base}.{name}" if has(f"{base}.{name}") else name
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]

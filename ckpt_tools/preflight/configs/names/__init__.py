@@ -1,0 +1,27 @@
+"""Lists of option names, as the trainers' releases have them: text files that `bin/world --names` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+
+
+def known(name: str, *sections: str) -> frozenset[str]:
+    """Return the names of some sections of a list, of all releases."""
+    return frozenset(option for section in sections for option in newest_release(name, section))
+
+
+@cache
+def newest_release(name: str, section: str) -> Mapping[str, str]:
+    """Return option → the newest release that has it, of the releases that the list was made from."""
+    found: dict[str, str] = {}
+    release = None
+    for line in files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            title, _, heading = line[1:].partition("] ")
+            release = heading if title == section else None
+        elif release is not None and not line.startswith("#"):
+            found |= dict.fromkeys(line.split(), release)
+    return MappingProxyType(found)

@@ -1,0 +1,292 @@
+"""What becomes of every option of a config: read, known, passed over, not known, or not to be read here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin
+
+from pydantic import AliasChoices, BaseModel
+
+from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.preflight.configs.config import Options, join_path
+from ckpt_tools.preflight.configs.spelling import decides, is_typo, nearest
+from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    from ckpt_tools.preflight.configs.schema import Section
+
+_VARIABLE = re.compile(r"\$(\{|\(|[A-Za-z_@*#0-9])|`[^`]+`|\{\{.*\}\}|^\?\?\?$")
+_MAX_FOLDED = 12
+MAX_GUESSES = 200
+"""Unknown names of one file that are compared with the known ones."""
+
+Spell = Callable[[str], str]
+"""Key path in normalised values → key path in the user's file."""
+Status = Literal["read", "known", "passed over", "misspelt", "unknown"]
+"""read: a reader looks at it. known: the trainer has it, and nothing that is checked depends on it. passed over: it
+lies in a part of the config that is not looked at. misspelt: it is none, and one that is has nearly its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option of a config; a mapping that nothing looks into is one, of several values."""
+
+    path: tuple[str | int, ...]
+    value: object
+    status: Status
+    num_values: int = 1
+    near: str | None = None
+    """The known name that it is most like, where it is not known."""
+    severity: Severity | None = None
+    """Of the finding that it is not known; None where the framework takes anything."""
+
+
+def is_variable(value: object) -> bool:
+    """Does a value, or an item of a list, stand for something that is not in the file?"""
+    if isinstance(value, (list, tuple)):
+        return any(is_variable(item) for item in value)
+    return isinstance(value, str) and _VARIABLE.search(value) is not None
+
+
+def without_variables(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a config without the options whose values are not in the file."""
+    return {key: _without(value) for key, value in values.items() if not _is_variable_leaf(value)}
+
+
+def _is_variable_leaf(value: object) -> bool:
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return False
+    return is_variable(value)
+
+
+def _without(value: object) -> object:
+    if isinstance(value, Mapping):
+        return without_variables(value)
+    return [_without(item) for item in value] if isinstance(value, list) else value
+
+
+def names_of(model: type[Section]) -> dict[str, str]:
+    """Return option → field, for all options that a section reads."""
+    names: dict[str, str] = {}
+    for field, info in model.model_fields.items():
+        alias = info.validation_alias
+        if isinstance(alias, AliasChoices):
+            names |= {str(name): field for name in alias.choices}
+        else:
+            names[info.alias or field] = field
+    return names
+
+
+def option_names(model: type[Section]) -> frozenset[str]:
+    """Return the options of a section, read here or not."""
+    return model.known | names_of(model).keys()
+
+
+def options_of(
+    model: type[Section],
+    values: Mapping[str, object],
+    path: tuple[str | int, ...] = (),
+    *,
+    guesses: Iterator[int] | None = None,
+) -> Iterator[Option]:
+    """Yield every option of a config, with what its model says of it.
+
+    Args:
+        model: The framework's model of it.
+        values: The config, or a part.
+        path: Where the part lies.
+        guesses: One for each unknown name that may still be compared with the known ones, which takes a while.
+    """
+    guesses = iter(range(MAX_GUESSES)) if guesses is None else guesses
+    sections, fields = dict(_sections(model)), names_of(model)
+    for key, value in values.items():
+        here = (*path, key)
+        if key in sections:
+            inner, is_list = sections[key]
+            items = list(enumerate(value)) if is_list and isinstance(value, list) else [(None, value)]
+            for index, item in items:
+                at = here if index is None else (*here, index)
+                if isinstance(item, Mapping):
+                    yield from options_of(inner, item, at, guesses=guesses)
+                elif item is not None:
+                    yield Option(path=at, value=item, status="read")
+        elif key in fields:
+            yield Option(path=here, value=value, status="read")
+        elif key in model.known:
+            looks_in = not isinstance(value, Mapping) or not value
+            yield Option(
+                path=here, value=value, status="known" if looks_in else "passed over", num_values=_count(value)
+            )
+        else:
+            names = model.known | fields.keys() if next(guesses, None) is not None else frozenset()
+            yield _unknown(model, here, value, names)
+
+
+def _unknown(model: type[Section], path: tuple[str | int, ...], value: object, names: frozenset[str]) -> Option:
+    """Return an option that is none of `names`.
+
+    One that is misspelt is an error where it decides what a run needs, or where the framework stops at it. One that
+    resembles none is never an error: a release that is newer than the list may have it.
+    """
+    key = str(path[-1])
+    near = model.instead.get(key) or (nearest(key, names) if names else None)
+    is_misspelt = near is not None and (key in model.instead or is_typo(key, near))
+    severity: Severity | None = model.unknown
+    if is_misspelt and near is not None and (near in names_of(model) or decides(near)):
+        severity = "error"
+    elif near is None and model.extensible:
+        severity = "info"
+    elif not is_misspelt and severity == "error":
+        severity = "warning"
+    status: Status = "misspelt" if is_misspelt else "passed over" if severity is None else "unknown"
+    return Option(path=path, value=value, status=status, num_values=_count(value), near=near, severity=severity)
+
+
+def _sections(model: type[Section]) -> Iterator[tuple[str, tuple[type[Section], bool]]]:
+    """Yield the fields that are sections themselves, and whether there is a list of them."""
+    for name, field in model.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            inner = get_args(kind)[0] if get_origin(kind) is list else kind
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield field.alias or name, (cast("type[Section]", inner), get_origin(kind) is list)
+
+
+def _count(value: object) -> int:
+    return sum(_count(item) for item in value.values()) if isinstance(value, Mapping) and value else 1
+
+
+def account(options: Iterable[Option], *, spell: Spell = str, words: Iterable[str] = ()) -> Options:
+    """Return how much of a config is understood.
+
+    Args:
+        options: All of it.
+        spell: Turns a path into the user's.
+        words: What else could not be read: words of a command line that stand for any number of options.
+    """
+    counts: dict[Status, int] = {"read": 0, "known": 0, "passed over": 0, "misspelt": 0, "unknown": 0}
+    unknown: list[str] = []
+    deciding: list[str] = []
+    unread: list[str] = []
+    variables: list[str] = []
+    for option in options:
+        counts[option.status] += option.num_values
+        where = spell(join_path(*option.path))
+        if option.status in ("misspelt", "unknown"):
+            unknown.append(where)
+            if option.status == "unknown" and decides(str(option.path[-1])):
+                deciding.append(where)
+        elif is_variable(option.value):
+            (unread if option.status == "read" else variables).append(where)
+    return Options(
+        read=sum(counts.values()),
+        understood=counts["read"] + counts["known"] - len(unread),
+        passed_over=counts["passed over"],
+        num_foreign=counts["unknown"],
+        unknown=tuple(unknown),
+        deciding=tuple(deciding),
+        unread=tuple(unread),
+        words=tuple(words),
+        variables=tuple(variables),
+    )
+
+
+def check_names(options: Iterable[Option], *, spell: Spell = str, what: str = "key") -> tuple[Finding, ...]:
+    """Return the findings on options that are not known: errors each on its own, what is less in one."""
+    findings: list[Finding] = []
+    others: list[Finding] = []
+    for option in options:
+        if option.severity is None:
+            continue
+        found = _unknown_key(option, spell, what)
+        (findings if option.severity == "error" else others).append(found)
+    return (*findings, *_folded(others, what))
+
+
+def _unknown_key(option: Option, spell: Spell, what: str) -> Finding:
+    where = escape_name(spell(join_path(*option.path)))
+    near = None
+    if option.near is not None:
+        parent = spell(join_path(*option.path[:-1])) + "." if len(option.path) > 1 else ""
+        near = escape_name(spell(join_path(*option.path[:-1], option.near)).removeprefix(parent))
+    return Finding(
+        code="unknown-key",
+        severity=option.severity or "info",
+        where=where,
+        what=f"there is no such {what}" + (f"; the nearest one is {near}" if near else ""),
+        hint=f"write {near}" if near else f"remove it, or see which version of the framework has this {what}",
+    )
+
+
+def _folded(findings: list[Finding], what: str) -> tuple[Finding, ...]:
+    if len(findings) < 2:
+        return tuple(findings)
+    severity: Severity = "warning" if any(one.severity == "warning" for one in findings) else "info"
+    shown = ", ".join(
+        one.where + (f" ({hint.removeprefix('write ')}?)" if (hint := one.hint or "").startswith("write ") else "")
+        for one in findings[:_MAX_FOLDED]
+    )
+    return (
+        Finding(
+            code="unknown-key",
+            severity=severity,
+            where=findings[0].where,
+            what=f"{len(findings)} {what}s are not known: {shown}" + (", …" if len(findings) > _MAX_FOLDED else ""),
+            hint=f"remove what is misspelt, or see which version of the framework has these {what}s",
+        ),
+    )
+
+
+def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Finding, ...]:
+    """Return what to say of options whose values are not in the file.
+
+    Args:
+        options: What became of them.
+        values: The file.
+    """
+    findings: list[Finding] = []
+    words = [escape_name(word) for word in dict.fromkeys(options.words)]
+    if words:
+        shown = ", ".join(words[:_MAX_FOLDED]) + (", …" if len(words) > _MAX_FOLDED else "")
+        findings.append(
+            Finding(
+                code="unread-options",
+                severity="warning",
+                where=words[0],
+                what=f"options that are not in the file, and not checked: whatever {shown} may stand for",
+                hint="write them in its place",
+            )
+        )
+    findings += [
+        Finding(
+            code="unknown-value",
+            severity="warning",
+            where=escape_name(path),
+            what=f"{_shown(values, path)}is not in the file: what it says is not checked",
+            hint="write the value itself",
+        )
+        for path in options.unread[:_MAX_FOLDED]  # the report lists them all
+    ]
+    if options.variables:
+        shown = ", ".join(escape_name(path) for path in options.variables[:6])
+        findings.append(
+            Finding(
+                code="unknown-value",
+                severity="info",
+                where=escape_name(options.variables[0]),
+                what=f"left to variables, and of no weight for what is checked: {shown}"
+                + (", …" if len(options.variables) > 6 else ""),
+            )
+        )
+    return tuple(findings)
+
+
+def _shown(values: Mapping[str, object], path: str) -> str:
+    """Return the value at a path and a blank, where it is short enough to be shown."""
+    node: object = values.get(path.removeprefix("--"))
+    if node is None:
+        node = values
+        for part in path.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+    return f"{escape_name(node[:60])} " if isinstance(node, str) else ""

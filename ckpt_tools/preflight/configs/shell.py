@@ -1,0 +1,293 @@
+r"""A shell script → tokens: words in pieces, operators, arrays, here-documents. Nothing is expanded or executed.
+
+Source: POSIX Shell Command Language, 2.2 (quoting), 2.3 (tokens), 2.6 (expansions as they are written) and 2.7.4
+(here-documents); bash for `$'…'`, `<<<` and `name=( … )`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt_tools.text import escape_name
+
+MAX_WORDS = 100_000
+"""Words of one script."""
+_OPERATORS = re.compile(r"\d*(<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)|&>>|&>|;;&|;;|;&|&&|\|\||\|&|[;&|()]")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_ARRAY = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<plus>\+?)=")
+_PLAIN = re.compile(r"[^\s\\'\"$`;&|()<>#]+")
+_ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a word."""
+
+    text: str
+    """The text, or the expansion as it is written: `$X`, `${X:-a}`, `$(date)`."""
+    is_expansion: bool = False
+    is_quoted: bool = False
+
+
+Word = tuple[Piece, ...]
+"""One word; empty quotes are one empty piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One token."""
+
+    kind: Literal["word", "operator", "newline", "array", "heredoc"]
+    text: str = ""
+    """Of an operator; the name of an array."""
+    word: Word = ()
+    """A word, or the body of a here-document."""
+    items: tuple[Word, ...] = ()
+    """Of an array."""
+    appends: bool = False
+    """`name+=( … )`"""
+
+
+def tokenize(text: str) -> Iterator[Token]:
+    """Yield the tokens of a script; comments and continued lines are gone, redirections too.
+
+    Raises:
+        ValueError: A quote, a bracket or a here-document that is never closed, or more than `MAX_WORDS`.
+    """
+    try:
+        yield from _Lexer(text).tokens()
+    except RecursionError:
+        raise ValueError("expansions nested too deep") from None
+
+
+def pieces_of(text: str) -> Word:
+    """Return the pieces of text as if it stood between double quotes."""
+    return _Lexer(text).quoted(len(text))
+
+
+class _Lexer:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._num_words = 0
+        self._waiting: list[tuple[str, bool, bool]] = []
+        """Here-documents that begin after this line: delimiter, is it quoted, are tabs stripped."""
+
+    def tokens(self) -> Iterator[Token]:
+        while self._at < len(self._text):
+            if self._skip_blank():
+                continue
+            if self._text[self._at] == "\n":
+                self._at += 1
+                yield from self._heredocs()
+                yield Token(kind="newline")
+                continue
+            found = _OPERATORS.match(self._text, self._at)
+            if found is None:
+                yield self._word_or_array()
+            elif found[0] in ("<", ">") and self._text[found.end() : found.end() + 1] == "(":
+                yield self._word_or_array()  # <(…) is a word
+            elif found[1] is not None or found[0].startswith("&>"):
+                self._at = found.end()
+                self._redirection(found[1] or "")
+            else:
+                self._at = found.end()
+                yield Token(kind="operator", text=found[0])
+        yield from self._heredocs()
+        yield Token(kind="newline")
+
+    def _skip_blank(self) -> bool:
+        """Pass over blanks, a continued line, a comment."""
+        char = self._text[self._at]
+        if char in " \t\r\f\v":
+            self._at += 1
+        elif self._text.startswith("\\\n", self._at):
+            self._at += 2
+        elif char == "#":
+            end = self._text.find("\n", self._at)
+            self._at = len(self._text) if end < 0 else end
+        else:
+            return False
+        return True
+
+    def _redirection(self, operator: str) -> None:
+        while self._at < len(self._text) and self._text[self._at] in " \t":
+            self._at += 1
+        word = self._word() if self._at < len(self._text) and self._text[self._at] != "\n" else ()
+        if operator in ("<<", "<<-"):
+            delimiter = "".join(piece.text for piece in word)
+            self._waiting.append((delimiter, any(piece.is_quoted for piece in word), operator == "<<-"))
+
+    def _heredocs(self) -> Iterator[Token]:
+        for delimiter, is_literal, strips in self._waiting:
+            lines = []
+            while True:
+                if self._at >= len(self._text):
+                    raise ValueError(f"the here-document {escape_name(delimiter)!r} has no end")
+                end = self._text.find("\n", self._at)
+                end = len(self._text) if end < 0 else end
+                line = self._text[self._at : end]
+                self._at = end + 1
+                if (line.lstrip("\t") if strips else line) == delimiter:
+                    break
+                lines.append(line)
+            body = "\n".join(lines)
+            yield Token(kind="heredoc", word=(Piece(text=body),) if is_literal else _Lexer(body).quoted(len(body)))
+        self._waiting = []
+
+    def _word_or_array(self) -> Token:
+        found = _ARRAY.match(self._text, self._at)
+        if found is None or self._text[found.end() : found.end() + 1] != "(":
+            return Token(kind="word", word=self._word())
+        self._at = found.end() + 1
+        items: list[Word] = []
+        while True:
+            if self._at >= len(self._text):
+                raise ValueError(f"the array {escape_name(found['name'])} is never closed")
+            if self._skip_blank():
+                continue
+            if self._text[self._at] == "\n":
+                self._at += 1
+            elif self._text[self._at] == ")":
+                self._at += 1
+                return Token(kind="array", text=found["name"], items=tuple(items), appends=bool(found["plus"]))
+            elif self._text[self._at] in ";&|(<>":
+                raise ValueError(f"an operator in the array {escape_name(found['name'])}")
+            else:
+                items.append(self._word())
+
+    def _word(self) -> Word:
+        self._num_words += 1
+        if self._num_words > MAX_WORDS:
+            raise ValueError(f"more than {MAX_WORDS} words")
+        text, pieces = self._text, []
+        while self._at < len(text):
+            char = text[self._at]
+            plain = _PLAIN.match(text, self._at)
+            if plain is not None:
+                pieces.append(Piece(text=plain[0]))
+                self._at = plain.end()
+            elif char == "\\":
+                if text[self._at + 1 : self._at + 2] != "\n":
+                    pieces.append(Piece(text=text[self._at + 1 : self._at + 2], is_quoted=True))
+                self._at += 2
+            elif char == "'":
+                end = self._find("'", self._at + 1)
+                pieces.append(Piece(text=text[self._at + 1 : end], is_quoted=True))
+                self._at = end + 1
+            elif char == '"' or text.startswith('$"', self._at):
+                self._at += 1 if char == '"' else 2
+                pieces += self.quoted(len(text), stops_at='"') or (Piece(text="", is_quoted=True),)
+            elif text.startswith("$'", self._at):
+                pieces.append(self._ansi())
+            elif char in "$`" or text.startswith(("<(", ">("), self._at):
+                pieces.append(self._expansion(is_quoted=False))
+            elif char == "#":
+                pieces.append(Piece(text=char))
+                self._at += 1
+            else:
+                break  # a blank or an operator
+        return tuple(pieces)
+
+    def quoted(self, end: int, stops_at: str = "") -> Word:
+        """Return the pieces up to `end`, or up to and with the closing quote, as double quotes treat them."""
+        pieces: list[Piece] = []
+        kept: list[str] = []
+
+        def flush() -> None:
+            if kept:
+                pieces.append(Piece(text="".join(kept), is_quoted=True))
+                kept.clear()
+
+        while self._at < end:
+            char = self._text[self._at]
+            if stops_at and char == stops_at:
+                self._at += 1
+                flush()
+                return tuple(pieces)
+            if char == "\\":
+                after = self._text[self._at + 1 : self._at + 2]
+                kept.append("" if after == "\n" else after if after in '$`"\\' else char + after)
+                self._at += 2
+            elif char in "$`":
+                flush()
+                pieces.append(self._expansion(is_quoted=True))
+            else:
+                kept.append(char)
+                self._at += 1
+        if stops_at:
+            raise ValueError("no closing quotation")
+        flush()
+        return tuple(pieces)
+
+    def _ansi(self) -> Piece:
+        kept: list[str] = []
+        at = self._at + 2
+        while at < len(self._text):
+            char = self._text[at]
+            if char == "'":
+                self._at = at + 1
+                return Piece(text="".join(kept), is_quoted=True)
+            if char == "\\":
+                after = self._text[at + 1 : at + 2]
+                kept.append(_ANSI.get(after, char + after))
+                at += 2
+            else:
+                kept.append(char)
+                at += 1
+        raise ValueError("no closing quotation")
+
+    def _expansion(self, *, is_quoted: bool) -> Piece:
+        begin = self._at
+        self._at = self._end_of_expansion(begin)
+        text = self._text[begin : self._at]
+        return Piece(text=text, is_expansion=len(text) > 1, is_quoted=is_quoted)
+
+    def _end_of_expansion(self, at: int) -> int:
+        if self._text[at] == "`":
+            return self._find("`", at + 1) + 1
+        after = self._text[at + 1 : at + 2]
+        if after == "(":
+            return self._balanced(at + 2, "(", ")")
+        if after == "{":
+            return self._balanced(at + 2, "{", "}")
+        name = _NAME.match(self._text, at + 1)
+        if name is not None:
+            return name.end()
+        return at + 2 if after and after in "@*#?$!-0123456789" else at + 1
+
+    def _balanced(self, at: int, opening: str, closing: str) -> int:
+        depth = 1
+        while at < len(self._text):
+            char = self._text[at]
+            if char == "\\":
+                at += 2
+            elif char == "'" and closing == ")":
+                at = self._find("'", at + 1) + 1
+            elif char == '"':
+                at = self._end_of_quotes(at + 1)
+            elif char in "$`":
+                at = self._end_of_expansion(at)
+            else:
+                depth += (char == opening) - (char == closing)
+                at += 1
+                if depth == 0:
+                    return at
+        raise ValueError(f"no closing {closing!r}")
+
+    def _end_of_quotes(self, at: int) -> int:
+        while at < len(self._text):
+            char = self._text[at]
+            if char == '"':
+                return at + 1
+            at = at + 2 if char == "\\" else self._end_of_expansion(at) if char in "$`" else at + 1
+        raise ValueError("no closing quotation")
+
+    def _find(self, char: str, at: int) -> int:
+        found = self._text.find(char, at)
+        if found < 0:
+            raise ValueError("no closing quotation")
+        return found

@@ -1,0 +1,108 @@
+"""Walls around the ranks, and around the trial before them, when the model comes from a stranger's config.json."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
+
+import torch
+
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.smoke.hf_recipe import HfRecipe
+from ckpt_tools.smoke.journal import Journal
+from ckpt_tools.smoke.machine import free_memory
+from ckpt_tools.smoke.setting import Setting
+from ckpt_tools.smoke.world import Outcome
+from ckpt_tools.walls import Limits, Walls, behind_walls, raise_walls
+
+_EXIT = 3
+
+
+def enclose(
+    setting: Setting, journal: Journal, *, scratch: str, device: torch.device, saved: dict[str, object] | None = None
+) -> None:
+    """Raise the walls around this process, for the rest of its life: a breach is its last event.
+
+    Args:
+        setting: What is run; a factory is the user's own code, and has no walls.
+        journal: Of this rank.
+        scratch: Directory of the run.
+        device: On GPUs Python's own walls stand alone: their drivers and NCCL need devices, files and sockets.
+        saved: What another world has saved, and is read again.
+    """
+    if not isinstance(setting.recipe, HfRecipe):
+        return
+
+    def leave(error: CkptError) -> NoReturn:
+        journal.error(error)
+        os._exit(_EXIT)
+
+    walls = Walls(
+        subject=f"a {setting.recipe.title}",
+        where=setting.recipe.where,
+        scratch=scratch,
+        sources=_sources(setting, saved),
+        foreign=_foreign(setting),
+        on_breach=leave,
+    )
+    on_gpu = device.type == "cuda"
+    limits = Limits() if on_gpu else Limits(memory_bytes=free_memory(device))
+    raise_walls(walls, limits, kernel=not on_gpu)
+
+
+def enclosed(setting: Setting, *, scratch: str) -> AbstractContextManager[None]:
+    """Return walls that stand while a context is open, for a process of the user's own: a breach raises there."""
+    recipe = setting.recipe
+    if not isinstance(recipe, HfRecipe):
+        return nullcontext()
+    # It makes a cache directory when it is imported, and torch imports it late; ranks of our own have it already.
+    importlib.import_module("torch._dynamo")
+    return behind_walls(
+        Walls(
+            subject=f"a {recipe.title}",
+            where=recipe.where,
+            scratch=scratch,
+            sources=_sources(setting, None),
+            foreign=_foreign(setting),
+        )
+    )
+
+
+def _sources(setting: Setting, saved: dict[str, object] | None) -> tuple[str, ...]:
+    own = () if setting.options.source is None else (os.path.abspath(setting.options.source),)
+    return (*own, *(str(saved[key]) for key in ("source", "path") if saved is not None and saved.get(key)))
+
+
+def _foreign(setting: Setting) -> tuple[str, ...]:
+    path = setting.options.model
+    if path is None:
+        return ()
+    return (os.path.abspath(path if os.path.isdir(path) else os.path.dirname(path)),)
+
+
+def try_build(setting: Setting, journal: Journal, scratch: str) -> bool:
+    """Build the model once on meta, and make a batch for it; what ckpt cannot build or feed is told in `journal`."""
+    enclose(setting, journal, scratch=scratch, device=torch.device("cpu"))
+    try:
+        with torch.device("meta"):
+            model = setting.recipe.build()
+        setting.recipe.batch(model, 0)
+    except CkptError as error:
+        journal.error(error)
+        return False
+    return True
+
+
+def judge_trial(setting: Setting, outcome: Outcome) -> CkptError | None:
+    """Return what a trial that ended without a word means: nothing of it is the fault of FSDP2, or of the mesh."""
+    if not outcome.findings:
+        return None
+    finding = outcome.findings[0]
+    how = f"it did not end in {setting.timeout_s:.0f} s" if finding.code == "hang" else finding.what
+    return UsageError(
+        f"building a {setting.recipe.title} as the config says failed before any rank was started: {how}",
+        where=setting.recipe.where if isinstance(setting.recipe, HfRecipe) else None,
+        hint=finding.hint,
+    )

@@ -1,0 +1,10 @@
+"""Walls around the building of models whose config.json comes from a stranger (see docs/decisions/0009).
+
+`check_config` refuses names and numbers before anything is built; `behind_walls` and `raise_walls` hold what is built.
+"""
+
+from ckpt_tools.walls.audit import Breach, Walls, aside, behind_walls, demand_walls
+from ckpt_tools.walls.config_check import check_config
+from ckpt_tools.walls.enclose import Limits, raise_walls
+
+__all__ = ["Breach", "Limits", "Walls", "aside", "behind_walls", "check_config", "demand_walls", "raise_walls"]

@@ -1,0 +1,98 @@
+"""What nothing says of an adapter is marked, field by field; --strict refuses; impossible alphas are errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from adapters import families
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ckpt_tools import api
+from ckpt_tools.cli import main
+from ckpt_tools.errors import CkptError, UsageError
+
+FIELDS = ["use_rslora=false", "init_lora_weights=true", "alpha_pattern={}"]
+
+
+@pytest.fixture
+def source(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name in ("q_proj", "v_proj"):
+        for side, shape in (("A", (4, 8)), ("B", (6, 4))):
+            key = f"base_model.model.model.layers.0.self_attn.{name}.lora_{side}.default.weight"
+            tensors[key] = torch.randn(shape, generator=generator)
+    families.save_dcp({"model": tensors}, tmp_path / "dcp")
+    base = {f"model.layers.0.self_attn.{name}.weight": torch.ones(6, 8) for name in ("q_proj", "v_proj")}
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base/model.safetensors")
+    return tmp_path
+
+
+def test_what_nothing_says_is_marked_in_output_json_and_file(source, capsys):
+    assert main(["export-lora", str(source / "dcp"), str(source / "out"), "--alpha", "8", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["assumed"] == FIELDS
+    assert [each["where"] for each in document["findings"] if each["code"] == "assumed"] == [
+        text.partition("=")[0] for text in FIELDS
+    ]
+    for text in FIELDS:
+        assert document["config"][text.partition("=")[0]]["source"].startswith("assumed")
+    with safe_open(source / "out/adapter_model.safetensors", "pt") as opened:
+        assert opened.metadata()["ckpt_assumed"] == ", ".join(FIELDS)
+    assert main(["export-lora", str(source / "dcp"), str(source / "out2"), "--alpha", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "use_rslora is assumed to be false" in shown
+    assert "--config use_rslora=false" in shown
+
+
+def test_strict_refuses_until_everything_is_said(source, capsys):
+    arguments = ["export-lora", str(source / "dcp"), str(source / "out"), "--alpha", "8", "--strict"]
+    assert main(arguments) == 3
+    assert not (source / "out").exists()
+    capsys.readouterr()
+    (source / "dcp/adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]})
+    )
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["assumed"] == []
+
+
+def test_what_the_user_says_is_not_assumed(source):
+    config = ("use_rslora=true", "init_lora_weights=true")
+    result = api.export_lora(source / "dcp", source / "out", alpha=8, config=config)
+    assert result.assumed == ("alpha_pattern={}",)
+    assert result.config["use_rslora"].value is True
+
+
+def test_weights_that_are_the_base_s_prove_the_initialisation(source):
+    """PiSSA and the like change the base: a checkpoint that holds it unchanged was begun without them."""
+    tensors = {"base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": torch.ones(6, 8)}
+    for side, shape in (("A", (4, 8)), ("B", (6, 4))):
+        tensors[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.default.weight"] = torch.randn(shape)
+    families.save_dcp({"model": tensors}, source / "whole")
+    assert "init_lora_weights=true" in api.export_lora(source / "whole", source / "a", alpha=8).assumed
+    proven = api.export_lora(source / "whole", source / "b", alpha=8, base=source / "base")
+    assert proven.assumed == ("use_rslora=false",)
+
+
+def test_merge_says_what_it_assumes_and_strict_refuses(source):
+    result = api.merge_lora(source / "base", source / "dcp", source / "merged", alpha=8)
+    assert [note for note in result.notes if note.startswith("assumed: use_rslora=false")]
+    with pytest.raises(CkptError, match="use_rslora is assumed") as caught:
+        api.merge_lora(source / "base", source / "dcp", source / "strict", alpha=8, strict=True)
+    assert caught.value.exit_code == 3
+    assert not (source / "strict").exists()
+
+
+@pytest.mark.parametrize("alpha", [-5.0, 0.0, 1e9, float("nan"), float("inf")])
+def test_impossible_alphas_are_errors(source, alpha):
+    with pytest.raises(UsageError, match="--alpha must be above 0"):
+        api.export_lora(source / "dcp", source / "out", alpha=alpha)
+    with pytest.raises(UsageError, match="--alpha must be above 0"):
+        api.merge_lora(source / "base", source / "dcp", source / "merged", alpha=alpha)
+    assert not (source / "out").exists()
+    assert not (source / "merged").exists()

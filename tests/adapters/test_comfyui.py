@@ -1,0 +1,157 @@
+"""What ComfyUI computes otherwise than the trainers: exact with the base, refused without, and said."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from adapters import image_models
+from adapters.comfyui_maths import weight_of
+from adapters.image_models import adapter, linears, lora, to_target
+from adapters.test_naming import native_weights
+from adapters.test_of_base import saved_adapter
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ckpt_tools import api
+from ckpt_tools.errors import UsageError
+
+TARGETS = ("to_q", "to_k", "to_v", "proj_mlp", "net.0.proj", "norm_out.linear")
+
+
+def flux1():
+    torch.manual_seed(4)
+    return image_models.flux1()
+
+
+@pytest.fixture(scope="module")
+def dora(tmp_path_factory):
+    root = tmp_path_factory.mktemp("dora")
+    flux1().save_pretrained(root / "base")
+    adapted = saved_adapter(flux1(), root / "dcp", TARGETS, dora=True)
+    return root, adapted.merge_and_unload()
+
+
+def error(got, want):
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def test_dora_is_exact_in_comfyui_with_the_base(dora, tmp_path):
+    root, merged = dora
+    result = api.export_lora(root / "dcp", tmp_path / "out", to="comfyui", alpha=6, base=root / "base")
+    assert result.ok
+    assert any("ComfyUI alone" in note for note in result.conversion.notes)
+    file = next((tmp_path / "out").iterdir())
+    tensors, before, after = load_file(file), native_weights("flux1", flux1()), native_weights("flux1", merged)
+    changed = {name.rpartition(".dora_scale")[0] for name in tensors if name.endswith(".dora_scale")}
+    assert len(changed) == 9
+    for path in changed:
+        key = f"{path.removeprefix('diffusion_model.')}.weight"
+        assert error(weight_of(tensors, path, before[key]), after[key]) < 1e-5, key
+        assert error(before[key], after[key]) > 1e-2
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["ckpt_dora_scale"] == "base-norm"
+
+
+def test_dora_for_comfyui_takes_the_base_that_the_checkpoint_holds(dora, tmp_path):
+    from adapters import families
+    from peft import LoraConfig, get_peft_model
+
+    root, _ = dora
+    adapted = get_peft_model(flux1(), LoraConfig(r=4, lora_alpha=6, target_modules=["net.0.proj"], use_dora=True))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn(parameter.shape) * 0.3)
+    families.save_dcp({"model": adapted.state_dict()}, tmp_path / "dcp")
+    for number, base in enumerate((None, root / "base")):
+        result = api.export_lora(tmp_path / "dcp", tmp_path / f"out{number}", to="comfyui", alpha=6, base=base)
+        assert result.ok
+    one, other = (load_file(next((tmp_path / f"out{number}").iterdir())) for number in (0, 1))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_dora_for_comfyui_without_the_base_is_refused(dora, tmp_path):
+    root, _ = dora
+    with pytest.raises(UsageError, match="ComfyUI divides dora_scale by the norm of W") as caught:
+        api.export_lora(root / "dcp", tmp_path / "out", to="comfyui", alpha=6, architecture="flux1")
+    assert "--base" in caught.value.hint
+
+
+def test_dora_for_kohya_says_that_it_is_not_comfyui_s(dora, tmp_path):
+    root, merged = dora
+    result = api.export_lora(root / "dcp", tmp_path / "out", to="kohya", alpha=6, architecture="flux1")
+    assert any("ComfyUI divides by that of W" in note for note in result.conversion.notes)
+    tensors, after = load_file(next((tmp_path / "out").iterdir())), native_weights("flux1", merged)
+    path = "lora_unet_final_layer_adaLN_modulation_1"
+    before = native_weights("flux1", flux1())["final_layer.adaLN_modulation.1.weight"]
+    assert error(weight_of(tensors, path, before), after["final_layer.adaLN_modulation.1.weight"]) > 1e-2
+
+
+def test_a_file_made_for_comfyui_is_not_taken_for_lycoris_own(dora, tmp_path):
+    root, _ = dora
+    api.export_lora(root / "dcp", tmp_path / "out", to="comfyui", alpha=6, base=root / "base")
+    for target in ("peft", "kohya", "diffusers"):
+        with pytest.raises(UsageError, match="made its dora_scale for ComfyUI"):
+            api.export_lora(tmp_path / "out", tmp_path / "again", to=target)
+    with pytest.raises(UsageError, match="made its dora_scale for ComfyUI"):
+        api.merge_lora(root / "base", tmp_path / "out", tmp_path / "merged")
+
+
+def test_dora_by_column_is_comfyui_s_own(tmp_path):
+    model = flux1()
+    name = "single_transformer_blocks.0.proj_mlp"
+    module = lora("single_blocks.0.linear2", (32, 160))
+    module = module.with_factors({**module.factors, "magnitude": torch.rand(1, 160) + 0.5})
+    written = to_target(adapter([module], "kohya"), "comfyui", architecture="flux1").tensors
+    weight = model.get_submodule("single_transformer_blocks.0.proj_out").weight.detach()
+    assert name in linears(model)
+    new = weight + image_models.delta(module).float()
+    expected = new * module.factors["magnitude"] / new.norm(dim=0, keepdim=True)
+    assert error(weight_of(written, "diffusion_model.single_blocks.0.linear2", weight), expected) < 1e-5
+
+
+@pytest.mark.parametrize("constraint", [0.0, 1e-4, 10.0])
+@pytest.mark.parametrize("algorithm", ["diag-oft", "boft"])
+def test_lycoris_rotations_are_exact_in_comfyui(tmp_path, algorithm, constraint):
+    path = "lora_unet_single_blocks_0_linear2"
+    module, weight = rotation(algorithm, constraint=constraint)
+    save_file({f"{path}.{name}": tensor for name, tensor in module.state_dict().items()}, tmp_path / "a.safetensors")
+    expected = module.get_merged_weight()[0].detach()
+    assert error(weight, expected) > 1e-3
+    assert api.export_lora(tmp_path / "a.safetensors", tmp_path / "out", to="comfyui", architecture="flux1").ok
+    tensors = load_file(next((tmp_path / "out").iterdir()))
+    got = weight_of(tensors, "diffusion_model.single_blocks.0.linear2", weight)
+    assert error(got, expected) < 1e-5
+
+
+def test_diag_oft_with_a_rescale_is_refused_for_comfyui(tmp_path):
+    path = "lora_unet_single_blocks_0_linear2"
+    module, _ = rotation("diag-oft", constraint=0.0, rescaled=True)
+    save_file({f"{path}.{name}": tensor for name, tensor in module.state_dict().items()}, tmp_path / "a.safetensors")
+    with pytest.raises(UsageError, match="leaves out rescale"):
+        api.export_lora(tmp_path / "a.safetensors", tmp_path / "out", to="comfyui", architecture="flux1")
+
+
+def rotation(algorithm, **options):
+    """One of LyCORIS' own modules with random blocks, and the weight that it is for."""
+    import logging
+
+    from lycoris.modules.boft import ButterflyOFTModule
+    from lycoris.modules.diag_oft import DiagOFTModule
+
+    logging.disable(logging.INFO)
+    try:
+        torch.manual_seed(3)
+        layer = torch.nn.Linear(20, 32)
+        kind = DiagOFTModule if algorithm == "diag-oft" else ButterflyOFTModule
+        module = kind("a", copy.deepcopy(layer), lora_dim=4, **options)
+    finally:
+        logging.disable(logging.NOTSET)
+    with torch.no_grad():
+        module.oft_blocks.add_(torch.randn(module.oft_blocks.shape) * 0.2)
+        if options.get("rescaled"):
+            module.rescale.mul_(1.5)
+    return module.eval(), layer.weight.detach()

