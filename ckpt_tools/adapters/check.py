@@ -79,7 +79,9 @@ def check_lora(
     try:
         with read_adapter(path, adapter_name=adapter, format=format) as read:
             facts = None if base is None else _base_for(read.adapter, read_base_facts(base), architecture)
-            return _check(read, path, facts, _family(read.adapter, architecture, facts), wanted)
+            return _check(
+                read, path, facts, _family(read.adapter, architecture, facts), wanted, is_said=architecture is not None
+            )
     except UnknownTypeError as error:
         return LoraCheck(
             path=path,
@@ -136,16 +138,32 @@ def _is_explained(path: str, architecture: Architecture, convention: Convention)
     return any(convention != "comfyui" or each.part.is_encoder or each.match.is_native for each in places)
 
 
+def _is_guess(convention: Convention, family: ModelFamily | None, file: AdapterFile) -> bool:
+    """Are the names those of diffusers, which many families share, and does no header say which family it is?"""
+    if convention != "diffusers" or family is None or family == "llm" or file.base is not None:
+        return False
+    known = ARCHITECTURES[family]
+    said = (file.metadata.get("modelspec.architecture"), file.metadata.get("ss_base_model_version"))
+    return known.model_spec != said[0] and known.base_version != said[1]
+
+
 @dataclass(slots=True)
 class _Run:
     """What was found so far."""
 
     findings: list[Finding]
     not_checked: list[str]
+    is_guessed: bool = False
 
 
 def _check(
-    read: OpenedAdapter, path: str, base: BaseFacts | None, family: ModelFamily | None, wanted: tuple[Loader, ...]
+    read: OpenedAdapter,
+    path: str,
+    base: BaseFacts | None,
+    family: ModelFamily | None,
+    wanted: tuple[Loader, ...],
+    *,
+    is_said: bool,
 ) -> LoraCheck:
     run = _Run(list(_check_tensors(read)), [])
     if base is None:
@@ -158,6 +176,9 @@ def _check(
     if file is None:
         _say_training(read.adapter, path, wanted, run)
         return _summary(read.adapter, path, family, wanted, (), run, needs_all=True)
+    run.is_guessed = not is_said and _is_guess(read.adapter.convention, family, file)
+    if run.is_guessed:
+        run.not_checked.append(f"the model family: other models than {family} have such names (--architecture)")
     judges = wanted or own_loaders(read.adapter.convention, file)
     others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
     reports = tuple(simulate(file, loader) for loader in (*judges, *others))
@@ -274,6 +295,7 @@ def _summary(
         targets=tuple(sorted({_NUMBER.sub("*", module.path) for module in adapter.modules})),
         convention=adapter.convention,
         architecture=family,
+        is_guessed=run.is_guessed,
         judges=judges,
         needs_all=needs_all,
         loaders=reports,

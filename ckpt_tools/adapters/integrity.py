@@ -255,7 +255,7 @@ def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Find
 
 
 def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
-    """Yield modules that the base lacks, or has in another shape; a saved one may be a head that it was made without."""
+    """Yield modules that the base lacks, or has in another shape; a saved one may be a new head."""
     modules, holders = parents_of(base), {name.rpartition(".")[0] for name in base}
     unmatched = [m for m in adapter.modules if m.family != "saved" and base_path(m.path) not in modules]
     for module in unmatched:

@@ -486,7 +486,7 @@ def test_file_called_checkpoint_is_overlooked_by_diffusers(tmp_path: Path) -> No
     result = check_lora(directory, loaders=["diffusers"])
     assert [finding.code for finding in result.findings] == ["loader-rejects"]
     assert "checkpoint" in result.findings[0].what
-    assert check_lora(directory / "checkpoint-10.safetensors", loaders=["diffusers"]).ok
+    assert check_lora(directory / "checkpoint-10.safetensors", architecture="flux1", loaders=["diffusers"]).ok
 
 
 def test_adapter_that_was_never_trained_is_an_error(tmp_path: Path) -> None:

@@ -146,6 +146,18 @@ def test_names_of_a_family_without_tables_are_not_known_without_a_base(tmp_path:
     assert (result.judges, result.verdict, result.findings) == (("comfyui",), "unknown", ())
 
 
+def test_names_that_families_share_tell_none_without_a_header(flux1: Path, tmp_path: Path) -> None:
+    tensors = {name: tensor.contiguous() for name, tensor in written_for("flux1", "diffusers", in_blocks).items()}
+    source = save_as(tmp_path / "a", tensors)
+    result = check_lora(source)
+    assert (result.architecture, result.verdict, result.findings) == ("flux1", "unknown", ())
+    assert any("--architecture" in text for text in result.not_checked)
+    assert check_lora(source, architecture="flux1").verdict == "loads"
+    assert check_lora(source, base=flux1).verdict == "loads"
+    save_file(tensors, source / "pytorch_lora_weights.safetensors", metadata={"modelspec.architecture": "flux-1/lora"})
+    assert check_lora(source).verdict == "loads"
+
+
 # What ComfyUI computes in another way
 
 
