@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base_facts import BaseFacts
 from ckpt_tools.adapters.integrity import check_base
+from ckpt_tools.adapters.loaders import ModelFamily
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture
 from ckpt_tools.adapters.naming.resolve import Place, readings, underscored
 from ckpt_tools.adapters.target_modules import base_path, parents_of
@@ -21,22 +22,25 @@ _FLAT = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_")
 _ENCODER = re.compile(r"(?:text_encoder(?:_\d)?\.|text_encoders\.|lora_te\d?_)")
 
 
-def check_against(adapter: Adapter[TensorEntry], base: BaseFacts) -> tuple[list[Finding], list[str]]:
+def check_against(
+    adapter: Adapter[TensorEntry], base: BaseFacts, family: ModelFamily | None
+) -> tuple[list[Finding], list[str]]:
     """Hold an adapter's modules against the base model's.
 
     Args:
         adapter: From headers.
-        base: The base model; its family says whose names the adapter may have.
+        base: The base model.
+        family: Whose names the adapter may have; None where ckpt has no tables of them.
 
     Returns:
         What is wrong, and what could not be checked.
     """
     modules = parents_of(base.shapes)
     has_plain_names = any(base_path(module.path) in modules for module in adapter.modules)
-    if base.family == "llm" or has_plain_names:
+    if family == "llm" or has_plain_names:
         return list(check_base(adapter, base.shapes)), []
-    if base.family is not None:
-        return list(_by_tables(adapter, ARCHITECTURES[base.family], base.shapes)), []
+    if family is not None:
+        return list(_by_tables(adapter, ARCHITECTURES[family], base.shapes)), []
     return _by_own_names(adapter, base.shapes)
 
 

@@ -7,31 +7,15 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from ckpt_tools.adapters.base import read_base
-from ckpt_tools.adapters.loaders import ModelFamily
 from ckpt_tools.adapters.model_names import renamings
-from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
-from ckpt_tools.adapters.naming.resolve import is_language_model_path, readings
+from ckpt_tools.adapters.naming.of_base import BaseFamily
 from ckpt_tools.adapters.sidecars import read_json
 from ckpt_tools.adapters.target_modules import parents_of
 from ckpt_tools.storage.source import Source
 
 Shapes = Mapping[str, tuple[int, ...]]
-_FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
-    {
-        "FluxTransformer2DModel": "flux1",
-        "Flux2Transformer2DModel": "flux2",
-        "SD3Transformer2DModel": "sd3",
-    }
-)
-"""diffusers' class → family. Its UNet2DConditionModel is SDXL's and others'."""
-_UNET = "UNet2DConditionModel"
-_EXPLAINED = 0.95
-"""Share of a model's matrices that a family's tables must name: its own do ≥ 0.97, the nearest foreign one 0.86."""
-_NATIVE = "model.diffusion_model."
-"""In front of the denoiser's names in a single-file checkpoint of a whole pipeline."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 _STACK = re.compile(r"((?:model\.)*(?:bert\.)?(?:layers|encoder\.layer)|(?:transformer\.)?h)\.(\d{1,6})\.")
 """The layers that PEFT can replicate."""
@@ -49,8 +33,8 @@ class BaseFacts:
 
     shapes: Shapes
     """Parameter → shape, by the names that the live model has and those on disk."""
-    family: ModelFamily | None
-    """The family whose names it has; None for one that ckpt has no tables of."""
+    family: BaseFamily
+    """What it is."""
     class_name: str | None = None
     """diffusers' class, by its config.json."""
     model_type: str | None = None
@@ -68,20 +52,19 @@ def read_base_facts(path: str | os.PathLike[str]) -> BaseFacts:
     Raises:
         UnreadableError: Not a complete, readable checkpoint.
     """
-    shapes = read_base(path).shapes
+    model = read_base(path)
     config: Mapping[str, object] = {}
     if os.path.isfile(os.path.join(path, "config.json")):
         with Source(os.fspath(path)) as source:
             config = read_json(source, "config.json")
     class_name, model_type, classes = config.get("_class_name"), config.get("model_type"), config.get("architectures")
-    facts = BaseFacts(
-        shapes=_without_predictors(shapes, config),
-        family=None,
+    return BaseFacts(
+        shapes=_without_predictors(model.shapes, config),
+        family=model.family,
         class_name=class_name if isinstance(class_name, str) else None,
         model_type=model_type if isinstance(model_type, str) else None,
         architectures=tuple(each for each in classes if isinstance(each, str)) if isinstance(classes, list) else (),
     )
-    return replace(facts, family=_family(facts))
 
 
 def _without_predictors(shapes: Shapes, config: Mapping[str, object]) -> Shapes:
@@ -94,28 +77,6 @@ def _without_predictors(shapes: Shapes, config: Mapping[str, object]) -> Shapes:
         return shapes
     layers = {name: _LAYER.search(name) for name in shapes}
     return {name: shapes[name] for name, layer in layers.items() if layer is None or int(layer[1]) < depth}
-
-
-def _family(facts: BaseFacts) -> ModelFamily | None:
-    if facts.class_name is not None and facts.class_name != _UNET:
-        return _FAMILIES.get(facts.class_name)
-    if facts.class_name is None and facts.model_type is not None:
-        return "llm"
-    matrices = [name.rpartition(".")[0] for name, shape in facts.shapes.items() if len(shape) != 1]
-    inner = [path.removeprefix(_NATIVE) for path in matrices if path.startswith(_NATIVE)] or matrices
-    if not inner:
-        return None
-    for name, architecture in ARCHITECTURES.items():
-        if sum(bool(readings(path, architecture)) for path in inner) >= _EXPLAINED * len(inner):
-            return name
-    is_denoiser = any(_is_denoiser(path) for path in inner)
-    return "llm" if not is_denoiser and any(map(is_language_model_path, inner)) else None
-
-
-def _is_denoiser(path: str) -> bool:
-    return any(
-        part.startswith(("time_embed", "timestep", "t_embedder", "time_in", "patch_embed")) for part in path.split(".")
-    )
 
 
 def as_named(facts: BaseFacts, paths: Collection[str]) -> BaseFacts:

@@ -24,7 +24,7 @@ from ckpt_tools.adapters.loaders import (
     simulate,
 )
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture
-from ckpt_tools.adapters.naming.choose import choose_from_headers
+from ckpt_tools.adapters.naming.choose import choose_family
 from ckpt_tools.adapters.naming.resolve import readings
 from ckpt_tools.adapters.own_format import own_loaders
 from ckpt_tools.adapters.payload import TensorReader
@@ -78,10 +78,8 @@ def check_lora(
     path = os.fspath(source)
     try:
         with read_adapter(path, adapter_name=adapter, format=format) as read:
-            facts = None if base is None else _base_for(read.adapter, read_base_facts(base), architecture)
-            return _check(
-                read, path, facts, _family(read.adapter, architecture, facts), wanted, is_said=architecture is not None
-            )
+            facts = None if base is None else _base_for(read.adapter, read_base_facts(base))
+            return _check(read, path, facts, _family(read.adapter, architecture, facts), wanted)
     except UnknownTypeError as error:
         return LoraCheck(
             path=path,
@@ -109,24 +107,22 @@ def _loaders(names: Sequence[str]) -> tuple[Loader, ...]:
     return tuple(chosen)
 
 
-def _base_for(adapter: Adapter[TensorEntry], facts: BaseFacts, said: str | None) -> BaseFacts:
+def _base_for(adapter: Adapter[TensorEntry], facts: BaseFacts) -> BaseFacts:
     """Return the base as the model that the adapter is loaded into has it."""
     facts = as_named(facts, {base_path(module.path) for module in adapter.modules if module.family != "saved"})
     layers = adapter.settings.get("layer_replication")
     if layers is not None and layers.value:
         facts = replace(facts, shapes=replicated(facts.shapes, layers.value))
-    return facts if said is None else replace(facts, family=said)  # type: ignore[arg-type]  # checked above
+    return facts
 
 
 def _family(adapter: Adapter[TensorEntry], said: str | None, base: BaseFacts | None) -> ModelFamily | None:
     """The base tells the family, and names do only where there is none, and where the family explains them all."""
     if said is not None:
         return said  # type: ignore[return-value]  # one of the names, checked above
-    if base is not None:
-        return base.family
-    found = choose_from_headers(adapter, base_names=None)
+    found = choose_family(adapter, base=None if base is None else base.family)
     paths = [module.path for module in adapter.modules if module.family != "saved"]
-    if found is None or found == "llm":
+    if base is not None or found is None or found == "llm":
         return found
     unknown = [path for path in paths if not _is_explained(path, ARCHITECTURES[found], adapter.convention)]
     return found if len(unknown) <= _MOST_FOREIGN * len(paths) else None
@@ -138,22 +134,12 @@ def _is_explained(path: str, architecture: Architecture, convention: Convention)
     return any(convention != "comfyui" or each.part.is_encoder or each.match.is_native for each in places)
 
 
-def _is_guess(convention: Convention, family: ModelFamily | None, file: AdapterFile) -> bool:
-    """Are the names those of diffusers, which many families share, and does no header say which family it is?"""
-    if convention != "diffusers" or family is None or family == "llm" or file.base is not None:
-        return False
-    known = ARCHITECTURES[family]
-    said = (file.metadata.get("modelspec.architecture"), file.metadata.get("ss_base_model_version"))
-    return known.model_spec != said[0] and known.base_version != said[1]
-
-
 @dataclass(slots=True)
 class _Run:
     """What was found so far."""
 
     findings: list[Finding]
     not_checked: list[str]
-    is_guessed: bool = False
 
 
 def _check(
@@ -162,23 +148,18 @@ def _check(
     base: BaseFacts | None,
     family: ModelFamily | None,
     wanted: tuple[Loader, ...],
-    *,
-    is_said: bool,
 ) -> LoraCheck:
     run = _Run(list(_check_tensors(read)), [])
     if base is None:
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
     else:
-        found, not_checked = check_against(read.adapter, base)
+        found, not_checked = check_against(read.adapter, base, family)
         run.findings += found
         run.not_checked += not_checked
     file = _file(read, path, family, base)
     if file is None:
         _say_training(read.adapter, path, wanted, run)
         return _summary(read.adapter, path, family, wanted, (), run, needs_all=True)
-    run.is_guessed = not is_said and _is_guess(read.adapter.convention, family, file)
-    if run.is_guessed:
-        run.not_checked.append(f"the model family: other models than {family} have such names (--architecture)")
     judges = wanted or own_loaders(read.adapter.convention, file)
     others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
     reports = tuple(simulate(file, loader) for loader in (*judges, *others))
@@ -295,7 +276,6 @@ def _summary(
         targets=tuple(sorted({_NUMBER.sub("*", module.path) for module in adapter.modules})),
         convention=adapter.convention,
         architecture=family,
-        is_guessed=run.is_guessed,
         judges=judges,
         needs_all=needs_all,
         loaders=reports,

@@ -39,8 +39,6 @@ class LoraCheck:
     """Whose names the file has; None for an adapter that ckpt does not judge."""
     architecture: str | None = None
     """The model family, where it is known."""
-    is_guessed: bool = False
-    """Is the family guessed from names that other families have as well?"""
     judges: tuple[Loader, ...]
     """The loaders that decide: those that were named, or those of the adapter's own format."""
     needs_all: bool
@@ -59,7 +57,7 @@ class LoraCheck:
             return "fails"
         proven = [report.is_whole and report.is_proven for report in self.loaders if report.loader in self.judges]
         takes = bool(proven) and (all(proven) if self.needs_all else any(proven))
-        return "loads" if takes and not self.is_guessed else "unknown"
+        return "loads" if takes else "unknown"
 
     @property
     def ok(self) -> bool:

@@ -24,7 +24,6 @@ For = Annotated[
     list[str] | None,
     typer.Option(
         "--for",
-        envvar="CKPT_FOR",
         metavar="peft|diffusers|comfyui|kohya|vllm",
         help="Loader that must accept the whole adapter (repeatable; default: that of the adapter's own format).",
     ),

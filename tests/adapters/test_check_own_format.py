@@ -150,12 +150,9 @@ def test_names_that_families_share_tell_none_without_a_header(flux1: Path, tmp_p
     tensors = {name: tensor.contiguous() for name, tensor in written_for("flux1", "diffusers", in_blocks).items()}
     source = save_as(tmp_path / "a", tensors)
     result = check_lora(source)
-    assert (result.architecture, result.verdict, result.findings) == ("flux1", "unknown", ())
-    assert any("--architecture" in text for text in result.not_checked)
+    assert (result.architecture, result.verdict, result.findings) == (None, "unknown", ())
     assert check_lora(source, architecture="flux1").verdict == "loads"
     assert check_lora(source, base=flux1).verdict == "loads"
-    save_file(tensors, source / "pytorch_lora_weights.safetensors", metadata={"modelspec.architecture": "flux-1/lora"})
-    assert check_lora(source).verdict == "loads"
 
 
 # What ComfyUI computes in another way

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 
+from ckpt_tools.adapters.dora import BASE_NORM
 from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture, Part
 from ckpt_tools.adapters.naming.rule import Match
+from ckpt_tools.adapters.sidecars import DORA_SCALE
 
 _SUFFIX = re.compile(
     r"(?P<module>.+?)(?:\.(?P<suffix>lora_up\.weight|lora_down\.weight|lora_mid\.weight|lora_A\.weight|lora_B\.weight"
@@ -22,8 +24,6 @@ _WRONG = {
     "lora_magnitude_vector": "ComfyUI knows a magnitude as dora_scale only: a DoRA becomes another adapter",
     "lora_B.bias": "ComfyUI has no bias of a LoRA",
 }
-BASE_NORM = "ckpt.dora_norm"
-"""Header entry of a file whose dora_scale was made for ComfyUI's norm, from the base model."""
 _NOT_IN_MAP = {"flux2": ("time_guidance_embed.", "_stream_modulation")}
 """diffusers' names of FLUX.2 that ComfyUI's map, made for FLUX.1, does not have."""
 
@@ -63,7 +63,7 @@ def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, 
     """
     hint = "put it into the base: ckpt merge-lora BASE ADAPTER DST"
     shape = file.tensors[name].shape
-    if suffix == "dora_scale" and len(shape) > 1 and shape[0] > 1 and BASE_NORM not in file.metadata:
+    if suffix == "dora_scale" and len(shape) > 1 and shape[0] > 1 and file.metadata.get(DORA_SCALE) != BASE_NORM:
         loading.say(
             "loader-misreads",
             "error",

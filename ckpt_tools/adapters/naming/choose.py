@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Adapter
-from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, ArchitectureName, candidates, detect_architecture
+from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, ArchitectureName, candidates
 from ckpt_tools.adapters.naming.of_base import BaseFamily
 from ckpt_tools.adapters.naming.resolve import is_language_model_path, readings
 from ckpt_tools.adapters.naming.rivals import rivals_of
@@ -18,15 +18,6 @@ _HEADERS = {
     "ss_base_model_version": {each.base_version: name for name, each in ARCHITECTURES.items()},
     "modelspec.architecture": {each.model_spec: name for name, each in ARCHITECTURES.items()},
 }
-
-
-def choose_from_headers(
-    adapter: Adapter[S], *, base_names: Collection[str] | None
-) -> ArchitectureName | Literal["llm"] | None:
-    """Return the one family that an adapter is for, or None where several are possible or none is known."""
-    if base_names is not None and (found := detect_architecture(_modules(base_names))) is not None:
-        return found
-    return choose_family(adapter, base=None)
 
 
 def choose_family(adapter: Adapter[S], *, base: BaseFamily | None) -> ArchitectureName | Literal["llm"] | None:
@@ -52,10 +43,6 @@ def choose_family(adapter: Adapter[S], *, base: BaseFamily | None) -> Architectu
 def _possible(paths: Sequence[str], base: BaseFamily | None) -> tuple[ArchitectureName, ...]:
     found = candidates(paths)
     return found if base is None else tuple(name for name in found if name in base.possible)
-
-
-def _modules(base_names: Collection[str]) -> list[str]:
-    return [name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name for name in base_names]
 
 
 def choose_architectures(
