@@ -13,6 +13,7 @@ from ckpt_tools.checkpoint import Asset, Checkpoint
 from ckpt_tools.digest import digest_bytes
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.execute import Outcome, execute, scan
+from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
@@ -173,6 +174,7 @@ def _kept_or_discarded(staging: Staging) -> Iterator[None]:
 
 def _run_with_dtensor(job: Job, start: float) -> Conversion:
     """Let PyTorch write the data files; everything around them is as usual. Under torchrun rank 0 does that part."""
+    refuse_older("torch", "--engine dtensor")
     from ckpt_tools.dtensor_engine import join_ranks, save_with_dtensor
 
     if job.mesh is None or any(t.dtype != s.dtype for t, s in zip(job.target.tensors, job.source.tensors, strict=True)):

@@ -26,13 +26,12 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.model import batch_of, build, shard
 from ckpt_tools.estimate.options import OPTIMIZERS, Case
 from ckpt_tools.estimate.report import Memory
+from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh
 from ckpt_tools.fsdp2.local import assemble
 from ckpt_tools.layout import Mesh
 from ckpt_tools.smoke.recipe import Batch, Recipe
 
-OLDEST = (2, 10)
-"""The first torch whose tracker and `replicate` work as here."""
 _CPU = torch.device("cpu")
 _GROUPS = {
     "Sharded Param": "params",
@@ -54,9 +53,8 @@ _HOST = ("params", "grads", "optimizer")
 
 def refuse_torch(version: str = torch.__version__) -> str | None:
     """Say why a torch of this version cannot track, or return None."""
-    release = tuple(int(part) for part in version.split(".")[:2])
-    if release < OLDEST:
-        return f"torch {version} is older than {'.'.join(map(str, OLDEST))}, whose tracker is used"
+    if is_older(version, FLOORS["torch"]):
+        return f"torch {version} is older than {'.'.join(map(str, FLOORS['torch']))}, whose tracker is used"
     try:
         from torch.distributed._tools import fsdp2_mem_tracker
         from torch.testing._internal.distributed import fake_pg

@@ -247,6 +247,12 @@ def _is_memory_format(value: object) -> bool:
     return type(value) is Record and value.name in _MEMORY_FORMATS and value.args in ((0,), (1,), (2,))
 
 
+def _are_strides(rest: tuple[object, ...]) -> bool:
+    """Is this nothing, or the strides of a tensor in memory, which torch 2.15 and newer note and do not load by?"""
+    strides = rest[0] if rest else None
+    return strides is None or (type(strides) is tuple and all(type(stride) is int for stride in strides))
+
+
 class _TensorReader:
     """One `TensorStorageMetadata`."""
 
@@ -305,7 +311,7 @@ class _TensorReader:
         state = properties.state
         if type(state) is dict:
             dtype, layout = state.get("dtype"), state.get("layout")
-        elif type(state) is tuple and len(state) == 5 and _is_memory_format(state[3]):
+        elif type(state) is tuple and len(state) in (5, 6) and _is_memory_format(state[3]) and _are_strides(state[5:]):
             dtype, layout = state[:2]
         else:
             raise UnreadableError(f"{self._where}: its TensorProperties do not have the fields that torch reads")

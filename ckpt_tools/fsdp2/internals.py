@@ -113,7 +113,7 @@ def _guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise CkptError(
                 f"FSDP2 of this PyTorch looks different inside: {error}",
                 where=f"torch {torch.__version__}",
-                hint="use a release of PyTorch that ckpt was tested with (`ckpt env` names it)",
+                hint="use a release of PyTorch that ckpt was tested with (`ckpt env` names them)",
             ) from error
 
     return call

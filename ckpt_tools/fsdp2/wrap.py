@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.floors import refuse_older
 from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS, fsdp_mesh, tp_mesh
 from ckpt_tools.fsdp2.methods import Methods, find_methods, register_methods
@@ -152,13 +152,9 @@ def _expected(fqn: str, policy: Policy, dp: DeviceMesh, cuts: Mapping[str, Place
 def _strategy_function(policy: Policy) -> Any:  # noqa: ANN401 - two functions with overloads upstream
     if policy.strategy != "no_shard":
         return fully_shard
-    try:
-        from torch.distributed._composable.replicate_with_fsdp import replicate
-    except ImportError as error:
-        raise UsageError(
-            f"no_shard needs a newer torch than {torch.__version__}",
-            hint="use full_shard, or torch 2.10 or newer",
-        ) from error
+    refuse_older("torch", "no_shard")
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
     return replicate
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from ckpt_tools.floors import refuse_older
 from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.smoke.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
 from ckpt_tools.text import escape_name
@@ -192,6 +193,7 @@ def _find_classes(config: Mapping[str, Any], where: str) -> tuple[Any, Any]:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise UsageError("the config names no architecture", where=where, hint=_USE_FACTORY)
+    refuse_older("transformers", f"building a {escape_name(names[0])}")
     try:
         import transformers
     except ModuleNotFoundError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.floors import NF4_TORCH, refuse_older
 from ckpt_tools.fsdp2 import Policy, Precision, parse_policy
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS
 from ckpt_tools.layout import Mesh, parse_mesh
@@ -180,7 +181,7 @@ def _from_config(content: bytes, where: str) -> Recipe:
 
 
 def refuse_absent(options: SmokeOptions) -> None:
-    """Raise UsageError for an option whose library is not installed."""
+    """Raise UsageError for an option whose library is not installed, or too old."""
     if options.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(
             f"--quantize {options.quantize} needs bitsandbytes, and it is not installed",
@@ -188,3 +189,8 @@ def refuse_absent(options: SmokeOptions) -> None:
         )
     if options.lora and importlib.util.find_spec("peft") is None:
         raise UsageError("--lora needs peft, and it is not installed", hint="pip install 'ckpt-tools[hf]'")
+    if options.quantize is not None:
+        refuse_older("bitsandbytes", f"--quantize {options.quantize}")
+        refuse_older("torch", f"--quantize {options.quantize}", NF4_TORCH)
+    if options.lora:
+        refuse_older("peft", "--lora")

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt_tools.checkpoint import Finding
 from ckpt_tools.children import Child
+from ckpt_tools.floors import refuse_older
 from ckpt_tools.opening import open_path
 from ckpt_tools.smoke.assemble import merge
 from ckpt_tools.smoke.journal import RELOAD_NAME, WORLD_NAME, events_path, read_events
@@ -50,10 +51,11 @@ def run_smoke(
         The report; under torchrun `is_primary` says which rank's is to be shown.
 
     Raises:
-        UsageError: Options, mesh or model that cannot be.
+        UsageError: Options, mesh or model that cannot be, or a torch that is too old.
         UnreadableError: The source is not a complete checkpoint.
         CkptError: The ranks could not be started.
     """
+    refuse_older("torch", "smoke")
     label = options.label
     options = replace(options, source=absolute(options.source), model=absolute(options.model))
     # Schedulers set RANK and WORLD_SIZE as well, for processes of which each may start ranks of its own.

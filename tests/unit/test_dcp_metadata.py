@@ -13,6 +13,7 @@ import sys
 import zipfile
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +210,46 @@ def test_parse_metadata_of_torch_2_0_is_read() -> None:
     data = data.replace(b"torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING", old + b"MEM_FORMAT_ENCODING")
     assert data.count(old) == 2
     assert parse_metadata(data) == parse(metadata_of())
+
+
+def test_parse_metadata_of_torch_2_15_is_read() -> None:
+    """It notes the strides of tensors; the file is what that release wrote: {"model": {"w", "t", "s"}, "step"}."""
+    data = (Path(__file__).parents[1] / "compat" / "torch-2.15.metadata").read_bytes()
+    parsed = parse_metadata(data)
+    assert [(tensor.fqn, tensor.dtype.name, tensor.shape) for tensor in parsed.tensors] == [
+        ("model.w", "F32", (2, 3)),
+        ("model.t", "F32", (2, 3)),
+        ("model.s", "F32", ()),
+    ]
+    assert [blob.fqn for blob in parsed.blobs] == ["step"]
+
+
+class StridesPickler(pickle.Pickler):
+    """Writes `TensorProperties` with a sixth field, and perhaps more."""
+
+    rest: tuple[object, ...] = ()
+
+    def reducer_override(self, value):
+        if isinstance(value, TensorProperties):
+            state = pickle.loads(pickle.dumps(value)).__getstate__()[:5]
+            return copyreg.__newobj__, (TensorProperties,), (*state, *self.rest)
+        return NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_read"),
+    [(((3, 1),), True), (((),), True), ((None,), True), ((3,), False), (((1.5,),), False), (((1,), None), False)],
+)
+def test_parse_metadata_with_strides_is_read_and_with_anything_else_refused(rest, is_read: bool) -> None:
+    stream = io.BytesIO()
+    pickler = StridesPickler(stream, 4)
+    pickler.rest = rest
+    pickler.dump(metadata_of())
+    if is_read:
+        assert parse_metadata(stream.getvalue()) == parse(metadata_of())
+    else:
+        with pytest.raises(UnreadableError, match="do not have the fields that torch reads"):
+            parse_metadata(stream.getvalue())
 
 
 class DictStatePickler(pickle.Pickler):
