@@ -177,8 +177,8 @@ def _follow_device(model: nn.Module) -> None:
             module._parameters[name] = made[id(parameter)]  # noqa: SLF001
 
 
-def refusal(error: Exception, title: str, where: str) -> UsageError:
-    """Return what it means that a model's class has raised while it was built behind walls."""
+def stopped(error: Exception, title: str, where: str) -> UsageError | None:
+    """Return what it means when walls or limits made a model's class raise; None when they have no part in it."""
     text = escape_name(str(error).strip().partition("\n")[0])
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text:
         return UsageError(f"building a {title} takes more memory than it may: {text or 'MemoryError'}", where=where)
@@ -186,6 +186,15 @@ def refusal(error: Exception, title: str, where: str) -> UsageError:
         return RefusedConfigError(
             f"building a {title} as the config says reaches for files or hosts: {text}: refused", where=where, hint=HINT
         )
+    return None
+
+
+def refusal(error: Exception, title: str, where: str) -> UsageError:
+    """Return what it means that a model's class has raised while it was built behind walls."""
+    found = stopped(error, title, where)
+    if found is not None:
+        return found
+    text = escape_name(str(error).strip().partition("\n")[0])
     return UsageError(f"the config does not describe a {title}: {type(error).__name__}: {text}", where=where)
 
 

@@ -17,7 +17,7 @@ from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
 from ckpt_tools.layout import Box
 from ckpt_tools.opening import open_path
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.hf_recipe import HfRecipe
+from ckpt_tools.smoke.hf_recipe import HfRecipe, stopped
 from ckpt_tools.smoke.recipe import Batch, Recipe, call, loss_of
 from ckpt_tools.text import escape_name
 
@@ -105,7 +105,7 @@ def failure_alone(recipe: Recipe, seed: int) -> UsageError | None:
         return error
     except Exception as error:  # noqa: BLE001 - whatever a model does
         text = escape_name(str(error).strip().partition("\n")[0])
-        return UsageError(
+        return stopped(error, recipe.title, recipe.where) or UsageError(
             f"a {recipe.title} fails by itself, unsharded, on the batch that ckpt makes for it: "
             f"{type(error).__name__}: {text}",
             where=recipe.where,
