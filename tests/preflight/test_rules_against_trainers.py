@@ -34,6 +34,8 @@ LATER = {
     "CKPT070": "fully_shard",
     "CKPT073": "Trainer.__init__, once the model is there",
     "CKPT080": "the first step on a GPU",
+    "CKPT100": "nothing refuses it before memory does",
+    "CKPT102": "the optimizer, see below",
 }
 """Errors that are not raised while a config is read, and where they are."""
 
@@ -140,6 +142,13 @@ def test_errors_are_what_the_trainer_refuses(case: RuleCase, edits: Edits, world
         return
     with pytest.raises((ValueError, KeyError)):
         STARTS[case.framework](str(path), world_size)
+
+
+def test_negative_learning_rate_is_refused_by_torch() -> None:
+    import torch
+
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        torch.optim.AdamW([torch.zeros(1)], lr=-2e-5)
 
 
 def test_pipeline_stages_beside_fsdp_are_refused_by_transformers() -> None:
