@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from ckpt_tools.floors import refuse_older
 from ckpt_tools.errors import RefusedConfigError, UsageError
+from ckpt_tools.floors import refuse_older
 from ckpt_tools.smoke.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
 from ckpt_tools.text import escape_name
 from ckpt_tools.walls import check_config, demand_walls
