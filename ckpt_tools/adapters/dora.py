@@ -16,15 +16,13 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.delta import Module, Setting, change_of, magnitude_is_by_column
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.read import to_array
-from ckpt_tools.adapters.sidecars import DORA_SCALE
+from ckpt_tools.adapters.sidecars import BASE_NORM, DORA_SCALE
 from ckpt_tools.arrays import Array
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
 _ROWS_AT_ONCE = 512
-BASE_NORM = "base-norm"
-"""Value of `DORA_SCALE`: the magnitudes are to be divided by the norms of the base's weights."""
 
 
 def with_base_norms(

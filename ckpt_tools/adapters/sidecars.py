@@ -25,6 +25,8 @@ DIFFUSERS_HEADER = "header lora_adapter_metadata"
 """Source of what diffusers' own header says."""
 DORA_SCALE = "ckpt_dora_scale"
 """Header of the files whose dora_scale ckpt made for ComfyUI's normalisation: for other loaders it is wrong."""
+BASE_NORM = "base-norm"
+"""Value of `DORA_SCALE`: the magnitudes are to be divided by the norms of the base's weights."""
 _VERL = "lora_train_meta.json"
 _LYCORIS = "lycoris_config.json"
 _AI_TOOLKIT = ("config.yaml", "config.yml")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import cast
 
 from ckpt_tools.maps.patterns import Node, find, matches, merge, missing, prune, tree
@@ -184,4 +184,5 @@ def dig(config: Config | None, path: str) -> object:
 @cache
 def load_table() -> Table:
     """Return the table that comes with ckpt."""
-    return Table(resources.files(__package__).joinpath("transformers.txt").read_text(encoding="utf-8"))
+    with open(os.path.join(os.path.dirname(__file__), "transformers.txt"), encoding="utf-8") as file:
+        return Table(file.read())

@@ -74,12 +74,11 @@ def test_quantised_side_tensors_belong_to_their_weights():
 SAMPLE = ["BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "Qwen3MoeForCausalLM"]
 
 
-@pytest.mark.parametrize("names", [SAMPLE, pytest.param([], marks=pytest.mark.slow, id="all")])
-def test_the_table_is_that_of_the_installed_transformers(names):
+def test_the_table_is_that_of_the_installed_transformers():
     import transformers
 
     if load_table().source != f"transformers {transformers.__version__}":
         pytest.skip(f"the table is of {load_table().source}")
-    command = [sys.executable, str(ROOT / "bin/lib/hub_names.py"), "--check", *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    command = [sys.executable, str(ROOT / "bin/lib/hub_names.py"), "--check", *SAMPLE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -227,17 +228,25 @@ CLASSES = {
 }
 
 
+def try_cuts(paths, scratch):
+    """What the child does once it is behind its walls."""
+    from ckpt_tools.preflight.meta_model import _try_cuts
+    from ckpt_tools.walls import Walls, behind_walls
+
+    cuts = [(path, json.loads((Path(path) / "config.json").read_text())) for path in paths]
+    with behind_walls(Walls(subject="a cut model", where="config.json", scratch=str(scratch))):
+        return _try_cuts(cuts, "config.json", MAX_ELEMS)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_cut_of_a_real_architecture_runs_by_itself(tmp_path, kind):
     import transformers
 
-    from ckpt_tools.preflight.meta_model import _try_cuts
-
     config = CONFIGS[kind](transformers)
     config.architectures = [CLASSES[kind]]
     config.save_pretrained(tmp_path / "model")
-    trial = _try_cuts(write_cuts(str(tmp_path / "model"), str(tmp_path / "cuts")), MAX_ELEMS)
+    trial = try_cuts(write_cuts(str(tmp_path / "model"), str(tmp_path / "cuts")), tmp_path)
     assert trial["path"] is not None, trial["why"]
     assert trial["path"].endswith("narrow")
     assert trial["num_elems"] < 3_000_000
@@ -251,10 +260,8 @@ def test_cut_of_a_real_architecture_runs_by_itself(tmp_path, kind):
 
 
 def test_cut_that_does_not_run_is_not_chosen(tmp_path):
-    from ckpt_tools.preflight.meta_model import _try_cuts
-
     (tmp_path / "config.json").write_text(json.dumps(llama(architectures=["NoSuchModel"])))
-    trial = _try_cuts(write_cuts(str(tmp_path), str(tmp_path / "cuts")), MAX_ELEMS)
+    trial = try_cuts(write_cuts(str(tmp_path), str(tmp_path / "cuts")), tmp_path)
     assert trial["path"] is None
     assert "no model class NoSuchModel" in trial["why"]
 

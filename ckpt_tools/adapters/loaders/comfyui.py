@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tools.adapters.dora import BASE_NORM
 from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture, Part
 from ckpt_tools.adapters.naming.rule import Match
-from ckpt_tools.adapters.sidecars import DORA_SCALE
+from ckpt_tools.adapters.sidecars import BASE_NORM, DORA_SCALE
 
 _SUFFIX = re.compile(
     r"(?P<module>.+?)(?:\.(?P<suffix>lora_up\.weight|lora_down\.weight|lora_mid\.weight|lora_A\.weight|lora_B\.weight"

@@ -166,6 +166,10 @@ def _warm_up(corpus: Corpus, work: Path) -> list[list[str]]:
     """Every command once in each of its forms, so that what the product loads lazily is loaded."""
     bases = next(iter(corpus.cases.values())).bases
     runs: list[list[str]] = []
+    llama = work / "warm-llama"  # so that the table of architectures is read
+    llama.mkdir()
+    (llama / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    runs.append(["gather", str(bases["plain"]), str(work / "warm-l"), "--assets", str(llama)])
     for form in ([], ["--json"]):
         for base in ("dcp", "plain", "hf", "index", "sharded"):
             verb = "shard" if base in ("hf", "index") else "reshard"
