@@ -127,8 +127,8 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
     if any(re.fullmatch(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt", name) for name in top):
         what = "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute"
         return UnreadableError(what, where=path, hint=_verl_hint(files, path))
-    if (hint := _deepspeed_hint(files, path)) is not None:
-        return UnreadableError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=hint)
+    if (way_out := _deepspeed_hint(files, path)) is not None:
+        return UnreadableError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=way_out)
     if "metadata.pkl" in top:
         return UnreadableError(
             "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read",
