@@ -48,8 +48,8 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
         return known
     if any(name.endswith(_PICKLED) and not _SIDE.fullmatch(name) for name in top):
         return _pickled(path)
-    children = sorted({name.partition("/")[0] for name in files if "/" in name}, key=_step)
-    found = [child for child in children if _is_readable(_below(files, child))]
+    below = _below(files)
+    found = sorted((child for child in below if _is_readable(below[child])), key=_step)
     if found:
         shown = ", ".join(escape_name(name) for name in sorted(found)[-4:])
         return UnreadableError(
@@ -57,10 +57,8 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
             where=path,
             hint=f"use {path}/{escape_name(found[-1])}",
         )
-    for child in sorted(
-        children, key=lambda child: (-_step(child)[0], child)
-    ):  # the latest; an actor before its critic
-        error = explain(_below(files, child), f"{path}/{escape_name(child)}")
+    for child in sorted(below, key=lambda child: (-_step(child)[0], child)):  # the latest; an actor before its critic
+        error = explain(below[child], f"{path}/{escape_name(child)}")
         if error.hint != _READABLE:
             return error
     if any(name.endswith(_PICKLED) for name in top):
@@ -176,10 +174,14 @@ def _deepspeed_hint(files: Mapping[str, int], path: str) -> str | None:
     return f"run its zero_to_fp32 and use the result: python {script} {path} NEW --safe_serialization{named}"
 
 
-def _below(files: Mapping[str, int], directory: str) -> dict[str, int]:
-    """Return the files of a directory, named relative to it."""
-    start = directory + "/"
-    return {name.removeprefix(start): size for name, size in files.items() if name.startswith(start)}
+def _below(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the files of every directory, named relative to it."""
+    found: dict[str, dict[str, int]] = {}
+    for name, size in files.items():
+        directory, slash, rest = name.partition("/")
+        if slash:
+            found.setdefault(directory, {})[rest] = size
+    return found
 
 
 def _is_readable(files: Iterable[str]) -> bool:
