@@ -14,6 +14,8 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
 _MAX_SHOWN = 4
+_STACK_DIMS = 3
+"""Tensors of so many dims may be stacks of equal slices."""
 
 _Place = tuple[int, int]
 """First byte of a chunk in its file, and how many."""
@@ -22,20 +24,23 @@ _Print = tuple[int, int, int]
 
 
 def check_copies(tensors: Iterable[TensorEntry], source: Source, findings: Findings) -> None:
-    """Find files whose chunks are, place by place, those of another file: one was copied over the other.
+    """Find files whose chunks are, place by place, those of another file: one may have been copied over the other.
 
     Chunks are compared by the CRC-32s that are recorded for them; a file with a chunk that has none is not compared.
     A single equal chunk is no sign (copied experts, rotary frequencies, masks), and neither are chunks of one value
     (zeros, ones): all of a file must be in the other one, and something of it must vary.
+
+    It is an error when different parts of one matrix or vector are equal. Different tensors may be meant to be (tied
+    weights, the experts of an upcycled model), and so may the slices of a stack of 3 dims or more: those are a warning.
     """
-    prints: dict[str, dict[_Print, tuple[DType, Chunk]]] = defaultdict(dict)
+    prints: dict[str, dict[_Print, tuple[TensorEntry, Chunk]]] = defaultdict(dict)
     without: set[str] = set()
     for entry in tensors:
         for chunk in entry.chunks:
             if chunk.crc32 is None:
                 without.add(chunk.span.file)
             else:
-                prints[chunk.span.file][chunk.span.offset, chunk.span.nbytes, chunk.crc32] = (entry.dtype, chunk)
+                prints[chunk.span.file][chunk.span.offset, chunk.span.nbytes, chunk.crc32] = (entry, chunk)
     holders: dict[_Print, set[str]] = defaultdict(set)
     for file, found in prints.items():
         for key in found:
@@ -43,18 +48,37 @@ def check_copies(tensors: Iterable[TensorEntry], source: Source, findings: Findi
     said: set[str] = set()
     for file in sorted(prints.keys() - without):
         others = set.intersection(*(holders[key] for key in prints[file])) - {file}
-        varied = next((c for d, c in prints[file].values() if not _is_constant(d, c, source)), None) if others else None
-        if varied is None or file in said:
+        if not others or file in said:
+            continue
+        varied = [key for key, (entry, chunk) in prints[file].items() if not _is_constant(entry.dtype, chunk, source)]
+        if not varied:
             continue
         said |= {other for other in others if prints[other].keys() == prints[file].keys()}
+        where = escape_name(file)
         shown = ", ".join(escape_name(name) for name in sorted(others)[:_MAX_SHOWN])
-        findings.error(
-            "copied-file",
-            escape_name(file),
-            f"all of its {len(prints[file])} chunks are equal, place by place, to those of {shown}",
-            "one file was copied over the other: restore it. If they are meant to be equal, `ckpt reshard` writes a "
-            "checkpoint with a manifest that says so",
-        )
+        what = f"all of its {len(prints[file])} chunks are equal, place by place, to those of {shown}"
+        if any(_are_parts(prints[file][key], prints[other][key]) for key in varied for other in others):
+            findings.error(
+                "copied-file",
+                where,
+                what,
+                "one file was copied over the other: restore it. If they are meant to be equal, `ckpt reshard` writes "
+                "a checkpoint with a manifest that says so",
+            )
+        else:
+            findings.warn(
+                "copied-file",
+                where,
+                what,
+                "tied weights and the experts of an upcycled model are equal; anything else means that one file was "
+                "copied over the other: --against another copy tells",
+            )
+
+
+def _are_parts(one: tuple[TensorEntry, Chunk], other: tuple[TensorEntry, Chunk]) -> bool:
+    """Are these different parts of the same matrix or vector?"""
+    entry = one[0]
+    return entry.fqn == other[0].fqn and one[1].box != other[1].box and len(entry.shape) < _STACK_DIMS
 
 
 def _is_constant(dtype: DType, chunk: Chunk, source: Source) -> bool:

@@ -15,8 +15,9 @@ from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.formats import dcp, hf, safetensors
 from ckpt_tools.formats._json import MAX_JSON_BYTES
 from ckpt_tools.formats.dcp_metadata import parse_metadata
-from ckpt_tools.formats.detect import detect, is_hf_asset, is_step_file, is_weights, pickle_hint
+from ckpt_tools.formats.detect import detect, is_hf_asset, is_step_file, is_weights
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS
+from ckpt_tools.formats.layouts import HEAD_BYTES, explain_file
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Origin, parse_manifest
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
@@ -98,9 +99,7 @@ def open_path(path: str, *, format: Format | None = None) -> Opened:  # noqa: A0
 def _open_file(path: str, source: Source, format: Format | None) -> Opened:  # noqa: A002
     name = os.path.basename(path)
     if format in ("dcp", "hf-sharded") or (format is None and not name.endswith(".safetensors")):
-        directory = escape_name(os.path.dirname(path) or ".")
-        hint = pickle_hint(name) or (f"pass the directory: {directory}" if is_weights(name) else None)
-        raise UnreadableError("not a safetensors file", where=escape_name(path), hint=hint)
+        raise explain_file(path, _head(source, name))
     file = read_file(source, name)
     checkpoint = replace(hf.describe(source.root, [file], None), format="safetensors")
     return Opened(checkpoint=checkpoint, source=source, manifest=None, origin=_origin([file], None, b""))
@@ -110,17 +109,28 @@ def read_file(source: Source, name: str) -> hf.File:
     """Read and parse the header of one safetensors file."""
     where = escape_name(os.path.join(source.root, name))
     nbytes = source.size(name)
-    head = source.read(name, 0, min(nbytes, safetensors.LENGTH_BYTES))
-    length = safetensors.parse_length(head, where=where)
+    try:
+        length = _header_length(source, name, nbytes, where)
+    except UnreadableError as error:
+        raise explain_file(os.path.join(source.root, name), _head(source, name), otherwise=error) from error
+    text = source.read(name, safetensors.LENGTH_BYTES, length)
+    header = safetensors.parse_header(text, file=name, file_nbytes=nbytes)
+    return hf.File(name=name, header_text=text, header=header)
+
+
+def _header_length(source: Source, name: str, nbytes: int, where: str) -> int:
+    length = safetensors.parse_length(source.read(name, 0, min(nbytes, safetensors.LENGTH_BYTES)), where=where)
     if safetensors.LENGTH_BYTES + length > nbytes:
         raise UnreadableError(
             f"the header claims {length} bytes, the file has {nbytes}",
             where=where,
             hint="the file is truncated or not a safetensors file",
         )
-    text = source.read(name, safetensors.LENGTH_BYTES, length)
-    header = safetensors.parse_header(text, file=name, file_nbytes=nbytes)
-    return hf.File(name=name, header_text=text, header=header)
+    return length
+
+
+def _head(source: Source, name: str) -> bytes:
+    return source.read(name, 0, min(source.size(name), HEAD_BYTES))
 
 
 def _read_manifest(source: Source, files: Mapping[str, int]) -> Manifest | None:

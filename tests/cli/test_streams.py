@@ -44,6 +44,9 @@ CASES: dict[str, tuple[str, int]] = {
 """Command line, exit code with streams that work."""
 CLOSED = ("inspect", "gather", "diff", "merge-lora", "--help")
 """Commands of which stderr is closed and stdout full; of the others it is the other way round."""
+QUICK = ("shard", "gather", "verify", "diff", "--help")
+"""Commands that every run tries: each is a process of its own, and the others print by the same way."""
+EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 WRITERS = ("shard", "gather", "reshard", "export-lora", "merge-lora")
 
 
@@ -80,7 +83,7 @@ def test_every_command_is_tried() -> None:
     assert COMMANDS.keys() <= CASES.keys()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_stderr_that_takes_nothing_changes_nothing(directory: Path, tmp_path: Path, name: str) -> None:
     line, expected = CASES[name]
     out = tmp_path / "out"
@@ -90,7 +93,7 @@ def test_stderr_that_takes_nothing_changes_nothing(directory: Path, tmp_path: Pa
         assert api.verify(out).ok
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_stdout_that_takes_nothing_is_an_error_that_says_what_is_done(
     directory: Path, tmp_path: Path, name: str
 ) -> None:

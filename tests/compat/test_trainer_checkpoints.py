@@ -142,6 +142,8 @@ def test_gather_trainer_checkpoint_is_the_model(saved, tmp_path, assert_same, na
     result = api.gather(saved / name, tmp_path / "out")
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), load_file(saved / f"{MODELS[name]}.safetensors"))
     notes = list(result.notes)
+    if name.startswith("accelerate/"):
+        assert notes.pop(0).startswith("one part of a step: ")
     if name in STRIPPED:
         assert notes.pop(0).startswith(f"stripped the prefix {STRIPPED[name]!r} ")
     expected = LEFT_OUT.get(name, [])
@@ -249,14 +251,25 @@ def test_uneven_fsdp_on_tp_that_torch_cannot_load_is_refused(saved, tmp_path, re
     assert list(tmp_path.iterdir()) == []
 
 
+def forget_item(path, offset, length):
+    """Take an item out of its file, as if it had never been written."""
+    with open(path, "r+b") as file:
+        if offset + length == file.seek(0, os.SEEK_END):
+            file.truncate(offset)
+        else:
+            file.seek(offset)
+            file.write(bytes(length))
+
+
 def test_tied_tensors_that_share_one_item_are_read_and_written_twice(saved, tmp_path, read_dcp, assert_same):
     shutil.copytree(saved / "threads", tmp_path / "tied")
     metadata = FileSystemReader(tmp_path / "tied").read_metadata()
     # As some savers tie: the second name's chunks point at the items of the first.
     items = {i.offset: info for i, info in metadata.storage_data.items() if i.fqn == "model.embed_tokens.weight"}
-    for index in list(metadata.storage_data):
+    for index, info in list(metadata.storage_data.items()):
         if index.fqn == "lm_head.weight":
             metadata.storage_data[index] = items[index.offset]
+            forget_item(tmp_path / "tied" / info.relative_path, info.offset, info.length)
     (tmp_path / "tied" / ".metadata").write_bytes(pickle.dumps(metadata))
     reference = load_file(saved / "fsdp.safetensors")
     reference["lm_head.weight"] = reference["model.embed_tokens.weight"]

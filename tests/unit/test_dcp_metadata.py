@@ -7,6 +7,7 @@ import io
 import os
 import pathlib
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt_tools import api
 from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.dtypes import BY_NAME, BY_TORCH_NAME
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
@@ -447,12 +451,19 @@ def test_parse_metadata_with_one_chunk_stored_twice_is_refused() -> None:
 
 
 def test_parse_metadata_of_safetensors_items_is_refused_by_name(tmp_path) -> None:
-    pytest.importorskip("safetensors")
     writer = dcp.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    dcp.save({"w": torch.zeros(3)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(UnreadableError, match="SAFETENSORS") as caught:
+    weight = torch.arange(3.0)
+    dcp.save({"w": weight}, storage_writer=writer, no_dist=True)
+    with pytest.raises(UnreadableError, match=r"SAFETENSORS.*DCP cannot load it either") as caught:
         parse_metadata((tmp_path / ".metadata").read_bytes())
-    assert "DCP itself cannot load it" in (caught.value.hint or "")
+    # The hint is followed and works; torch agrees about what it says.
+    assert "shard-0000<R+1>-model-00001-of-00001.safetensors" in (caught.value.hint or "")
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / "__0_0.distcp", tmp_path / "copy" / "shard-00001-model-00001-of-00001.safetensors")
+    api.gather(tmp_path / "copy", tmp_path / "model", allow_foreign_names=True)
+    assert torch.equal(load_file(tmp_path / "model" / "model.safetensors")["w"], weight)
+    with pytest.raises(CheckpointException):
+        dcp.load({"w": weight}, checkpoint_id=tmp_path, no_dist=True)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from samples import safetensors_bytes, tensor, write_model
 
 from ckpt_tools import api
@@ -70,14 +71,34 @@ LAYOUTS = {
         "model_merger",
     ),
     "deepspeed": (
-        ("latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt"),
-        "DeepSpeed",
-        "zero_to_fp32",
+        (
+            *("latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt"),
+            "global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        ),
+        "a DeepSpeed checkpoint",
+        "python {path}/zero_to_fp32.py {path} NEW --safe_serialization",
     ),
+    "deepspeed-own-tag": (
+        ("latest", "mine/zero_pp_rank_0_mp_rank_00_model_states.pt", "mine/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        "a DeepSpeed checkpoint",
+        "python -m deepspeed.utils.zero_to_fp32 {path} NEW --safe_serialization",
+    ),
+    "deepspeed-without-latest": (
+        ("step7/zero_pp_rank_0_mp_rank_00_optim_states.pt",),
+        "a DeepSpeed checkpoint",
+        "--tag step7",
+    ),
+    "deepspeed-without-zero": (
+        ("latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt"),
+        "a DeepSpeed checkpoint",
+        "the `module` of global_step5/mp_rank_00_model_states.pt",
+    ),
+    "deepspeed-universal": (("latest_universal", "step5_universal/zero/w/fp32.pt"), "DeepSpeed", "universal form"),
     "deepspeed-without-script": (("latest", "global_step5/zero_pp_rank_0.pt"), "DeepSpeed", "zero_to_fp32"),
     "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "torch.distributed.checkpoint"),
     "pickled": (("pytorch_model.bin", "config.json"), "only pickled weights", "save_pretrained"),
     "lightning": (("last.ckpt",), "only pickled weights", "safetensors"),
+    "pkl": (("weights.pkl", "config.json"), "only pickled weights", "safetensors"),
     "assets-only": (("config.json", "tokenizer.json"), "no tensors here", "safetensors"),
 }
 
@@ -89,7 +110,7 @@ def test_layout_of_another_kind_is_named_with_a_hint(layout: str, tmp_path: Path
     directory.mkdir()
     for name in files:
         path = directory / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     assert main(["inspect", str(directory)]) == 4
     err = capsys.readouterr().err
@@ -111,20 +132,92 @@ def test_layout_of_a_parent_hint_opens(tmp_path: Path) -> None:
     assert hint.endswith("step-10")
 
 
+NESTED = {
+    "trainer-deepspeed": (
+        ("checkpoint-9/latest", "checkpoint-10/latest", "checkpoint-10/global_step10/zero_pp_rank_0.pt"),
+        "checkpoint-10",
+        "a DeepSpeed checkpoint",
+    ),
+    "trainer-full-state-dict": (
+        ("checkpoint-10/pytorch_model_fsdp.bin", "checkpoint-10/optimizer.bin"),
+        "checkpoint-10",
+        "accelerate's pickle",
+    ),
+    "trainer-pickled": (("checkpoint-2/pytorch_model.bin", "training_args.bin"), "checkpoint-2", "only pickled"),
+    "verl": (
+        (
+            *("latest_checkpointed_iteration.txt", "global_step_10/data.pt"),
+            *(f"global_step_10/{role}/model_world_size_1_rank_0.pt" for role in ("actor", "critic")),
+        ),
+        "global_step_10/actor",
+        "a verl checkpoint",
+    ),
+    "killed-save": (("step-10/__0_0.distcp",), "step-10", "the save was killed"),
+}
+
+
+@pytest.mark.parametrize("layout", NESTED)
+def test_layout_in_a_directory_below_is_named_there(layout: str) -> None:
+    files, child, what = NESTED[layout]
+    with pytest.raises(UnreadableError, match=what) as caught:
+        detect(dict.fromkeys(files, 1), path="run/")
+    assert caught.value.where == f"run/{child}"
+    assert caught.value.hint
+
+
+def test_readable_step_wins_over_what_lies_beside_it() -> None:
+    files = ("step-9/.metadata", "step-10/__0_0.distcp", "data.pt")
+    with pytest.raises(UnreadableError, match="a directory of checkpoints") as caught:
+        detect(dict.fromkeys(files, 1), path="run")
+    assert caught.value.hint == "use run/step-9"
+
+
+FILES = {
+    "model.pt": ("only pickled weights", "torch.load(FILE, weights_only=True)"),
+    "model.pth": ("only pickled weights", "convert them to safetensors"),
+    "last.ckpt": ("only pickled weights", "convert them to safetensors"),
+    "model.safetensors": ("only pickled weights", "convert them to safetensors"),
+    "no-ending": ("only pickled weights", "convert them to safetensors"),
+    "weights.pth.tar": ("only pickled weights", "convert them to safetensors"),
+    "pytorch_model_fsdp.bin": ("accelerate's pickle of a whole model", "SHARDED_STATE_DICT"),
+    "model_world_size_2_rank_0.pt": ("a verl checkpoint", "--local_dir {path} "),
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt": ("a DeepSpeed checkpoint", "zero_to_fp32"),
+    "mp_rank_00_model_states.pt": ("a DeepSpeed checkpoint", "the `module` of"),
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", FILES)
+def test_file_that_torch_saved_is_named_whatever_its_ending(name: str, legacy: bool, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=not legacy)
+    what, hint = FILES[name]
+    for source in (tmp_path / name, tmp_path) if name == "model.safetensors" else (tmp_path / name,):
+        with pytest.raises(UnreadableError, match=what) as caught:
+            api.open_checkpoint(source)
+        assert caught.value.where == str(tmp_path / name)
+        assert hint.format(path=tmp_path) in str(caught.value.hint)
+
+
 @pytest.mark.parametrize(
-    ("name", "hint"),
+    ("name", "content", "what", "hint"),
     [
-        ("x.distcp", "pass the directory"),
-        ("model.bin", "convert them to safetensors"),
-        ("pytorch_model_fsdp.bin", "SHARDED_STATE_DICT"),
-        ("notes.txt", ""),
+        ("x.distcp", b"x", "a part of a checkpoint", "pass the directory"),
+        ("model.safetensors.index.json", b"{}", "a part of a checkpoint", "pass the directory"),
+        ("model.bin", b"x", "not one that torch.save wrote whole", "pass a safetensors file"),
+        ("model.gguf", b"GGUF\3\0\0\0", "a GGUF file", "that it was converted from"),
+        ("tf_model.h5", b"\x89HDF\r\n\x1a\n", "an HDF5 file", "save it as safetensors"),
+        ("arrays.npz", b"PK\3\4" + bytes(22) + b"\5\0\0\0a.npy", "not a safetensors file", "pass a safetensors file"),
+        ("notes.txt", b"x", "not a safetensors file", "pass a safetensors file"),
+        ("empty", b"", "not a safetensors file", "pass a safetensors file"),
     ],
 )
-def test_file_that_is_no_safetensors_is_refused(name: str, hint: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(UnreadableError, match="not a safetensors file") as caught:
+def test_file_that_is_no_safetensors_is_refused(
+    name: str, content: bytes, what: str, hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UnreadableError, match=what) as caught:
         api.open_checkpoint(tmp_path / name)
-    assert hint in (caught.value.hint or "")
+    assert hint in str(caught.value.hint)
 
 
 def test_safetensors_of_several_models_need_a_choice(tmp_path: Path) -> None:

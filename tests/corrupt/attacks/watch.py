@@ -173,6 +173,12 @@ def _json_problem(code: int | None, out: str, err: str) -> str:
     return "" if text.isascii() else "not ASCII"
 
 
+def _peak_bytes() -> int:
+    """Peak of resident memory; `ru_maxrss` would count what the parent had."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+
+
 def main_loop(job_file: str) -> None:
     with open(job_file, encoding="utf-8") as file:
         job = json.load(file)
@@ -207,6 +213,7 @@ def main_loop(job_file: str) -> None:
                 shutil.rmtree(destination)
             results.write(json.dumps({"id": task["id"], **result, "then": after}) + "\n")
             results.flush()
+        results.write(json.dumps({"peak_bytes": _peak_bytes()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,196 @@
+"""Checkpoints that ckpt does not read: whose they are, and what to do with them.
+
+A directory is told by the names in it, a file by its first bytes. Nothing is opened but those.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.formats.hf import INDEX_SUFFIX
+from ckpt_tools.text import escape_name
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+"""Endings of what `torch.save` writes."""
+_PICKLED = (*PICKLES, ".pkl", ".tar")
+HEAD_BYTES = 96
+"""How much of a file tells what it is."""
+
+_READABLE = "pass a safetensors file, a model directory or a DCP checkpoint directory"
+_CONVERT = (
+    "convert them to safetensors first, where you trust them: "
+    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW), or model.save_pretrained"
+)
+_SIDE = re.compile(r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|data|extra_state)[\w-]*\.\w+")
+"""Pickles that a trainer keeps beside the weights."""
+_ZERO = re.compile(r"((bf16|fp16)_)?zero_pp_rank_\d+(_mp_rank_\d+)?(_(model|optim)_states)?\.pt")
+_DEEPSPEED = re.compile(rf"{_ZERO.pattern}|mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt")
+_MAGIC = (
+    (b"GGUF", "a GGUF file", "gather or export from the checkpoint that it was converted from"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "load it with the library that wrote it, and save it as safetensors"),
+)
+
+
+def explain(files: Mapping[str, int], path: str) -> UnreadableError:
+    """Return the error for a directory that is nothing that ckpt reads.
+
+    Args:
+        files: Relative name → size.
+        path: The directory, escaped, for messages.
+    """
+    top = [name for name in files if "/" not in name]
+    path = path.rstrip("/") or path
+    if (known := _layout(files, top, path)) is not None:
+        return known
+    if any(name.endswith(_PICKLED) and not _SIDE.fullmatch(name) for name in top):
+        return _pickled(path)
+    below = _below(files)
+    found = sorted((child for child in below if _is_readable(below[child])), key=_step)
+    if found:
+        shown = ", ".join(escape_name(name) for name in sorted(found)[-4:])
+        return UnreadableError(
+            f"a directory of checkpoints, not a checkpoint (it holds {shown})",
+            where=path,
+            hint=f"use {path}/{escape_name(found[-1])}",
+        )
+    for child in sorted(below, key=lambda child: (-_step(child)[0], child)):  # the latest; an actor before its critic
+        error = explain(below[child], f"{path}/{escape_name(child)}")
+        if error.hint != _READABLE:
+            return error
+    if any(name.endswith(_PICKLED) for name in top):
+        return _pickled(path)
+    return UnreadableError("no tensors here: neither .metadata nor safetensors files", where=path, hint=_READABLE)
+
+
+def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = None) -> UnreadableError:
+    """Return the error for a single file that is no safetensors file.
+
+    Args:
+        path: The file as the user named it.
+        head: Its first bytes, `HEAD_BYTES` of them where it is that long.
+        otherwise: The error for a file whose bytes say nothing.
+    """
+    where, name = escape_name(path), os.path.basename(path)
+    directory = escape_name(os.path.dirname(path) or ".")
+    if _is_pickled(head):
+        known = _layout({name: 0}, [name], directory) or _pickled(directory)
+        return UnreadableError(known.what, where=where, hint=known.hint)
+    for magic, what, hint in _MAGIC:
+        if head.startswith(magic):
+            return UnreadableError(f"{what}, which ckpt does not read", where=where, hint=hint)
+    if otherwise is not None:
+        return otherwise
+    if name == METADATA_NAME or name.endswith((".distcp", INDEX_SUFFIX)):
+        return UnreadableError("a part of a checkpoint", where=where, hint=f"pass the directory: {directory}")
+    what = "not a safetensors file"
+    if name.endswith(PICKLES):
+        what += ", and not one that torch.save wrote whole"
+    return UnreadableError(what, where=where, hint=_READABLE)
+
+
+def _is_pickled(head: bytes) -> bool:
+    """Is this the beginning of what `torch.save` writes, now (a zip, its first record data.pkl) or before 1.6?"""
+    if head.startswith(b"PK\3\4"):
+        length = int.from_bytes(head[26:28], "little")
+        return head[30 : 30 + length].endswith(b"/data.pkl") or length > HEAD_BYTES - 30
+    return len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5
+
+
+def _pickled(path: str) -> UnreadableError:
+    return UnreadableError("only pickled weights, which ckpt does not execute", where=path, hint=_CONVERT)
+
+
+def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> UnreadableError | None:
+    """Return the error for a layout that is known by its names, these directly in `path` or one directory below."""
+    top = list(top)
+    directories = sorted({name.partition("/")[0] for name in files if "/" in name})
+    if any(name.endswith(".distcp") for name in top):
+        hint = "use the checkpoint before it, or save it again"
+        if any(re.fullmatch(r"__\d+\.metadata", name) for name in top):
+            hint = "use_collectives=False writes one metadata file per rank and no .metadata: save without it"
+        what = "a DCP checkpoint without .metadata: the save was killed before it finished"
+        return UnreadableError(what, where=path, hint=hint)
+    if any(name.startswith("pytorch_model_fsdp") for name in directories):
+        child = escape_name(next(name for name in directories if name.startswith("pytorch_model_fsdp")))
+        return UnreadableError(
+            "an accelerate checkpoint: the model lies in a directory of its own",
+            where=path,
+            hint=f"use {path}/{child} for the model"
+            + (f", {path}/optimizer_0 for the optimizer" if "optimizer_0" in directories else ""),
+        )
+    if any(re.fullmatch(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt", name) for name in top):
+        what = "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute"
+        return UnreadableError(what, where=path, hint=_verl_hint(files, path))
+    if (way_out := _deepspeed_hint(files, path)) is not None:
+        return UnreadableError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=way_out)
+    if "metadata.pkl" in top:
+        return UnreadableError(
+            "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read",
+            where=path,
+            hint="save with torch.distributed.checkpoint, or export safetensors from the trainer",
+        )
+    if any(re.fullmatch(r"pytorch_model_fsdp(_\d+)?\.bin", name) for name in top):
+        return UnreadableError(
+            "accelerate's pickle of a whole model (FULL_STATE_DICT), which ckpt does not execute",
+            where=path,
+            hint="save with SHARDED_STATE_DICT: ckpt reads its pytorch_model_fsdp_0. Of an adapter under FSDP2, older "
+            "accelerate put rank 0's part alone into this file",
+        )
+    if any(re.fullmatch(r"pytorch_model_fsdp.*\.bin|.*_rank\d+\.bin", name) for name in top):
+        return UnreadableError(
+            "a directory of per-rank pickles (use_dcp=False), which ckpt does not execute",
+            where=path,
+            hint="save with SHARDED_STATE_DICT and DCP, or FULL_STATE_DICT and safetensors",
+        )
+    return None
+
+
+def _verl_hint(files: Mapping[str, int], path: str) -> str:
+    """Point at the weights beside verl's own files when there are any: often it saves config and tokenizer alone."""
+    if any(name.startswith("huggingface/") and name.endswith(".safetensors") for name in files):
+        return f"use {path}/huggingface, which holds the model's weights"
+    merge = f"python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir MERGED"
+    return f"merge it with verl itself: {merge}; or let it save `hf_model` too (checkpoint.save_contents)"
+
+
+def _deepspeed_hint(files: Mapping[str, int], path: str) -> str | None:
+    """Return the way out of a DeepSpeed directory, its parts in it or one directory below; None when it is none."""
+    parts = [name for name in files if name.count("/") < 2 and _DEEPSPEED.fullmatch(name.rpartition("/")[2])]
+    if "latest_universal" in files and not parts:
+        return "this is the universal form: run zero_to_fp32.py where the checkpoint that it was made from lies"
+    if not parts:
+        return "run its zero_to_fp32.py with --safe_serialization" if "zero_to_fp32.py" in files else None
+    if not any(_ZERO.fullmatch(name.rpartition("/")[2]) for name in parts):
+        return f"its weights are the `module` of {escape_name(parts[0])}: {_CONVERT}"
+    tag = escape_name(parts[-1].partition("/")[0])
+    if "/" not in parts[-1]:  # the directory of one tag
+        path, tag = os.path.dirname(path) or ".", os.path.basename(path)
+    script = f"{path}/zero_to_fp32.py" if "zero_to_fp32.py" in files else "-m deepspeed.utils.zero_to_fp32"
+    named = "" if "latest" in files else f" --tag {tag}"
+    return f"run its zero_to_fp32 and use the result: python {script} {path} NEW --safe_serialization{named}"
+
+
+def _below(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the files of every directory, named relative to it."""
+    found: dict[str, dict[str, int]] = {}
+    for name, size in files.items():
+        directory, slash, rest = name.partition("/")
+        if slash:
+            found.setdefault(directory, {})[rest] = size
+    return found
+
+
+def _is_readable(files: Iterable[str]) -> bool:
+    return any(
+        name.rpartition("/")[2] == METADATA_NAME or name.endswith((".safetensors", INDEX_SUFFIX)) for name in files
+    )
+
+
+def _step(name: str) -> tuple[int, str]:
+    """Order checkpoint directories by the last number in their name."""
+    numbers = re.findall(r"\d{1,18}", name)
+    return (int(numbers[-1]) if numbers else -1, name)
