@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.opening import read_document
+from ckpt_tools.opening import Opened, read_document
 from ckpt_tools.rules.plain_yaml import load_yaml
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -59,6 +59,17 @@ def read_json(source: Source, name: str) -> dict[str, object]:
     if not isinstance(document, dict):
         raise UnreadableError(f"{name} is not a JSON object", where=where)
     return document
+
+
+def base_config(base: Opened) -> Mapping[str, object]:
+    """Return a base model's config.json; {} where there is none.
+
+    Raises:
+        UnreadableError: It is not a JSON object.
+    """
+    if base.checkpoint.format == "safetensors" or not any(a.file == "config.json" for a in base.checkpoint.assets):
+        return {}
+    return read_json(base.source, "config.json")
 
 
 def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: Mapping[str, str]) -> Sidecars:
