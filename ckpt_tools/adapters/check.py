@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention
 from ckpt_tools.adapters.against_base import check_against
+from ckpt_tools.adapters.assumed import assumed_before
 from ckpt_tools.adapters.base import read_base
 from ckpt_tools.adapters.checked import LoraCheck, fold, to_json
 from ckpt_tools.adapters.integrity import check_structure, check_values
@@ -157,6 +158,10 @@ def _check(
         found, not_checked = check_against(read.adapter, base, family)
         run.findings += found
         run.not_checked += not_checked
+    run.not_checked += [
+        f"{each.text}, which the export that wrote this file assumed. Otherwise: {each.otherwise}"
+        for each in assumed_before(read.adapter)
+    ]
     file = _file(read, path, family, base)
     if file is None:
         _say_training(read.adapter, path, wanted, run)

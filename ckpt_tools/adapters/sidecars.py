@@ -25,6 +25,8 @@ DIFFUSERS_HEADER = "header lora_adapter_metadata"
 """Source of what diffusers' own header says."""
 DORA_SCALE = "ckpt_dora_scale"
 """Header of the files whose dora_scale ckpt made for ComfyUI's normalisation: for other loaders it is wrong."""
+ASSUMED = "ckpt_assumed"
+"""Header of exported files: what nothing said of the adapter, "use_rslora=false, …"."""
 _VERL = "lora_train_meta.json"
 _LYCORIS = "lycoris_config.json"
 _AI_TOOLKIT = ("config.yaml", "config.yml")
@@ -46,6 +48,8 @@ class Sidecars:
     """As `alpha`, for convolutions with a kernel."""
     is_ai_toolkit: bool = False
     """Its header says that ai-toolkit wrote it."""
+    assumed: str | None = None
+    """What an export assumed, by `ASSUMED`."""
 
 
 def read_json(source: Source, name: str) -> dict[str, object]:
@@ -116,6 +120,7 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
         alpha=alpha,
         conv_alpha=conv_alpha,
         is_ai_toolkit="ai-toolkit" in metadata.get("software", ""),
+        assumed=metadata.get(ASSUMED),
     )
 
 

@@ -46,12 +46,11 @@ def save_training(adapter: Path, path: Path) -> None:
         if ".base_layer." in name:
             continue  # PEFT saves a head that it adapts, and does not train its weight
         if "lora_" not in name:
-            name = f"{parent}.modules_to_save.default.{leaf}"
+            state[f"{parent}.modules_to_save.default.{leaf}"] = tensor
         elif "lora_embedding" in name:
-            name = f"{name}.default"
+            state[f"{name}.default"] = tensor
         else:
-            name = f"{parent}.default.{leaf}"
-        state[name] = tensor
+            state[f"{parent}.default.{leaf}"] = tensor
     save_dcp({"model": state}, path)
 
 
