@@ -163,7 +163,7 @@ def _open_dcp(source: Source, files: Mapping[str, int], manifest: Manifest | Non
         own = next((name for name in manifest.assets if name in (*used, dcp.METADATA_NAME, *_OWN)), None)
         if own is not None:
             raise UnreadableError(
-                f"the manifest names {escape_name(own)!r} as a file to carry along, which is one of the checkpoint's own",
+                f"the manifest lists {escape_name(own)!r} as a file to carry along: it is the checkpoint's own",
                 where=MANIFEST_NAME,
                 hint=f"remove {MANIFEST_NAME}: the checkpoint is read without it",
             )

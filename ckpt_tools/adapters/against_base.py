@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
-from ckpt_tools.adapters.base_facts import BaseFacts
 from ckpt_tools.adapters.integrity import check_base
 from ckpt_tools.adapters.loaders import ModelFamily
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture
 from ckpt_tools.adapters.naming.resolve import Place, readings, underscored
 from ckpt_tools.adapters.target_modules import base_path, parents_of
+from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.checkpoint import Finding, TensorEntry
 from ckpt_tools.text import escape_name
 
@@ -23,7 +23,7 @@ _ENCODER = re.compile(r"(?:text_encoder(?:_\d)?\.|text_encoders\.|lora_te\d?_)")
 
 
 def check_against(
-    adapter: Adapter[TensorEntry], base: BaseFacts, family: ModelFamily | None
+    adapter: Adapter[TensorEntry], base: BaseModel, family: ModelFamily | None
 ) -> tuple[list[Finding], list[str]]:
     """Hold an adapter's modules against the base model's.
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced
+from ckpt_tools.adapters.sidecars import ASSUMED
 from ckpt_tools.checkpoint import Finding
 
 F = TypeVar("F")
-HEADER = "ckpt_assumed"
-"""Key of the header of an exported file: "use_rslora=false, …"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +35,17 @@ class Assumption:
         return f"{self.field}={json.dumps(self.value)}"
 
 
+_RSLORA = Assumption(
+    field="use_rslora", value=False, otherwise="with rsLoRA the scale is alpha/√r, and every change √r times as large"
+)
+_INIT = Assumption(
+    field="init_lora_weights",
+    value=True,
+    otherwise="PiSSA, OLoRA and the like change the base to begin with, and the factors belong to the rest",
+)
+_ALPHAS = Assumption(field="alpha_pattern", value={}, otherwise="modules with an alpha of their own get the common one")
+
+
 def assumptions(adapter: Adapter[F], *, is_base_proven: bool = False) -> tuple[Assumption, ...]:
     """Return what is assumed of an adapter.
 
@@ -44,33 +54,29 @@ def assumptions(adapter: Adapter[F], *, is_base_proven: bool = False) -> tuple[A
         is_base_proven: Are the weights that it was trained on known to be the base's?
     """
     if adapter.convention != "peft" or "peft_type" in adapter.settings:
-        return ()  # a configuration is there, or its ecosystem has no such setting
+        return assumed_before(adapter)  # a configuration is there, or its ecosystem has no such setting
     scaled = [m for m in adapter.modules if m.alpha is not None and m.alpha.source != "tensor alpha"]
-    loras = [module for module in adapter.modules if module.family == "lora"]
+    has_lora = any(module.family == "lora" for module in adapter.modules)
     found = []
     if any(module.family == "lora" for module in scaled):
-        found.append(
-            Assumption(
-                field="use_rslora",
-                value=False,
-                otherwise="with rsLoRA the scale is alpha/√r, and every change √r times as large",
-            )
-        )
-    if loras and not is_base_proven:
-        found.append(
-            Assumption(
-                field="init_lora_weights",
-                value=True,
-                otherwise="PiSSA, OLoRA and the like change the base to begin with, and the factors belong to the rest",
-            )
-        )
+        found.append(_RSLORA)
+    if has_lora and not is_base_proven:
+        found.append(_INIT)
     if len(scaled) > 1:
-        found.append(
-            Assumption(
-                field="alpha_pattern", value={}, otherwise="modules with an alpha of their own get the common one"
-            )
-        )
+        found.append(_ALPHAS)
     return tuple(each for each in found if each.field not in adapter.settings)
+
+
+def assumed_before(adapter: Adapter[F]) -> tuple[Assumption, ...]:
+    """Return what the export that wrote the adapter assumed, and nothing has contradicted or confirmed since."""
+    header = adapter.settings.get(ASSUMED)
+    texts = str(header.value).split(", ") if header is not None else []
+
+    def is_open(each: Assumption) -> bool:
+        now = adapter.settings.get(each.field)
+        return now is None or (now.source != "--config" and now.value == each.value)
+
+    return tuple(each for each in (_RSLORA, _INIT, _ALPHAS) if each.text in texts and is_open(each))
 
 
 def findings_of(assumed: Sequence[Assumption], *, strict: bool) -> tuple[Finding, ...]:
@@ -102,4 +108,4 @@ def sourced(assumed: Sequence[Assumption]) -> dict[str, Sourced[object]]:
 
 def header_of(assumed: Sequence[Assumption]) -> dict[str, str]:
     """Return what the header of an exported file says of it."""
-    return {HEADER: ", ".join(each.text for each in assumed)} if assumed else {}
+    return {ASSUMED: ", ".join(each.text for each in assumed)} if assumed else {}

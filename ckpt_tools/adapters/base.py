@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.assemble import known_shape
 from ckpt_tools.adapters.frozen import refuse_changed
+from ckpt_tools.adapters.live_base import adapted_paths, as_named, without_predictors
+from ckpt_tools.adapters.model_names import live_tensors
 from ckpt_tools.adapters.naming.of_base import family_of
 from ckpt_tools.adapters.read import OpenedAdapter
-from ckpt_tools.adapters.sidecars import read_json
-from ckpt_tools.adapters.slots import of_model
+from ckpt_tools.adapters.sidecars import base_config
+from ckpt_tools.adapters.slots import stacked_experts
 from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.adapters.tied import HEAD, tied_embeddings
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.opening import Opened, open_path
+from ckpt_tools.opening import open_path
 from ckpt_tools.transform import plain_names
 
 _TASKS = {
@@ -63,16 +65,22 @@ def read_base(path: str | os.PathLike[str]) -> BaseModel:
     """
     with open_path(os.fspath(path)) as opened:
         tensors = plain_names(opened.checkpoint)
-        shapes = {name: slot.shape for name, slot in of_model(tensors).items()}
+        config = base_config(opened)
+        shapes = {name: slot.shape for name, slot in stacked_experts(tensors).items()}
         shapes |= {name: known_shape(entry) for name, entry in tensors.items()}
         if tied := tied_embeddings(opened, tensors):
             shapes[HEAD] = tied[0].shape
-        config = _config(opened)
-        return BaseModel(shapes=shapes, source="--base", family=family_of(shapes, config), task_type=_task_type(config))
+        return BaseModel(
+            shapes=without_predictors(shapes, config),
+            source="--base",
+            family=family_of(shapes, config),
+            task_type=_task_type(config),
+            config=config,
+        )
 
 
 def base_of(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> tuple[BaseModel | None, bool]:
-    """Return what is known of the base model, and whether its weights are proven to be those of the training run.
+    """Return the base model as the adapter names it, and whether its weights are proven to be the training run's.
 
     Raises:
         UsageError: It is not, or the adapter is for a model that is made of the base.
@@ -89,8 +97,9 @@ def base_of(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> tuple[B
     is_proven = False
     if read.adapter.base_tensors:
         with open_path(os.fspath(base)) as opened:
-            is_proven = refuse_changed(read.adapter, read.opened, opened, plain_names(opened.checkpoint))
-    return read_base(base), is_proven
+            tensors = live_tensors(plain_names(opened.checkpoint), base_config(opened))
+            is_proven = refuse_changed(read.adapter, read.opened, opened, tensors)
+    return as_named(read_base(base), adapted_paths(read.adapter)), is_proven
 
 
 def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
@@ -100,12 +109,6 @@ def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
     return BaseModel(
         shapes=adapter.base_shapes, source="the base model in the source", family=family_of(adapter.base_shapes)
     )
-
-
-def _config(opened: Opened) -> Mapping[str, object]:
-    if opened.checkpoint.format == "safetensors" or not any(a.file == "config.json" for a in opened.checkpoint.assets):
-        return {}
-    return read_json(opened.source, "config.json")
 
 
 def _task_type(config: Mapping[str, object]) -> Sourced[object] | None:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention
 from ckpt_tools.adapters.against_base import check_against
-from ckpt_tools.adapters.base_facts import BaseFacts, as_named, read_base_facts, replicated
+from ckpt_tools.adapters.assumed import assumed_before
+from ckpt_tools.adapters.base import read_base
 from ckpt_tools.adapters.checked import LoraCheck, fold, to_json
 from ckpt_tools.adapters.integrity import check_structure, check_values
+from ckpt_tools.adapters.live_base import adapted_paths, as_named, replicated
 from ckpt_tools.adapters.loaders import (
     LOADERS,
     NEEDS_BASE,
@@ -31,7 +33,7 @@ from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.read import OpenedAdapter, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG, read_json
 from ckpt_tools.adapters.suspicions import check_suspicions
-from ckpt_tools.adapters.target_modules import base_path
+from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.adapters.values import look_at
 from ckpt_tools.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.errors import StorageError, UsageError
@@ -78,7 +80,7 @@ def check_lora(
     path = os.fspath(source)
     try:
         with read_adapter(path, adapter_name=adapter, format=format) as read:
-            facts = None if base is None else _base_for(read.adapter, read_base_facts(base))
+            facts = None if base is None else _base_for(read.adapter, read_base(base))
             return _check(read, path, facts, _family(read.adapter, architecture, facts), wanted)
     except UnknownTypeError as error:
         return LoraCheck(
@@ -107,16 +109,16 @@ def _loaders(names: Sequence[str]) -> tuple[Loader, ...]:
     return tuple(chosen)
 
 
-def _base_for(adapter: Adapter[TensorEntry], facts: BaseFacts) -> BaseFacts:
+def _base_for(adapter: Adapter[TensorEntry], base: BaseModel) -> BaseModel:
     """Return the base as the model that the adapter is loaded into has it."""
-    facts = as_named(facts, {base_path(module.path) for module in adapter.modules if module.family != "saved"})
+    base = as_named(base, adapted_paths(adapter))
     layers = adapter.settings.get("layer_replication")
     if layers is not None and layers.value:
-        facts = replace(facts, shapes=replicated(facts.shapes, layers.value))
-    return facts
+        base = replace(base, shapes=replicated(base.shapes, layers.value))
+    return base
 
 
-def _family(adapter: Adapter[TensorEntry], said: str | None, base: BaseFacts | None) -> ModelFamily | None:
+def _family(adapter: Adapter[TensorEntry], said: str | None, base: BaseModel | None) -> ModelFamily | None:
     """The base tells the family, and names do only where there is none, and where the family explains them all."""
     if said is not None:
         return said  # type: ignore[return-value]  # one of the names, checked above
@@ -145,7 +147,7 @@ class _Run:
 def _check(
     read: OpenedAdapter,
     path: str,
-    base: BaseFacts | None,
+    base: BaseModel | None,
     family: ModelFamily | None,
     wanted: tuple[Loader, ...],
 ) -> LoraCheck:
@@ -156,6 +158,10 @@ def _check(
         found, not_checked = check_against(read.adapter, base, family)
         run.findings += found
         run.not_checked += not_checked
+    run.not_checked += [
+        f"{each.text}, which the export that wrote this file assumed. Otherwise: {each.otherwise}"
+        for each in assumed_before(read.adapter)
+    ]
     file = _file(read, path, family, base)
     if file is None:
         _say_training(read.adapter, path, wanted, run)
@@ -211,7 +217,7 @@ def _judge(reports: Sequence[LoaderReport], run: _Run, *, needs_all: bool, has_b
 _UNPROVEN = "loader-unchecked"
 
 
-def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: BaseFacts | None) -> AdapterFile | None:
+def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: BaseModel | None) -> AdapterFile | None:
     """Return the adapter as a loader finds it; None when it is not in one safetensors file."""
     opened = read.opened
     files = tuple(opened.checkpoint.files)

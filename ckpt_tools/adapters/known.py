@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Sourced
-from ckpt_tools.adapters.sidecars import DIFFUSERS_HEADER, Sidecars, by_pattern
+from ckpt_tools.adapters.sidecars import ASSUMED, DIFFUSERS_HEADER, Sidecars, by_pattern
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.text import escape_name
@@ -40,6 +40,8 @@ def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, read_scalar:
     if len(components) == 1 and not settings:
         settings = sidecars.components[next(iter(components))]
     settings = {name: found for name, found in settings.items() if found.value is not None}
+    if sidecars.assumed is not None:
+        settings[ASSUMED] = Sourced(sidecars.assumed, f"header {ASSUMED}")
     modules = [replace(module, parameter=parameter) for module, parameter in _parameters(adapter, settings)]
     modules = [_with_rank(module, adapter, settings) for module in modules]
     done = []

@@ -51,17 +51,20 @@ class Match:
     """How names were understood, for people."""
 
 
-def match_modules(adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry]) -> Match:
+def match_modules(
+    adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
+) -> Match:
     """Find every module's tensors.
 
     Args:
         adapter: From headers.
         tensors: The base's, by the names that a plain model gives them.
+        config: The base's config.json; {} where there is none.
 
     Raises:
         UsageError: A module that finds no tensor, that does not fit, or that is ambiguous; with the names.
     """
-    slots = find_slots(tensors)
+    slots = find_slots(tensors, config)
     wanted = list(_wanted(adapter, slots))
     names, notes = resolve([name for _, _, name in wanted], slots, adapter.convention)
     given = {names[name]: adapter.modules[index] for index, role, name in wanted if role == "weight"}

@@ -16,8 +16,10 @@ from ckpt_tools.adapters.integrity import check_structure
 from ckpt_tools.adapters.known import settle_parameters
 from ckpt_tools.adapters.loading import Loading
 from ckpt_tools.adapters.matching import Match
+from ckpt_tools.adapters.model_names import live_tensors
 from ckpt_tools.adapters.read import OpenedAdapter
 from ckpt_tools.adapters.respell import match_any_spelling
+from ckpt_tools.adapters.sidecars import base_config
 from ckpt_tools.adapters.slots import find_slots, some
 from ckpt_tools.adapters.tensor_edit import TensorEdit
 from ckpt_tools.adapters.tied import Pair, refuse_equal, suspects
@@ -81,14 +83,15 @@ def merging_job(
     check_separate(read.opened, destination)
     adapter = read.adapter
     if not all(module.parameter for module in adapter.modules):
-        slots = find_slots(plain_names(base.checkpoint))
+        slots = find_slots(plain_names(base.checkpoint), base_config(base))
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
     adapter = with_alpha(adapter, alpha)
     refuse_variants(adapter)
     _refuse_broken(adapter)
     job = _job(base, destination, dtype=dtype, max_shard_size=max_shard_size)
     _check_scale(adapter, scale)
-    is_proven = bool(adapter.base_tensors) and refuse_changed(adapter, read.opened, base, plain_names(base.checkpoint))
+    frozen = live_tensors(plain_names(base.checkpoint), base_config(base))
+    is_proven = bool(adapter.base_tensors) and refuse_changed(adapter, read.opened, base, frozen)
     assumed = assumptions(adapter, is_base_proven=is_proven)
     if strict and assumed:
         finding = findings_of(assumed, strict=True)[0]
@@ -108,7 +111,7 @@ def _with_edits(
     """Add to a conversion what the adapter changes."""
     stored = adapter
     tensors = plain_names(job.source)
-    adapter, match, notes = match_any_spelling(stored, loading, tensors)
+    adapter, match, notes = match_any_spelling(stored, loading, tensors, base_config(job.opened))
     job.notes += notes
     pairs = suspects(job.opened, tensors, match.parts.keys())
     targets = {entry.fqn: entry.dtype for entry in job.target.tensors}

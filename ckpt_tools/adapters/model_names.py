@@ -1,7 +1,7 @@
 """Names that transformers gives parameters in a model, where those on disk are others: adapters have the model's. Pure.
 
-Source: transformers 5.23 `conversion_mapping.py`. Beginnings that differ (`model.language_model.`, …) are found by
-`slots.resolve` without a table, and stacked experts by `slots.of_model`.
+By the class that config.json names (`maps`); without one by the kinds in `_RECIPES`. Stacked experts are
+`slots.stacked_experts`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
+from ckpt_tools.maps import live_names, load_table
 from ckpt_tools.text import escape_name
 
 F = TypeVar("F")
@@ -79,22 +81,33 @@ _RECIPES = tuple(
 """Replacements that belong together, in their order."""
 
 
-def names_in_model(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name that a parameter may have in a model, name on disk), where the two differ.
+def names_in_model(names: Iterable[str], config: Mapping[str, object]) -> dict[str, str]:
+    """Return name that a parameter may have in a model → name on disk, where the two differ.
 
     Args:
         names: On disk, as a plain model's.
+        config: The model's config.json; {} where there is none.
     """
-    for renamed in renamings(tuple(names)):
-        yield from renamed.items()
+    found: dict[str, str] = {}
+    for renamed in renamings(tuple(names), config):
+        found = {**renamed, **found}
+    return found
 
 
-def renamings(names: Collection[str]) -> Iterator[Mapping[str, str]]:
+def live_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> dict[str, TensorEntry]:
+    """Return a base's tensors by the names on disk, and by those that they have in a model."""
+    return {**{new: tensors[old] for new, old in names_in_model(tensors, config).items()}, **tensors}
+
+
+def renamings(names: Collection[str], config: Mapping[str, object]) -> Iterator[Mapping[str, str]]:
     """Yield, for every kind of model that is saved under other names, name in the model → name on disk.
 
     Args:
         names: On disk, as a plain model's. Of one model at most one of the kinds is right.
+        config: As for `names_in_model`; the kind that it names comes first.
     """
+    if by_class := _by_class(names, config):
+        yield by_class
     for recipe in _RECIPES:
         renamed = {}
         for name in names:
@@ -105,3 +118,13 @@ def renamings(names: Collection[str]) -> Iterator[Mapping[str, str]]:
                 renamed[new] = name
         if renamed:
             yield renamed
+
+
+def _by_class(names: Collection[str], config: Mapping[str, object]) -> Mapping[str, str]:
+    """Return what the class in config.json makes of the names on disk; of several tensors it makes one elsewhere."""
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
+    expected = load_table().expected(name, config) if isinstance(name, str) else None
+    if expected is None:
+        return {}
+    return {new: old for new, old in live_names(names, expected).items() if new != old}

@@ -20,7 +20,7 @@ _RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers")
 
 
 def match_any_spelling(
-    adapter: Adapter[TensorEntry], loading: Loading, tensors: Mapping[str, TensorEntry]
+    adapter: Adapter[TensorEntry], loading: Loading, tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
 ) -> tuple[Adapter[TensorEntry], Match, list[str]]:
     """Find every module's tensors, under the adapter's own names or those of the base's implementation.
 
@@ -28,6 +28,7 @@ def match_any_spelling(
         adapter: From headers.
         loading: Is told the respelled adapter; reads it when the names are not the base's.
         tensors: The base's, by the names that a plain model gives them.
+        config: The base's config.json; {} where there is none.
 
     Returns:
         The adapter as it was matched, the match, and notes.
@@ -36,14 +37,14 @@ def match_any_spelling(
         UsageError: No spelling fits.
     """
     try:
-        return adapter, match_modules(adapter, tensors), []
+        return adapter, match_modules(adapter, tensors, config), []
     except UsageError as error:
         if adapter.convention not in _RESPELLED:
             raise
-        for respelled, whose, notes in _respellings(loading.get(), tensors):
+        for respelled, whose, notes in _respellings(loading.get(), tensors, config):
             described = _described(respelled)
             try:
-                match = match_modules(described, tensors)
+                match = match_modules(described, tensors, config)
             except UsageError:
                 continue
             loading.replace(respelled)
@@ -56,7 +57,7 @@ def match_any_spelling(
 
 
 def _respellings(
-    loaded: Adapter[Array], tensors: Mapping[str, TensorEntry]
+    loaded: Adapter[Array], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
 ) -> Iterator[tuple[Adapter[Array], str, tuple[str, ...]]]:
     from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
     from ckpt_tools.adapters.naming.choose import choose_architectures
@@ -65,7 +66,7 @@ def _respellings(
     from ckpt_tools.adapters.naming.placing import in_diffusers, in_native, place_all
 
     try:
-        base = family_of({name: known_shape(entry) for name, entry in tensors.items()})
+        base = family_of({name: known_shape(entry) for name, entry in tensors.items()}, config)
         families = choose_architectures(loaded, architecture=None, base=base)
     except UsageError:
         return

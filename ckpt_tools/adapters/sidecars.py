@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.opening import read_document
+from ckpt_tools.opening import Opened, read_document
 from ckpt_tools.rules.plain_yaml import load_yaml
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -27,6 +27,8 @@ DORA_SCALE = "ckpt_dora_scale"
 """Header of the files whose dora_scale ckpt made for ComfyUI's normalisation: for other loaders it is wrong."""
 BASE_NORM = "base-norm"
 """Value of `DORA_SCALE`: the magnitudes are to be divided by the norms of the base's weights."""
+ASSUMED = "ckpt_assumed"
+"""Header of exported files: what nothing said of the adapter, "use_rslora=false, …"."""
 _VERL = "lora_train_meta.json"
 _LYCORIS = "lycoris_config.json"
 _AI_TOOLKIT = ("config.yaml", "config.yml")
@@ -48,6 +50,8 @@ class Sidecars:
     """As `alpha`, for convolutions with a kernel."""
     is_ai_toolkit: bool = False
     """Its header says that ai-toolkit wrote it."""
+    assumed: str | None = None
+    """What an export assumed, by `ASSUMED`."""
 
 
 def read_json(source: Source, name: str) -> dict[str, object]:
@@ -61,6 +65,17 @@ def read_json(source: Source, name: str) -> dict[str, object]:
     if not isinstance(document, dict):
         raise UnreadableError(f"{name} is not a JSON object", where=where)
     return document
+
+
+def base_config(base: Opened) -> Mapping[str, object]:
+    """Return a base model's config.json; {} where there is none.
+
+    Raises:
+        UnreadableError: It is not a JSON object.
+    """
+    if base.checkpoint.format == "safetensors" or not any(a.file == "config.json" for a in base.checkpoint.assets):
+        return {}
+    return read_json(base.source, "config.json")
 
 
 def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: Mapping[str, str]) -> Sidecars:
@@ -107,6 +122,7 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
         alpha=alpha,
         conv_alpha=conv_alpha,
         is_ai_toolkit="ai-toolkit" in metadata.get("software", ""),
+        assumed=metadata.get(ASSUMED),
     )
 
 

@@ -72,25 +72,17 @@ class Slot:
         )
 
 
-def find_slots(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
+def find_slots(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> dict[str, Slot]:
     """Return every name under which an adapter could mean tensors of the base, parameter included.
 
     Args:
         tensors: Name as a plain model has it → tensor.
+        config: The base's config.json; {} where there is none.
     """
     slots = {name: _whole(entry) for name, entry in tensors.items()}
-    virtual = {**_of_fused(tensors), **_of_split(tensors), **of_model(tensors)}
+    renamed = {new: slots[name] for new, name in names_in_model(tensors, config).items()}
+    virtual = {**_of_fused(tensors), **_of_split(tensors), **renamed, **stacked_experts(tensors)}
     return {**virtual, **slots}
-
-
-def of_model(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
-    """Return the parameters of a model that are stored under other names, or in parts.
-
-    Args:
-        tensors: Name on disk, as a plain model's → tensor.
-    """
-    renamed = {new: _whole(tensors[name]) for new, name in names_in_model(tensors) if new not in tensors}
-    return {**renamed, **_of_experts(tensors)}
 
 
 def num_rows(shape: tuple[int, ...], lead: int = 1) -> int:
@@ -129,8 +121,12 @@ def _of_split(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
     return slots
 
 
-def _of_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
-    """Return the parameters that a model makes of experts that are stored one by one."""
+def stacked_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
+    """Return the parameters that a model makes of experts that are stored one by one.
+
+    Args:
+        tensors: Name on disk, as a plain model's → tensor.
+    """
     experts: dict[str, dict[int, dict[str, TensorEntry]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in tensors.items():
         match = _EXPERT.fullmatch(name)
@@ -182,7 +178,7 @@ def resolve(
     for slot in slots:
         index[".".join(slot.split(".")[-2:])].append(slot)
     while missing:
-        rule = next(filter(None, (_find_rule(name, index) for name in missing)), None)
+        rule = next(filter(None, (_find_rule(name, index, slots) for name in missing)), None)
         if rule is None:
             break
         old, new = rule
@@ -202,13 +198,13 @@ def resolve(
     return found, notes
 
 
-def _find_rule(name: str, index: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
+def _find_rule(name: str, index: Mapping[str, Sequence[str]], slots: Mapping[str, Slot]) -> tuple[str, str] | None:
     """Return (beginning in the adapter, beginning in the base), when one tensor of the base ends like `name`."""
     parts = name.split(".")
     for i in range(len(parts) - 2):
         suffix = ".".join(parts[i:])
         hits = [slot for slot in index.get(".".join(parts[-2:]), ()) if slot == suffix or slot.endswith("." + suffix)]
-        if len(hits) == 1:
+        if hits and all(slots[hit].rows == slots[hits[0]].rows for hit in hits):
             return name[: len(name) - len(suffix)], hits[0][: len(hits[0]) - len(suffix)]
         if hits:
             return None

@@ -6,7 +6,7 @@ PEFT begins an adapter anew, with a warning at best, in every module that its co
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeGuard, TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
@@ -28,13 +28,29 @@ class BaseModel:
     """What is known of the base model."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Parameter → shape."""
+    """Parameter → shape; by the names on disk until `as_named`."""
     source: str
     """For people: "--base", "the base model in the source"."""
     task_type: Sourced[object] | None = None
     """PEFT's task type, by the architecture in its config.json."""
     family: BaseFamily
     """Which model it is."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Its config.json."""
+
+    @property
+    def class_name(self) -> str | None:
+        """Diffusers' class."""
+        return self._text("_class_name")
+
+    @property
+    def model_type(self) -> str | None:
+        """Transformers' type."""
+        return self._text("model_type")
+
+    def _text(self, field: str) -> str | None:
+        value = self.config.get(field)
+        return value if isinstance(value, str) else None
 
 
 def pattern_path(module: AdapterModule[F]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.adapters.sidecars import read_json
+from ckpt_tools.adapters.sidecars import base_config
 from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.execute import scan
@@ -106,9 +106,7 @@ def _named(tensors: Mapping[str, TensorEntry], leaves: Collection[str]) -> Itera
 
 def _says_tied(base: Opened) -> bool | None:
     """Does the base's configuration tie them? None where it does not say."""
-    if base.checkpoint.format == "safetensors" or not any(a.file == "config.json" for a in base.checkpoint.assets):
-        return None
-    config = read_json(base.source, "config.json")
+    config = base_config(base)
     nested = config.get("text_config")
     for fields in (config, nested if isinstance(nested, dict) else {}):
         if isinstance(found := fields.get("tie_word_embeddings"), bool):

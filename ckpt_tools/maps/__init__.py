@@ -4,7 +4,7 @@
 """
 
 from ckpt_tools.maps.foreign import common_prefix, is_adapter, origins_of
-from ckpt_tools.maps.hold import Held, folded, hold, tied
+from ckpt_tools.maps.hold import Held, folded, hold, live_names, tied
 from ckpt_tools.maps.table import Expected, Table, load_table
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "folded",
     "hold",
     "is_adapter",
+    "live_names",
     "load_table",
     "origins_of",
     "tied",

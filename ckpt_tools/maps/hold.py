@@ -82,6 +82,18 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
     )
 
 
+def live_names(names: Iterable[str], expected: Expected) -> dict[str, str]:
+    """Return name in the live model → name in a file, for the parameters that are the same tensor in both.
+
+    Args:
+        names: Those of the file.
+        expected: The architecture's (`Table.expected`).
+    """
+    plain = [rule for rule in expected.rules if rule.kind != "convert"]
+    renamed = rename(names, plain, expected.base, lambda name: matches(expected.names, name, expected.counts))
+    return {live: first for live, (first, *more) in renamed.live.items() if not more}
+
+
 def tied(one: str, other: str, expected: Expected) -> bool:
     """Does the architecture, with this config, give both live names to one tensor?"""
     return any(

@@ -11,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ckpt_tools import api
+from ckpt_tools.adapters.check import check_lora
+from ckpt_tools.adapters.sidecars import ASSUMED
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, UsageError
 
@@ -96,3 +98,28 @@ def test_impossible_alphas_are_errors(source, alpha):
         api.merge_lora(source / "base", source / "dcp", source / "merged", alpha=alpha)
     assert not (source / "out").exists()
     assert not (source / "merged").exists()
+
+
+def test_what_an_export_assumed_stays_assumed_of_its_files(source, capsys):
+    assert api.export_lora(source / "dcp", source / "out", alpha=8).assumed == tuple(FIELDS)
+    again = api.export_lora(source / "out", source / "again")
+    assert again.assumed == tuple(FIELDS)
+    assert [each.where for each in again.findings if each.code == "assumed"] == [x.partition("=")[0] for x in FIELDS]
+    assert ASSUMED not in json.loads((source / "again/adapter_config.json").read_text())
+    with safe_open(source / "again/adapter_model.safetensors", "pt") as opened:
+        assert opened.metadata()[ASSUMED] == ", ".join(FIELDS)
+    result = check_lora(source / "again", base=source / "base")
+    assert [text.partition(",")[0] for text in result.not_checked if "assumed" in text] == FIELDS
+    assert main(["export-lora", str(source / "again"), str(source / "strict"), "--strict"]) == 3
+    assert not (source / "strict").exists()
+    assert main(["merge-lora", str(source / "base"), str(source / "again"), str(source / "merged"), "--strict"]) == 3
+    assert "use_rslora is assumed" in capsys.readouterr().err
+
+
+def test_what_is_said_of_an_exported_file_is_no_longer_assumed(source):
+    api.export_lora(source / "dcp", source / "out", alpha=8)
+    said = api.export_lora(source / "out", source / "said", config=("use_rslora=false", "init_lora_weights=true"))
+    assert said.assumed == ("alpha_pattern={}",)
+    config = json.loads((source / "out/adapter_config.json").read_text()) | {"use_rslora": True}
+    (source / "out/adapter_config.json").write_text(json.dumps(config))  # the training run's
+    assert "use_rslora=false" not in api.export_lora(source / "out", source / "other").assumed

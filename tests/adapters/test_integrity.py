@@ -15,6 +15,7 @@ from ckpt_tools.adapters.read import load, read_adapter
 from ckpt_tools.adapters.values import look_at
 from ckpt_tools.cli import main
 from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.errors import UsageError
 
 ROOT = "base_model.model.model.layers"
 
@@ -112,7 +113,10 @@ def test_module_that_was_not_trained_is_a_warning_among_others_that_were(tmp_pat
 
 
 def test_alpha_of_zero_is_found(tmp_path):
-    result = api.export_lora(write(healthy(), tmp_path / "a"), tmp_path / "out", alpha=0)
+    with pytest.raises(UsageError, match="--alpha must be above 0"):
+        api.export_lora(write(healthy(), tmp_path / "a"), tmp_path / "out", alpha=0)
+    tensors = healthy() | {f"{name.rpartition('.lora_')[0]}.alpha": torch.tensor(0.0) for name in healthy()}
+    result = api.export_lora(write(tensors, tmp_path / "b"), tmp_path / "out")
     assert {finding.code for finding in result.findings} == {"adapter-alpha-zero"}
     assert not result.ok
 

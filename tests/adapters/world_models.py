@@ -176,6 +176,7 @@ _WHOLE: dict[str, World] = {
     "deberta": _of("DebertaV2ForTokenClassification", "DebertaV2Config", **_ENCODER),
     "vit": _of("ViTForImageClassification", "ViTConfig", _pixels, **_IMAGE),
     "siglip": _of("SiglipVisionModel", "SiglipVisionConfig", _pixels, **_IMAGE),
+    "dinov2": _of("Dinov2ForImageClassification", "Dinov2Config", _pixels, **_IMAGE),
     "clip": _of(
         "CLIPModel",
         "CLIPConfig",
@@ -185,17 +186,68 @@ _WHOLE: dict[str, World] = {
         projection_dim=8,
     ),
 }
-LANGUAGE: Mapping[str, World] = _WHOLE | {
-    "gpt2-published": replace(_WHOLE["gpt2"], published="transformer"),
-    "bert-published": replace(_WHOLE["bert"], published="bert"),
-    "qwen3-moe-mixed": _of(
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        **_LLM,
-        num_experts=3,
-        num_experts_per_tok=2,
-        moe_intermediate_size=12,
-        mlp_only_layers=[0],
+_CLIP = _IMAGE | {"model_type": "clip_vision_model"}
+_SIGLIP = _IMAGE | {"model_type": "siglip_vision_model", "projection_dim": 16}
+_MROPE = _LLM | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
+_QWEN_IMAGE = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 16,
+}
+_MLLAMA_IMAGE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_global_layers": 1,
+    "attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "vision_output_dim": 32,
+    "max_num_tiles": 1,
+    "intermediate_layers_indices": [0],
+    "supported_aspect_ratios": [[1, 1]],
+}
+
+
+def _two(kind: str, text: str, image: Mapping[str, object], **settings: object) -> World:
+    """Return a model with a language model inside, whose names on disk are not those of the live model."""
+    settings = {"image_token_index": 39, "text_config": _LLM | {"model_type": text}, "vision_config": image} | settings
+    return _of(f"{kind}ForConditionalGeneration", f"{kind}Config", **settings)
+
+
+_IMAGE_TEXT: dict[str, World] = {
+    "llava": _two("Llava", "llama", _CLIP),
+    "paligemma": _two("PaliGemma", "gemma", _SIGLIP, projection_dim=16, hidden_size=16),
+    "gemma3-images": _two("Gemma3", "gemma3_text", _SIGLIP, mm_tokens_per_image=4),
+    "mistral3": _two("Mistral3", "mistral", _IMAGE | {"model_type": "pixtral", "head_dim": 8}),
+    "internvl": _two("InternVL", "qwen2", _IMAGE | {"image_size": [16, 16], "patch_size": [8, 8]}),
+    "mllama": _two("Mllama", "mllama_text_model", _MLLAMA_IMAGE, text_config=_LLM | {"cross_attention_layers": [1]}),
+    "qwen2.5-vl": _two("Qwen2_5_VL", "", _QWEN_IMAGE | {"fullatt_block_indexes": [0]}, text_config=_MROPE),
+    "qwen3-vl": _two(
+        "Qwen3VL",
+        "",
+        _QWEN_IMAGE | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        text_config=_MROPE,
     ),
 }
+LANGUAGE: Mapping[str, World] = (
+    _WHOLE
+    | _IMAGE_TEXT
+    | {
+        "gpt2-published": replace(_WHOLE["gpt2"], published="transformer"),
+        "bert-published": replace(_WHOLE["bert"], published="bert"),
+        "qwen3-moe-mixed": _of(
+            "Qwen3MoeForCausalLM",
+            "Qwen3MoeConfig",
+            **_LLM,
+            num_experts=3,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            mlp_only_layers=[0],
+        ),
+    }
+)
 """Models of transformers; "published" ones lie without their heads on the disk, as on the hub."""

@@ -1,20 +1,19 @@
-"""The base model that check-lora holds an adapter against: parameters, class and model family."""
+"""A base model's parameters by the names that they have in the model that an adapter is trained on. Pure."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TypeVar
 
-from ckpt_tools.adapters.base import read_base
+from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.model_names import renamings
-from ckpt_tools.adapters.naming.of_base import BaseFamily
-from ckpt_tools.adapters.sidecars import read_json
-from ckpt_tools.adapters.target_modules import parents_of
-from ckpt_tools.storage.source import Source
+from ckpt_tools.adapters.target_modules import base_path, parents_of
+from ckpt_tools.adapters.target_settings import BaseModel
 
+F = TypeVar("F")
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 _STACK = re.compile(r"((?:model\.)*(?:bert\.)?(?:layers|encoder\.layer)|(?:transformer\.)?h)\.(\d{1,6})\.")
@@ -27,47 +26,7 @@ _ROOTS = ("model", "transformer", "backbone")
 """Names of the inner model in transformers' classes with a head, beside those called like the model's type."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseFacts:
-    """What is known of the base model."""
-
-    shapes: Shapes
-    """Parameter → shape, by the names that the live model has and those on disk."""
-    family: BaseFamily
-    """What it is."""
-    class_name: str | None = None
-    """diffusers' class, by its config.json."""
-    model_type: str | None = None
-    """transformers' type, by its config.json."""
-    architectures: tuple[str, ...] = ()
-    """transformers' classes, by its config.json."""
-
-
-def read_base_facts(path: str | os.PathLike[str]) -> BaseFacts:
-    """Read a base model's headers and its config.json.
-
-    Args:
-        path: As for `read_base`.
-
-    Raises:
-        UnreadableError: Not a complete, readable checkpoint.
-    """
-    model = read_base(path)
-    config: Mapping[str, object] = {}
-    if os.path.isfile(os.path.join(path, "config.json")):
-        with Source(os.fspath(path)) as source:
-            config = read_json(source, "config.json")
-    class_name, model_type, classes = config.get("_class_name"), config.get("model_type"), config.get("architectures")
-    return BaseFacts(
-        shapes=_without_predictors(model.shapes, config),
-        family=model.family,
-        class_name=class_name if isinstance(class_name, str) else None,
-        model_type=model_type if isinstance(model_type, str) else None,
-        architectures=tuple(each for each in classes if isinstance(each, str)) if isinstance(classes, list) else (),
-    )
-
-
-def _without_predictors(shapes: Shapes, config: Mapping[str, object]) -> Shapes:
+def without_predictors(shapes: Shapes, config: Mapping[str, object]) -> Shapes:
     """Leave out layers that predict further tokens: checkpoints hold them behind the others, models do not load them.
 
     Source: transformers, models/deepseek_v3 and models/glm4_moe, `_keys_to_ignore_on_load_unexpected`.
@@ -79,28 +38,31 @@ def _without_predictors(shapes: Shapes, config: Mapping[str, object]) -> Shapes:
     return {name: shapes[name] for name, layer in layers.items() if layer is None or int(layer[1]) < depth}
 
 
-def as_named(facts: BaseFacts, paths: Collection[str]) -> BaseFacts:
+def adapted_paths(adapter: Adapter[F]) -> frozenset[str]:
+    """Return the paths in the plain base model of what has factors."""
+    return frozenset(base_path(module.path) for module in adapter.modules if module.family != "saved")
+
+
+def as_named(base: BaseModel, paths: Collection[str]) -> BaseModel:
     """Return the base with the names of the live model that an adapter was trained on.
 
     On disk a model may have other names (older ones; none of a head's inner model, as GPT-2 is published).
 
     Args:
-        facts: Of the base.
+        base: As read, by the names on disk.
         paths: Modules of the adapter.
     """
-    other = [renamed for renamed in renamings(facts.shapes) if renamed.keys() <= facts.shapes.keys()]
-    aliases = {new for renamed in other for new in renamed}
-    on_disk = {name: shape for name, shape in facts.shapes.items() if name not in aliases}
-    ways: list[Shapes] = [on_disk]
-    for renamed in other:
+    on_disk = base.shapes
+    if not any(_EXPERT.search(path) for path in paths) and any(_STACKED.search(name) for name in on_disk):
+        on_disk = {name: shape for name, shape in on_disk.items() if not _EXPERT.search(name)}
+    ways = [on_disk]
+    for renamed in renamings(on_disk, base.config):
         gone = set(renamed.values())
         kept = {name: shape for name, shape in on_disk.items() if name not in gone}
-        ways.append(kept | {new: facts.shapes[new] for new, old in renamed.items() if old in on_disk})
-    ways += [_with_root(way, facts, paths) for way in tuple(ways)]
-    shapes = _with_shared(max(ways, key=lambda way: len(parents_of(way) & set(paths))))
-    if not any(_EXPERT.search(path) for path in paths) and any(_STACKED.search(name) for name in shapes):
-        shapes = {name: shape for name, shape in shapes.items() if not _EXPERT.search(name)}
-    return replace(facts, shapes=shapes)
+        ways.append(kept | {new: on_disk[old] for new, old in renamed.items()})
+    ways += [_with_root(way, base.model_type, paths) for way in tuple(ways)]
+    shapes = max(map(_with_shared, ways), key=lambda way: len(parents_of(way) & set(paths)))
+    return replace(base, shapes=shapes)
 
 
 def _with_shared(shapes: Shapes) -> Shapes:
@@ -114,12 +76,12 @@ def _with_shared(shapes: Shapes) -> Shapes:
     return found
 
 
-def _with_root(shapes: Shapes, facts: BaseFacts, paths: Collection[str]) -> Shapes:
+def _with_root(shapes: Shapes, model_type: str | None, paths: Collection[str]) -> Shapes:
     """Put the inner model's name in front, as transformers does when it loads what was saved without a head."""
     roots = {path.partition(".")[0] for path in paths}
     root = next(iter(roots), "")
-    known = root in _ROOTS or (facts.model_type or "").replace("-", "_").startswith(root)
-    if facts.model_type is None or len(roots) != 1 or not known or any(name.startswith(f"{root}.") for name in shapes):
+    known = root in _ROOTS or (model_type or "").replace("-", "_").startswith(root)
+    if model_type is None or len(roots) != 1 or not known or any(name.startswith(f"{root}.") for name in shapes):
         return shapes
     return {f"{root}.{name}": shape for name, shape in shapes.items()}
 

@@ -1,0 +1,94 @@
+"""Bases whose tensors have other names on disk than in the live model that the adapter was trained on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from adapters.families import save_dcp
+from adapters.world_models import LANGUAGE
+from adapters.world_oracle import TOLERANCE, Worlds, does_what_was_trained
+from safetensors.torch import load_file
+
+from ckpt_tools import api
+from ckpt_tools.adapters.check import check_lora
+from ckpt_tools.errors import UsageError
+
+BASES = (
+    "llava", "llava, head and projector", "llava, language model alone", "paligemma", "gemma3-images, DoRA",
+    "mistral3", "internvl", "mllama", "qwen2.5-vl", "qwen3-vl", "dinov2", "vit", "mixtral, experts",
+    "gpt2, published without its head", "bert, published without its head", "t5, an embedding", "bart, embeddings",
+)  # fmt: skip
+QUICK = {"llava", "llava, head and projector", "qwen2.5-vl", "gpt2, published without its head", "t5, an embedding"}
+NOT_MERGED = {
+    "t5, an embedding", "bart, embeddings",  # one of the names of a shared tensor
+    "bert, published without its head",  # its trained head is not in the base
+}  # fmt: skip
+
+
+def cases(names: Iterable[str]) -> list[object]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    return Worlds(tmp_path_factory.mktemp("worlds"))
+
+
+def save_training(adapter: Path, path: Path) -> None:
+    """Save what was trained as `dcp.save` has it, under the names of the wrapped model."""
+    state = {}
+    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        parent, _, leaf = name.rpartition(".")
+        if ".base_layer." in name:
+            continue  # PEFT saves a head that it adapts, and does not train its weight
+        if "lora_" not in name:
+            state[f"{parent}.modules_to_save.default.{leaf}"] = tensor
+        elif "lora_embedding" in name:
+            state[f"{name}.default"] = tensor
+        else:
+            state[f"{parent}.default.{leaf}"] = tensor
+    save_dcp({"model": state}, path)
+
+
+@pytest.mark.parametrize("name", cases(BASES))
+def test_exported_against_a_base_with_other_names_it_does_what_was_trained(name, worlds, tmp_path):
+    trained = worlds.trained(name)
+    assert api.export_lora(trained.directory, tmp_path / "peft", base=trained.base).ok
+    assert does_what_was_trained(trained, tmp_path / "peft")
+    assert check_lora(tmp_path / "peft", base=trained.base).ok
+    if "experts" in name or "DoRA" in name:
+        return
+    save_training(trained.directory, tmp_path / "dcp")
+    assert api.export_lora(tmp_path / "dcp", tmp_path / "from_dcp", base=trained.base, alpha=4).ok
+    assert does_what_was_trained(trained, tmp_path / "from_dcp")
+
+
+@pytest.mark.parametrize("name", cases(name for name in BASES if name not in NOT_MERGED))
+def test_merged_into_a_base_with_other_names_it_does_what_was_trained(name, worlds, tmp_path):
+    trained = worlds.trained(name)
+    api.merge_lora(trained.base, trained.directory, tmp_path / "merged")
+    world = LANGUAGE[name.partition(",")[0] if "published" not in name else "gpt2-published"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = type(world.build()).from_pretrained(tmp_path / "merged")
+    assert torch.allclose(world.outputs(model), trained.meant, atol=10 * TOLERANCE)
+
+
+def test_an_adapter_of_the_language_model_alone_is_not_one_of_the_model_around_it(worlds, tmp_path):
+    # PEFT would find none of `model.layers…` in LLaVA, whose language model is `model.language_model`.
+    alone, around = worlds.trained("mistral"), worlds.trained("llava")
+    result = api.export_lora(alone.directory, tmp_path / "out", base=around.base)
+    assert {finding.code for finding in result.findings} == {"adapter-unmatched"}
+    assert check_lora(alone.directory, base=around.base).verdict == "fails"
+
+
+def test_a_base_of_another_size_is_refused_under_its_live_names(worlds, tmp_path):
+    narrow, wide = worlds.trained("llava"), worlds.trained("qwen2.5-vl")
+    result = api.export_lora(wide.directory, tmp_path / "out", base=narrow.base)
+    assert "adapter-unmatched" in {finding.code for finding in result.findings}
+    with pytest.raises(UsageError):
+        api.merge_lora(narrow.base, wide.directory, tmp_path / "merged")
