@@ -70,7 +70,7 @@ def save_with_failures(rank, world_size, source, out):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     seen["write"] = error_of(save_checkpoint, model, optimizer, out / "new")
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    seen["parent"] = error_of(save_checkpoint, model, optimizer, out / "no" / "such")
+    seen["parent"] = error_of(save_checkpoint, model, optimizer, out / "good" / ".metadata" / "such")
     seen["load"] = error_of(load_checkpoint, model, source if rank == 0 else out / "missing")
     dist.barrier()
     after = contents(out)
