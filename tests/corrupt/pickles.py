@@ -169,7 +169,7 @@ def _judge(result: dict, outcome: Outcome) -> None:
 
 
 def run(count: int, seed: int = 0) -> Outcome:
-    """Try `count` pickles: the same for the same seed, but for paths and ids of torch and the corpus."""
+    """Try `count` pickles: the same for the same seed, but for paths and the ids that torch makes up."""
     outcome = Outcome()
     with memory_directory() as root:
         attack = Attack(Path(root), seed)
