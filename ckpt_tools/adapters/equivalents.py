@@ -12,20 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.adapters.delta import (
-    PLAIN,
     Module,
-    Setting,
     change_of,
     hadamard_pair,
     kronecker_second,
     low_rank_pair,
-    magnitude_is_by_column,
     rank_of,
     scale_of,
 )
@@ -104,30 +100,6 @@ def by_svd(module: Module, rank: int, shape: tuple[int, ...] | None = None) -> E
     return _from_pair(module, pair, shape, f"approximated by SVD with rank {rank}", scale=1.0)
 
 
-def bake_scale(module: Module, into: Literal["A", "B"] = "B") -> Equivalent:
-    """Return the LoRA with its scale multiplied into one factor, and alpha = r.
-
-    Raises:
-        UsageError: Not a LoRA, or its alpha is not known.
-    """
-    if module.family != "lora":
-        raise _refuse(module, f"only a LoRA's scale can go into a factor, and this is {module.family}")
-    name = into if "A" in module.factors else f"{into}_embedding"
-    scale, rank = scale_of(module), rank_of(module) or 1
-    factors = {role: factor.astype(np.float32) for role, factor in module.factors.items()}
-    factors[name] = factors[name] * scale
-    if "B_bias" in factors:
-        factors["B_bias"] = factors["B_bias"] * scale
-    baked = replace(
-        module,
-        factors=factors,
-        alpha=Sourced(float(rank), f"alpha/r is in {into}"),
-        rank=Sourced(rank, "factors"),
-        use_rslora=False,
-    )
-    return Equivalent(module=baked, error=error_between(module, baked), how=f"alpha/r multiplied into {into}")
-
-
 def with_plain_alpha(module: Module) -> Equivalent:
     """Return the module with alpha such that alpha/r is its scale, for readers that know no rsLoRA. Nothing is lost.
 
@@ -140,51 +112,6 @@ def with_plain_alpha(module: Module) -> Equivalent:
     source = "" if module.alpha is None else f"{module.alpha.source}, times √r"
     plain = replace(module, alpha=Sourced(scale_of(module) * rank, source), use_rslora=False)
     return Equivalent(module=plain, error=0.0, how="alpha/√r written as a larger alpha")
-
-
-def as_linear(module: Module) -> Equivalent:
-    """Return a LoRA of a 1×1 convolution as one of a linear layer.
-
-    Raises:
-        UsageError: Another family, or a larger kernel.
-    """
-    return _reshaped(module, 0, "1×1 convolution as linear")
-
-
-def as_pointwise(module: Module, num_dims: int = 2) -> Equivalent:
-    """Return a LoRA of a linear layer as one of a 1×1 convolution of `num_dims` dims.
-
-    Raises:
-        UsageError: Another family, or already a convolution with a larger kernel.
-    """
-    return _reshaped(module, num_dims, "linear as 1×1 convolution")
-
-
-def with_magnitude_shape(
-    module: Module, shape: tuple[int, ...], whose: Literal["peft", "kohya"], setting: Setting = PLAIN
-) -> Equivalent:
-    """Return a DoRA with its magnitude in the shape that an ecosystem stores. Nothing is computed.
-
-    Args:
-        module: With a magnitude.
-        shape: Of the weight.
-        whose: PEFT has (out,), and (1, out, 1, …) for convolutions; kohya and LyCORIS (out, 1, …) or (1, in, 1, …).
-        setting: Says whose the magnitude is now, where its shape does not.
-
-    Raises:
-        UsageError: One magnitude per column, which PEFT does not have: the weight itself decides what it is per row.
-    """
-    magnitude = module.factors["magnitude"]
-    by_column = magnitude_is_by_column(module, tuple(magnitude.shape), shape, setting)
-    ones = (1,) * (len(shape) - 2)
-    if whose == "peft":
-        if by_column and "A_embedding" not in module.factors:
-            raise _refuse(module, "its magnitude is one per column of the weight, PEFT's is one per row")
-        new = (1, shape[0], *ones) if ones else (magnitude.size,)
-    else:
-        new = (1, shape[1], *ones) if by_column else (shape[0], 1, *ones)
-    factors = {**module.factors, "magnitude": magnitude.reshape(new)}
-    return Equivalent(module=replace(module, factors=factors), error=0.0, how="magnitude in another shape")
 
 
 def error_between(before: Module, after: Module, shape: tuple[int, ...] | None = None) -> float:
@@ -262,24 +189,6 @@ def _from_pair(
         use_rslora=False,
     )
     return Equivalent(module=lora, error=error_between(module, lora, shape), how=how)
-
-
-def _reshaped(module: Module, num_dims: int, how: str) -> Equivalent:
-    if module.family != "lora" or not {"A", "B"} <= module.factors.keys() or "mid" in module.factors:
-        raise _refuse(module, "only a plain LoRA has factors that a 1×1 convolution and a linear layer share")
-    factors = dict(module.factors)
-    for name in ("A", "B"):
-        factor = factors[name]
-        if math.prod(factor.shape[2:]) != 1:
-            raise _refuse(module, f"its kernel is {' × '.join(map(str, factor.shape[2:]))}, not 1×1")
-        factors[name] = factor.reshape(*factor.shape[:2], *(1,) * num_dims)
-    if "magnitude" in factors:
-        out, inputs = factors["B"].shape[0], factors["A"].shape[1]
-        old = (out, inputs, *module.factors["A"].shape[2:])
-        by_column = magnitude_is_by_column(module, tuple(factors["magnitude"].shape), old, Setting(convention="peft"))
-        new = (1, inputs) if by_column else (1, out) if num_dims else (out,)
-        factors["magnitude"] = factors["magnitude"].reshape(*new, *(1,) * (num_dims if len(new) > 1 else 0))
-    return Equivalent(module=replace(module, factors=factors), error=0.0, how=how)
 
 
 def _own_shape(module: Module) -> tuple[int, ...]:

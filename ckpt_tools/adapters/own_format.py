@@ -7,6 +7,8 @@ from types import MappingProxyType
 
 from ckpt_tools.adapters.adapter import Convention
 from ckpt_tools.adapters.loaders import AdapterFile, Loader
+from ckpt_tools.adapters.locate import DIFFUSERS_FILE
+from ckpt_tools.adapters.sidecars import DIFFUSERS_KEY
 
 _OWN: Mapping[Convention, tuple[Loader, ...]] = MappingProxyType(
     {
@@ -20,8 +22,6 @@ _OWN: Mapping[Convention, tuple[Loader, ...]] = MappingProxyType(
 )
 """Convention → loaders of which one has to take the adapter: kohya's names are ComfyUI's as well, and ai-toolkit writes
 the one's or the other's, by the model."""
-_DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-_DIFFUSERS_HEADER = "lora_adapter_metadata"
 
 
 def own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...]:
@@ -33,6 +33,6 @@ def own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...]
     """
     if file.config is not None:
         return ("peft",)
-    if file.file == _DIFFUSERS_FILE or _DIFFUSERS_HEADER in file.metadata:
+    if file.file == DIFFUSERS_FILE or DIFFUSERS_KEY in file.metadata:
         return ("diffusers",)
     return _OWN[convention]

@@ -15,7 +15,7 @@ _COMMON = (
     "exclude_modules layers_to_transform layers_pattern modules_to_save"
 )
 _LYCORIS = "r alpha rank_pattern alpha_pattern rank_dropout module_dropout use_effective_conv2d init_weights"
-_FIELDS: Mapping[str, frozenset[str]] = {
+FIELDS: Mapping[str, frozenset[str]] = {
     "LORA": frozenset(
         f"{_COMMON} r lora_alpha lora_dropout fan_in_fan_out bias use_rslora init_lora_weights rank_pattern "
         "alpha_pattern megatron_config megatron_core trainable_token_indices loftq_config eva_config corda_config "
@@ -43,9 +43,4 @@ OWN_FIELDS = frozenset(_OWN.split())
 
 def has_field(peft_type: str, name: str) -> bool:
     """Has PEFT's configuration of this type a field of this name?"""
-    return name in _FIELDS.get(peft_type, ())
-
-
-def fields_of(peft_types: Mapping[str, object] | tuple[str, ...]) -> frozenset[str]:
-    """Return the names of all fields of these types."""
-    return frozenset().union(*(_FIELDS[name] for name in peft_types))
+    return name in FIELDS.get(peft_type, ())

@@ -21,7 +21,9 @@ from ckpt_tools.text import escape_name
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's own."""
-DIFFUSERS_HEADER = "header lora_adapter_metadata"
+DIFFUSERS_KEY = "lora_adapter_metadata"
+"""Header of diffusers' files: the configuration of every model of the pipeline."""
+DIFFUSERS_HEADER = f"header {DIFFUSERS_KEY}"
 """Source of what diffusers' own header says."""
 DORA_SCALE = "ckpt_dora_scale"
 """Header of the files whose dora_scale ckpt made for ComfyUI's normalisation: for other loaders it is wrong."""
@@ -150,7 +152,7 @@ def _found(value: object, source: str) -> Sourced[float] | None:
 
 def _diffusers_header(metadata: Mapping[str, str]) -> dict[str, dict[str, Sourced[object]]]:
     """Source: diffusers `loaders/lora_base.py`: one flat object, every key behind the component's name."""
-    text = metadata.get("lora_adapter_metadata")
+    text = metadata.get(DIFFUSERS_KEY)
     if text is None:
         return {}
     source = DIFFUSERS_HEADER

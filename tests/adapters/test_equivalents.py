@@ -10,13 +10,9 @@ from arrays import to_array
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
 from ckpt_tools.adapters.delta import Setting, delta, new_weight, scale_of
 from ckpt_tools.adapters.equivalents import (
-    as_linear,
     as_lora,
-    as_pointwise,
-    bake_scale,
     by_svd,
     error_between,
-    with_magnitude_shape,
     with_plain_alpha,
 )
 from ckpt_tools.errors import UsageError
@@ -129,55 +125,11 @@ def test_magnitude_stays_with_the_new_family(by_column):
     assert_same(before, after, (20, 15))
 
 
-@pytest.mark.parametrize("into", ["A", "B"])
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_scale_goes_into_a_factor(into, use_rslora):
-    before = module("lora", {"A": normal(3, 15), "B": normal(20, 3), "B_bias": normal(20)}, use_rslora=use_rslora)
-    after = bake_scale(before, into)
-    assert scale_of(after.module) == 1.0
-    assert after.module.alpha.value == 3.0
-    assert_same(before, after, (20, 15))
-    expected = before.factors["B_bias"] * scale_of(before)
-    assert np.allclose(after.module.factors["B_bias"], expected)
-
-
 def test_rslora_becomes_a_larger_alpha():
     before = module("lora", {"A": normal(4, 15), "B": normal(20, 4)}, alpha=6.0, use_rslora=True)
     after = with_plain_alpha(before)
     assert (after.module.alpha.value, after.module.use_rslora) == (12.0, False)
     assert_same(before, after, (20, 15))
-
-
-def test_pointwise_convolution_and_linear_are_the_same():
-    before = module("lora", {"A": normal(3, 15, 1, 1), "B": normal(20, 3, 1, 1), "magnitude": 1 + normal(1, 20, 1, 1)})
-    flat = as_linear(before)
-    assert [tuple(t.shape) for t in flat.module.factors.values()] == [(3, 15), (20, 3), (20,)]
-    weight = normal(20, 15)
-    expected = new_weight(before, weight[:, :, None, None]).reshape(20, 15)
-    assert np.array_equal(new_weight(flat.module, weight), expected)
-    back = as_pointwise(flat.module)
-    assert all(np.array_equal(back.module.factors[name], before.factors[name]) for name in before.factors)
-
-
-def test_larger_kernel_is_no_linear_layer():
-    with pytest.raises(UsageError, match="3 × 3, not 1×1"):
-        as_linear(module("lora", {"A": normal(3, 5, 3, 3), "B": normal(20, 3, 1, 1)}))
-
-
-def test_magnitude_takes_the_shape_of_an_ecosystem():
-    lora = {"A": normal(3, 5, 3, 3), "B": normal(20, 3, 1, 1), "magnitude": 1 + normal(20, 1, 1, 1)}
-    before = module("lora", lora)
-    peft = with_magnitude_shape(before, (20, 5, 3, 3), "peft")
-    assert tuple(peft.module.factors["magnitude"].shape) == (1, 20, 1, 1)
-    assert_same(before, peft, (20, 5, 3, 3))
-    back = with_magnitude_shape(peft.module, (20, 5, 3, 3), "kohya")
-    assert tuple(back.module.factors["magnitude"].shape) == (20, 1, 1, 1)
-
-
-def test_magnitude_of_columns_is_none_of_rows():
-    before = module("lora", {"A": normal(3, 15), "B": normal(20, 3), "magnitude": normal(1, 15)})
-    with pytest.raises(UsageError, match="one per column"):
-        with_magnitude_shape(before, (20, 15), "peft")
 
 
 def test_svd_reports_its_error_and_is_exact_with_enough_rank():

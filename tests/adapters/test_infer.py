@@ -245,11 +245,11 @@ def test_fields_are_those_of_peft_s_own_configurations():
 
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    from ckpt_tools.adapters.peft_fields import PEFT_TYPES, fields_of
+    from ckpt_tools.adapters.peft_fields import FIELDS, PEFT_TYPES
 
     for kind in PEFT_TYPES.values():
         theirs = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
-        assert fields_of((kind,)) == theirs - {"peft_type", "runtime_config"}
+        assert set(FIELDS[kind]) == theirs - {"peft_type", "runtime_config"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from ckpt_tools.adapters.loaders import diffusers_any
 from ckpt_tools.adapters.loaders.loading import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture, ArchitectureName, Part
 from ckpt_tools.adapters.naming.rule import Match
+from ckpt_tools.adapters.sidecars import DIFFUSERS_KEY
 
 _TRAPS = ("scheduler", "optimizer", "checkpoint")
 _OLD_UNET = (
@@ -321,7 +322,7 @@ def _encoder_names(keys: Keys, part: Part) -> Keys:
 
 def _metadata(file: AdapterFile) -> Mapping[str, object]:
     try:
-        document = json.loads(file.metadata.get("lora_adapter_metadata", "{}"))
+        document = json.loads(file.metadata.get(DIFFUSERS_KEY, "{}"))
     except (ValueError, RecursionError):
         raise RejectedError("its lora_adapter_metadata is not JSON") from None
     return document if isinstance(document, dict) else {}

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from ckpt_tools.adapters.loaders.loading import NEEDS_BASE, AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.loaders.peft_config import Config, is_target, rank_of
 from ckpt_tools.adapters.loaders.peft_shapes import Shape, expected
+from ckpt_tools.adapters.sidecars import DIFFUSERS_KEY
 from ckpt_tools.adapters.target_modules import parents_of
 
 _FOREIGN = ("diffusion_model.", "model.diffusion_model.", "lora_unet_", "lora_transformer_", "lora_te", "lycoris_")
@@ -55,7 +56,7 @@ def _component(file: AdapterFile) -> str:
 
 
 def _metadata(file: AdapterFile, component: str) -> Config | None:
-    text = file.metadata.get("lora_adapter_metadata")
+    text = file.metadata.get(DIFFUSERS_KEY)
     if text is None:
         return None
     try:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from ckpt_tools.adapters.naming.architecture import Architecture
 from ckpt_tools.adapters.naming.placing import Placed
 from ckpt_tools.adapters.naming.rows import Module
+from ckpt_tools.adapters.sidecars import DIFFUSERS_KEY
 
 
 def _number(value: float) -> str:
@@ -28,7 +29,7 @@ def diffusers_metadata(placed: Sequence[Placed]) -> dict[str, str]:
         those = [each for each in placed if each.part.component == component]
         config = _lora_config([each.module for each in those], short=those[0].part.is_encoder)
         document |= {f"{component}.{key}": value for key, value in config.items()}
-    return {"format": "pt", "lora_adapter_metadata": json.dumps(document, indent=2, sort_keys=True)}
+    return {"format": "pt", DIFFUSERS_KEY: json.dumps(document, indent=2, sort_keys=True)}
 
 
 def _lora_config(modules: Sequence[Module], *, short: bool) -> Mapping[str, object]:

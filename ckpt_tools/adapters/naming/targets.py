@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter, Family
+from ckpt_tools.adapters.locate import DIFFUSERS_FILE
 from ckpt_tools.adapters.naming import suffixes
 from ckpt_tools.adapters.naming.architecture import Architecture, Part
 from ckpt_tools.adapters.naming.comfyui import DORA_SCALE, comfyui_module
@@ -20,9 +21,6 @@ from ckpt_tools.adapters.naming.rows import Module, refuse
 from ckpt_tools.adapters.naming.rule import Names
 from ckpt_tools.adapters.naming.written import Written, file_name
 from ckpt_tools.arrays import Array
-
-DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-"""The one name that diffusers finds by itself."""
 
 
 def to_diffusers(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
