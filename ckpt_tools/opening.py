@@ -160,16 +160,10 @@ def _open_dcp(source: Source, files: Mapping[str, int], manifest: Manifest | Non
     others = {name: size for name, size in files.items() if name not in (*used, dcp.METADATA_NAME, *_OWN)}
     left_out: tuple[str, ...] = ()
     if manifest is not None:
-        own = next((name for name in manifest.assets if name in (*used, dcp.METADATA_NAME, *_OWN)), None)
-        if own is not None:
-            raise UnreadableError(
-                f"the manifest lists {escape_name(own)!r} as a file to carry along: it is the checkpoint's own",
-                where=MANIFEST_NAME,
-                hint=f"remove {MANIFEST_NAME}: the checkpoint is read without it",
-            )
         recorded = tuple(Asset(file=name, nbytes=record.nbytes) for name, record in manifest.assets.items())
-        assets = tuple(asset for asset in recorded if not is_weights(asset.file))
-        beside = tuple(asset for asset in recorded if is_weights(asset.file))
+        own = {*used, dcp.METADATA_NAME, *_OWN}  # never carried along: conversions refuse a manifest that lists them
+        beside = tuple(asset for asset in recorded if is_weights(asset.file) and asset.file not in own)
+        assets = tuple(asset for asset in recorded if asset not in beside)
     else:
         assets = tuple(Asset(file=name, nbytes=size) for name, size in others.items() if is_hf_asset(name))
         rest = {name: size for name, size in others.items() if not is_hf_asset(name)}

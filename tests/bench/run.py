@@ -108,7 +108,7 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
     checks = {
         **dict.fromkeys(("shard", "gather", "reshard"), against),
         "merge": [sys.executable, str(HERE / "check_merge.py"), str(hf), str(adapter), str(out)],
-        "export": [CKPT, "check-lora", str(out), "--quiet"],
+        "export": [CKPT, "check-lora", str(out), "--base", str(hf), "--quiet"],
     }
     for name in names:
         source = sources.get(name, dcp)
