@@ -7,6 +7,7 @@ with read_adapter("runs/step-1000") as (opened, adapter):
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -187,7 +188,7 @@ def _name(opened: Opened, path: str) -> list[Named]:
         raise UsageError(
             f"adapters of {len(roots)} models: {shown}",
             where=escape_name(path),
-            hint=f"choose one: --include '{escape_name(min(roots))}.**'",
+            hint=f"choose one: --include {shlex.quote(escape_name(min(roots)) + '.**')}",
         )
     has_any = any(item.key is not None and not item.key.is_weak for item in named)
     for sure in (True,) if has_any else (True, False):

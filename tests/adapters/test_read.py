@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import warnings
 
 import pytest
@@ -220,6 +221,17 @@ def test_read_of_accelerate_s_directory_takes_peft_s_configuration_from_above(tm
         adapter = read(path)
         assert (only(adapter).alpha.value, only(adapter).alpha.source) == (32, "adapter_config.json")
         assert adapter.settings["base_model_name_or_path"].value == "org/base"
+
+
+def test_read_of_several_models_hints_in_words_that_a_shell_takes(tmp_path):
+    names = [name for name in LIVE if name.startswith("base_model.model.")]
+    assert names
+    state = {f"{root}.{name}": LIVE[name] for root in ("a's actor", "critic") for name in names}
+    families.save_dcp(state, tmp_path / "dcp")
+    with pytest.raises(UsageError, match="adapters of 2 models") as caught:
+        read(tmp_path / "dcp")
+    *_, option, glob = shlex.split(caught.value.hint)
+    assert (option, glob) == ("--include", "a's actor.**")
 
 
 def test_read_of_several_adapters_asks_which(tmp_path):
