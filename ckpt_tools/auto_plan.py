@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ckpt_tools.children import Child, build_behind_walls
-from ckpt_tools.rules import TpPlan, check_quantization, find_tp_plan
+from ckpt_tools.rules import TpPlan, check_quantization, find_tp_plan, import_model_class
 from ckpt_tools.text import escape_name
 from ckpt_tools.walls import check_config
 
@@ -40,6 +40,7 @@ def resolve(job: Mapping[str, Any]) -> dict[str, object]:
     """Find the plan for the "config" of a job."""
     named = job["config"].get("architectures")
     subject = f"a {escape_name(str(named[0]))}" if isinstance(named, list) and named else "the model"
+    import_model_class(job["config"])
     build_behind_walls(job, subject=subject, where=escape_name(job["model"]), foreign=(job["model"],))
     plan = find_tp_plan(job["config"])
     return {"plan": None if plan is None else asdict(plan) | {"may_lack": sorted(plan.may_lack)}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.maps.patterns import fold, matches, missing, tree
@@ -68,18 +68,32 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
     may_miss = [re.compile(pattern) for pattern in expected.may_miss]
     ties = [(re.compile(tie.target), re.compile(tie.source)) for tie in expected.ties]
     absent = []
-    for name in missing(expected.names, tree(renamed.live), expected.counts):
+    found = (*missing(expected.names, tree(renamed.live), expected.counts), *_lost_biases(renamed.live, expected))
+    for name in dict.fromkeys(found):
         if any(regex.search(name) for regex in may_miss):
             continue
         partners = [source for target, source in ties if target.match(name)]
         partners += [target for target, source in ties if source.match(name)]
-        if not any(partner.match(found) for partner in partners for found in renamed.live):
+        if not any(partner.match(live) for partner in partners for live in renamed.live):
             absent.append(name)
     return Held(
         missing=tuple(absent),
         foreign=tuple(name for name, plain in given.items() if plain in outside),
         incomplete=renamed.incomplete,
     )
+
+
+def _lost_biases(live: Collection[str], expected: Expected) -> Iterator[str]:
+    """Yield the biases that are not there beside a weight, where the same module of other layers has one.
+
+    A config says for all layers alike whether a module has one; biases that the table requires are found without this.
+    """
+    kinds = {fold(expected.names, name) for name in live if name.endswith(".bias")}
+    for name in live:
+        bias = name.removesuffix("weight") + "bias"
+        is_lost = name.endswith(".weight") and bias not in live and fold(expected.names, bias) in kinds
+        if is_lost and matches(expected.names, bias, expected.counts):
+            yield bias
 
 
 def live_names(names: Iterable[str], expected: Expected) -> dict[str, str]:

@@ -10,7 +10,7 @@ from ckpt_tools.rules.globs import compile_glob
 from ckpt_tools.rules.parse import parse_rules, parse_set
 from ckpt_tools.rules.place import cut_entry, place_tensors
 from ckpt_tools.rules.rule import Rule, RuleSet
-from ckpt_tools.rules.tp_plan import TpPlan, check_quantization, find_tp_plan, tp_plan_rules
+from ckpt_tools.rules.tp_plan import TpPlan, check_quantization, find_tp_plan, import_model_class, tp_plan_rules
 
 __all__ = [
     "Rule",
@@ -20,6 +20,7 @@ __all__ = [
     "compile_glob",
     "cut_entry",
     "find_tp_plan",
+    "import_model_class",
     "parse_rules",
     "parse_set",
     "place_tensors",

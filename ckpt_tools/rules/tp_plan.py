@@ -11,6 +11,7 @@ along the vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,18 @@ def _architecture(config: Mapping[str, object]) -> str:
     if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
         raise UsageError("config.json does not name an architecture", where="--tp-plan auto", hint=_WRITE_RULES)
     return names[0]
+
+
+def import_model_class(config: Mapping[str, object]) -> None:
+    """Import what the model of a config is built with, where it is installed; before the walls are raised.
+
+    Libraries do as they like when they are imported: PyTorch's builds for GPUs start ldconfig to find CUDA.
+    """
+    with contextlib.suppress(Exception):  # what is missing or broken is an error of `find_tp_plan`
+        import torch  # noqa: F401 - for what its import does
+        import transformers
+
+        getattr(transformers, _architecture(config), None)
 
 
 def find_tp_plan(config: Mapping[str, object]) -> TpPlan | None:

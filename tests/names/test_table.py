@@ -63,6 +63,19 @@ def test_a_layer_is_dense_or_has_experts_and_has_all_of_it(names, missing):
     assert found == missing if names else len(found) == 1
 
 
+def test_a_bias_that_one_layer_has_lost_is_missed():
+    expected = load_table().expected("FalconMambaModel", {"num_hidden_layers": 2})
+    names = ["dt_proj.bias", "dt_proj.weight", "A_log", "D"]
+    names += [f"{name}.weight" for name in ("conv1d", "in_proj", "out_proj", "x_proj")]
+    given = [f"layers.{number}.mixer.{name}" for number in (0, 1) for name in names]
+    given += [f"layers.{number}.norm.weight" for number in (0, 1)] + ["embeddings.weight", "norm_f.weight"]
+    biases = [f"layers.{number}.mixer.conv1d.bias" for number in (0, 1)]  # use_conv_bias says whether there are any
+    config = {"num_hidden_layers": 2}
+    assert hold(given, expected, config).is_whole
+    assert hold([*given, *biases], expected, config).is_whole
+    assert hold([*given, biases[0]], expected, config).missing == (biases[1],)
+
+
 def test_quantised_side_tensors_belong_to_their_weights():
     config = {"num_hidden_layers": 0, "quantization_config": {"quant_method": "fp8"}}
     expected = load_table().expected("LlamaForCausalLM", config)

@@ -228,3 +228,18 @@ def test_limits_hold(kind, out, code, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", LIMITED, kind], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == (out, code), done.stderr
+
+
+def test_tensor_parallel_plan_imports_its_libraries_before_the_walls_stand():
+    # PyTorch's builds for GPUs start ldconfig when they are imported.
+    code = """
+import sys
+import ckpt_tools.auto_plan as auto_plan
+
+def walls(*args, **options):
+    sys.exit(0 if {"torch", "transformers.models.llama.modeling_llama"} <= set(sys.modules) else 1)
+
+auto_plan.build_behind_walls = walls
+auto_plan.resolve({"config": {"architectures": ["LlamaForCausalLM"]}, "model": "somewhere"})
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
