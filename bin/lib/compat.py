@@ -33,7 +33,9 @@ QUICK_TESTS = (
     "tests/adapters/test_export.py",
 )
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "diffusers", "lycoris-lora")
-EXTRAS = "hf,qlora,demo"
+EXTRAS = "hf,demo"
+BITSANDBYTES = "bitsandbytes>=0.50,<0.51"
+"""Not by the extra, which needs a newer torch than the oldest: 4-bit weights have to be refused, not to be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ def make(environment: Environment, home: Path) -> str | None:
     os.environ["UV_CACHE_DIR"] = str(CACHE / "downloads")
     constraints = pins(CACHE / "pins.txt")
     install = (uv, "pip", "install", "--quiet", "--python", home / "bin" / "python")
-    asked = (f"torch=={environment.torch}", f"{ROOT}[{EXTRAS}]")
+    asked = (f"torch=={environment.torch}", f"{ROOT}[{EXTRAS}]", BITSANDBYTES)
     versions = ("--resolution", "lowest-direct") if environment.lowest else ("--constraint", constraints)
     for command in (
         (uv, "venv", "--quiet", "--clear", "--python", python, home),
