@@ -26,9 +26,13 @@ from ckpt_tools.api import (
     smoke,
     verify,
 )
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
-from ckpt_tools.diff import Difference
-from ckpt_tools.dtypes import DType
+from ckpt_tools.checks.diff import Difference
+from ckpt_tools.checks.verify import Verification
+from ckpt_tools.conversions.job import Conversion
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.layout import Box, Mesh, Placement, Replicate, Shard, parse_mesh
+from ckpt_tools.description.summary import Summary
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -37,11 +41,7 @@ from ckpt_tools.errors import (
     UnreadableError,
     UsageError,
 )
-from ckpt_tools.job import Conversion
-from ckpt_tools.layout import Box, Mesh, Placement, Replicate, Shard, parse_mesh
 from ckpt_tools.smoke import SmokeReport
-from ckpt_tools.summary import Summary
-from ckpt_tools.verify import Verification
 
 if TYPE_CHECKING:
     from ckpt_tools.api import check_lora, export_lora, merge_lora, push

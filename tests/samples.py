@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools import api
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.dtypes import BY_NAME
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 """FQN → dtype name, shape, bytes."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from ckpt_tools.checkpoint import TensorEntry
+    from ckpt_tools.description.checkpoint import TensorEntry
 
 Family = Literal["lora", "loha", "lokr", "oft", "boft", "full", "saved"]
 """How the factors change a weight; DoRA is a magnitude beside another family's factors."""

@@ -13,7 +13,7 @@ from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture
 from ckpt_tools.adapters.naming.resolve import Place, readings, underscored
 from ckpt_tools.adapters.target_modules import base_path, parents_of
 from ckpt_tools.adapters.target_settings import BaseModel
-from ckpt_tools.checkpoint import Finding, TensorEntry
+from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.text import escape_name
 
 Shapes = Mapping[str, tuple[int, ...]]

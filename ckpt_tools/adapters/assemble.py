@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Family, Sourced
 from ckpt_tools.adapters.keys import Key, parse_key
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.text import escape_name
 

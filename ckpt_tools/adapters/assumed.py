@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.sidecars import ASSUMED
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 
 F = TypeVar("F")
 

@@ -16,10 +16,10 @@ from ckpt_tools.adapters.sidecars import base_config
 from ckpt_tools.adapters.slots import stacked_experts
 from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.adapters.tied import HEAD, tied_embeddings
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UsageError
-from ckpt_tools.opening import open_path
-from ckpt_tools.transform import plain_names
+from ckpt_tools.formats.opening import open_path
 
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from ckpt_tools.adapters import rotation
-from ckpt_tools.arrays import Array
+from ckpt_tools.moving.arrays import Array
 
 _TILE_COLUMNS = 1024
 _TILE_PRODUCTS = 1_000_000

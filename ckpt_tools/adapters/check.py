@@ -35,9 +35,9 @@ from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG, read_json
 from ckpt_tools.adapters.suspicions import check_suspicions
 from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.adapters.values import look_at
-from ckpt_tools.checkpoint import Finding, Format, TensorEntry
+from ckpt_tools.description.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.errors import StorageError, UsageError
-from ckpt_tools.opening import read_file
+from ckpt_tools.formats.opening import read_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.adapters.loaders import Loader, LoaderReport
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 
 Verdict = Literal["loads", "fails", "unknown"]
 """loads: proven; fails: something is wrong; unknown: nothing is known to be wrong, and not everything was checked."""

@@ -31,8 +31,8 @@ from ckpt_tools.adapters.changes import (
     OutputRotation,
     Replacement,
 )
-from ckpt_tools.arrays import Array
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.moving.arrays import Array
 from ckpt_tools.text import escape_name
 
 Module = AdapterModule[Array]

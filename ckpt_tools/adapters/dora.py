@@ -17,9 +17,9 @@ from ckpt_tools.adapters.delta import Module, Setting, change_of, magnitude_is_b
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.read import to_array
 from ckpt_tools.adapters.sidecars import BASE_NORM, DORA_SCALE
-from ckpt_tools.arrays import Array
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
+from ckpt_tools.moving.arrays import Array
 from ckpt_tools.text import escape_name
 
 _ROWS_AT_ONCE = 512

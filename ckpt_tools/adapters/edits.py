@@ -14,10 +14,10 @@ from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.changes import Change
 from ckpt_tools.adapters.delta import Setting, change_of
 from ckpt_tools.adapters.matching import Part
-from ckpt_tools.arrays import Array, array_of, is_finite, numpy_dtype
-from ckpt_tools.casting import cast_array
-from ckpt_tools.dtypes import DType
+from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.moving.arrays import Array, array_of, is_finite, numpy_dtype
+from ckpt_tools.moving.casting import cast_array
 from ckpt_tools.text import escape_name
 
 _PIECE_ELEMS = 1 << 18

@@ -25,8 +25,8 @@ from ckpt_tools.adapters.delta import (
     rank_of,
     scale_of,
 )
-from ckpt_tools.arrays import Array, is_finite
 from ckpt_tools.errors import UsageError
+from ckpt_tools.moving.arrays import Array, is_finite
 from ckpt_tools.text import escape_name
 
 _ROWS_AT_ONCE = 512

@@ -39,16 +39,16 @@ from ckpt_tools.adapters.values import Values, look_at
 from ckpt_tools.adapters.variants import doubt_about, refuse_foreign_shapes, refuse_variants
 from ckpt_tools.adapters.write import Item, Output, staged, write
 from ckpt_tools.adapters.write_names import write_names
-from ckpt_tools.checkpoint import Finding, Format, TensorEntry
-from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
+from ckpt_tools.description.checkpoint import Finding, Format, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME, DType
+from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute import Progress
-from ckpt_tools.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.opening import open_path
+from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.staging import check_destination
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import plain_names
 
 _NATIVE_ROOT = "diffusion_model."
 """Of the names that a diffusion model's authors give its modules."""
@@ -271,7 +271,7 @@ def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
     if isinstance(factor, TensorEntry):
         stored, read = factor.dtype, functools.partial(run.reader.read, factor)
     else:
-        from ckpt_tools.arrays import bytes_of, dtype_of
+        from ckpt_tools.moving.arrays import bytes_of, dtype_of
 
         stored, read = dtype_of(factor), functools.partial(bytes_of, factor)
     return Item(name=name, shape=shape, dtype=_wanted(stored, run.dtype), stored=stored, read=read)

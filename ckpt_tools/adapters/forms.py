@@ -19,12 +19,12 @@ from ckpt_tools.adapters.peft_files import from_one_model
 from ckpt_tools.adapters.sidecars import read_sidecars
 from ckpt_tools.adapters.target_modules import parents_of
 from ckpt_tools.adapters.target_settings import Config
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
-    from ckpt_tools.arrays import Array
+    from ckpt_tools.moving.arrays import Array
 
 F = TypeVar("F")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -89,7 +89,7 @@ def through_diffusers(
     Raises:
         UsageError: No architecture that is known, or something that cannot be said there.
     """
-    from ckpt_tools.arrays import dtype_of
+    from ckpt_tools.moving.arrays import dtype_of
 
     written = to_target(
         loaded, "diffusers", architecture=architecture_of(architecture), base=base, svd_rank=svd_rank, may_fuse=False

@@ -13,9 +13,9 @@ from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.slots import some
 from ckpt_tools.adapters.variants import changes_base
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.opening import Opened
+from ckpt_tools.formats.opening import Opened
 from ckpt_tools.text import escape_name
 
 _MAX_VECTOR_ELEMS = 1 << 20
@@ -95,8 +95,8 @@ def _is_same(one: TensorEntry, other: TensorEntry, own: TensorReader, theirs: Te
     """Do they hold the same numbers, or is one of them the other one rounded?"""
     import numpy as np
 
-    from ckpt_tools.arrays import array_of
-    from ckpt_tools.casting import cast_array
+    from ckpt_tools.moving.arrays import array_of
+    from ckpt_tools.moving.casting import cast_array
 
     first = array_of(own.read(one), one.dtype, (-1,))
     second = array_of(theirs.read(other), other.dtype, (-1,))

@@ -25,13 +25,13 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.known import config_rank, said_zero
 from ckpt_tools.adapters.target_modules import base_path, parents_of
 from ckpt_tools.adapters.values import Values, is_float, look_at
-from ckpt_tools.checkpoint import Finding, Severity, TensorEntry
-from ckpt_tools.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
+from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import strip_wrappers
 
 if TYPE_CHECKING:
-    from ckpt_tools.arrays import Array
+    from ckpt_tools.moving.arrays import Array
 
 F = TypeVar("F")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -393,6 +393,6 @@ def _look(factor: object) -> Values | None:
     dtype = _dtype(array)
     if dtype is None or not array.size:
         return None
-    from ckpt_tools.arrays import bytes_of
+    from ckpt_tools.moving.arrays import bytes_of
 
     return look_at(bytes_of(array), dtype)

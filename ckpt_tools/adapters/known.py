@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Sourced
 from ckpt_tools.adapters.sidecars import ASSUMED, DIFFUSERS_HEADER, Sidecars, by_pattern
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.text import escape_name
 

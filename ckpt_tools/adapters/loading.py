@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.read import load
-from ckpt_tools.checkpoint import TensorEntry
-from ckpt_tools.opening import Opened
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.formats.opening import Opened
 
 if TYPE_CHECKING:
-    from ckpt_tools.arrays import Array
+    from ckpt_tools.moving.arrays import Array
 
 
 class Loading:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.slots import Slot, find_slots, num_rows, resolve, some
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 

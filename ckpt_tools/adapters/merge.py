@@ -24,17 +24,17 @@ from ckpt_tools.adapters.slots import find_slots, some
 from ckpt_tools.adapters.tensor_edit import TensorEdit
 from ckpt_tools.adapters.tied import Pair, refuse_equal, suspects
 from ckpt_tools.adapters.variants import refuse_variants
-from ckpt_tools.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.digest import digest_bytes
+from ckpt_tools.conversions.job import Job, cast_target, check_separate
+from ckpt_tools.conversions.to_hf import gathering_job
+from ckpt_tools.conversions.to_mesh import notes_on
+from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.transform import find_model, is_optimizer, plain_names
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.execute import scan
 from ckpt_tools.formats import dcp
-from ckpt_tools.job import Job, cast_target, check_separate
-from ckpt_tools.opening import Opened
+from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.moving.execute import scan
 from ckpt_tools.text import escape_name
-from ckpt_tools.to_hf import gathering_job
-from ckpt_tools.to_mesh import notes_on
-from ckpt_tools.transform import find_model, is_optimizer, plain_names
 
 _NUMPY_BYTES = 64 << 20
 """Of numpy and its linear algebra, once imported."""

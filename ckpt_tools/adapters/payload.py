@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import struct
 
-from ckpt_tools.checkpoint import Chunk, TensorEntry
-from ckpt_tools.dtypes import DType
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.layout import Box
-from ckpt_tools.opening import Opened
-from ckpt_tools.plan import check_complete
-from ckpt_tools.strides import StridedPart, byte_box, is_contiguous, move, start_of
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.moving.plan import check_complete
+from ckpt_tools.moving.strides import StridedPart, byte_box, is_contiguous, move, start_of
 from ckpt_tools.text import escape_name
 
 _SCALARS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}

@@ -21,14 +21,14 @@ from ckpt_tools.adapters.known import add_settings
 from ckpt_tools.adapters.locate import locate
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.sidecars import Sidecars, read_sidecars
-from ckpt_tools.checkpoint import Checkpoint, Format, TensorEntry
+from ckpt_tools.description.checkpoint import Checkpoint, Format, TensorEntry
+from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.opening import Opened, open_path, read_file
+from ckpt_tools.formats.opening import Opened, open_path, read_file
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import find_model, is_optimizer, select, strip_wrappers
 
 if TYPE_CHECKING:
-    from ckpt_tools.arrays import Array
+    from ckpt_tools.moving.arrays import Array
 
 _ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
 _STATE = re.compile(r"^(?:[^.]+\.)?state\.")
@@ -138,7 +138,7 @@ def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
     Raises:
         UnreadableError: Damaged, or of a type that is no array's.
     """
-    from ckpt_tools.arrays import array_of, numpy_dtype
+    from ckpt_tools.moving.arrays import array_of, numpy_dtype
 
     if numpy_dtype(entry.dtype) is None:
         raise UnreadableError(f"an adapter of {entry.dtype.name} elements", where=escape_name(entry.fqn))

@@ -9,11 +9,11 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.assemble import known_shape
 from ckpt_tools.adapters.loading import Loading
 from ckpt_tools.adapters.matching import Match, match_modules
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.arrays import Array
+    from ckpt_tools.moving.arrays import Array
 
 _RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers")
 """Conventions whose names can be those of another implementation."""
@@ -94,6 +94,6 @@ def _described(adapter: Adapter[Array]) -> Adapter[TensorEntry]:
 
 
 def _entry(name: str, factor: Array) -> TensorEntry:
-    from ckpt_tools.arrays import dtype_of
+    from ckpt_tools.moving.arrays import dtype_of
 
     return TensorEntry(fqn=name, dtype=dtype_of(factor), shape=factor.shape, chunks=())

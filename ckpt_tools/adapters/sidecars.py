@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.opening import Opened, read_document
-from ckpt_tools.rules.plain_yaml import load_yaml
+from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 

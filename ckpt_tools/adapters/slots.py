@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.adapters.adapter import Convention
 from ckpt_tools.adapters.model_names import names_in_model
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 

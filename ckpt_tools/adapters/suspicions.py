@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.integrity import F, ValueTable, is_idle
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.text import escape_name
 
 _INDEX = re.compile(r"(?<![^._])\d+(?![^._])")

@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.matching import Part
-from ckpt_tools.block_io import read_blocks
-from ckpt_tools.checkpoint import TensorEntry
-from ckpt_tools.dtypes import DType
-from ckpt_tools.layout import Blocks, Box
-from ckpt_tools.plan import blocks_of
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.layout import Blocks, Box
+from ckpt_tools.moving.plan import blocks_of
+from ckpt_tools.moving.read import read_blocks
+from ckpt_tools.moving.strides import byte_box, start_of
 from ckpt_tools.storage.source import Source
-from ckpt_tools.strides import byte_box, start_of
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.adapter import Adapter
     from ckpt_tools.adapters.edits import Arithmetic
-    from ckpt_tools.arrays import Array
+    from ckpt_tools.moving.arrays import Array
 
 
 class TensorEdit:

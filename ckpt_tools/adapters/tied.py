@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.adapters.sidecars import base_config
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.execute import scan
-from ckpt_tools.opening import Opened
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.moving.execute import scan
 from ckpt_tools.text import escape_name
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")

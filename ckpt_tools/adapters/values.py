@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt_tools.dtypes import DType
+from ckpt_tools.description.dtypes import DType
 
 _BLOCK_BYTES = 4 << 20
 

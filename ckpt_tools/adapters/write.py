@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckpt_tools.casting import cast
-from ckpt_tools.checkpoint import TensorEntry
-from ckpt_tools.digest import digest_block
-from ckpt_tools.dtypes import DType
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import CkptError, StorageError
+from ckpt_tools.formats.digest import digest_block
+from ckpt_tools.formats.opening import read_file
 from ckpt_tools.formats.safetensors import build_header, data_order
-from ckpt_tools.opening import read_file
+from ckpt_tools.moving.casting import cast
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging
 from ckpt_tools.text import escape_name

@@ -13,12 +13,12 @@ from ckpt_tools.adapters.naming import Written, passes_unchanged, to_target
 from ckpt_tools.adapters.naming.of_base import BaseFamily
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.target_settings import BaseModel
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
-    from ckpt_tools.arrays import Array
+    from ckpt_tools.moving.arrays import Array
 
 Weights = Callable[[], AbstractContextManager[tuple[Mapping[str, TensorEntry], TensorReader]]]
 """Lends the base's tensors and their reader."""

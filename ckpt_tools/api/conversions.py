@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ckpt_tools.api.workers import ProgressFactory, default_num_workers
-from ckpt_tools.checkpoint import Format
-from ckpt_tools.convert import run
+from ckpt_tools.conversions.hold_names import check_names
+from ckpt_tools.conversions.job import Conversion, Job
+from ckpt_tools.conversions.run import run
+from ckpt_tools.conversions.to_hf import gathering_job, model_beside
+from ckpt_tools.conversions.to_mesh import MeshOptions, sharding_job
+from ckpt_tools.description.checkpoint import Format
+from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hf_names import check_names
-from ckpt_tools.job import Conversion, Job
-from ckpt_tools.layout import Mesh
-from ckpt_tools.opening import open_path
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.text import escape_name
-from ckpt_tools.to_hf import gathering_job, model_beside
-from ckpt_tools.to_mesh import MeshOptions, sharding_job
 
 
 def shard(

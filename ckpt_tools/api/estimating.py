@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
+from ckpt_tools.description.layout import Mesh
 from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run_estimate
-from ckpt_tools.layout import Mesh
 from ckpt_tools.units import parse_size
 
 

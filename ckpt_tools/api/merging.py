@@ -11,11 +11,11 @@ from ckpt_tools.adapters.merge import merging_job
 from ckpt_tools.adapters.overrides import parse_overrides
 from ckpt_tools.adapters.read import read_adapter
 from ckpt_tools.api.workers import ProgressFactory, default_num_workers
-from ckpt_tools.checkpoint import Format
-from ckpt_tools.convert import run
+from ckpt_tools.conversions.job import Conversion
+from ckpt_tools.conversions.run import run
+from ckpt_tools.description.checkpoint import Format
 from ckpt_tools.errors import UsageError
-from ckpt_tools.job import Conversion
-from ckpt_tools.opening import open_path
+from ckpt_tools.formats.opening import open_path
 
 
 def merge_lora(

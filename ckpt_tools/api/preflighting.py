@@ -10,7 +10,7 @@ import ckpt_tools.preflight as _preflight  # noqa: F401 - loaded later, it would
 from ckpt_tools.units import parse_size
 
 if TYPE_CHECKING:
-    from ckpt_tools.checkpoint import Finding
+    from ckpt_tools.description.checkpoint import Finding
     from ckpt_tools.preflight.report import PreflightReport
     from ckpt_tools.preflight.spec import Framework
 

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ckpt_tools import diff as diffing
-from ckpt_tools import inspect as inspecting
-from ckpt_tools import verify as verifying
 from ckpt_tools.api.workers import ProgressFactory, default_num_workers
-from ckpt_tools.checkpoint import Checkpoint, Finding, Format
-from ckpt_tools.diff import Difference
+from ckpt_tools.checks import diff as diffing
+from ckpt_tools.checks import verify as verifying
+from ckpt_tools.checks.diff import Difference
+from ckpt_tools.checks.verify import Level, Verification
+from ckpt_tools.conversions.to_mesh import MeshOptions, find_layout
+from ckpt_tools.description import summarise as inspecting
+from ckpt_tools.description.checkpoint import Checkpoint, Finding, Format
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.description.summarise import Summary
+from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
-from ckpt_tools.inspect import Summary
-from ckpt_tools.layout import Mesh
-from ckpt_tools.opening import open_path
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.text import escape_name
-from ckpt_tools.to_mesh import MeshOptions, find_layout
-from ckpt_tools.transform import select
-from ckpt_tools.verify import Level, Verification
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, format: Format | None = None) -> Checkpoint:  # noqa: A002

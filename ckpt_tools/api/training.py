@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ckpt_tools.layout import Mesh
+from ckpt_tools.description.layout import Mesh
 from ckpt_tools.smoke import SmokeOptions, SmokeReport, run_smoke
 from ckpt_tools.units import parse_size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ckpt_tools.execute import Progress
+from ckpt_tools.moving.execute import Progress
 
 ProgressFactory = Callable[[int], Progress]
 """Given the number of bytes to move, returns what reports them."""

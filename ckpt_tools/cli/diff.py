@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from ckpt_tools import api
+from ckpt_tools.checks.diff import Difference, to_json
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_json, progress_of, say
-from ckpt_tools.diff import Difference, to_json
 from ckpt_tools.text import escape_name
 
 A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")]

@@ -12,8 +12,8 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_json, terminal_width, use_colour
 from ckpt_tools.cli.render_inspect import By, render
 from ckpt_tools.cli.values import format_of
+from ckpt_tools.description.summarise import to_json
 from ckpt_tools.errors import UsageError
-from ckpt_tools.inspect import to_json
 
 Tensors = Annotated[bool, typer.Option("--tensors", envvar="CKPT_TENSORS", help="List every tensor.")]
 Tensor = Annotated[

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from ckpt_tools.api import ProgressFactory
-from ckpt_tools.checkpoint import Finding
 from ckpt_tools.cli.streams import complete
+from ckpt_tools.conversions.job import Conversion
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.execute import Progress
-from ckpt_tools.job import Conversion
+from ckpt_tools.moving.execute import Progress
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_duration, format_size
 

@@ -8,10 +8,10 @@ from typing import Annotated, get_args
 import typer
 
 from ckpt_tools import api
-from ckpt_tools.checkpoint import Finding
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_json, say, say_findings, terminal_width, use_colour
 from ckpt_tools.cli.screen import Screen
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.report import PreflightReport, describe_spec
 from ckpt_tools.preflight.spec import Framework

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckpt_tools.checkpoint import Chunk, TensorEntry
 from ckpt_tools.cli.screen import Screen
-from ckpt_tools.infer import rank_of_file
-from ckpt_tools.summary import Summary
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.infer import rank_of_file
+from ckpt_tools.description.summary import Summary
 from ckpt_tools.text import escape_name
 
 _MAX_ROWS = 64

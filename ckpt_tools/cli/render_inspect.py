@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Literal, TextIO
 
-from ckpt_tools.checkpoint import TensorEntry
 from ckpt_tools.cli.render_grid import render_tensor
 from ckpt_tools.cli.screen import Screen, pad
-from ckpt_tools.infer import block_of
-from ckpt_tools.layout import Replicate
-from ckpt_tools.summary import BlockSummary, RankSummary, Summary
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.infer import block_of
+from ckpt_tools.description.layout import Replicate
+from ckpt_tools.description.summary import BlockSummary, RankSummary, Summary
 from ckpt_tools.text import display_width, escape_name
 from ckpt_tools.units import format_size
 

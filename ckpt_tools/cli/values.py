@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.checkpoint import Format
+from ckpt_tools.description.checkpoint import Format
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import FORMATS
 

@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from ckpt_tools import api
+from ckpt_tools.checks.verify import Level, to_json
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.values import format_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
-from ckpt_tools.verify import Level, to_json
 
 Against = Annotated[
     str | None,

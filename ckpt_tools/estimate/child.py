@@ -7,13 +7,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.children import build_behind_walls
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.options import EstimateOptions, parse_options
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.estimate.run import by_formula
 from ckpt_tools.estimate.source import SIZES_HINT, config_path
 from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.processes.child import build_behind_walls
 from ckpt_tools.text import escape_name
 
 

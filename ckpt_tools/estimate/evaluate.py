@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ckpt_tools.description.layout import Mesh
 from ckpt_tools.estimate import formula
 from ckpt_tools.estimate.figures import Figures
 from ckpt_tools.estimate.margin import margin_of
 from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, Case, EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Proposal
 from ckpt_tools.estimate.verdict import judge
-from ckpt_tools.layout import Mesh
 
 Track = Callable[[Case], Memory | str]
 """Returns what was tracked, or why it cannot be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ckpt_tools.layout import Mesh
+from ckpt_tools.description.layout import Mesh
 
 CONTEXT_BYTES = 600 << 20
 """CUDA context and the kernels of PyTorch, cuBLAS and NCCL: 0.4 to 0.6 GiB on A100 and H100 (`nvidia-smi` of a process

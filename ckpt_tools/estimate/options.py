@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from ckpt_tools.description.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.layout import Mesh, parse_mesh
 
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
 """From the one that needs the most memory; side by side they stand in this order."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ckpt_tools.children import Child
 from ckpt_tools.estimate.evaluate import evaluate, propose
 from ckpt_tools.estimate.options import Case, EstimateOptions
 from ckpt_tools.estimate.report import Estimate, estimate_from_json
 from ckpt_tools.estimate.source import config_path, find_figures
 from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.processes.child import Child
 
 ESTIMATE = "ckpt_tools.estimate.child:estimate"
 """What runs in a process of its own."""

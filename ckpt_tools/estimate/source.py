@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 
+from ckpt_tools.description.transform import is_optimizer
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_from_shapes
 from ckpt_tools.estimate.options import EstimateOptions
-from ckpt_tools.opening import open_path
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import is_optimizer
 
 CONFIG_NAME = "config.json"
 SIZES_HINT = "name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096"

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.model import batch_of, build, shard
 from ckpt_tools.estimate.options import OPTIMIZERS, Case
@@ -29,7 +30,6 @@ from ckpt_tools.estimate.report import Memory
 from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh
 from ckpt_tools.fsdp2.local import assemble
-from ckpt_tools.layout import Mesh
 from ckpt_tools.smoke.recipe import Batch, Recipe
 
 _CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan, TensorEntry
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 

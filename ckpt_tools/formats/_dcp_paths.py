@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ckpt_tools.checkpoint import KeyPath
+from ckpt_tools.description.checkpoint import KeyPath
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS, Record
 from ckpt_tools.text import escape_name

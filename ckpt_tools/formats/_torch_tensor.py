@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckpt_tools.checkpoint import MAX_DIMS, MAX_ELEMS
-from ckpt_tools.dtypes import BY_TORCH_NAME, BY_TORCH_STORAGE, DType
+from ckpt_tools.description.checkpoint import MAX_DIMS, MAX_ELEMS
+from ckpt_tools.description.dtypes import BY_TORCH_NAME, BY_TORCH_STORAGE, DType
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
 

@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckpt_tools.dtypes import DType
+from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import UsageError
 
 _ALIGNMENT = 64

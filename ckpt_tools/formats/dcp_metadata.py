@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.checkpoint import (
+from ckpt_tools.description.checkpoint import (
     MAX_DIMS,
     MAX_ELEMS,
     BlobEntry,
@@ -25,7 +25,8 @@ from ckpt_tools.checkpoint import (
     is_plain_path,
     is_possible_shape,
 )
-from ckpt_tools.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._dcp_metadata_writer import build_metadata, estimate_metadata_bytes
 from ckpt_tools.formats._dcp_paths import parse_paths
@@ -37,7 +38,6 @@ from ckpt_tools.formats.inert_pickle import (
     collector_paused,
     parse_pickle,
 )
-from ckpt_tools.layout import Box
 from ckpt_tools.text import escape_name
 
 __all__ = ["ALLOWED_GLOBALS", "ParsedMetadata", "build_metadata", "estimate_metadata_bytes", "parse_metadata"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 
-from ckpt_tools.checkpoint import Format
+from ckpt_tools.description.checkpoint import Format
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.hf import INDEX_SUFFIX, SHARDED_FILE
 from ckpt_tools.formats.layouts import PICKLES, explain

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.checkpoint import (
+from ckpt_tools.description.checkpoint import (
     MAX_ELEMS,
     ByteSpan,
     Checkpoint,
@@ -20,10 +20,10 @@ from ckpt_tools.checkpoint import (
     is_plain_path,
     is_possible_shape,
 )
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.layout import Box
 from ckpt_tools.text import escape_name
 
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -15,12 +15,12 @@ from typing import Any
 
 import xxhash
 
-from ckpt_tools.checkpoint import MAX_ELEMS, fqn_problem, is_plain_path, is_possible_shape
-from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.description.checkpoint import MAX_ELEMS, fqn_problem, is_plain_path, is_possible_shape
+from ckpt_tools.description.dtypes import BY_NAME, DType
+from ckpt_tools.description.layout import Mesh, Placement, parse_placement
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.hf import INDEX_SUFFIX
-from ckpt_tools.layout import Mesh, Placement, parse_placement
 from ckpt_tools.text import escape_name
 
 MANIFEST_NAME = "ckpt_manifest.json"

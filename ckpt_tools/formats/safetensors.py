@@ -11,11 +11,11 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.checkpoint import ByteSpan, Chunk, TensorEntry, fqn_problem, is_possible_shape
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry, fqn_problem, is_possible_shape
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats._json import MAX_JSON_BYTES, parse_json
-from ckpt_tools.layout import Box
 from ckpt_tools.text import escape_name
 
 MAX_HEADER_BYTES = MAX_JSON_BYTES

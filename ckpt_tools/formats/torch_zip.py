@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt_tools.dtypes import DType
+from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_tensor import PickledTensor, parse_tensor_pickle
 from ckpt_tools.formats._torch_zip_writer import ItemFrame, item_frame

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.ties import Owners
-from ckpt_tools.rules import compile_glob
 
 Blocks = str | Sequence[str | type]
 """What to wrap: "auto", FQNs, globs on FQNs, classes, or names of classes (also several in one text, with commas)."""

@@ -11,7 +11,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.internals import (
     is_replicate,

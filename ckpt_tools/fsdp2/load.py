@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.buffers import materialise_buffers
 from ckpt_tools.fsdp2.local import assemble, local_box
@@ -20,7 +21,6 @@ from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.ties import Ties, plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
-from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.text import escape_name
 
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ckpt_tools.description.layout import Box, Placement, Shard
 from ckpt_tools.errors import CkptError
-from ckpt_tools.layout import Box, Placement, Shard
 
 
 def local_box(tensor: torch.Tensor) -> Box:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
-from ckpt_tools.transform import strip_wrappers
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.layout import AXES, FSDP_AXIS, Mesh
 
 FSDP_AXES = ("dp_replicate", FSDP_AXIS)
 """The axes that `fully_shard` gets."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UsageError
-from ckpt_tools.rules import compile_glob
 
 Methods = Mapping[str | type, Sequence[str]] | Sequence[str]
 """Methods of the root, or by FQN, glob, class or class name the methods of other units."""

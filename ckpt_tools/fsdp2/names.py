@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ckpt_tools.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.transform import find_model, is_optimizer, strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.read import Piece, Whole, as_whole
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import find_model, is_optimizer, strip_wrappers
 
 
 def match_names(

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt_tools.checkpoint import BlobEntry, KeyPath, TensorEntry
-from ckpt_tools.dtypes import DType
+from ckpt_tools.description.checkpoint import BlobEntry, KeyPath, TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.layout import Box
+from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.torch_value import MAX_VALUE_BYTES, parse_value
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.local import assemble, local_box
 from ckpt_tools.fsdp2.read import BoxReader, as_whole
-from ckpt_tools.layout import Box
-from ckpt_tools.opening import Opened, open_path
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import is_optimizer, strip_wrappers
 
 _Item = TensorEntry | BlobEntry
 

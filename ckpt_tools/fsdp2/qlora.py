@@ -18,7 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
 from ckpt_tools.fsdp2.lora import base_name, finish_adapters
@@ -27,9 +30,6 @@ from ckpt_tools.fsdp2.quant_state import MAX_TEXT_BYTES, Quantised, attach, pars
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.scatter import rank0_load
 from ckpt_tools.fsdp2.ties import tied_groups
-from ckpt_tools.layout import Box
-from ckpt_tools.opening import Opened, open_path
-from ckpt_tools.rules import compile_glob
 from ckpt_tools.text import escape_name
 
 _STATE = "quant_state"

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from isal import isal_zlib
 
-from ckpt_tools.block_io import Buffers, Read, read_block
-from ckpt_tools.checkpoint import Chunk, TensorEntry
-from ckpt_tools.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.description.layout import Box, BoxIndex, split_blocks
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.layout import Box, BoxIndex, split_blocks
-from ckpt_tools.opening import Opened
-from ckpt_tools.plan import check_complete, chunk_index
-from ckpt_tools.strides import is_contiguous, row_major
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.moving.plan import check_complete, chunk_index
+from ckpt_tools.moving.read import Buffers, Read, read_block
+from ckpt_tools.moving.strides import is_contiguous, row_major
 from ckpt_tools.text import escape_name
 
 _BLOCK_BYTES = 4 << 20

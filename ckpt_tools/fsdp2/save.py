@@ -20,24 +20,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt_tools._version import __version__
-from ckpt_tools.checkpoint import TensorEntry
-from ckpt_tools.digest import digest_bytes
+from ckpt_tools.checks.verify import verify
+from ckpt_tools.conversions.job import check_replaceable
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.execute import scan
 from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
-from ckpt_tools.frames import digest_frames
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import share, this_rank, together, world_size
 from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import mesh_of
 from ckpt_tools.fsdp2.wrap import plan_of
-from ckpt_tools.job import check_replaceable
-from ckpt_tools.layout import Mesh
-from ckpt_tools.opening import Opened, open_path
-from ckpt_tools.plan import blob_name, copy_span
+from ckpt_tools.moving.execute import scan
+from ckpt_tools.moving.plan import blob_name, copy_span
 from ckpt_tools.storage.staging import Staging
-from ckpt_tools.transform import strip_wrappers
-from ckpt_tools.verify import verify
 
 MODEL_KEY = "model"
 """Under which the model lies in the checkpoint."""

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import share, this_rank, together, world_size
 from ckpt_tools.fsdp2.load import LoadReport, device_of, install, targets_of
 from ckpt_tools.fsdp2.local import assemble, local_box
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.ties import tied_groups
-from ckpt_tools.layout import Box
-from ckpt_tools.opening import Opened, open_path
 
 Source = Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """Whole tensors by name, or the path of a checkpoint that only rank 0 sees."""

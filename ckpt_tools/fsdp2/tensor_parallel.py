@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from ckpt_tools.description.layout import Placement, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.ties import Ties, owner_of, tied_groups
-from ckpt_tools.layout import Placement, Shard
-from ckpt_tools.rules.rule import STYLES
+from ckpt_tools.placement.rule import STYLES
 
 TpPlan = Mapping[str, str | ParallelStyle]
 """Module FQN (`*` is one component) → style, by transformers' name or as PyTorch's object."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from ckpt_tools.transform import strip_wrappers
+from ckpt_tools.description.transform import strip_wrappers
 
 Ties = tuple[tuple[str, ...], ...]
 """Groups of FQNs, each of one parameter, in the order of the module tree."""

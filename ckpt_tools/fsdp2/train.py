@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UsageError
-from ckpt_tools.rules import compile_glob
 
 
 def parameter_groups(

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
 from ckpt_tools.fsdp2.audit import build_finding

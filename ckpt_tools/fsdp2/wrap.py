@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from ckpt_tools.description.layout import FSDP_AXIS, Placement, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
@@ -19,7 +20,6 @@ from ckpt_tools.fsdp2.methods import Methods, find_methods, register_methods
 from ckpt_tools.fsdp2.policy import Policy
 from ckpt_tools.fsdp2.tensor_parallel import TpPlan, apply_styles, cuts_of, find_styles
 from ckpt_tools.fsdp2.ties import Ties, tied_groups
-from ckpt_tools.layout import FSDP_AXIS, Placement, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.checks.verify import verify
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.hf import INDEX_SUFFIX, SHARDED_FILE
 from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.formats.opening import Opened, open_path, read_file
 from ckpt_tools.hub.dead import refuse_dead
-from ckpt_tools.opening import Opened, open_path, read_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
-from ckpt_tools.verify import verify
 
 Kind = Literal["peft", "diffusers-lora", "diffusers", "transformers", "weights"]
 """What the directory holds, and so which library loads it; weights: tensors that no config says more about."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from ckpt_tools.errors import HubError, LimitError, UsageError
-from ckpt_tools.execute import Progress
 from ckpt_tools.hub.answers import Failure, Place, to_error
 from ckpt_tools.hub.plan import Answer, LocalFile, Remote, RemoteFile
 from ckpt_tools.hub.session import MAX_WAIT_S, Say, bound_session, client_errors, client_utils, to_failure
+from ckpt_tools.moving.execute import Progress
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, HubError
-from ckpt_tools.execute import Progress
 from ckpt_tools.hub.answers import Failure, to_error
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.files import changed, read_whole
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, Remote
 from ckpt_tools.hub.session import client_errors, to_failure
 from ckpt_tools.hub.xet import bounded_xet, offers_xet, without_xet
+from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 

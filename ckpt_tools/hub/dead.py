@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from ckpt_tools.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.hf import File
 from ckpt_tools.storage.source import Source

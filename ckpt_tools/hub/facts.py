@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats._json import parse_json
+from ckpt_tools.formats.opening import read_document, read_file
 from ckpt_tools.hub.card import CardFacts, hub_id_of
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
 from ckpt_tools.hub.load_code import LoadFacts
-from ckpt_tools.opening import read_document, read_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 

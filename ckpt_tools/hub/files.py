@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
-from ckpt_tools.execute import Progress
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.hub.plan import LocalFile
 from ckpt_tools.hub.private import why_private
-from ckpt_tools.rules.globs import compile_glob
+from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 

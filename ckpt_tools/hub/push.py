@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import HubError, LimitError, UsageError
-from ckpt_tools.execute import Progress
 from ckpt_tools.hub.card import (
     CARD_NAME,
     MAX_CARD_BYTES,
@@ -30,6 +29,7 @@ from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, lis
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
+from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size

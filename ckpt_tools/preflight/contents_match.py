@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckpt_tools.checkpoint import Finding
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.preflight.comparison import Comparison
 from ckpt_tools.preflight.names_match import fold_names, make_finding
 from ckpt_tools.text import escape_name

@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.layout import AXES, FSDP_AXIS, Mesh
 from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.smoke import SmokeOptions

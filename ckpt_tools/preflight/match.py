@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.checkpoint import Checkpoint, Finding
-from ckpt_tools.children import Child
+from ckpt_tools.checks.verify import Verification, verify
+from ckpt_tools.description.checkpoint import Checkpoint, Finding
+from ckpt_tools.description.infer import infer_mesh
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, RefusedConfigError, UnreadableError
-from ckpt_tools.infer import infer_mesh
-from ckpt_tools.layout import Mesh
-from ckpt_tools.opening import Opened, open_path
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.preflight.comparison import Comparison, ModelView, comparison_from_json, facts_from_json
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
 from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
@@ -19,9 +20,8 @@ from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import check_names, is_native_titan
 from ckpt_tools.preflight.reads import RankReads, reads_from_json
 from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.processes.child import Child
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import is_optimizer, strip_wrappers
-from ckpt_tools.verify import Verification, verify
 
 COMPARE = "ckpt_tools.preflight.meta_model:compare"
 """What runs in the child."""

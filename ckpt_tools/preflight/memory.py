@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckpt_tools.checkpoint import Finding
-from ckpt_tools.children import Child
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run
 from ckpt_tools.estimate.report import estimate_from_json
-from ckpt_tools.layout import FSDP_AXIS, Mesh
 from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
+from ckpt_tools.processes.child import Child
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 

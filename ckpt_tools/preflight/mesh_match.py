@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt_tools.checkpoint import Checkpoint, Finding
-from ckpt_tools.layout import FSDP_AXIS, Mesh
+from ckpt_tools.description.checkpoint import Checkpoint, Finding
+from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 from ckpt_tools.preflight.reads import RankReads
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.units import format_size

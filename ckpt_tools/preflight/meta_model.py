@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_tools.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.children import build_behind_walls
-from ckpt_tools.dtypes import BY_TORCH_NAME
+from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.dtypes import BY_TORCH_NAME
+from ckpt_tools.description.layout import Shard, parse_mesh
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
-from ckpt_tools.layout import Shard, parse_mesh
-from ckpt_tools.opening import Opened, open_path
+from ckpt_tools.placement import Rule, find_tp_plan, place_tensors, tp_plan_rules
 from ckpt_tools.preflight.comparison import facts_to_json
 from ckpt_tools.preflight.model_classes import build_on_meta
 from ckpt_tools.preflight.model_facts import ModelFacts, complete, read_facts, read_values
 from ckpt_tools.preflight.names_match import without_peft
 from ckpt_tools.preflight.reads import count_reads, reads_to_json
-from ckpt_tools.rules import Rule, find_tp_plan, place_tensors, tp_plan_rules
+from ckpt_tools.processes.child import build_behind_walls
 from ckpt_tools.smoke.hf_recipe import HfRecipe
 from ckpt_tools.smoke.recipe import call, loss_of
 from ckpt_tools.text import escape_name

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.opening import open_path, read_document
+from ckpt_tools.formats.opening import open_path, read_document
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.walls import check_config

@@ -6,11 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckpt_tools.checkpoint import Finding, Format, Severity
+from ckpt_tools.description.checkpoint import Finding, Format, Severity
+from ckpt_tools.description.transform import WRAPPERS, strip_wrappers
 from ckpt_tools.preflight.comparison import Comparison
 from ckpt_tools.preflight.spec import Framework
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import WRAPPERS, strip_wrappers
 
 DCP_ROOTS: Mapping[str, str] = {"accelerate": "model.", "trainer": "model.", "axolotl": "model.", "torchtitan": ""}
 """What the names of a DCP checkpoint must begin with for the trainer to find them. Source: `load_fsdp_model` of

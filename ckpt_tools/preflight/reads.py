@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ckpt_tools.checkpoint import Chunk, TensorEntry
-from ckpt_tools.inspect import chunk_bytes
-from ckpt_tools.layout import BoxIndex, Mesh, Placement
-from ckpt_tools.rules import cut_entry
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.layout import BoxIndex, Mesh, Placement
+from ckpt_tools.description.summarise import chunk_bytes
+from ckpt_tools.placement import cut_entry
 
 MAX_RANKS = 64
 """Ranks that are counted; of larger worlds as many, spread evenly."""

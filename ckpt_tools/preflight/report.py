@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.checks.verify import Verification
+from ckpt_tools.checks.verify import to_json as verification_to_json
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.match import CheckpointMatch
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.smoke import SmokeReport
 from ckpt_tools.text import escape_name
-from ckpt_tools.verify import Verification
-from ckpt_tools.verify import to_json as verification_to_json
 
 if TYPE_CHECKING:
     from ckpt_tools.preflight.configs import Options

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.checkpoint import Finding
-from ckpt_tools.children import Child
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.report import estimate_from_json
@@ -24,6 +23,7 @@ from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
 from ckpt_tools.preflight.sources import Sources, find_sources
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
+from ckpt_tools.processes.child import Child
 from ckpt_tools.smoke import SmokeReport, run_smoke
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.layout import FSDP_AXIS, Mesh
+from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 
 Framework = Literal["accelerate", "trainer", "torchtitan", "axolotl", "ai-toolkit", "verl", "openrlhf"]
 """Whose config it is; "trainer" is transformers' TrainingArguments."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpt_tools.checkpoint import Finding
-from ckpt_tools.children import error_from_json
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
+from ckpt_tools.processes.child import error_from_json
 from ckpt_tools.smoke.journal import RankLog
 from ckpt_tools.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 

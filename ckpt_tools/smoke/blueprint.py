@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ckpt_tools.dtypes import BY_TORCH_NAME
+from ckpt_tools.description.dtypes import BY_TORCH_NAME
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2 import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
-from ckpt_tools.opening import open_path
 from ckpt_tools.smoke.recipe import Recipe
 from ckpt_tools.smoke.setting import Setting
-from ckpt_tools.transform import strip_wrappers
 from ckpt_tools.units import format_size
 
 _LORA_RANK = 8

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.description.layout import Box, Mesh, Placement, Shard, cut_tensor
+from ckpt_tools.description.transform import find_model, strip_wrappers
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2.load import targets_of
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.read import BoxReader
-from ckpt_tools.layout import Box, Mesh, Placement, Shard, cut_tensor
-from ckpt_tools.opening import open_path
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import find_model, strip_wrappers
 
 MAX_FINDINGS = 5
 """Findings of one kind that a rank reports; the last one says how many there are."""

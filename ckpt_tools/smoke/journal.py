@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tools.checkpoint import Finding
-from ckpt_tools.children import error_to_json
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
+from ckpt_tools.processes.child import error_to_json
 
 Event = dict[str, Any]
 """`kind`, `time`, and what belongs to that kind."""

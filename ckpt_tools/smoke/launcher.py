@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.checkpoint import Finding
-from ckpt_tools.children import die_with_parent
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
+from ckpt_tools.processes.child import die_with_parent
 from ckpt_tools.smoke.assemble import assemble, first_error, is_abort
 from ckpt_tools.smoke.journal import RELOAD_NAME, WORLD_NAME, Journal
 from ckpt_tools.smoke.options import SmokeOptions, parse_options

@@ -6,8 +6,8 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
+from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.layout import parse_mesh
 
 DEVICES = ("auto", "cpu", "cuda")
 """Where the ranks compute."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ckpt_tools.description.layout import Mesh
 from ckpt_tools.fsdp2 import Policy
 from ckpt_tools.fsdp2.mesh import TP_AXIS
-from ckpt_tools.layout import Mesh
 from ckpt_tools.smoke.journal import RankLog
 from ckpt_tools.smoke.setting import Setting
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2 import materialise_buffers, parameter_groups
 from ckpt_tools.fsdp2.load import targets_of
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
-from ckpt_tools.layout import Box
-from ckpt_tools.opening import open_path
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.hf_recipe import HfRecipe, stopped
 from ckpt_tools.smoke.recipe import Batch, Recipe, call, loss_of

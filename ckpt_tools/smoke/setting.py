@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt_tools.description.layout import Mesh, parse_mesh
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.floors import NF4_TORCH, refuse_older
+from ckpt_tools.formats.opening import Opened, open_path, read_document
 from ckpt_tools.fsdp2 import Policy, Precision, parse_policy
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS
-from ckpt_tools.layout import Mesh, parse_mesh
-from ckpt_tools.opening import Opened, open_path, read_document
 from ckpt_tools.smoke.hf_recipe import HfRecipe
 from ckpt_tools.smoke.options import DEFAULT_RANKS, SmokeOptions
 from ckpt_tools.smoke.recipe import ModuleRecipe, Recipe
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
-from ckpt_tools.transform import strip_wrappers
 
 CONFIG_NAME = "config.json"
 DEFAULT_TIMEOUT_S = 120.0

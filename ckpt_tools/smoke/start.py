@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.checkpoint import Finding
-from ckpt_tools.children import Child
+from ckpt_tools.checks.verify import verify
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.opening import open_path
+from ckpt_tools.formats.opening import open_path
+from ckpt_tools.processes.child import Child
 from ckpt_tools.smoke.assemble import merge
 from ckpt_tools.smoke.journal import RELOAD_NAME, WORLD_NAME, events_path, read_events
 from ckpt_tools.smoke.options import SmokeOptions, absolute
 from ckpt_tools.smoke.report import PhaseResult, SmokeReport, report_from_json
 from ckpt_tools.units import format_size
-from ckpt_tools.verify import verify
 
 OnPhase = Callable[[str, str], None]
 """Told about progress: the phase, and "begun", "done" or "failed"."""

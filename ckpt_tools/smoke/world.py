@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ckpt_tools.checkpoint import Finding
-from ckpt_tools.children import describe_end, die_with_parent
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.processes.child import describe_end, die_with_parent
 from ckpt_tools.smoke.hang import MAX_STACK_CHARS, describe_hang, parse_stack
 from ckpt_tools.smoke.journal import Journal, RankLog, events_path, read_events
 from ckpt_tools.text import escape_name

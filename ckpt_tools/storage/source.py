@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.checkpoint import is_plain_path
+from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError
 from ckpt_tools.storage import beneath
 from ckpt_tools.text import escape_name

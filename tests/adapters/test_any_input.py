@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samples import safetensors_bytes
 
 from ckpt_tools import api
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import CkptError
 
 PARTS = st.sampled_from(

@@ -19,7 +19,7 @@ from torch import nn
 from ckpt_tools.adapters.check import check_lora
 from ckpt_tools.adapters.loaders import AdapterFile, LoaderReport, TensorHead, simulate
 from ckpt_tools.cli import main
-from ckpt_tools.dtypes import BY_TORCH_NAME
+from ckpt_tools.description.dtypes import BY_TORCH_NAME
 
 Tensors = dict[str, torch.Tensor]
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"

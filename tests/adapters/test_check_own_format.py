@@ -26,8 +26,8 @@ from ckpt_tools.adapters.check import check_lora
 from ckpt_tools.adapters.checked import LoraCheck, fold
 from ckpt_tools.adapters.live_base import replicated
 from ckpt_tools.api.pushing import _refuse_broken_adapter
-from ckpt_tools.checkpoint import Finding
 from ckpt_tools.cli import main
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 
 Tensors = dict[str, torch.Tensor]

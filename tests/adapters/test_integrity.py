@@ -14,7 +14,7 @@ from ckpt_tools.adapters.integrity import check_adapter
 from ckpt_tools.adapters.read import load, read_adapter
 from ckpt_tools.adapters.values import look_at
 from ckpt_tools.cli import main
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UsageError
 
 ROOT = "base_model.model.model.layers"

@@ -6,11 +6,11 @@ from textwrap import dedent
 
 import pytest
 
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.cli.render_inspect import format_ranges, render
-from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.inspect import overlay, summarise
-from ckpt_tools.layout import Box, Mesh, Shard
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box, Mesh, Shard
+from ckpt_tools.description.summarise import overlay, summarise
 
 
 def _whole(fqn: str, shape, *, dtype: str = "F32", file: str = "model.safetensors") -> TensorEntry:

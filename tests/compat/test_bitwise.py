@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
-from ckpt_tools.dtypes import BY_NAME, DType
+from ckpt_tools.description.dtypes import BY_NAME, DType
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 
 IN_BOTH = [dtype for dtype in BY_NAME.values() if dtype.in_safetensors and dtype.torch_name]

@@ -11,7 +11,7 @@ from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.formats.dcp import parse_rank
 from ckpt_tools.formats.manifest import MANIFEST_NAME, parse_manifest
-from ckpt_tools.opening import open_path
+from ckpt_tools.formats.opening import open_path
 
 RULES = """
 version: 1

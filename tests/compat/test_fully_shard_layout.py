@@ -23,12 +23,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpt_tools.auto_plan import auto_plan
-from ckpt_tools.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.dtypes import BY_TORCH_NAME
+from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_TORCH_NAME
+from ckpt_tools.description.layout import Box, Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.layout import Box, Mesh
-from ckpt_tools.rules import cut_entry, parse_rules, place_tensors, tp_plan_rules
+from ckpt_tools.placement import cut_entry, parse_rules, place_tensors, tp_plan_rules
+from ckpt_tools.placement.auto_plan import auto_plan
 
 SMALL = {
     "hidden_size": 24,

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.opening import open_path
+from ckpt_tools.formats.opening import open_path
 
 # Checkpoint → the full tensors that torch put together when it was saved.
 MODELS = {

@@ -23,10 +23,10 @@ from pathlib import Path
 from corrupt.every_byte import DOCUMENT
 from samples import memory_directory
 
+from ckpt_tools.checks.verify import Verification, verify
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.dcp_metadata import ParsedMetadata, parse_metadata
-from ckpt_tools.opening import open_path
-from ckpt_tools.verify import Verification, verify
+from ckpt_tools.formats.opening import open_path
 
 NAMES = "names that nothing repeats"
 """The one thing that can change unnoticed; `verify` says so in `not_checked`."""

@@ -15,7 +15,7 @@ from corrupt import damage
 from samples import content
 
 from ckpt_tools import api
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.dcp_metadata import build_metadata, parse_metadata
 from ckpt_tools.formats.torch_zip import check_archive

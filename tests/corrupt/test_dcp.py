@@ -16,10 +16,10 @@ from samples import MODEL, content, files_of, shard_model, tensor
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box
 from ckpt_tools.formats.dcp_metadata import build_metadata
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.layout import Box
 
 UP = "model.layers.0.up.weight"
 EMBED = "model.embed.weight"

@@ -10,7 +10,7 @@ from corrupt import damage
 from samples import shard_model, tensor
 
 from ckpt_tools import api
-from ckpt_tools.verify import Level, Verification
+from ckpt_tools.checks.verify import Level, Verification
 
 
 def codes(result: Verification) -> set[str]:

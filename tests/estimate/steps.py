@@ -33,8 +33,8 @@ def walls():
 
 def case_of(job):
     """Return the case that a job stands for: fields of a `Case`, the mesh as text."""
+    from ckpt_tools.description.layout import parse_mesh
     from ckpt_tools.estimate import Case
-    from ckpt_tools.layout import parse_mesh
 
     return Case(**{**job, "mesh": parse_mesh(job["mesh"])}, seq_len=TOKENS, batch_size=BATCH)
 
@@ -78,8 +78,8 @@ def _peak(*, strategy, mesh, activation_checkpointing=False, lora=None, quantize
     import transformers
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
+    from ckpt_tools.description.layout import parse_mesh
     from ckpt_tools.fsdp2 import Precision, add_lora, build_device_mesh, parse_policy, quantise_linears, shard_model
-    from ckpt_tools.layout import parse_mesh
 
     class Tracker(FSDPMemTracker):
         most = 0

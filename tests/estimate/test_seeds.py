@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools import api
+from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.estimate import Case, formula
 from ckpt_tools.estimate.figures import figures_from_shapes
-from ckpt_tools.layout import parse_mesh
 
 GB = 10**9
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "memory.md"

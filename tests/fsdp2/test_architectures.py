@@ -21,10 +21,10 @@ def train(rank, world_size, directory):
     """Two steps of every architecture; what was loaded, and how it compares."""
     from torch.distributed.tensor import DTensor
 
+    from ckpt_tools.description.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh, load_checkpoint, shard_model
     from ckpt_tools.fsdp2.buffers import poisoned_buffers
     from ckpt_tools.fsdp2.ties import tied_groups
-    from ckpt_tools.layout import parse_mesh
 
     mesh = build_device_mesh(parse_mesh("dp_shard=2"))
     results = {}

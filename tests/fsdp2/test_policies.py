@@ -7,8 +7,8 @@ import torch
 from fsdp2 import models
 from fsdp2.ranks import run_ranks
 
+from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.fsdp2 import Policy, Precision, fsdp_mesh, load_checkpoint
-from ckpt_tools.layout import parse_mesh
 
 POLICIES = {
     "plain": Policy(),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckpt_tools import api
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2.read import BoxReader, Piece, Whole, as_whole
-from ckpt_tools.layout import Box
-from ckpt_tools.opening import open_path
 
 SHAPES = {"matrix": (13, 12), "cube": (5, 6, 8), "vector": (17,), "scalar": (), "strided": (6, 10)}
 

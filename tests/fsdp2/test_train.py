@@ -11,9 +11,9 @@ from fsdp2 import models
 from fsdp2.ranks import run_ranks
 from torch import nn
 
+from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import accumulate, clip_grad_norm, frozen, parameter_groups
-from ckpt_tools.layout import parse_mesh
 
 MESHES = {
     "fsdp": ("full_shard", "dp_shard=4"),

@@ -8,10 +8,10 @@ from fsdp2 import models
 from fsdp2.ranks import run_ranks
 from torch import nn
 
+from ckpt_tools.description.layout import Shard, parse_mesh
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.fsdp2 import STRATEGIES, Policy, Precision, build_device_mesh, find_blocks, parse_policy, parse_strategy
 from ckpt_tools.fsdp2.methods import dispatch_path
-from ckpt_tools.layout import Shard, parse_mesh
 
 
 class Block(nn.Module):

@@ -26,8 +26,10 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from samples import memory_directory, safetensors_bytes, tensor
 
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box, Mesh, Shard
+from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats import hf
 from ckpt_tools.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
@@ -41,10 +43,8 @@ from ckpt_tools.formats.manifest import (
 )
 from ckpt_tools.formats.safetensors import LENGTH_BYTES, parse_header, parse_length
 from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
-from ckpt_tools.layout import Box, Mesh, Shard
-from ckpt_tools.rules import parse_rules
+from ckpt_tools.placement import parse_rules
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
-from ckpt_tools.tiling import check_tiling
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ckpt_tools import api, children
-from ckpt_tools.layout import Shard, cut_tensor, parse_mesh
-from ckpt_tools.opening import open_path
+from ckpt_tools import api
+from ckpt_tools.description.layout import Shard, cut_tensor, parse_mesh
+from ckpt_tools.formats.opening import open_path
+from ckpt_tools.placement import place_tensors
 from ckpt_tools.preflight import match
 from ckpt_tools.preflight.comparison import facts_from_json, facts_to_json
 from ckpt_tools.preflight.match import check_checkpoint, look_at_model
@@ -26,7 +27,7 @@ from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.reads import count_reads
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
-from ckpt_tools.rules import place_tensors
+from ckpt_tools.processes import child as children
 
 
 @pytest.fixture(scope="module")

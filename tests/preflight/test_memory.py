@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tools.layout import parse_mesh
+from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.preflight.memory import ask, blocks_too_small, check_memory, estimate_memory, in_own_words
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 

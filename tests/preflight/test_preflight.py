@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
+from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.layout import parse_mesh
 from ckpt_tools.preflight.report import CHECKS
 from ckpt_tools.preflight.sources import find_sources
 from ckpt_tools.preflight.spec import ParallelSpec

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import small_blocks
 
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box, Mesh, Shard, cut_tensor
+from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.formats import dcp, hf
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.layout import Box, Mesh, Shard, cut_tensor
-from ckpt_tools.plan import FilePlan, Plan, blocks_of, chunk_index, group_by_tensor, plan_copies
-from ckpt_tools.strides import byte_box, is_contiguous, start_of
-from ckpt_tools.tiling import check_tiling
+from ckpt_tools.moving.plan import FilePlan, Plan, blocks_of, chunk_index, group_by_tensor, plan_copies
+from ckpt_tools.moving.strides import byte_box, is_contiguous, start_of
 
 AXES = ("dp_replicate", "dp_shard", "tp", "ep")
 

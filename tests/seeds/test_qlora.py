@@ -81,11 +81,11 @@ def evaluated(model):
 
 
 def train(rank, world_size, directory):
+    from ckpt_tools.description.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh, save_checkpoint
     from ckpt_tools.fsdp2.audit import audit
     from ckpt_tools.fsdp2.lora import load_adapters
     from ckpt_tools.fsdp2.qlora import load_quantised
-    from ckpt_tools.layout import parse_mesh
 
     mesh = build_device_mesh(parse_mesh(f"dp_shard={world_size}"))
     results = {}
@@ -182,7 +182,7 @@ def test_qlora_packed_bytes_are_shared_out(trained):
 
 
 def test_qlora_checkpoint_has_scales_in_parts_and_the_rest_once(trained, directory):
-    from ckpt_tools.opening import open_path
+    from ckpt_tools.formats.opening import open_path
 
     with open_path(str(directory / "uint8")) as opened:
         chunks = {entry.fqn: len(entry.chunks) for entry in opened.checkpoint.tensors}
@@ -193,7 +193,7 @@ def test_qlora_checkpoint_has_scales_in_parts_and_the_rest_once(trained, directo
 
 
 def test_qlora_adapters_resume_over_a_base_that_is_quantised_again(trained, directory):
-    from ckpt_tools.opening import open_path
+    from ckpt_tools.formats.opening import open_path
 
     for result in trained:
         after, again = result["uint8"]["resumed"]
@@ -232,9 +232,9 @@ def test_qlora_with_the_real_model_on_rank_0_alone(ran):
 
 
 def refuse(rank, world_size, directory):
+    from ckpt_tools.description.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh, load_checkpoint
     from ckpt_tools.fsdp2.qlora import load_quantised
-    from ckpt_tools.layout import parse_mesh
 
     mesh = build_device_mesh(parse_mesh(f"dp_shard={world_size}"))
     own = unsharded("uint8")[1]

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 
-from ckpt_tools.children import environment, read_answer
+from ckpt_tools.processes.child import environment, read_answer
 from ckpt_tools.smoke.options import SmokeOptions
 from ckpt_tools.smoke.report import report_from_json
 from ckpt_tools.smoke.start import LAUNCH
@@ -68,7 +68,7 @@ class Farm:
 
 def launch(directory, path, job, plugin):
     """Be the launcher."""
-    from ckpt_tools.children import serve
+    from ckpt_tools.processes.child import serve
 
     if plugin is not None:
         module, name = plugin.split(":")

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools import errors
-from ckpt_tools.children import Child, describe_end, environment, error_from_json, error_to_json
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UsageError
+from ckpt_tools.processes.child import Child, describe_end, environment, error_from_json, error_to_json
 
 BIG = 10 << 20
 
@@ -288,7 +288,7 @@ def test_child_takes_what_it_has_started_with_it(tmp_path, wait):
 PARENT = """
 import os, sys, tempfile, time
 sys.path[:0] = [sys.argv[1]]
-from ckpt_tools.children import Child
+from ckpt_tools.processes.child import Child
 with Child(f"test_children:{sys.argv[2]}", {"file": sys.argv[3], "wait": True}, does="is tried") as child:
     child.result(None)
 """

@@ -33,14 +33,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_tools import api
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
-from ckpt_tools.dtypes import BY_NAME, BY_TORCH_NAME
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats import inert_pickle
 from ckpt_tools.formats.dcp_metadata import build_metadata, parse_metadata
 from ckpt_tools.formats.inert_pickle import PickleLimits
 from ckpt_tools.formats.torch_zip import item_frame, parse_item
-from ckpt_tools.layout import Box
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -5,8 +5,8 @@ import json
 import pytest
 from samples import safetensors_bytes, tensor
 
-from ckpt_tools.checkpoint import TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.hf import (
     SHARDED_FILE,

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tools.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box, Mesh, Replicate, Shard
+from ckpt_tools.description.summarise import MAX_BLOCKS, MAX_PREFIXES, OTHER, overlay, summarise, to_json
 from ckpt_tools.errors import UsageError
-from ckpt_tools.inspect import MAX_BLOCKS, MAX_PREFIXES, OTHER, overlay, summarise, to_json
-from ckpt_tools.layout import Box, Mesh, Replicate, Shard
 
 
 def _chunk(file: str, offsets, sizes, *, at: int = 0, nbytes: int = 0) -> Chunk:
@@ -309,7 +309,7 @@ def test_summarise_64000_chunks_takes_a_moment() -> None:
 
 def test_inspect_modules_import_no_heavy_library() -> None:
     code = (
-        "import sys, ckpt_tools.inspect\n"
+        "import sys, ckpt_tools.description.summarise\n"
         "print(sorted({'torch', 'numpy', 'rich', 'typer', 'safetensors'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

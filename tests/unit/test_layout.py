@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tools.errors import UsageError
-from ckpt_tools.layout import (
+from ckpt_tools.description.layout import (
     Box,
     Mesh,
     Replicate,
@@ -16,6 +15,7 @@ from ckpt_tools.layout import (
     parse_placement,
     split_blocks,
 )
+from ckpt_tools.errors import UsageError
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 FSDP_TP = Mesh((("dp_shard", 2), ("tp", 2)))

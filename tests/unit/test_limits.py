@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-import ckpt_tools.opening
+import ckpt_tools.formats.opening
 from ckpt_tools import api
-from ckpt_tools.checkpoint import (
+from ckpt_tools.description.checkpoint import (
     MAX_COMPONENT_BYTES,
     MAX_DIMS,
     MAX_ELEMS,
@@ -40,7 +40,7 @@ from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.dcp_metadata import parse_metadata
 from ckpt_tools.formats.inert_pickle import PickleLimits, parse_pickle
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.plan import check_names
+from ckpt_tools.moving.plan import check_names
 from ckpt_tools.text import MAX_SHOWN_CHARS, escape_name
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "limits.md"
@@ -80,7 +80,7 @@ def test_metadata_limits_set_by_a_program_hold(tmp_path: Path, monkeypatch) -> N
     run = shard_model(tmp_path)
     assert api.open_checkpoint(run).tensors
     for limits in (PickleLimits(max_bytes=100), PickleLimits(max_string_bytes=3), PickleLimits(max_depth=1)):
-        monkeypatch.setattr(ckpt_tools.opening, "METADATA_LIMITS", limits)
+        monkeypatch.setattr(ckpt_tools.formats.opening, "METADATA_LIMITS", limits)
         with pytest.raises(LimitError):
             api.open_checkpoint(run)
 

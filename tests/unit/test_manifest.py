@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Mesh, Replicate, Shard
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.manifest import FileRecord, Manifest, Origin, TensorRecord, build_manifest, parse_manifest
-from ckpt_tools.layout import Mesh, Replicate, Shard
 
 MANIFEST = Manifest(
     writer="ckpt 1",

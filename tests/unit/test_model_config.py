@@ -12,10 +12,10 @@ from samples import MODEL, write_model
 from transformers import AutoConfig
 
 from ckpt_tools import api
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.manifest import parse_manifest
-from ckpt_tools.formats.model_config import restate_dtype
+from ckpt_tools.models.config import restate_dtype
 
 NESTED = b"""{
    "architectures" : ["A"],

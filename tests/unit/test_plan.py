@@ -2,13 +2,13 @@
 
 import pytest
 
-from ckpt_tools.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box, Mesh, Shard, cut_tensor
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats import dcp, hf
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.layout import Box, Mesh, Shard, cut_tensor
-from ckpt_tools.plan import (
+from ckpt_tools.moving.plan import (
     Plan,
     asset_name,
     blob_name,

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box, Mesh, Replicate, Shard
 from ckpt_tools.errors import UsageError
-from ckpt_tools.layout import Box, Mesh, Replicate, Shard
-from ckpt_tools.rules import (
+from ckpt_tools.placement import (
     Rule,
     check_quantization,
     compile_glob,
@@ -27,8 +27,8 @@ from ckpt_tools.rules import (
     place_tensors,
     tp_plan_rules,
 )
-from ckpt_tools.rules.rule import STYLES
-from ckpt_tools.rules.tp_plan import LLAMA_FAMILY, _built_in_plan
+from ckpt_tools.placement.rule import STYLES
+from ckpt_tools.placement.tp_plan import LLAMA_FAMILY, _built_in_plan
 from ckpt_tools.walls import Walls, behind_walls
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -569,7 +569,7 @@ WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed
 from ckpt_tools.errors import UsageError
-from ckpt_tools.rules import tp_plan_rules
+from ckpt_tools.placement import tp_plan_rules
 config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
 for rule in tp_plan_rules(config, ["model.layers.0.self_attn.q_proj.weight"], None):
     print(rule.match, rule.style, rule.optional)
@@ -590,6 +590,6 @@ def test_tp_plan_rules_without_transformers_uses_the_built_in_table():
 
 
 def test_rules_import_no_torch():
-    code = "import sys, ckpt_tools.rules; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    code = "import sys, ckpt_tools.placement; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.dtypes import BY_NAME
-from ckpt_tools.layout import Box
-from ckpt_tools.strides import StridedPart, byte_box, is_contiguous, move, row_major, start_of
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box
+from ckpt_tools.moving.strides import StridedPart, byte_box, is_contiguous, move, row_major, start_of
 
 
 @pytest.mark.parametrize(

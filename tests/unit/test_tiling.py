@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.layout import Box
-from ckpt_tools.tiling import check_tiling
+from ckpt_tools.description.layout import Box
+from ckpt_tools.description.tiling import check_tiling
 
 
 def _problem(shape, *boxes):

@@ -13,7 +13,7 @@ import zlib
 import pytest
 import torch
 
-from ckpt_tools.dtypes import BY_NAME, BY_TORCH_NAME, DType
+from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME, DType
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.torch_zip import ItemHead, item_frame, parse_item

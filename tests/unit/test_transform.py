@@ -2,10 +2,18 @@
 
 import pytest
 
-from ckpt_tools.checkpoint import BlobEntry, ByteSpan, Checkpoint, TensorEntry
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.transform import (
+    find_model,
+    is_optimizer,
+    plain_names,
+    rename,
+    select,
+    strip_prefix,
+    strip_wrappers,
+)
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transform import find_model, is_optimizer, plain_names, rename, select, strip_prefix, strip_wrappers
 
 SPAN = ByteSpan(file="f", offset=0, nbytes=1)
 

@@ -167,7 +167,7 @@ def test_walls_are_demanded():
 
 def test_model_of_a_config_is_not_built_without_walls():
     pytest.importorskip("transformers")
-    from ckpt_tools.rules import find_tp_plan
+    from ckpt_tools.placement import find_tp_plan
     from ckpt_tools.smoke.hf_recipe import HfRecipe
 
     with pytest.raises(RuntimeError, match="without walls"):
@@ -234,7 +234,7 @@ def test_tensor_parallel_plan_imports_its_libraries_before_the_walls_stand():
     # PyTorch's builds for GPUs start ldconfig when they are imported.
     code = """
 import sys
-import ckpt_tools.auto_plan as auto_plan
+import ckpt_tools.placement.auto_plan as auto_plan
 
 def walls(*args, **options):
     sys.exit(0 if {"torch", "transformers.models.llama.modeling_llama"} <= set(sys.modules) else 1)

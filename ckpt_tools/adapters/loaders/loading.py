@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_tools.adapters.naming.architecture import ArchitectureName
-from ckpt_tools.checkpoint import Finding, Severity
-from ckpt_tools.dtypes import DType
+from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.description.dtypes import DType
 from ckpt_tools.text import escape_name
 
 Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]

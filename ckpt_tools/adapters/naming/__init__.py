@@ -17,7 +17,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
-    from ckpt_tools.arrays import Array
+    from ckpt_tools.moving.arrays import Array
 
 __all__ = ["ARCHITECTURES", "ArchitectureName", "Written", "detect_architecture", "passes_unchanged", "to_target"]
 
@@ -111,7 +111,7 @@ def _is_same(one: Written, other: Written) -> bool:
     """Does it not matter which of two families the adapter is for?"""
     if one.tensors.keys() != other.tensors.keys():
         return False
-    from ckpt_tools.arrays import bytes_of
+    from ckpt_tools.moving.arrays import bytes_of
 
     return all(
         (tensor.dtype, tensor.shape) == (other.tensors[name].dtype, other.tensors[name].shape)

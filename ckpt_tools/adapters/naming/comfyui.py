@@ -15,7 +15,7 @@ from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.naming.fit import Fitting
 from ckpt_tools.adapters.naming.rows import Module, refuse
 from ckpt_tools.adapters.sidecars import DORA_SCALE
-from ckpt_tools.arrays import Array
+from ckpt_tools.moving.arrays import Array
 
 __all__ = ["DORA_SCALE", "comfyui_module"]
 

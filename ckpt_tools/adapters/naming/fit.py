@@ -13,7 +13,7 @@ from ckpt_tools.adapters.delta import Setting, magnitude_is_by_column, rank_of, 
 from ckpt_tools.adapters.naming.placing import Placed
 from ckpt_tools.adapters.naming.rows import InexpressibleError, Module, refuse
 from ckpt_tools.adapters.naming.shapes import columns_of, conv_shape, rows_of
-from ckpt_tools.arrays import Array, is_finite
+from ckpt_tools.moving.arrays import Array, is_finite
 
 _FLOAT32 = 2.0**-20
 """Relative error that is not reported."""

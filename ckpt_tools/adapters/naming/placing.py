@@ -17,8 +17,8 @@ from ckpt_tools.adapters.naming.rows import (
     swap_halves,
 )
 from ckpt_tools.adapters.naming.shapes import columns_of, rows_of
-from ckpt_tools.arrays import Array
 from ckpt_tools.errors import UsageError
+from ckpt_tools.moving.arrays import Array
 from ckpt_tools.text import escape_name
 
 AsLora = Callable[[Module], Module]

@@ -14,8 +14,8 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
 from ckpt_tools.adapters.delta import scale_of
-from ckpt_tools.arrays import Array, is_finite
 from ckpt_tools.errors import UsageError
+from ckpt_tools.moving.arrays import Array, is_finite
 from ckpt_tools.text import escape_name
 
 Module = AdapterModule[Array]

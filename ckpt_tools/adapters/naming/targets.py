@@ -20,7 +20,7 @@ from ckpt_tools.adapters.naming.placing import Placed, in_diffusers, in_native, 
 from ckpt_tools.adapters.naming.rows import Module, refuse
 from ckpt_tools.adapters.naming.rule import Names
 from ckpt_tools.adapters.naming.written import Written, file_name
-from ckpt_tools.arrays import Array
+from ckpt_tools.moving.arrays import Array
 
 
 def to_diffusers(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckpt_tools.arrays import Array
+    from ckpt_tools.moving.arrays import Array
 
 _TRAPS = ("checkpoint", "optimizer", "scheduler")
 """diffusers overlooks a file with one of these in its name, and fails when no other is there."""

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import PlainValidator
 
-from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Reading, first_key
 from ckpt_tools.preflight.configs.deepspeed_file import (
     OFFLOAD_DEVICES,

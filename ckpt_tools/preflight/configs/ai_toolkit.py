@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.ai_toolkit_names import MODEL, NETWORK, PROCESS, TRAIN
 from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.dtypes import dtype_name

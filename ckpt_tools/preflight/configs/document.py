@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.errors import LimitError, UnreadableError
+from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.preflight.configs.commands import read_script
-from ckpt_tools.rules.plain_yaml import load_yaml
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
 

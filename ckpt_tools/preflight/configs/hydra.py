@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.placement.plain_yaml import MAX_NODES, load_yaml
 from ckpt_tools.preflight.configs.config import join_path
 from ckpt_tools.preflight.configs.options import is_variable
-from ckpt_tools.rules.plain_yaml import MAX_NODES, load_yaml
 from ckpt_tools.text import escape_name
 
 _OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_]\w*(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.text import escape_name
 

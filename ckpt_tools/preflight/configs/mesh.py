@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ckpt_tools.layout import AXES, FSDP_AXIS, Mesh
+from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
 
 ORDER = ("pp", "dp_replicate", FSDP_AXIS, "cp", "tp")
 """Rank order in accelerate, torchtitan and the others: tensor-parallel ranks are neighbours.

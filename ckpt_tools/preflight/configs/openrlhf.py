@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
 
-from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options, Reading
 from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel
 
-from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options, join_path
 from ckpt_tools.preflight.configs.spelling import decides, is_typo, nearest
 from ckpt_tools.text import escape_name

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
-from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options, join_path
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.options import Spell, account, check_names, options_of, without_variables

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.config import Reading
 from ckpt_tools.preflight.configs.document import Document

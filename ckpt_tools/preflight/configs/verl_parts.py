@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_tools.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.configs.config import Options, first_key
 from ckpt_tools.preflight.configs.hydra import Overrides
 from ckpt_tools.preflight.configs.names import known

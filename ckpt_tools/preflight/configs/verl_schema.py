@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from ckpt_tools.checkpoint import Severity
+from ckpt_tools.description.checkpoint import Severity
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import (
     Count,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from ckpt_tools.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
 from ckpt_tools.text import escape_name

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckpt_tools.dtypes import BY_NAME
+from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.formats.torch_zip import item_frame
 
 DCP = "torch.distributed.checkpoint.metadata"

@@ -48,8 +48,8 @@ def build_in_a_copy(build, config, *, foreign, log=None, where="config.json", ti
 def _be_copy(build, config, foreign, scratch, stream, where, timeout_s):
     import signal
 
-    from ckpt_tools.children import build_behind_walls, error_to_json
     from ckpt_tools.errors import CkptError
+    from ckpt_tools.processes.child import build_behind_walls, error_to_json
 
     try:
         signal.alarm(timeout_s)

@@ -1,0 +1,199 @@
+"""Compare two checkpoints, of whatever formats: names, shapes, dtypes, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.transform import plain_names
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.moving.execute import Progress, scan
+from ckpt_tools.moving.plan import check_complete
+from ckpt_tools.moving.read import read_blocks
+from ckpt_tools.moving.strides import byte_box
+from ckpt_tools.storage.source import Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A tensor that both have, differently."""
+
+    fqn: str
+    what: str
+    """How it differs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How two checkpoints differ."""
+
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    changed: tuple[Change, ...]
+    num_equal: int = 0
+    """Tensors that both have alike."""
+
+    @property
+    def equal(self) -> bool:
+        """True when nothing differs."""
+        return not (self.only_in_a or self.only_in_b or self.changed)
+
+
+def diff(
+    a: Opened,
+    b: Opened,
+    *,
+    keys_only: bool = False,
+    atol: float | None = None,
+    rtol: float | None = None,
+    num_workers: int,
+    progress: Progress | None = None,
+) -> Difference:
+    """Compare two open checkpoints.
+
+    Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance,
+    floating-point tensors may differ by `atol + rtol * |b|`.
+
+    Args:
+        a: One checkpoint.
+        b: The other.
+        keys_only: Compare names, shapes and dtypes only; reads no tensor.
+        atol: Absolute tolerance; None with `rtol` None means bitwise.
+        rtol: Relative tolerance.
+        num_workers: Threads that read.
+        progress: Called with bytes done, of both sides.
+
+    Raises:
+        UnreadableError: One of them is incomplete or damaged.
+    """
+    ours, theirs = _match_names(a.checkpoint, b.checkpoint)
+    changed: dict[str, str] = {}
+    common = []
+    for fqn, entry in ours.items():
+        other = theirs.get(fqn)
+        if other is None:
+            continue
+        if entry.shape != other.shape:
+            changed[fqn] = f"shape {list(entry.shape)} and {list(other.shape)}"
+        elif entry.dtype != other.dtype:
+            changed[fqn] = f"dtype {entry.dtype.name} and {other.dtype.name}"
+        else:
+            common.append(fqn)
+    if not keys_only:
+        changed |= _compare_values(a, b, ours, theirs, common, atol, rtol, num_workers, progress)
+    return Difference(
+        only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
+        only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
+        changed=tuple(Change(fqn=fqn, what=changed[fqn]) for fqn in ours if fqn in changed),
+        num_equal=len(ours.keys() & theirs.keys()) - len(changed),
+    )
+
+
+def _match_names(a: Checkpoint, b: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """Index both by FQN; when the names differ, by the names that `gather` would give."""
+    ours, theirs = ({entry.fqn: entry for entry in side.tensors} for side in (a, b))
+    if ours.keys() == theirs.keys():
+        return ours, theirs
+    best = (ours, theirs)
+    for candidate in ((plain_names(a), theirs), (ours, plain_names(b)), (plain_names(a), plain_names(b))):
+        if len(candidate[0].keys() ^ candidate[1].keys()) < len(best[0].keys() ^ best[1].keys()):
+            best = candidate
+    return best
+
+
+def _compare_values(
+    a: Opened,
+    b: Opened,
+    ours: Mapping[str, TensorEntry],
+    theirs: Mapping[str, TensorEntry],
+    common: list[str],
+    atol: float | None,
+    rtol: float | None,
+    num_workers: int,
+    progress: Progress | None,
+) -> dict[str, str]:
+    left = _resolve(a, ours, common)
+    right = _resolve(b, theirs, common)
+    digests = [
+        scan(list(side.values()), opened.source, num_workers=num_workers, progress=progress).digests
+        for opened, side in ((a, left), (b, right))
+    ]
+    changed = {}
+    for fqn in common:
+        if digests[0][fqn] == digests[1][fqn]:
+            continue
+        compare: Callable[[TensorEntry, Source, TensorEntry, Source], str | None] = _compare_bytes
+        if left[fqn].dtype.is_float and (atol is not None or rtol is not None):
+
+            def compare(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> str | None:
+                return _compare_numbers(x, xs, y, ys, atol or 0.0, rtol or 0.0)
+
+        what = compare(left[fqn], a.source, right[fqn], b.source)
+        if what is not None:
+            changed[fqn] = what
+    return changed
+
+
+def _resolve(opened: Opened, entries: Mapping[str, TensorEntry], fqns: list[str]) -> dict[str, TensorEntry]:
+    resolved = {}
+    for fqn in fqns:
+        check_complete(entries[fqn])
+        resolved[fqn] = replace(opened.resolve(entries[fqn]), fqn=fqn)
+    return resolved
+
+
+def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> str:
+    """Say how many elements differ and where the first one is."""
+    import numpy as np
+
+    count, first = 0, None
+    bits = max(8, x.dtype.bits)
+    for (block, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
+        shape = byte_box(block, x.dtype).sizes
+        unequal = np.frombuffer(left, np.uint8) != np.frombuffer(right, np.uint8)
+        elements = unequal.reshape(-1, bits // 8).any(axis=1)
+        found = int(elements.sum())
+        if found and first is None:
+            sizes = (*shape[:-1], shape[-1] * 8 // bits)
+            position = np.unravel_index(int(elements.argmax()), sizes)
+            scale = bits // x.dtype.bits
+            last = len(block.offsets) - 1
+            first = [
+                offset + int(index) * (scale if dim == last else 1)
+                for dim, (offset, index) in enumerate(zip(block.offsets, position, strict=False))
+            ]
+        count += found
+    if first is None:
+        raise CkptError(f"{x.fqn}: the digests differ but the bytes do not: a source changed meanwhile")
+    return f"values differ in {count} of {x.num_elems} elements, first at {first}"
+
+
+def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, atol: float, rtol: float) -> str | None:
+    """Compare within a tolerance, in float64; NaNs equal NaNs."""
+    import torch
+
+    dtype = getattr(torch, str(x.dtype.torch_name))
+    worst, count = 0.0, 0
+    for (_, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
+        one, other = (torch.frombuffer(bytearray(side), dtype=dtype).double() for side in (left, right))
+        close = torch.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
+        if not bool(close.all()):
+            count += int((~close).sum())
+            gap = (one - other).abs()[~close]
+            worst = max(worst, float(gap.nan_to_num(nan=float("inf")).max()))
+    if not count:
+        return None
+    return f"values differ by up to {worst:g} in {count} of {x.num_elems} elements"
+
+
+def to_json(difference: Difference) -> dict[str, object]:
+    """Return the document of `ckpt diff --json`."""
+    return {
+        "equal": difference.equal,
+        "only_in_a": list(difference.only_in_a),
+        "only_in_b": list(difference.only_in_b),
+        "changed": [{"fqn": change.fqn, "what": change.what} for change in difference.changed],
+        "num_equal": difference.num_equal,
+    }

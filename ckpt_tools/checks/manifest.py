@@ -1,0 +1,107 @@
+"""Hold a checkpoint against its manifest; of the tensors' own bytes nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_tools.description.checkpoint import Finding, TensorEntry
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.frames import digest_frames
+from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.text import escape_name
+
+
+class Findings(list[Finding]):
+    """What was noticed so far."""
+
+    def error(self, code: str, where: str, what: str, hint: str | None = None) -> None:
+        """Add what makes the check fail."""
+        self.append(Finding(code=code, severity="error", where=where, what=what, hint=hint))
+
+    def warn(self, code: str, where: str, what: str, hint: str | None = None) -> None:
+        """Add what does not."""
+        self.append(Finding(code=code, severity="warning", where=where, what=what, hint=hint))
+
+
+def check_manifest(opened: Opened, manifest: Manifest, findings: Findings) -> None:
+    """Hold tensors, files, documents and assets against what the manifest says of them."""
+    tensors = {entry.fqn: entry for entry in opened.checkpoint.tensors}
+    for fqn, record in manifest.tensors.items():
+        entry = tensors.get(fqn)
+        label = f"tensor {escape_name(fqn)!r}"
+        if entry is None:
+            findings.error("manifest-mismatch", MANIFEST_NAME, f"{label} is in the manifest only")
+        elif (entry.dtype, entry.shape) != (record.dtype, record.shape):
+            findings.error(
+                "manifest-mismatch",
+                MANIFEST_NAME,
+                f"{label}: {entry.dtype.name} {list(entry.shape)} here, "
+                f"{record.dtype.name} {list(record.shape)} in the manifest",
+            )
+    for fqn in tensors.keys() - manifest.tensors.keys():
+        findings.error("manifest-mismatch", MANIFEST_NAME, f"tensor {escape_name(fqn)!r} is not in the manifest")
+    for name, size in manifest.files.items():
+        found = size_of(opened, name)
+        if found is None:
+            findings.error("missing-file", escape_name(name), "the manifest names a file that is missing")
+        elif found != size:
+            code = "short-file" if found < size else "long-file"
+            findings.error(code, escape_name(name), f"the manifest says {size} bytes, the file has {found}")
+    for name, document in manifest.documents.items():
+        _check_document(opened, name, document, findings)
+    for name, asset in manifest.assets.items():
+        found = size_of(opened, name)
+        if found is None:
+            findings.error("missing-file", escape_name(name), "the manifest names an asset that is missing")
+        elif found != asset.nbytes:
+            findings.warn(
+                "changed-asset",
+                escape_name(name),
+                f"the manifest says {asset.nbytes} bytes, the file has {found}",
+            )
+
+
+def check_frames(opened: Opened, manifest: Manifest, sound: Sequence[TensorEntry], findings: Findings) -> None:
+    """Hold what lies around the payloads against the manifest, in the files of which all items are sound."""
+    known = {entry.fqn for entry in sound}
+    broken = {c.span.file for entry in opened.checkpoint.tensors if entry.fqn not in known for c in entry.chunks}
+    files = {
+        name: size
+        for name, size in manifest.files.items()
+        if name in manifest.frames and name not in broken and opened.checkpoint.files.get(name) == size
+    }
+    payloads = (chunk.span for entry in sound for chunk in entry.chunks)
+    for name, found in digest_frames(files, payloads, opened.checkpoint.blobs, opened.source).items():
+        if found != manifest.frames[name]:
+            findings.error(
+                "changed-frames",
+                escape_name(name),
+                "what lies around the tensors' bytes (item headers, padding) is not what was written",
+                "restore the file, or save the checkpoint again",
+            )
+
+
+def size_of(opened: Opened, name: str) -> int | None:
+    """Return the size of a file in bytes, None when it is missing or cannot be read."""
+    try:
+        return opened.source.size(name)
+    except CkptError:
+        return None
+
+
+def _check_document(opened: Opened, name: str, record: FileRecord, findings: Findings) -> None:
+    """A document is the first `nbytes` of a file: all of `.metadata` or an index, a safetensors header."""
+    try:
+        content = opened.source.read(name, 0, record.nbytes)
+    except CkptError as error:
+        findings.error("missing-file", escape_name(name), error.what)
+        return
+    if digest_bytes(content) != record.digest:
+        findings.error(
+            "changed-document",
+            escape_name(name),
+            f"its first {record.nbytes} bytes are not those that were written",
+            "restore it; if the directory was saved over by a trainer, remove the manifest",
+        )

@@ -1,0 +1,88 @@
+"""Hold the items' places in their files against one another: none is shared, and none is left over."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ckpt_tools.checks.manifest import Findings
+from ckpt_tools.description.checkpoint import Chunk
+from ckpt_tools.formats.dcp import ITEM_ALIGNMENT
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.text import escape_name
+
+_ZIP = b"PK\3\4"
+_LEFT_OVER = frozenset({"unreferenced-file", "unreferenced-item", "long-file"})
+"""Findings that say that something is there and nothing refers to it."""
+
+_Owner = tuple[str, Chunk | None]
+"""FQN and, of a tensor, which of its chunks."""
+
+
+def check_spans(opened: Opened, findings: Findings) -> None:
+    """Different items must not share bytes, and every byte must be part of one.
+
+    Two tensors may be one item: they are tied. Two chunks of one tensor may not, and neither may two tensors while
+    another item has no owner: then one of them has lost its own to a damaged `.metadata`.
+    """
+    spans: dict[str, dict[tuple[int, int], list[_Owner]]] = defaultdict(lambda: defaultdict(list))
+    for entry in opened.checkpoint.tensors:
+        for chunk in entry.chunks:
+            spans[chunk.span.file][chunk.span.offset, chunk.span.offset + chunk.span.nbytes].append((entry.fqn, chunk))
+    for blob in opened.checkpoint.blobs:
+        spans[blob.span.file][blob.span.offset, blob.span.offset + blob.span.nbytes].append((blob.fqn, None))
+    for file, owners in spans.items():
+        _check_file(opened, file, {span: owners[span][0][0] for span in sorted(owners)}, findings)
+    is_left_over = any(finding.code in _LEFT_OVER for finding in findings)
+    for file, owners in spans.items():
+        for (start, end), sharing in owners.items():
+            if len(sharing) > 1 and end > start and (what := _problem(sharing, is_left_over=is_left_over)) is not None:
+                findings.error("shared-item", f"{escape_name(file)}, bytes {start}..{end}", what)
+
+
+def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str], findings: Findings) -> None:
+    """Check the items of one file, which are given in order."""
+    recorded = {} if opened.manifest is None else opened.manifest.files
+    reach, holder = 0, ""
+    for (start, end), fqn in owners.items():
+        if start < reach and end > start:
+            findings.error(
+                "overlapping-spans",
+                f"{escape_name(file)}, bytes {start}..{min(end, reach)}",
+                f"{escape_name(holder)!r} and {escape_name(fqn)!r} share bytes",
+            )
+        elif start - reach >= ITEM_ALIGNMENT and _is_item(opened, file, reach):
+            findings.warn(
+                "unreferenced-item",
+                f"{escape_name(file)}, bytes {reach}..{start}",
+                "an item that nothing refers to",
+                "a tensor is missing from .metadata, or has the place of another one in it",
+            )
+        if end > reach:
+            reach, holder = end, fqn
+    extra = opened.checkpoint.files.get(file, 0) - reach
+    if extra > 0 and file not in recorded:  # with a known size, the manifest's check says it
+        findings.warn(
+            "long-file",
+            escape_name(file),
+            f"{extra} bytes after its last item, which nothing refers to",
+            "a leftover of an earlier save, or a file of another one",
+        )
+
+
+def _is_item(opened: Opened, file: str, position: int) -> bool:
+    """Does an item begin where the one before it ends, or at the next place where ckpt would put one?"""
+    if opened.checkpoint.files.get(file, 0) < position + ITEM_ALIGNMENT + len(_ZIP):
+        return False
+    aligned = -(-position // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
+    return any(opened.source.read(file, start, len(_ZIP)) == _ZIP for start in (position, aligned))
+
+
+def _problem(sharing: list[_Owner], *, is_left_over: bool) -> str | None:
+    """Say what is wrong with several owners of one item, if anything is."""
+    (first, chunk), *others = sharing
+    for fqn, other in others:
+        if fqn == first and chunk is not None and other is not None and chunk.box != other.box:
+            return f"two different chunks of tensor {escape_name(fqn)!r} are said to lie here"
+        if is_left_over:
+            return f"{escape_name(first)!r} and {escape_name(fqn)!r} are both said to lie here, and other data nowhere"
+    return None

@@ -1,0 +1,329 @@
+"""Check a checkpoint and say everything that is wrong, and what was not looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from ckpt_tools.checks.copies import check_copies, equal_layouts
+from ckpt_tools.checks.manifest import Findings, check_frames, check_manifest, size_of
+from ckpt_tools.checks.spans import check_spans
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.description.tiling import check_tiling
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats import dcp
+from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.moving.execute import Outcome, Progress, scan
+from ckpt_tools.moving.plan import asset_name, blob_name, copy_span
+from ckpt_tools.text import escape_name
+
+Level = Literal["structure", "data"]
+_COMPARED = ("the content of", "whether files of")
+"""Beginnings of what is unchecked until another copy is compared with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What `verify` found."""
+
+    level: Level
+    tensors: int
+    """Tensors looked at."""
+    chunks: int
+    """Chunks looked at."""
+    nbytes: int
+    """Bytes of tensor data whose content was checked."""
+    not_checked: tuple[str, ...]
+    """What this level or this checkpoint leaves unchecked, in words."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True without a finding of severity error."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+
+def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress | None = None) -> Verification:
+    """Check `opened` at `level`.
+
+    Structure: every element in exactly one chunk, every span inside its file, the items' headers and the
+    manifest as the metadata says, no unknown data files. Data: also every byte, against the CRC-32s and
+    digests that were recorded.
+    """
+    findings = Findings()
+    checkpoint, sound = check_structure(opened, findings)
+    not_checked = []
+    nbytes = 0
+    if level == "structure":
+        not_checked.append("the bytes of the tensors (use --level data)")
+        if checkpoint.blobs:
+            not_checked.append(f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)")
+    else:
+        outcome = _check_data(opened, checkpoint, sound, findings, num_workers, progress)
+        nbytes = sum(entry.nbytes for entry in sound)
+        not_checked += _unchecked(opened, checkpoint, outcome)
+        not_checked += _check_blobs(opened, findings)
+    if opened.single_names:
+        total = len(checkpoint.tensors) + len(checkpoint.blobs)
+        not_checked.append(f"{opened.single_names} of {total} names, which .metadata has only once")
+    not_checked += _unknown_places(opened)
+    if checkpoint.format == "hf-sharded":
+        not_checked.append("the global shapes, which this format does not record (taken from the chunks)")
+    return Verification(
+        level=level,
+        tensors=len(checkpoint.tensors),
+        chunks=sum(len(entry.chunks) for entry in checkpoint.tensors),
+        nbytes=nbytes,
+        not_checked=tuple(not_checked),
+        findings=tuple(findings),
+    )
+
+
+def _unchecked(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list[str]:
+    if opened.manifest is not None:
+        return []
+    chunks = sum(1 for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes)
+    if outcome.chunks_checked >= chunks:
+        return []
+    missing = chunks - outcome.chunks_checked
+    return [f"the content of {missing} of {chunks} chunks, which have no recorded checksum (--against compares copies)"]
+
+
+def _unknown_places(opened: Opened) -> list[str]:
+    if opened.manifest is not None or opened.checkpoint.format != "dcp":
+        return []
+    files = equal_layouts(opened.checkpoint.tensors)
+    if not files:
+        return []
+    shown = ", ".join(escape_name(name) for name in files[:2])
+    return [f"whether files of equal layout changed places ({len(files)}: {shown}, …); a manifest or --against tells"]
+
+
+def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, list[TensorEntry]]:
+    """Check everything but the tensors' bytes.
+
+    Returns:
+        The description with raw spans, and the tensors whose bytes can be read.
+    """
+    checkpoint = opened.checkpoint
+    resolved = []
+    sound = []
+    for entry in checkpoint.tensors:
+        raw = _check_tensor(opened, entry, findings)
+        resolved.append(raw or entry)
+        if raw is not None:
+            sound.append(raw)
+    for blob in checkpoint.blobs:
+        if _check_span(opened, blob.span, f"item {escape_name(blob.fqn)!r}", findings):
+            _check_blob(opened, blob, findings, content=False)
+    _check_foreign(opened, findings)
+    check_spans(opened, findings)
+    if opened.manifest is not None:
+        check_manifest(opened, opened.manifest, findings)
+        check_frames(opened, opened.manifest, sound, findings)
+    elif checkpoint.format == "dcp":
+        check_copies(sound, opened.source, findings)
+    return replace(checkpoint, tensors=tuple(resolved)), sound
+
+
+def _check_tensor(opened: Opened, entry: TensorEntry, findings: Findings) -> TensorEntry | None:
+    """Return the tensor with raw spans, or None when it cannot be read whole."""
+    if len(entry.chunks) == 1 and entry.chunks[0].encoding == "raw" and _is_whole(opened, entry, entry.chunks[0]):
+        return entry
+    name = f"tensor {escape_name(entry.fqn)!r}"
+    before = len(findings)
+    problem = check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
+    if problem is not None:
+        code = {"missing": "incomplete-tensor", "overlap": "overlapping-chunks"}.get(
+            problem.kind, "chunk-outside-tensor"
+        )
+        files = sorted({escape_name(chunk.span.file) for chunk in entry.chunks})
+        findings.error(code, ", ".join(files[:4]) or dcp.METADATA_NAME, f"{name}: {problem.describe(entry.shape)}")
+    chunks = []
+    for chunk in entry.chunks:
+        if _check_span(opened, chunk.span, name, findings):
+            raw = _check_item(opened, entry, chunk, findings)
+            if raw is not None:
+                chunks.append(raw)
+    if len(findings) > before:
+        return None
+    return replace(entry, chunks=tuple(chunks))
+
+
+def _is_whole(opened: Opened, entry: TensorEntry, chunk: Chunk) -> bool:
+    """Is this chunk all of the tensor, and inside its file? What else may be wrong is said elsewhere."""
+    span, box = chunk.span, chunk.box
+    inside = span.offset + span.nbytes <= opened.checkpoint.files.get(span.file, -1)
+    return inside and box.sizes == entry.shape and not any(box.offsets)
+
+
+def _check_span(opened: Opened, span: ByteSpan, name: str, findings: Findings) -> bool:
+    where = escape_name(span.file)
+    size = opened.checkpoint.files.get(span.file)
+    if size is None:
+        findings.error(
+            "missing-file",
+            where,
+            f"{name}: its file is missing",
+            "restore the file, or save the checkpoint again",
+        )
+        return False
+    if span.offset + span.nbytes > size:
+        findings.error(
+            "short-file",
+            where,
+            f"{name}: bytes {span.offset}..{span.offset + span.nbytes} are needed, the file has {size}",
+            "the file is truncated: restore it, or save the checkpoint again",
+        )
+        return False
+    return True
+
+
+def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: Findings) -> Chunk | None:
+    where = f"{escape_name(chunk.span.file)}, bytes {chunk.span.offset}..{chunk.span.offset + chunk.span.nbytes}"
+    name = f"tensor {escape_name(entry.fqn)!r}"
+    if chunk.encoding == "raw":
+        return chunk
+    try:
+        head = dcp.read_item(chunk.span, opened.source, thorough=True)
+    except CkptError as error:
+        findings.error("bad-item", where, f"{name}: {error.what}", error.hint)
+        return None
+    problem = dcp.item_mismatch(entry.dtype, chunk.box.sizes, head)
+    if problem is not None:
+        findings.error("item-mismatch", where, f"{name}: {problem}")
+        return None
+    span = replace(chunk.span, offset=chunk.span.offset + head.payload_offset, nbytes=head.payload_nbytes)
+    return Chunk(box=chunk.box, span=span, strides=head.strides, crc32=head.crc32)
+
+
+def _check_foreign(opened: Opened, findings: Findings) -> None:
+    """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one.
+
+    A manifest names every file, so with one all other files that hold weights in any tool's format are strange.
+    """
+    manifest = opened.manifest
+    known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
+    if manifest is not None:
+        known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
+    suffix = ".distcp" if opened.checkpoint.format == "dcp" else ".safetensors"
+    for name, size in opened.source.list_files(max_depth=0 if manifest is None else 3).items():
+        strange = is_weights(name) if manifest is not None else name.endswith(suffix) and size > 0
+        if strange and name not in known:
+            findings.warn(
+                "unreferenced-file",
+                escape_name(name),
+                f"{size} bytes that nothing refers to",
+                "a leftover of an earlier save: remove it if you do not need it",
+            )
+
+
+def _check_data(
+    opened: Opened,
+    checkpoint: Checkpoint,
+    sound: Sequence[TensorEntry],
+    findings: Findings,
+    num_workers: int,
+    progress: Progress | None,
+) -> Outcome:
+    files = _byte_entries(opened, checkpoint.blobs)
+
+    def damaged(entry: TensorEntry, error: CkptError) -> None:
+        where = error.where or ", ".join(sorted({escape_name(c.span.file) for c in entry.chunks})[:4])
+        findings.error("damaged-data", where, error.what, error.hint)
+
+    entries = [*sound, *(entry for entry, _, _ in files)]
+    outcome = scan(entries, opened.source, num_workers=num_workers, progress=progress, on_damage=damaged)
+    if opened.manifest is not None:
+        for entry in sound:
+            record = opened.manifest.tensors.get(entry.fqn)
+            found = outcome.digests.get(entry.fqn)
+            if record is not None and found is not None and found != record.digest:
+                findings.error(
+                    "digest-mismatch",
+                    ", ".join(sorted({escape_name(chunk.span.file) for chunk in entry.chunks})[:4]),
+                    f"tensor {escape_name(entry.fqn)!r} is not what was written: "
+                    f"digest {found}, the manifest says {record.digest}",
+                    "restore its files, or write the checkpoint again",
+                )
+    for entry, label, expected in files:
+        found = outcome.digests.get(entry.fqn)
+        if found is not None and found != expected:
+            severity = findings.warn if entry.fqn.startswith("\0asset") else findings.error
+            severity("digest-mismatch", label, "its bytes are not those that were written")
+    return outcome
+
+
+def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[TensorEntry, str, str]]:
+    """(bytes as a tensor, label, expected digest) of every asset and blob that the manifest knows."""
+    if opened.manifest is None:
+        return []
+    found = []
+    for blob in blobs:
+        record = opened.manifest.blobs.get(blob.fqn)
+        if record is not None and _inside(opened, blob.span):
+            entry = copy_span(blob_name(blob), blob.span, 0).source
+            found.append((entry, f"item {escape_name(blob.fqn)!r}", record.digest))
+    for asset in (*opened.checkpoint.assets, *opened.beside):
+        record = opened.manifest.assets.get(asset.file)
+        if record is not None and size_of(opened, asset.file) == record.nbytes:
+            span = ByteSpan(file=asset.file, offset=0, nbytes=record.nbytes)
+            found.append((copy_span(asset_name(asset), span, 0).source, escape_name(asset.file), record.digest))
+    return found
+
+
+def _check_blobs(opened: Opened, findings: Findings) -> list[str]:
+    """Check the blobs that no manifest knows by the CRC-32s in their zips; nothing is unpickled.
+
+    Returns:
+        What could not be checked, in words.
+    """
+    known = {} if opened.manifest is None else opened.manifest.blobs
+    blobs = [b for b in opened.checkpoint.blobs if b.fqn not in known and _inside(opened, b.span)]
+    unchecked = sum(not _check_blob(opened, blob, findings, content=True) for blob in blobs)
+    if not unchecked:
+        return []
+    return [f"what {unchecked} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"]
+
+
+def _check_blob(opened: Opened, blob: BlobEntry, findings: Findings, *, content: bool) -> bool:
+    """Check an item as far as its zip tells; return whether that was all of it, or what is wrong has been said."""
+    try:
+        return dcp.check_blob(blob.span, opened.source, content=content)
+    except CkptError as error:
+        where = error.where or escape_name(blob.span.file)
+        finding = Finding(
+            code="damaged-item",
+            severity="error",
+            where=where,
+            what=f"item {escape_name(blob.fqn)!r}: {error.what}",
+            hint=error.hint,
+        )
+        if finding not in findings:  # level data meets again what level structure has said
+            findings.append(finding)
+        return True
+
+
+def _inside(opened: Opened, span: ByteSpan) -> bool:
+    size = opened.checkpoint.files.get(span.file)
+    return size is not None and span.offset + span.nbytes <= size
+
+
+def with_findings(result: Verification, findings: Sequence[Finding]) -> Verification:
+    """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked."""
+    unchecked = tuple(text for text in result.not_checked if not text.startswith(_COMPARED))
+    return replace(result, findings=(*result.findings, *findings), not_checked=unchecked)
+
+
+def to_json(result: Verification) -> dict[str, object]:
+    """Return the document of `ckpt verify --json`."""
+    return {
+        "ok": result.ok,
+        "level": result.level,
+        "checked": {"tensors": result.tensors, "chunks": result.chunks, "bytes": result.nbytes},
+        "not_checked": list(result.not_checked),
+        "findings": [asdict(finding) for finding in result.findings],
+    }

@@ -1,0 +1,1 @@
+"""`shard`, `gather`, `reshard`: what a destination should hold, checked, written and published."""

@@ -1,0 +1,158 @@
+"""`--engine dtensor`: write a DCP checkpoint the way a training job does, with PyTorch's public API.
+
+Every rank of the mesh is a process: it learns its part from `distribute_tensor(..., src_data_rank=None)`, reads that
+part from the safetensors file, and takes part in `dcp.save`. It is slower than the streaming engine and holds a
+rank's whole part in memory; it is the reference that the streaming engine is held against.
+
+`distribute_tensor` wants the whole tensor on every rank. What is distributed here is therefore not the tensor but, dim
+by dim, the indices 0..L: PyTorch alone decides which of them a rank keeps, those elements are read, and
+`DTensor.from_local` puts them together with the global shape. That also serves the types that gloo cannot
+send (F8, F4, U16, …), since no element is ever communicated.
+
+This module imports torch; import it lazily.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt_tools.conversions.dtensor.launch import run_local_ranks
+from ckpt_tools.conversions.dtensor.rank import Job, Placements, describe, save_rank
+from ckpt_tools.description.checkpoint import Checkpoint
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
+
+__all__ = ["Ranks", "join_ranks", "save_with_dtensor", "torchrun_rank"]
+
+
+def save_with_dtensor(
+    source: Checkpoint, destination: str, mesh: Mesh, placements: Placements, *, timeout_s: float = 1800.0
+) -> None:
+    """Save `source` as a DCP checkpoint for `mesh`, with one process per rank.
+
+    Under torchrun with as many processes as the mesh has ranks, this process is one of them and every process must
+    make the same call; otherwise the processes are started here, on this machine. Every rank holds its part of
+    all tensors in memory at once.
+
+    Args:
+        source: A safetensors file or an HF directory of them.
+        destination: Directory for the checkpoint; absent or empty. After a failure it may hold part of one.
+        mesh: The mesh.
+        placements: FQN → axis → placement; axes and tensors that are not named replicate.
+        timeout_s: Seconds that a rank waits for the others.
+
+    Raises:
+        UsageError: The source cannot be read this way, or torchrun started another number of processes.
+        DestinationExistsError: The destination is not an empty directory.
+        CkptError: A rank failed; the others are ended.
+    """
+    _check_source(source)
+    job = Job(source=source, destination=destination, mesh=mesh, placements=placements, timeout_s=timeout_s)
+    rank = torchrun_rank(mesh)
+    if rank is None:
+        _check_destination(destination)
+        run_local_ranks(job)
+        return
+    if rank == 0:
+        _check_destination(destination)
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        save_rank(job)
+    except (RuntimeError, CheckpointException) as error:
+        # The latter is a BaseException, which nobody upstairs expects.
+        raise CkptError(describe(error), where=f"rank {rank}") from error
+    finally:
+        if is_ours:
+            dist.destroy_process_group()
+
+
+def torchrun_rank(mesh: Mesh) -> int | None:
+    """Return this process's rank when torchrun started one process per rank of `mesh`, None without torchrun.
+
+    Raises:
+        UsageError: Torchrun started another number of processes.
+    """
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or world_size is None:
+        return None
+    if world_size == str(mesh.world_size) and rank.isdecimal():
+        return int(rank)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        # Schedulers set these two as well; only torchrun's own processes would all write one destination.
+        return None
+    raise UsageError(
+        f"torchrun started {world_size} processes, the mesh {mesh} has {mesh.world_size} ranks",
+        hint=f"use torchrun --nproc-per-node {mesh.world_size}, or run without torchrun",
+    )
+
+
+def _check_source(source: Checkpoint) -> None:
+    if source.blobs:
+        raise UsageError(
+            f"{source.blobs[0].fqn!r} is not a tensor, and --engine dtensor copies tensors alone",
+            where=source.root,
+            hint="use --engine stream",
+        )
+    for entry in source.tensors:
+        whole = len(entry.chunks) == 1 and entry.chunks[0].box.sizes == entry.shape
+        if not whole or entry.chunks[0].encoding != "raw" or entry.chunks[0].strides is not None:
+            raise UsageError(
+                f"--engine dtensor reads safetensors files, and {entry.fqn!r} is not in one",
+                where=source.root,
+                hint="use --engine stream",
+            )
+        if entry.dtype.torch_name is None:
+            raise UsageError(f"torch has no dtype for {entry.dtype.name}, the type of {entry.fqn!r}", where=source.root)
+
+
+def _check_destination(destination: str) -> None:
+    if os.path.lexists(destination) and not (os.path.isdir(destination) and not os.listdir(destination)):
+        raise DestinationExistsError("the destination exists", where=destination, hint="choose another, or remove it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The processes that make the same call: those of torchrun, or this one alone."""
+
+    rank: int
+    """This process; rank 0 does what is done once."""
+    world_size: int
+    """Number of processes."""
+
+    def share(self, text: str) -> str:
+        """Return rank 0's `text` on every rank."""
+        if self.world_size == 1:
+            return text
+        box = [text]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+@contextmanager
+def join_ranks(mesh: Mesh, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+    """Yield who takes part; under torchrun, with a process group that lasts as long as the context.
+
+    Raises:
+        UsageError: Torchrun started another number of processes than `mesh` has ranks.
+    """
+    rank = torchrun_rank(mesh)
+    if rank is None:
+        yield Ranks(rank=0, world_size=1)
+        return
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield Ranks(rank=rank, world_size=mesh.world_size)
+    finally:
+        if is_ours:
+            dist.destroy_process_group()

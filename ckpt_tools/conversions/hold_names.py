@@ -1,0 +1,197 @@
+"""The names that `gather` writes, held against the architecture that the files beside them name.
+
+Transformers fills what it does not find with random values, and says so in a warning that scrolls by. So nothing is
+written that it would load so, unless the model that the names come from was like that already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tools.conversions.job import Job
+from ckpt_tools.description.checkpoint import Asset
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.manifest import Origin
+from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.maps import Expected, Held, common_prefix, folded, hold, is_adapter, load_table, origins_of, tied
+from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+
+_SHOWN = 4
+"""Names in a message."""
+
+
+Ties = Callable[[str, str], bool]
+"""Does the architecture give both names to one tensor?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a file beside the weights says that they are."""
+
+    architecture: str
+    config: Mapping[str, object]
+    source: Source
+    """Where that file lies."""
+
+
+def claim_of(assets: Sequence[tuple[Source, Asset]]) -> Claim | None:
+    """Return what the config.json among `assets` names; None when nothing does.
+
+    Raises:
+        UnreadableError: It is not JSON.
+    """
+    found = next(((source, asset) for source, asset in assets if asset.file == CONFIG_NAME), None)
+    if found is None:
+        return None
+    try:
+        config = json.loads(read_document(found[0], CONFIG_NAME, MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError("not JSON", where=CONFIG_NAME) from error
+    if not isinstance(config, dict):
+        return None
+    listed = config.get("architectures")
+    name = listed[0] if isinstance(listed, list) and listed else config.get("_class_name")  # diffusers' word for it
+    return Claim(architecture=name, config=config, source=found[0]) if isinstance(name, str) else None
+
+
+def ties_in(assets: Sequence[tuple[Source, Asset]]) -> Ties:
+    """Return the ties of the architecture that is named among `assets`; none where nothing is known of it."""
+    try:
+        claim = claim_of(assets)
+    except UnreadableError:
+        claim = None
+    expected = None if claim is None else load_table().expected(claim.architecture, claim.config)
+    return lambda one, other: expected is not None and tied(one, other, expected)
+
+
+def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, is_selection: bool) -> None:
+    """Hold the names that a job writes against the architecture that its assets name; the job says what came of it.
+
+    Args:
+        job: Ready to run.
+        originals: The models whose files may be among the job's assets. What is odd in the names of the one that the
+            config comes from may stay so; where ckpt does not know the architecture, its names are what counts.
+        allow_foreign: Warn instead of raising.
+        is_selection: The user has chosen which tensors are written: those left out are missing on purpose.
+
+    Raises:
+        UsageError: They would be loaded as random weights, or not at all.
+    """
+    names = [entry.fqn for entry in job.target.tensors]
+    try:
+        claim = claim_of(job.assets)
+    except UnreadableError as error:
+        job.not_checked = (f"names were not held against an architecture: {CONFIG_NAME} is {error.what}",)
+        return
+    if claim is None:
+        if is_adapter(names):
+            _decide(job, Held(foreign=tuple(names)), Held(), "a whole model", None, allow_foreign)
+        return
+    title = escape_name(claim.architecture)
+    original = next((one for one in originals if one.source is claim.source), None)
+    before = () if original is None or original.origin is None else _names_of(original.origin)
+    expected = load_table().expected(claim.architecture, claim.config)
+    if expected is not None:
+        held = hold(names, expected, claim.config)
+        excused = hold(before, expected, claim.config) if before else Held()
+        if is_selection:
+            excused = replace(excused, missing=(*excused.missing, *_left_out(job, held.missing)))
+        if _decide(job, held, excused, title, expected, allow_foreign):
+            job.architecture = title
+        return
+    if before and original is not None:
+        title = f"the {title} in {escape_name(original.source.root)}"
+        held = Held(
+            missing=tuple(name for name in before if name not in set(names)),
+            foreign=tuple(name for name in names if name not in set(before)),
+        )
+        excused = Held(missing=tuple(_left_out(job, held.missing))) if is_selection else Held()
+        if _decide(job, held, excused, title, None, allow_foreign):
+            job.architecture = title
+        return
+    if is_adapter(names):
+        _decide(job, Held(foreign=tuple(names)), Held(), title, None, allow_foreign)
+    job.not_checked = (f"names were not held against {title}: not known to ckpt",)
+
+
+def _left_out(job: Job, missing: Iterable[str]) -> Iterator[str]:
+    """Yield those of the missing names that the source has, though they are not written."""
+    written = {job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors}
+    others = tuple(entry.fqn for entry in job.opened.checkpoint.tensors if entry.fqn not in written)
+    return (name for name in missing if any(fqn == name or fqn.endswith(f".{name}") for fqn in others))
+
+
+def _names_of(origin: Origin) -> tuple[str, ...]:
+    headers = (
+        safetensors.parse_header(text.encode(), file=file, file_nbytes=None) for file, text in origin.headers.items()
+    )
+    return tuple(entry.fqn for header in headers for entry in header.tensors)
+
+
+def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected | None, allow_foreign: bool) -> bool:
+    """Raise, or warn of what is allowed or was in the original already; is all that is left whole?"""
+    news, old = held.split(before)
+    if not old.is_whole:
+        job.warnings = (*job.warnings, f"as in the original or as selected, {_describe(old, title, expected)}")
+    if news.is_whole:
+        return old.is_whole
+    what = _describe(news, title, expected)
+    if owners := origins_of(news.foreign):
+        what += f"; the names are {owners[0].what}"
+    if not allow_foreign:
+        way_on = _way_on([entry.fqn for entry in job.target.tensors], news, expected, job.opened.source.root)
+        raise UsageError(
+            what, where=escape_name(job.opened.source.root), hint=f"{way_on}; --allow-foreign-names writes them anyway"
+        )
+    job.warnings = (*job.warnings, f"{what} (--allow-foreign-names)")
+    return False
+
+
+def _describe(held: Held, title: str, expected: Expected | None) -> str:
+    parts = []
+    if held.foreign:
+        count = len(held.foreign)
+        parts.append(
+            f"{count} {'name is' if count == 1 else 'names are'} not of {escape_name(title)} "
+            f"({_some(folded(held.foreign, expected))})"
+        )
+    lacking = [*held.missing, *held.incomplete]
+    if lacking:
+        what = "weight is" if len(lacking) == 1 else "weights are"
+        parts.append(
+            f"{len(lacking)} {what} missing, which loading would fill with random values "
+            f"({_some(folded(lacking, expected))})"
+        )
+    return " and ".join(parts)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(escape_name(name) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+
+
+def _way_on(names: Sequence[str], rest: Held, expected: Expected | None, source: str) -> str:
+    owners = origins_of(rest.foreign)
+    if owners:
+        return owners[0].way_on.replace("{source}", escape_name(source))
+    if expected is None:
+        return "`ckpt diff --keys-only` lists the names"
+    for prefix in common_prefix(names):
+        plain = [name[len(prefix) :] for name in names]
+        if hold(plain, expected, {}).is_whole:
+            return f"--strip-prefix {escape_name(prefix.removesuffix('.'))}"
+    others = load_table().architectures_of(names) if rest.foreign else []
+    if others and expected.architecture not in others:
+        return f"they are those of {', '.join(others[:3])}: is it the config of this model?"
+    for path, count in expected.counts.items():
+        inside = path.removesuffix("*")
+        if any(name.startswith(inside) for name in (*rest.foreign, *rest.missing)):
+            key = expected.count_keys[path]
+            return f"{CONFIG_NAME} says {escape_name(key)} = {count}: is it the config of this model?"
+    if not rest.foreign:
+        return f"save the whole model, or name in {CONFIG_NAME} the architecture that it is"
+    return f"is it the config of this model? {len(rest.foreign)} of {len(names)} names are not its own"

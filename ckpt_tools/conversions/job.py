@@ -1,0 +1,248 @@
+"""A conversion, ready to run: its parts, and what is checked before anything is made."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpt_tools._version import __version__
+from ckpt_tools.description.checkpoint import Asset, Checkpoint
+from ckpt_tools.description.dtypes import BY_NAME, DType
+from ckpt_tools.description.layout import Mesh, Placement
+from ckpt_tools.errors import StorageError, UnreadableError, UsageError
+from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.formats.detect import detect
+from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
+from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES, restate_dtype
+from ckpt_tools.moving.execute import Progress
+from ckpt_tools.moving.plan import check_names
+from ckpt_tools.moving.read import Edit
+from ckpt_tools.storage.journal import JOURNAL_NAME
+from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.staging import free_bytes
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_size
+
+DTYPES = ("keep", "bf16", "f16", "f32")
+"""Values of `--dtype`."""
+_MARGIN_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What a conversion did, or with `dry_run` would do."""
+
+    source: str
+    destination: str
+    num_tensors: int
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    peak_rss_bytes: int
+    """Peak memory of this process (the plan's estimate with `dry_run`)."""
+    files: tuple[tuple[str, int], ...]
+    """(name, bytes) of everything that was written."""
+    verified: bool
+    """The result was opened again and checked, and everything that the source records of its bytes held."""
+    checked: Mapping[str, int]
+    """How many of the source's tensors and chunks were held against recorded digests and CRC-32s."""
+    notes: tuple[str, ...]
+    """What was left out or decided, for people."""
+    warnings: tuple[str, ...] = ()
+    """What may be wrong with the result."""
+    not_checked: tuple[str, ...] = ()
+    """What nothing was known to hold it against."""
+    architecture: str | None = None
+    """The architecture whose names all are written, and no others; None when they were not held against one."""
+    dry_run: bool = False
+    published: bool = True
+    """False with `dry_run`, and on the ranks of torchrun that leave publishing to the first."""
+
+    @property
+    def throughput_bytes_per_s(self) -> float:
+        """Bytes written per second."""
+        return self.bytes_written / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One conversion, ready to run."""
+
+    opened: Opened
+    source: Checkpoint
+    """Selected and renamed, chunks raw."""
+    target: Checkpoint
+    """Where everything goes."""
+    destination: str
+    heads: Mapping[str, bytes] = field(default_factory=dict)
+    """File → fixed bytes at its beginning."""
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files to write before the manifest (an index)."""
+    assets: Sequence[tuple[Source, Asset]] = ()
+    """Files to carry along, and where from."""
+    dtype: str = "keep"
+    """What `--dtype` said: beside weights that were cast, the config names their new dtype."""
+    rewritten: Mapping[str, bytes] = field(default_factory=dict)
+    """Asset → what is written in its place (see `rewrite_assets`)."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """FQN in the destination → FQN in the source, where they differ."""
+    origin: Origin | None = None
+    mesh: Mesh | None = None
+    placements: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: Sequence[str] = ()
+    not_checked: Sequence[str] = ()
+    architecture: str | None = None
+    """As in `Conversion`."""
+    edits: Mapping[str, Edit] = field(default_factory=dict)
+    """FQN in `source` → what changes its elements on their way."""
+    recipe: str = ""
+    """Identifies what `edits` do, down to the last bit of the result."""
+    edit_bytes: int = 0
+    """Memory that `edits` need beside the buffers, at most; for the estimate of a dry run."""
+    prepare: Callable[[], None] | None = None
+    """Called when the job is sound and before anything is written, to begin what runs beside and set `recipe`."""
+    accept: Callable[[], None] | None = None
+    """Called when every byte is written and before anything is published; raises to refuse the result."""
+    overwrite: bool = False
+    use_dtensor: bool = False
+    """Write the data files through torch (`--engine dtensor`) instead of the executor."""
+    num_workers: int = 1
+    progress: Callable[[int], Progress] | None = None
+    """Given the bytes to move, returns what reports them."""
+
+    def asset_bytes(self, asset: Asset) -> int:
+        """Return the size of what is written for an asset."""
+        return len(self.rewritten[asset.file]) if asset.file in self.rewritten else asset.nbytes
+
+
+def check_claims(job: Job) -> None:
+    """Hold what the source says of files and lengths against its files, before anything is made to measure."""
+    names = [*job.target.files, *job.documents, MANIFEST_NAME, JOURNAL_NAME, *(asset.file for _, asset in job.assets)]
+    check_names([*names, METADATA_NAME] if job.target.format == "dcp" else names)
+    for source, asset in job.assets:
+        found = source.size(asset.file)
+        if found != asset.nbytes:
+            raise UnreadableError(
+                f"the file has {found} bytes, {asset.nbytes} were recorded",
+                where=escape_name(os.path.join(source.root, asset.file)),
+                hint=f"restore it, or remove {MANIFEST_NAME} to go on without what it records",
+            )
+    for blob in job.source.blobs:
+        found = job.opened.source.size(blob.span.file)
+        if blob.span.offset + blob.span.nbytes > found:
+            raise UnreadableError(
+                f"item {escape_name(blob.fqn)!r}: bytes {blob.span.offset}..{blob.span.offset + blob.span.nbytes} "
+                f"are needed, the file has {found}",
+                where=escape_name(os.path.join(job.opened.source.root, blob.span.file)),
+                hint="the file is truncated: restore it or copy it again",
+            )
+
+
+def rewrite_assets(job: Job) -> None:
+    """Decide what is written in place of assets that would not be true any more, and say so in the job's notes.
+
+    That is the model's config, when the weights are cast: transformers loads in the dtype that it names.
+    """
+    for source, asset in job.assets:
+        if job.dtype == "keep" or asset.file != CONFIG_NAME:
+            continue
+        wanted = BY_NAME[job.dtype.upper()]
+        try:
+            restated = restate_dtype(read_document(source, asset.file, MAX_CONFIG_BYTES), wanted)
+        except UnreadableError as error:
+            job.notes.append(
+                f"{CONFIG_NAME} is carried along as it is, and may name another dtype than the weights have now: "
+                f"{error.what}"
+            )
+            continue
+        if restated is not None:
+            job.rewritten = {**job.rewritten, asset.file: restated.text}
+            before = " and ".join(map(repr, restated.before))
+            job.notes.append(f"{CONFIG_NAME} says {wanted.torch_name!r} where it said {before}: the weights were cast")
+
+
+def fingerprint(job: Job, metadata: bytes) -> str:
+    """Return what identifies this conversion: the source as it is now, where every byte goes, and as what."""
+    source = job.opened.source
+    for file in job.opened.checkpoint.files:
+        source.size(file)
+    dtypes = {entry.fqn: entry.dtype.name for entry in job.source.tensors}
+    state = (
+        __version__,
+        os.path.realpath(source.root),
+        source.identities(),
+        [(t.fqn, job.names.get(t.fqn), t.dtype.name, dtypes[t.fqn], t.shape) for t in job.target.tensors],
+        list(job.target.files.items()),
+        [(name, digest_bytes(content)) for name, content in (*job.heads.items(), *job.documents.items())],
+        [(asset.file, asset.nbytes) for _, asset in job.assets],
+        [(name, digest_bytes(content)) for name, content in job.rewritten.items()],
+        digest_bytes(metadata),
+        sorted(job.edits),
+        job.recipe,
+    )
+    return digest_bytes(json.dumps(state).encode())
+
+
+def check_space(needed_bytes: int, destination: str) -> None:
+    """Raise StorageError when the destination's file system has not enough room."""
+    free = free_bytes(destination)
+    if needed_bytes + _MARGIN_BYTES > free:
+        raise StorageError(
+            f"{format_size(needed_bytes)} are needed, {format_size(free)} are free",
+            where=escape_name(os.path.dirname(os.path.abspath(destination))),
+            hint="free some space there, or choose another destination",
+        )
+
+
+def check_separate(opened: Opened, destination: str) -> None:
+    """Refuse a destination inside the source, or around it: the source is never written to.
+
+    A source that is one file has no inside: the destination may lie beside it.
+    """
+    checkpoint = opened.checkpoint
+    name = next(iter(checkpoint.files)) if checkpoint.format == "safetensors" else ""
+    source = os.path.realpath(os.path.join(opened.source.root, name))
+    target = os.path.realpath(destination)
+    if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
+        raise UsageError(
+            "source and destination must not contain each other",
+            where=f"{escape_name(opened.source.root)} and {escape_name(destination)}",
+            hint="choose a destination beside the source",
+        )
+
+
+def check_replaceable(destination: str) -> None:
+    """Refuse to replace a directory that is neither empty nor a checkpoint."""
+    if not os.path.isdir(destination) or not os.listdir(destination):
+        return
+    with Source(destination) as source:
+        try:
+            detect(source.list_files(), path=destination)
+        except UnreadableError as error:
+            raise UsageError(
+                "--overwrite replaces a checkpoint, and this directory is none",
+                where=escape_name(destination),
+                hint="remove it yourself if nothing in it is needed",
+            ) from error
+
+
+def cast_target(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """Return `checkpoint` with its floating-point tensors (F64, F32, F16, BF16) as `dtype`.
+
+    Raises:
+        UsageError: Not one of `DTYPES`.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
+    if dtype == "keep":
+        return checkpoint
+    wanted: DType = BY_NAME[dtype.upper()]
+    return replace(
+        checkpoint,
+        tensors=tuple(replace(entry, dtype=wanted) if entry.dtype.is_float else entry for entry in checkpoint.tensors),
+    )

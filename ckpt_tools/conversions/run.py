@@ -1,0 +1,381 @@
+"""The conversions: from an open source and a destination's description to a published checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckpt_tools._version import __version__
+from ckpt_tools.checks.verify import verify
+from ckpt_tools.conversions.job import (
+    Conversion,
+    Job,
+    check_claims,
+    check_replaceable,
+    check_separate,
+    check_space,
+    fingerprint,
+    rewrite_assets,
+)
+from ckpt_tools.description.checkpoint import Asset, Checkpoint
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
+from ckpt_tools.floors import refuse_older
+from ckpt_tools.formats import dcp
+from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
+from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.frames import digest_frames, planned_payloads
+from ckpt_tools.formats.manifest import (
+    MANIFEST_NAME,
+    UNKNOWN_DIGEST,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    build_manifest,
+    manifest_bytes,
+)
+from ckpt_tools.formats.opening import open_path
+from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.moving.execute import Outcome, execute, scan
+from ckpt_tools.moving.plan import Plan, asset_name, blob_name, plan_assets
+from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.staging import Staging, check_destination
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_size
+
+_BASE_BYTES = 64 << 20
+"""Of the interpreter and the modules, in estimates."""
+
+
+def run(job: Job, *, dry_run: bool) -> Conversion:
+    """Plan, and unless `dry_run` execute, check and publish.
+
+    Raises:
+        CkptError: Anything that went wrong; the destination is then as it was.
+    """
+    start = time.monotonic()
+    check_separate(job.opened, job.destination)
+    check_destination(job.destination, overwrite=job.overwrite)
+    if job.overwrite:
+        check_replaceable(job.destination)
+    check_claims(job)
+    rewrite_assets(job)
+    plan = Plan(job.source, job.target, job.heads)
+    planned = _planned_files(job)
+    needed = sum(nbytes for _, nbytes in planned)
+    if dry_run:
+        return _conversion(
+            job,
+            start,
+            planned,
+            read=plan.read_bytes,
+            written=needed,
+            peak=_BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers),
+            dry_run=True,
+            published=False,
+        )
+    if job.use_dtensor:
+        check_space(needed, job.destination)
+        return _run_with_dtensor(job, start)
+    if job.prepare is not None:
+        job.prepare()
+    metadata = b""
+    if job.target.format == "dcp":
+        metadata = build_metadata(job.target.tensors, job.target.blobs)
+    staging = Staging(job.destination, overwrite=job.overwrite)
+    with _kept_or_discarded(staging):
+        staging.begin(fingerprint(job, metadata))
+        if staging.found_other:
+            job.notes.append("removed what an interrupted run with other arguments or of another source had left")
+        check_space(needed - staging.allocated_bytes(), job.destination)
+        assets = _carry_assets(job, staging)
+        progress = job.progress(plan.read_bytes) if job.progress is not None else None
+        outcome = execute(
+            plan.files,
+            job.opened.source,
+            staging,
+            num_workers=job.num_workers,
+            progress=progress,
+            resumable=True,
+            edits=job.edits,
+        )
+        if job.accept is not None:
+            job.accept()
+        if outcome.bytes_kept:
+            kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
+            job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
+        return _finish(job, start, staging, outcome, assets, metadata)
+
+
+def _planned_files(job: Job) -> list[tuple[str, int]]:
+    """Return (name, bytes) of every file that the job writes.
+
+    Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's
+    own writer those of the data files are.
+    """
+    assets = {asset.file: FileRecord(nbytes=job.asset_bytes(asset), digest=UNKNOWN_DIGEST) for _, asset in job.assets}
+    metadata = None
+    if job.target.format == "dcp":
+        nbytes = estimate_metadata_bytes(job.target.tensors, job.target.blobs)
+        metadata = FileRecord(nbytes=nbytes, digest=UNKNOWN_DIGEST)
+    for file in job.opened.checkpoint.files:
+        job.opened.source.size(file)  # the manifest names the sources as they were opened
+    digests = _NoDigests()
+    frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if job.target.format == "dcp" else {}
+    manifest = manifest_bytes(_manifest(job, {}, digests, assets, metadata, frames), _tensor_records(job, digests))
+    documents = {name: len(content) for name, content in job.documents.items()}
+    return _written_files(job, assets, documents | {MANIFEST_NAME: manifest}, metadata)
+
+
+def _written_files(
+    job: Job, assets: Mapping[str, FileRecord], documents: Mapping[str, int], metadata: FileRecord | None
+) -> list[tuple[str, int]]:
+    return [
+        *job.target.files.items(),
+        *((name, record.nbytes) for name, record in assets.items()),
+        *documents.items(),
+        *([(METADATA_NAME, metadata.nbytes)] if metadata is not None else []),
+    ]
+
+
+class _NoDigests(dict[str, str]):
+    """The digests of what nobody has read yet."""
+
+    def __missing__(self, name: str) -> str:
+        return UNKNOWN_DIGEST
+
+
+@contextmanager
+def _kept_or_discarded(staging: Staging) -> Iterator[None]:
+    """Keep the work of a run that was interrupted or met a system error; discard it on any other failure."""
+    try:
+        yield
+    except (KeyboardInterrupt, StorageError, MemoryError) as error:
+        if isinstance(error, KeyboardInterrupt):
+            done = (
+                f"{escape_name(staging.destination)} is complete" if staging.is_published else "nothing was published"
+            )
+            error.add_note(done)
+        if staging.num_kept:
+            staging.keep()
+            error.add_note(
+                f"what was written is kept in {escape_name(staging.directory)}: the same command continues from there"
+            )
+        raise
+    except OSError as error:
+        where = escape_name(error.filename if isinstance(error.filename, str) else staging.destination)
+        raise StorageError(error.strerror or str(error), where=where) from error
+    finally:
+        staging.discard()
+
+
+def _run_with_dtensor(job: Job, start: float) -> Conversion:
+    """Let PyTorch write the data files; everything around them is as usual. Under torchrun rank 0 does that part."""
+    refuse_older("torch", "--engine dtensor")
+    from ckpt_tools.conversions.dtensor import join_ranks, save_with_dtensor
+
+    if job.mesh is None or any(t.dtype != s.dtype for t, s in zip(job.target.tensors, job.source.tensors, strict=True)):
+        raise UsageError("--engine dtensor does not cast", hint="use --engine stream, or leave out --dtype")
+    with join_ranks(job.mesh) as ranks:
+        staging = Staging(job.destination, overwrite=job.overwrite) if ranks.rank == 0 else None
+        try:
+            if staging is not None:
+                staging.begin()
+            directory = ranks.share(staging.directory if staging is not None else "")
+            save_with_dtensor(job.source, directory, job.mesh, job.placements)
+            if staging is None:
+                return _conversion(job, start, [], read=0, written=0, peak=peak_rss_bytes(), published=False)
+            job.target = replace(job.target, files=staging.adopt())
+            metadata = staging.take(METADATA_NAME)
+            progress = job.progress(job.source.total_bytes) if job.progress is not None else None
+            outcome = scan(job.source.tensors, job.opened.source, num_workers=job.num_workers, progress=progress)
+            return _finish(job, start, staging, outcome, _carry_assets(job, staging), metadata)
+        finally:
+            if staging is not None:
+                staging.discard()
+
+
+def _finish(
+    job: Job, start: float, staging: Staging, outcome: Outcome, assets: Mapping[str, FileRecord], metadata: bytes
+) -> Conversion:
+    """Write the documents, the commit marker last; check what was written; publish."""
+    num_digests = _check_digests(job, outcome)
+    marker = _record(metadata) if metadata else None
+    tensors = dict(_tensor_records(job, outcome.digests))
+    frames = _frames(job, staging, metadata)
+    manifest = build_manifest(_manifest(job, tensors, outcome.digests, assets, marker, frames))
+    documents = {**job.documents, MANIFEST_NAME: manifest}
+    for name, content in documents.items():
+        staging.write_document(name, content)
+    if metadata:
+        staging.write_document(METADATA_NAME, metadata)
+    files = _written_files(job, assets, {name: len(content) for name, content in documents.items()}, marker)
+    _check_result(staging.directory, job.target)
+    job.opened.source.check_unchanged()
+    staging.publish()
+    if staging.left_behind is not None:
+        job.notes.append(
+            f"the old checkpoint could not be removed: {escape_name(staging.left_behind)}; "
+            "the next ckpt that writes to this destination removes it, or you do"
+        )
+    return _conversion(
+        job,
+        start,
+        files,
+        read=outcome.bytes_read,
+        written=sum(nbytes for _, nbytes in files),
+        peak=peak_rss_bytes(),
+        checked={"digests": num_digests, "crcs": outcome.chunks_checked},
+    )
+
+
+def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
+    """Copy the assets, or write what takes their place; return what the manifest says of them."""
+    records = {}
+    for name, content in job.rewritten.items():
+        staging.write_document(name, content)
+        records[name] = _record(content)
+    by_source: dict[int, tuple[Source, list[Asset]]] = {}
+    for source, asset in job.assets:
+        if asset.file not in job.rewritten:
+            by_source.setdefault(id(source), (source, []))[1].append(asset)
+    for source, assets in by_source.values():
+        outcome = execute(plan_assets(assets), source, staging, num_workers=job.num_workers)
+        for asset in assets:
+            digest = outcome.digests[asset_name(asset)]
+            records[asset.file] = FileRecord(nbytes=asset.nbytes, digest=digest)
+    return records
+
+
+def _conversion(
+    job: Job,
+    start: float,
+    files: list[tuple[str, int]],
+    *,
+    read: int,
+    written: int,
+    peak: int,
+    checked: Mapping[str, int] | None = None,
+    dry_run: bool = False,
+    published: bool = True,
+) -> Conversion:
+    return Conversion(
+        source=job.opened.source.root,
+        destination=job.destination,
+        num_tensors=len(job.target.tensors),
+        bytes_read=read,
+        bytes_written=written,
+        seconds=time.monotonic() - start,
+        peak_rss_bytes=peak,
+        files=tuple(files),
+        verified=published,
+        checked=checked or {},
+        notes=tuple(job.notes),
+        warnings=tuple(job.warnings),
+        not_checked=tuple(job.not_checked),
+        architecture=job.architecture,
+        dry_run=dry_run,
+        published=published,
+    )
+
+
+def _check_digests(job: Job, outcome: Outcome) -> int:
+    """Hold what was read against the digests that the source's manifest records; return how many."""
+    manifest = job.opened.manifest
+    if manifest is None:
+        return 0
+    count = 0
+    dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
+    for entry in job.source.tensors:
+        fqn = job.names.get(entry.fqn, entry.fqn)
+        record = manifest.tensors.get(fqn)
+        found = (outcome.source_digests if entry.fqn in job.edits else outcome.digests).get(entry.fqn)
+        if record is None or found is None or dtypes[entry.fqn] != entry.dtype:
+            continue
+        if (record.dtype, record.shape) != (entry.dtype, entry.shape) or record.digest != found:
+            raise UnreadableError(
+                f"tensor {escape_name(fqn)!r} is not what the manifest recorded: its digest is {found}, "
+                f"recorded was {record.digest}",
+                where=escape_name(job.opened.source.root),
+                hint="`ckpt verify` lists everything that is wrong; restore the checkpoint, or if a trainer "
+                f"has saved over it on purpose, remove {MANIFEST_NAME}",
+            )
+        count += 1
+    return count
+
+
+def _frames(job: Job, staging: Staging, metadata: bytes) -> dict[str, str]:
+    """Return the digests of what lies around the payloads of the written files; it is little, and is read back."""
+    if job.target.format != "dcp":
+        return {}
+    with Source(staging.directory) as written:
+        payloads = planned_payloads(job.target.tensors)
+        if job.use_dtensor:  # torch's frames are not ours: ask the items
+            tensors = (dcp.resolve(entry, written) for entry in parse_metadata(metadata).tensors)
+            payloads = (chunk.span for entry in tensors for chunk in entry.chunks)
+        return digest_frames(job.target.files, payloads, job.target.blobs, written)
+
+
+def _tensor_records(job: Job, digests: Mapping[str, str]) -> Iterator[tuple[str, TensorRecord]]:
+    for entry in job.target.tensors:
+        placements = job.placements.get(entry.fqn, {})
+        yield (
+            entry.fqn,
+            TensorRecord(dtype=entry.dtype, shape=entry.shape, digest=digests[entry.fqn], placements=placements),
+        )
+
+
+def _manifest(
+    job: Job,
+    tensors: Mapping[str, TensorRecord],
+    digests: Mapping[str, str],
+    assets: Mapping[str, FileRecord],
+    metadata: FileRecord | None,
+    frames: Mapping[str, str],
+) -> Manifest:
+    documents = {name: _record(content) for name, content in (*job.heads.items(), *job.documents.items())}
+    if metadata is not None:
+        documents[METADATA_NAME] = metadata
+    checkpoint = job.opened.checkpoint
+    return Manifest(
+        writer=f"ckpt {__version__}",
+        format=job.target.format,
+        mesh=job.mesh,
+        tensors=tensors,
+        blobs={
+            blob.fqn: FileRecord(nbytes=blob.span.nbytes, digest=digests[blob_name(blob)]) for blob in job.target.blobs
+        },
+        assets=assets,
+        documents=documents,
+        files=job.target.files,
+        frames=frames,
+        source={
+            "name": os.path.basename(os.path.realpath(checkpoint.root)),
+            "format": checkpoint.format,
+            "files": job.opened.source.identities(),
+        },
+        origin=job.origin,
+    )
+
+
+def _record(content: bytes) -> FileRecord:
+    return FileRecord(nbytes=len(content), digest=digest_bytes(content))
+
+
+def _check_result(directory: str, target: Checkpoint) -> None:
+    """Open what was written as a user would, and hold it against the plan."""
+    with open_path(directory, format=target.format) as written:
+        result = verify(written, level="structure", num_workers=1)
+        found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
+    expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}
+    errors = [finding for finding in result.findings if finding.severity == "error"]
+    if errors or found != expected:
+        what = errors[0].what if errors else "its tensors are not those of the plan"
+        raise CkptError(
+            f"what was written does not pass its own check: {what}",
+            where=errors[0].where if errors else None,
+            hint="nothing was published; please report this with the output of `ckpt env`",
+        )

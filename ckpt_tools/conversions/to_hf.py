@@ -1,0 +1,273 @@
+"""Jobs that end in an HF directory: `gather`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from ckpt_tools.conversions.hold_names import Ties, ties_in
+from ckpt_tools.conversions.job import Job, cast_target
+from ckpt_tools.conversions.to_mesh import notes_on
+from ckpt_tools.conversions.twins import twin_of
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.description.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats import hf, safetensors
+from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
+from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.maps import origins_of
+from ckpt_tools.storage.journal import JOURNAL_NAME
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import parse_size
+
+AssetList = list[tuple[Source, Asset]]
+"""Files to carry along, and where from."""
+DEFAULT_MAX_SHARD_SIZE = "5GB"
+"""Largest HF file when nothing else says how to split, as in huggingface_hub."""
+
+
+def gathering_job(
+    opened: Opened,
+    destination: str,
+    *,
+    max_shard_size: str | None,
+    dtype: str,
+    strip: str,
+    assets: AssetList | None,
+    like: Opened | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> Job:
+    """Return the job that writes `opened` as full safetensors to `destination`.
+
+    The first of these decides on names, order and files: `like`; the original that the source's manifest
+    remembers, when no option asks for something else; `max_shard_size`.
+    """
+    if destination.endswith(".safetensors"):
+        raise UsageError(
+            "the destination is a directory of safetensors files, its name should not end in .safetensors",
+            where=escape_name(destination),
+            hint=f"ckpt gather … {escape_name(destination.removesuffix('.safetensors'))}",
+        )
+    notes = notes_on(opened)
+    original = opened.origin
+    plain = dtype == "keep" and max_shard_size is None and not include and not exclude and strip == "auto"
+    if like is not None:
+        if like.origin is None or not plain:
+            raise UsageError(
+                "--like decides on names, files and dtypes by itself",
+                hint="leave out --dtype, --max-shard-size, --strip-prefix, --include and --exclude",
+            )
+        model, names = _model(opened, strip, notes)
+        return _restore(
+            opened, model, names, like.origin, destination, _assets(opened, assets or assets_of(like)), notes
+        )
+    if plain and original is not None:
+        names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
+        model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
+        return _restore(opened, model, names, original, destination, _assets(opened, assets), notes)
+    chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
+    model, names = _model(chosen, strip, notes)
+    source = replace(model, tensors=tuple(map(opened.resolve, model.tensors)), blobs=())
+    target = cast_target(source, dtype)
+    files = hf.arrange(target.tensors, max_file_nbytes=parse_size(max_shard_size or DEFAULT_MAX_SHARD_SIZE))
+    placed, heads = hf.place(files)
+    documents = {"model" + hf.INDEX_SUFFIX: hf.build_index(files)} if len(files) > 1 else {}
+    return Job(
+        opened=opened,
+        source=source,
+        target=placed,
+        destination=destination,
+        heads=heads,
+        documents=documents,
+        assets=_assets(opened, assets),
+        dtype=dtype,
+        names=names,
+        notes=notes,
+    )
+
+
+def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
+    """Return the model's tensors under their plain names, and {plain name: name in the source}."""
+    checkpoint = opened.checkpoint
+    if strip == "none" or (strip == "auto" and checkpoint.format in ("hf", "safetensors")):
+        model = replace(checkpoint, blobs=())
+        new_name: Callable[[str], str] = str
+    elif strip == "auto":
+        model, prefix = find_model(checkpoint)
+        recorded = opened.origin.prefix if opened.origin is not None else ""
+        if recorded and all(entry.fqn.startswith(recorded) for entry in model.tensors):
+            prefix = recorded  # what `shard --prefix` put there need not be guessed
+        stripped = strip_prefix((strip_wrappers(entry.fqn) for entry in model.tensors), prefix)
+
+        def new_name(fqn: str) -> str:
+            return stripped(strip_wrappers(fqn))
+
+        if prefix:
+            notes.append(f"stripped the prefix {escape_name(prefix)!r} (--strip-prefix none keeps it)")
+    else:
+        prefix = strip if strip.endswith(".") else strip + "."
+        inside = tuple(entry for entry in checkpoint.tensors if entry.fqn.startswith(prefix))
+        if not inside:
+            raise UsageError(
+                f"no tensor begins with {prefix!r}",
+                hint="`ckpt inspect SRC` shows the prefixes; --strip-prefix auto finds the model's",
+            )
+        model = replace(checkpoint, tensors=inside, blobs=())
+        new_name = strip_prefix((entry.fqn for entry in inside), prefix)
+    notes += _omitted(checkpoint, model)
+    if checkpoint.blobs:
+        notes.append(f"left out {len(checkpoint.blobs)} non-tensor items, which safetensors cannot hold")
+    if not model.tensors:
+        raise UnreadableError(
+            "the checkpoint holds no model tensors",
+            where=escape_name(checkpoint.root),
+            hint="`ckpt inspect SRC --tensors` lists what it holds; --strip-prefix PFX chooses a part of it",
+        )
+    renamed = rename(model, new_name)
+    names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
+    return renamed, names
+
+
+def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
+    """Say which tensors of `checkpoint` are not in `model`."""
+    kept = {entry.fqn for entry in model.tensors}
+    omitted = [entry for entry in checkpoint.tensors if entry.fqn not in kept]
+    others = [entry.fqn for entry in omitted if not is_optimizer(entry)]
+    notes = []
+    if len(omitted) > len(others):
+        notes.append(f"left out {len(omitted) - len(others)} tensors of optimizer state")
+    if others:
+        notes.append(f"left out {len(others)} tensors that are not the model's: {_some(others)}")
+    return notes
+
+
+def _restore(
+    opened: Opened,
+    model: Checkpoint,
+    names: Mapping[str, str],
+    origin: Origin,
+    destination: str,
+    assets: AssetList,
+    notes: list[str],
+) -> Job:
+    """Return the job that writes the very files that `origin` remembers.
+
+    Raises:
+        UsageError: The model lacks tensors of the original, or has others.
+    """
+    by_fqn = {entry.fqn: entry for entry in model.tensors}
+    placed: list[TensorEntry] = []
+    heads: dict[str, bytes] = {}
+    sizes: dict[str, int] = {}
+    for name, text in origin.headers.items():
+        raw = text.encode()
+        header = safetensors.parse_header(raw, file=name, file_nbytes=None)
+        heads[name] = len(raw).to_bytes(safetensors.LENGTH_BYTES, "little") + raw
+        sizes[name] = header.nbytes
+        placed += header.tensors
+    wanted = {entry.fqn: entry for entry in placed}
+    if len(wanted) != len(placed):
+        raise UnreadableError(
+            "the headers that are to be restored have a tensor twice",
+            where=escape_name(opened.source.root),
+            hint=f"remove {MANIFEST_NAME} to write files of another arrangement",
+        )
+    _leave_out_twins(wanted, by_fqn, opened, ties_in(assets), notes)
+    _same_keys(wanted, by_fqn)
+    for fqn, entry in wanted.items():
+        own = by_fqn[fqn]
+        castable = own.dtype == entry.dtype or (own.dtype.is_float and entry.dtype.is_float)
+        if own.shape != entry.shape or not castable:
+            raise UsageError(
+                f"tensor {escape_name(fqn)!r} is {own.dtype.name} {list(own.shape)}, "
+                f"the reference has {entry.dtype.name} {list(entry.shape)}",
+                hint="is it a reference of this model?",
+            )
+    documents = {}
+    if origin.index_name is not None and origin.index_text is not None:
+        documents[origin.index_name] = origin.index_text.encode()
+    source = replace(
+        model,
+        tensors=tuple(opened.resolve(entry) for entry in model.tensors if entry.fqn in wanted),
+        blobs=(),
+    )
+    return Job(
+        opened=opened,
+        source=source,
+        target=Checkpoint(root="", format="hf", tensors=tuple(placed), files=sizes),
+        destination=destination,
+        heads=heads,
+        documents=documents,
+        assets=assets,
+        names=names,
+        notes=notes,
+    )
+
+
+def _leave_out_twins(
+    wanted: Mapping[str, TensorEntry], found: dict[str, TensorEntry], opened: Opened, ties: Ties, notes: list[str]
+) -> None:
+    """Remove from `found` what the reference has under another name only: tied weights, proven by their bytes."""
+    kept = [entry for fqn, entry in found.items() if fqn in wanted]
+    for fqn in [fqn for fqn in found if fqn not in wanted]:
+        twin = twin_of(found[fqn], kept, opened, is_tie=ties)
+        if twin is not None:
+            del found[fqn]
+            notes.append(f"left out {escape_name(fqn)!r}: it is {escape_name(twin.fqn)!r}, byte for byte")
+
+
+def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntry]) -> None:
+    missing = [fqn for fqn in wanted if fqn not in found]
+    extra = [fqn for fqn in found if fqn not in wanted]
+    if not missing and not extra:
+        return
+    parts = []
+    if missing:
+        parts.append(f"lacks {len(missing)} tensors of the reference ({_some(missing)})")
+    if extra:
+        parts.append(f"has {len(extra)} that the reference does not have ({_some(extra)})")
+    owners = origins_of(extra)
+    if owners:
+        parts[-1] += f", names that are {owners[0].what}"
+    raise UsageError(
+        "the checkpoint " + " and ".join(parts),
+        hint="is it a reference of this model? `ckpt diff --keys-only` lists the names; "
+        "--assets REF instead of --like REF keeps the checkpoint's own names where the architecture has them",
+    )
+
+
+def _some(fqns: Sequence[str]) -> str:
+    return ", ".join(escape_name(fqn) for fqn in fqns[:3]) + (", …" if len(fqns) > 3 else "")
+
+
+def _assets(opened: Opened, others: AssetList | None) -> AssetList:
+    """Return the assets to carry along: `others` before the source's own of the same name."""
+    chosen = {asset.file: (source, asset) for source, asset in (*assets_of(opened), *(others or ()))}
+    return [chosen[name] for name in sorted(chosen)]
+
+
+def assets_of(opened: Opened) -> AssetList:
+    """Return the assets of an open checkpoint."""
+    return [(opened.source, asset) for asset in opened.checkpoint.assets]
+
+
+def model_beside(path: str, stack: ExitStack) -> tuple[AssetList, Opened | None]:
+    """Return the files of a directory that hold no weights, and the model whose they are if its weights lie there."""
+    try:
+        opened = stack.enter_context(open_path(path))
+    except UnreadableError:
+        return assets_in(stack.enter_context(Source(path))), None
+    return assets_in(opened.source), opened
+
+
+def assets_in(source: Source) -> AssetList:
+    """Return the files of a directory that hold no weights."""
+    return [
+        (source, Asset(file=name, nbytes=size))
+        for name, size in source.list_files().items()
+        if not is_weights(name) and name not in (MANIFEST_NAME, JOURNAL_NAME)
+    ]

@@ -1,0 +1,179 @@
+"""Jobs that end in a DCP checkpoint for a mesh: `shard` and `reshard`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tools.conversions.job import Job, cast_target
+from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.layout import Mesh, Placement, parse_mesh
+from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
+from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
+from ckpt_tools.formats import dcp
+from ckpt_tools.formats._json import parse_json
+from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.placement import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
+from ckpt_tools.placement.auto_plan import auto_plan
+from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.text import escape_name
+
+_CONFIG_NAME = "config.json"
+_MAX_RULES_BYTES = 16 << 20
+_PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""Directories that accelerate and transformers' Trainer put into that of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshOptions:
+    """How to cut, as the user said it."""
+
+    mesh: str | Mesh | None = None
+    world_size: int | None = None
+    rules: str | os.PathLike[str] | None = None
+    set: Sequence[str] = ()
+    tp_plan: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A mesh, and where it puts every tensor."""
+
+    mesh: Mesh
+    placements: Mapping[str, Mapping[str, Placement]]
+    """FQN → axis → placement; axes that are not named replicate."""
+
+
+def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) -> Layout:
+    """Apply mesh and rules to the tensors of `checkpoint`.
+
+    Optimizer state that no rule names is placed like its parameter.
+
+    Raises:
+        UsageError: No mesh, or an impossible mesh or rule.
+    """
+    rules = [parse_set(text) for text in options.set]
+    mesh = options.mesh
+    if options.rules is not None:
+        path = os.fspath(options.rules)
+        rule_set = parse_rules(_read_text(path), where=escape_name(path), world_size=options.world_size)
+        rules += rule_set.rules
+        mesh = mesh or rule_set.mesh
+    if mesh is None:
+        raise UsageError("no mesh is given", hint="add for example --mesh dp_shard=8")
+    if isinstance(mesh, str):
+        mesh = parse_mesh(mesh, world_size=options.world_size)
+    if options.tp_plan is not None:
+        if options.tp_plan != "auto":
+            raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
+        config = _read_config(opened)
+        plan = auto_plan(config, os.path.abspath(opened.source.root))
+        rules += tp_plan_rules(config, [entry.fqn for entry in checkpoint.tensors], plan)
+    placements: dict[str, Mapping[str, Placement]] = dict(place_tensors(checkpoint.tensors, mesh, rules))
+    placements |= _like_parameters(checkpoint.tensors, rules, placements)
+    return Layout(mesh=mesh, placements=placements)
+
+
+def _like_parameters(
+    tensors: Iterable[TensorEntry], rules: Sequence[Rule], placements: Mapping[str, Mapping[str, Placement]]
+) -> dict[str, Mapping[str, Placement]]:
+    """Return the placements of optimizer state, taken from the parameter that its FQN contains."""
+    entries = tuple(tensors)
+    states = {entry.fqn for entry in entries if is_optimizer(entry)}
+    if not states:
+        return {}
+    parameters: dict[str, TensorEntry] = {}
+    for entry in entries:
+        if entry.fqn not in states:
+            parts = strip_wrappers(entry.fqn).split(".")
+            for start in range(min(3, len(parts))):  # with and without a root such as `model.`
+                parameters.setdefault(".".join(parts[start:]), entry)
+    found: dict[str, Mapping[str, Placement]] = {}
+    for entry in entries:
+        if entry.fqn not in states or any(rule.matches(entry.fqn) for rule in rules):
+            continue
+        parts = strip_wrappers(entry.fqn).split(".")[:-1]  # without exp_avg
+        for start in range(len(parts)):
+            parameter = parameters.get(".".join(parts[start:]))
+            if parameter is not None and parameter.shape == entry.shape:
+                found[entry.fqn] = placements[parameter.fqn]
+                break
+    return found
+
+
+def _read_text(path: str) -> str:
+    hint = "--rules takes a YAML file"
+    content = read_named_file(path, what="the rules", max_bytes=_MAX_RULES_BYTES, refusal=UsageError, hint=hint)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the rules are not UTF-8 text: {error}", where=escape_name(path), hint=hint) from None
+
+
+def _read_config(opened: Opened) -> Mapping[str, object]:
+    try:
+        text = read_document(opened.source, _CONFIG_NAME, _MAX_RULES_BYTES)
+    except LimitError:
+        raise
+    except CkptError as error:
+        raise UsageError(
+            "--tp-plan auto needs the model's config.json beside the weights",
+            where=escape_name(opened.source.root),
+            hint="copy it there, or write the rules yourself with --rules",
+        ) from error
+    document = parse_json(text, what=_CONFIG_NAME, where=escape_name(opened.source.root))
+    if not isinstance(document, dict):
+        raise UnreadableError("config.json is not a JSON object")
+    return document
+
+
+def sharding_job(
+    opened: Opened,
+    destination: str,
+    options: MeshOptions,
+    *,
+    dtype: str,
+    prefix: str,
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> Job:
+    """Return the job that writes `opened`, cut as `options` say, to `destination`."""
+    chosen = select(opened.checkpoint, include=include, exclude=exclude)
+    renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
+    layout = find_layout(opened, renamed, options)
+    source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
+    target = cast_target(source, dtype)
+    grids = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]) for entry in target.tensors}
+    origin = opened.origin if dtype == "keep" and chosen is opened.checkpoint else None
+    return Job(
+        opened=opened,
+        source=source,
+        target=dcp.place(target.tensors, grids, source.blobs),
+        destination=destination,
+        assets=[(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)],
+        dtype=dtype,
+        names={new.fqn: old.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)},
+        origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix),
+        mesh=layout.mesh,
+        placements=layout.placements,
+        notes=notes_on(opened),
+    )
+
+
+def notes_on(opened: Opened) -> list[str]:
+    """Say what a user should know of the source: what is not carried along, and what had to be believed."""
+    notes = []
+    if opened.left_out:
+        shown = ", ".join(escape_name(name) for name in opened.left_out[:4])
+        more = f" and {len(opened.left_out) - 4} more" if len(opened.left_out) > 4 else ""
+        notes.append(f"left out, as weights in another format or of another model: {shown}{more}")
+    if _PART_OF_STEP.fullmatch(os.path.basename(opened.checkpoint.root)):
+        notes.append("one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there")
+    if opened.checkpoint.format == "hf-sharded":
+        notes.append(
+            "this format does not record how many ranks saved it: if the files of the last ones are missing, "
+            "tensors are shorter than they were"
+        )
+    return notes

@@ -1,0 +1,180 @@
+"""What a checkpoint is: tensors, where their bytes lie, and nothing else.
+
+Whatever holds tensors is read, from its headers alone, into one immutable `Checkpoint`. Shapes, offsets and
+sizes count elements of the global tensor; spans count bytes and are half-open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.layout import Box, Mesh, Placement
+
+Format = Literal["safetensors", "hf", "dcp", "hf-sharded"]
+Encoding = Literal["raw", "torch_zip"]
+Severity = Literal["error", "warning", "info"]
+KeyPath = tuple[str | int, ...]
+"""Keys that lead to an entry in a nested state dict; an int is an index into a list."""
+
+MAX_DIMS = 64
+"""Dims of a tensor: PyTorch's own limit."""
+MAX_ELEMS = 1 << 62
+"""Elements of a tensor, or bytes of a span: beyond it the 64-bit arithmetic of other readers overflows."""
+MAX_FQN_CHARS = 4096
+"""Characters of an FQN. Real ones have some hundred; names are split, joined and shown many times."""
+MAX_PATH_BYTES = 4096
+"""Bytes of a file name relative to the root: Linux's PATH_MAX."""
+MAX_COMPONENT_BYTES = 255
+"""Bytes of one component of it: NAME_MAX of every common file system."""
+
+
+def is_possible_shape(shape: Sequence[int]) -> bool:
+    """Can a tensor have this shape? An empty one counts by its other dims, whose strides must fit as well."""
+    return len(shape) <= MAX_DIMS and math.prod(length for length in shape if length) <= MAX_ELEMS
+
+
+def is_plain_path(file: str) -> bool:
+    """Is `file` a relative name, with forward slashes, that stays inside whatever root it is joined to?"""
+    try:
+        raw = file.encode("utf-8", "surrogateescape")  # names on disk need not be text
+    except UnicodeEncodeError:
+        return False
+    if b"\0" in raw or len(raw) > MAX_PATH_BYTES:
+        return False
+    return all(part not in (b"", b".", b"..") and len(part) <= MAX_COMPONENT_BYTES for part in raw.split(b"/"))
+
+
+def fqn_problem(fqn: str) -> str | None:
+    """Say why `fqn` cannot name a tensor or blob, or return None."""
+    if len(fqn) > MAX_FQN_CHARS:
+        return f"is a name of {len(fqn)} characters, the limit is {MAX_FQN_CHARS}"
+    if "\0" in fqn:
+        return "has a NUL in its name"
+    try:
+        fqn.encode()
+    except UnicodeEncodeError:
+        return "has a name that is not Unicode text (a lone surrogate)"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteSpan:
+    """Bytes [offset, offset + nbytes) of one file."""
+
+    file: str
+    """Path relative to the checkpoint's root, with forward slashes."""
+    offset: int
+    """First byte."""
+    nbytes: int
+    """Number of bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One stored box of a tensor."""
+
+    box: Box
+    """Which elements of the global tensor."""
+    span: ByteSpan
+    """Where the bytes lie: the elements themselves ("raw") or the item around them ("torch_zip")."""
+    encoding: Encoding = "raw"
+    """How `span` holds the elements; `formats.dcp.resolve` turns "torch_zip" into "raw"."""
+    strides: tuple[int, ...] | None = None
+    """Strides of the stored elements, in elements; None means row-major."""
+    crc32: int | None = None
+    """CRC-32 of the raw bytes as their writer recorded it; None when unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor and its chunks."""
+
+    fqn: str
+    """Fully qualified name, the key in the state dict."""
+    dtype: DType
+    """Element type."""
+    shape: tuple[int, ...]
+    """Global shape in logical elements."""
+    chunks: Sequence[Chunk]
+    """Stored boxes; the distinct ones tile the shape exactly in a sound checkpoint."""
+    path: KeyPath = ()
+    """Keys that lead to the tensor in the nested state dict it was saved from; () when unknown."""
+
+    @property
+    def num_elems(self) -> int:
+        """Number of logical elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of logical bytes: every element once, no replicas."""
+        return self.dtype.num_bytes(self.num_elems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobEntry:
+    """A stored object that is not a tensor: listed and copied, never unpickled."""
+
+    fqn: str
+    """Its key in the state dict."""
+    span: ByteSpan
+    """The whole item."""
+    path: KeyPath = ()
+    """As `TensorEntry.path`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asset:
+    """A file that belongs to the model but holds no weights (config, tokenizer, …)."""
+
+    file: str
+    """Path relative to the root."""
+    nbytes: int
+    """Size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The description of a checkpoint, from its headers alone."""
+
+    root: str
+    """Directory that every span's file is relative to."""
+    format: Format
+    """How it is stored."""
+    tensors: tuple[TensorEntry, ...]
+    """Tensors in the order of their source."""
+    blobs: tuple[BlobEntry, ...] = ()
+    """Non-tensor items."""
+    assets: tuple[Asset, ...] = ()
+    """Files to carry along."""
+    mesh: Mesh | None = None
+    """The mesh it was sharded for, when recorded."""
+    placements: Mapping[str, Mapping[str, Placement]] | None = None
+    """FQN → axis → placement, when recorded."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Size in bytes of every file that a span names; a missing file is absent."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Logical bytes of all tensors, replicas counted once."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that a check noticed. Returned, not raised."""
+
+    code: str
+    """Stable kebab-case identifier."""
+    severity: Severity
+    """An error makes the check fail; a warning or an info does not."""
+    where: str
+    """Tensor, file or span concerned."""
+    what: str
+    """What is wrong, with the expected and the found value."""
+    hint: str | None = None
+    """What to do about it."""

@@ -1,0 +1,315 @@
+"""What is in a checkpoint and where: a description in, a summary out, no bytes read.
+
+Bytes of tensors, chunks, ranks and prefixes are logical ones (elements times width); the size of a file is
+what it takes on disk, with headers and item records. Shapes, offsets and sizes count elements.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.infer import InferredMesh, block_of, infer_mesh, rank_of_file
+from ckpt_tools.description.layout import Mesh, Placement, cut_tensor
+from ckpt_tools.description.summary import BlockSummary, FileSummary, MeshSource, PrefixSummary, RankSummary, Summary
+
+__all__ = ["InferredMesh", "Summary", "infer_mesh", "overlay", "summarise", "to_json"]
+
+MAX_PREFIXES = 12
+"""Rows that the FQN tree is folded to."""
+MAX_BLOCKS = 2000
+"""Rows of the rank × layer map; what is beyond goes into one row, `OTHER`."""
+OTHER = "(other)"
+"""Name of the row that takes what has no row of its own."""
+_MAX_DEPTH = 8
+"""Components of an FQN that the folded tree looks at."""
+_DIGITS = re.compile(r"(\d{1,18})", re.ASCII)
+
+
+def chunk_bytes(dtype: DType, sizes: Sequence[int]) -> int:
+    """Return the logical bytes of a box of `sizes` elements; a last half byte counts as one."""
+    return -(-math.prod(sizes) * dtype.bits // 8)
+
+
+def _row_name(fqn: str) -> str:
+    block = block_of(fqn)
+    if block is not None:
+        return f"{block[0]}.{block[1]}" if block[0] else str(block[1])
+    # The last component is the parameter itself; two levels are enough outside of blocks.
+    return ".".join(fqn.split(".")[:-1][:2]) or fqn
+
+
+def _file_order(file: str) -> tuple[int | str, ...]:
+    """Sort key that puts `__10_0.distcp` after `__9_0.distcp`: texts and numbers take turns."""
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(_DIGITS.split(file)))
+
+
+def _fold_prefixes(tensors: Sequence[TensorEntry]) -> tuple[PrefixSummary, ...]:
+    """Open the heaviest branches of the FQN tree for as long as the rows stay few."""
+    paths = []
+    for tensor in tensors:
+        parts = tensor.fqn.split(".", _MAX_DEPTH)[:_MAX_DEPTH]
+        paths.append(tuple("*" if part.isdecimal() else part for part in parts))
+    sizes = [chunk_bytes(tensor.dtype, tensor.shape) for tensor in tensors]
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for i, path in enumerate(paths):
+        rows.setdefault(path[:1], []).append(i)
+    closed: set[tuple[str, ...]] = set()
+
+    def weigh(row: tuple[str, ...]) -> int:
+        return sum(sizes[i] for i in rows[row])
+
+    if len(rows) > MAX_PREFIXES:
+        kept = set(sorted(rows, key=weigh, reverse=True)[: MAX_PREFIXES - 1])
+        others = [i for row, indices in rows.items() if row not in kept for i in indices]
+        rows = {row: indices for row, indices in rows.items() if row in kept} | {(OTHER,): sorted(others)}
+        closed.add((OTHER,))
+    while len(closed) < len(rows):
+        heaviest = max((row for row in rows if row not in closed), key=weigh)
+        children: dict[tuple[str, ...], list[int]] = {}
+        for i in rows[heaviest]:
+            children.setdefault(paths[i][: len(heaviest) + 1], []).append(i)
+        if heaviest in children or len(rows) - 1 + len(children) > MAX_PREFIXES:
+            closed.add(heaviest)
+            continue
+        del rows[heaviest]
+        rows |= children
+
+    def place(row: tuple[str, ...]) -> tuple[int, ...]:
+        # Where each ancestor first comes up, so that branches stay together whatever order tensors are in.
+        heads = (row[: depth + 1] for depth in range(len(row)))
+        return tuple(min(rows[r][0] for r in rows if r[: len(head)] == head) for head in heads)
+
+    return tuple(
+        PrefixSummary(
+            prefix=".".join(row),
+            num_tensors=len(indices),
+            num_elems=sum(tensors[i].num_elems for i in indices),
+            num_bytes=weigh(row),
+        )
+        for row, indices in sorted(rows.items(), key=lambda item: place(item[0]))
+    )
+
+
+def _summarise_dtypes(tensors: Sequence[TensorEntry]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for tensor in tensors:
+        totals[tensor.dtype.name] = totals.get(tensor.dtype.name, 0) + chunk_bytes(tensor.dtype, tensor.shape)
+    return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _count(
+    tensors: Sequence[TensorEntry],
+) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]]:
+    """Return chunks by file, bytes by file, and bytes by row of the map and file."""
+    num_chunks: dict[str, int] = {}
+    num_bytes: dict[str, int] = {}
+    rows: dict[str, dict[str, int]] = {}
+    # Most chunks share their sizes with many others, and this loop runs once per chunk.
+    cache: dict[tuple[tuple[int, ...], int], int] = {}
+    for tensor in tensors:
+        name = _row_name(tensor.fqn)
+        row = rows.setdefault(name if name in rows or len(rows) < MAX_BLOCKS else OTHER, {})
+        bits = tensor.dtype.bits
+        for chunk in tensor.chunks:
+            file = chunk.span.file
+            key = (chunk.box.sizes, bits)
+            nbytes = cache.get(key)
+            if nbytes is None:
+                nbytes = cache[key] = chunk_bytes(tensor.dtype, chunk.box.sizes)
+            num_chunks[file] = num_chunks.get(file, 0) + 1
+            num_bytes[file] = num_bytes.get(file, 0) + nbytes
+            row[file] = row.get(file, 0) + nbytes
+    return num_chunks, num_bytes, rows
+
+
+def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: MeshSource | None = None) -> Summary:
+    """Return what `ckpt inspect` tells about `checkpoint`.
+
+    The mesh is the recorded one; where none is, the one that explains the chunks (`infer_mesh`).
+
+    Args:
+        checkpoint: The description; for a layout that is not written yet, the result of `overlay`.
+        path: What to call it; its root by default.
+        mesh_source: Who says what the mesh is; "manifest" by default for a recorded one. "overlay" marks the
+            files as not written.
+    """
+    tensors = checkpoint.tensors
+    num_chunks, num_bytes, rows = _count(tensors)
+    names = num_chunks.keys() | {blob.span.file for blob in checkpoint.blobs} | checkpoint.files.keys()
+    files = tuple(
+        FileSummary(
+            file=file,
+            file_bytes=checkpoint.files.get(file),
+            num_chunks=num_chunks.get(file, 0),
+            num_bytes=num_bytes.get(file, 0),
+        )
+        for file in sorted(names, key=_file_order)
+    )
+    ranks = _summarise_ranks(files)
+    blocks: tuple[BlockSummary, ...] = ()
+    if ranks:
+        blocks = tuple(
+            BlockSummary(
+                name=name,
+                bytes_by_rank=tuple(sum(by_file.get(file, 0) for file in rank.files) for rank in ranks),
+            )
+            for name, by_file in rows.items()
+        )
+    mesh, placements = checkpoint.mesh, checkpoint.placements
+    if mesh is not None:
+        mesh_source = mesh_source or "manifest"
+    elif inferred := infer_mesh(checkpoint):
+        mesh, placements, mesh_source = inferred.mesh, inferred.placements, "inferred"
+    else:
+        mesh_source = None
+    return Summary(
+        path=checkpoint.root if path is None else path,
+        format=checkpoint.format,
+        num_tensors=len(tensors),
+        num_elems=sum(tensor.num_elems for tensor in tensors),
+        total_bytes=sum(chunk_bytes(tensor.dtype, tensor.shape) for tensor in tensors),
+        num_chunks=sum(num_chunks.values()),
+        dtypes=_summarise_dtypes(tensors),
+        files=files,
+        ranks=ranks,
+        blobs=checkpoint.blobs,
+        assets=checkpoint.assets,
+        prefixes=_fold_prefixes(tensors),
+        blocks=blocks,
+        mesh=mesh,
+        mesh_source=mesh_source,
+        placements=placements,
+        tensors=tensors,
+    )
+
+
+def _summarise_ranks(files: Sequence[FileSummary]) -> tuple[RankSummary, ...]:
+    by_rank: dict[int, list[FileSummary]] = {}
+    for file in files:
+        rank = rank_of_file(file.file)
+        if rank is None:
+            if file.num_chunks:
+                return ()
+            continue
+        by_rank.setdefault(rank, []).append(file)
+    return tuple(
+        RankSummary(
+            rank=rank,
+            files=tuple(file.file for file in written),
+            num_chunks=sum(file.num_chunks for file in written),
+            num_bytes=sum(file.num_bytes for file in written),
+        )
+        for rank, written in sorted(by_rank.items())
+    )
+
+
+def overlay(checkpoint: Checkpoint, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]) -> Checkpoint:
+    """Return what `checkpoint` would look like sharded for `mesh`: virtual files, one per rank that writes.
+
+    Tensors that `placements` does not name are replicated. Spans tell the file and the length alone (their
+    offset is 0), and tensors that are cut alike share their chunks: 1000 tensors × 4096 ranks stay small.
+
+    Raises:
+        UsageError: A placement cuts a dim that the tensor does not have.
+    """
+    files: dict[str, int] = {}
+    shared: dict[tuple[object, ...], tuple[Chunk, ...]] = {}
+    tensors = []
+    for tensor in checkpoint.tensors:
+        by_axis = placements.get(tensor.fqn, {})
+        grid = cut_tensor(tensor.shape, mesh, by_axis, pack=tensor.dtype.pack)
+        key = (tensor.shape, tensor.dtype.name, grid.cutters)
+        chunks = shared.get(key)
+        if chunks is None:
+            chunks = shared[key] = tuple(
+                Chunk(
+                    box=box,
+                    span=ByteSpan(file=f"__{rank}_0.distcp", offset=0, nbytes=chunk_bytes(tensor.dtype, box.sizes)),
+                )
+                for rank, box in grid.cells
+            )
+        for chunk in chunks:
+            files[chunk.span.file] = files.get(chunk.span.file, 0) + chunk.span.nbytes
+        tensors.append(replace(tensor, chunks=chunks))
+    return Checkpoint(
+        root=checkpoint.root,
+        format="dcp",
+        tensors=tuple(tensors),
+        assets=checkpoint.assets,
+        mesh=mesh,
+        placements=placements,
+        files=files,
+    )
+
+
+def _tensor_json(summary: Summary, tensor: TensorEntry) -> dict[str, object]:
+    placements = summary.placements_of(tensor.fqn)
+    return {
+        "fqn": tensor.fqn,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "placements": None if placements is None else {axis: str(p) for axis, p in placements.items()},
+        "chunks": [
+            {
+                "rank": rank_of_file(chunk.span.file),
+                "offsets": list(chunk.box.offsets),
+                "sizes": list(chunk.box.sizes),
+                "file": chunk.span.file,
+                "offset": None if summary.is_virtual else chunk.span.offset,
+                "nbytes": chunk.span.nbytes,
+            }
+            for chunk in tensor.chunks
+        ],
+    }
+
+
+def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -> dict[str, object]:
+    """Return the `inspect` document of the command contract; names stay as they are.
+
+    Args:
+        summary: The summary.
+        tensors: Tensors to list with their chunks; None leaves the list out.
+    """
+    document: dict[str, object] = {
+        "path": summary.path,
+        "format": summary.format,
+        "num_tensors": summary.num_tensors,
+        "num_elements": summary.num_elems,
+        "total_bytes": summary.total_bytes,
+        "num_chunks": summary.num_chunks,
+        "num_files": len(summary.files),
+        "dtypes": dict(summary.dtypes),
+        "ranks": [
+            {"rank": r.rank, "files": list(r.files), "num_chunks": r.num_chunks, "bytes": r.num_bytes}
+            for r in summary.ranks
+        ],
+        "imbalance": summary.imbalance,
+        "files": [
+            {"file": f.file, "nbytes": f.file_bytes, "num_chunks": f.num_chunks, "bytes": f.num_bytes}
+            for f in summary.files
+        ],
+        "blobs": [
+            {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes} for b in summary.blobs
+        ],
+        "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in summary.assets],
+        "prefixes": [
+            {
+                "prefix": p.prefix,
+                "num_tensors": p.num_tensors,
+                "num_elements": p.num_elems,
+                "bytes": p.num_bytes,
+            }
+            for p in summary.prefixes
+        ],
+        "mesh": None if summary.mesh is None else dict(summary.mesh.axes),
+        "mesh_source": summary.mesh_source,
+        "virtual": summary.is_virtual,
+    }
+    if tensors is not None:
+        document["tensors"] = [_tensor_json(summary, tensor) for tensor in tensors]
+    return document

@@ -1,0 +1,201 @@
+"""Select, rename and cast: a description in, a description out, no bytes touched."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from ckpt_tools.description.checkpoint import BlobEntry, Checkpoint, KeyPath, TensorEntry
+from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.errors import UsageError
+from ckpt_tools.text import escape_name
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""Components that torch.compile, activation checkpointing and FSDP1 put into FQNs at any depth."""
+_OPTIMIZER_ROOT = re.compile(r"optim(izer)?s?(_states?)?(_?\d+)?")
+_OPTIMIZER_LEAVES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step", "master_param")
+_MODEL_ROOTS = ("model", "app", "app_state", "module", "state_dict", "model_state_dict", "model_state", "state")
+"""Keys under which trainers keep the model, or a dict that holds it."""
+_TRAINER_ROOTS = ("train_state", "trainer", "trainer_state", "dataloader", "lr_scheduler", "scheduler", "rng_state")
+"""Keys of state that trainers keep beside a model whose own keys lie at the root."""
+
+
+def select(
+    checkpoint: Checkpoint,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    beside: Checkpoint | None = None,
+) -> Checkpoint:
+    """Keep the tensors and blobs whose FQN matches some `include` glob (or any, without) and no `exclude`.
+
+    Args:
+        checkpoint: What to choose from.
+        include: Globs of what to keep.
+        exclude: Globs of what to leave out.
+        beside: A checkpoint that the same globs are used on: it is enough if they leave something of one of the two.
+
+    Raises:
+        UsageError: An `include` glob matches nothing, or nothing is left.
+    """
+    if not include and not exclude:
+        return checkpoint
+    sides = (checkpoint,) if beside is None else (checkpoint, beside)
+    fqns = [entry.fqn for side in sides for entry in side.tensors]
+    fqns += [blob.fqn for side in sides for blob in side.blobs]
+    for pattern in include:
+        if not any(map(compile_glob(pattern).fullmatch, fqns)):
+            raise UsageError(
+                f"--include {pattern} matches no tensor",
+                hint="`ckpt inspect SRC --tensors` lists the names; ** crosses dots, * does not",
+            )
+    includes = [compile_glob(pattern) for pattern in include]
+    excludes = [compile_glob(pattern) for pattern in exclude]
+
+    def keep(fqn: str) -> bool:
+        return (not includes or any(p.fullmatch(fqn) for p in includes)) and not any(p.fullmatch(fqn) for p in excludes)
+
+    if not any(map(keep, fqns)):
+        raise UsageError(
+            "--include and --exclude leave nothing", hint="* stays inside one dotted component, ** crosses"
+        )
+    return replace(
+        checkpoint,
+        tensors=tuple(entry for entry in checkpoint.tensors if keep(entry.fqn)),
+        blobs=tuple(blob for blob in checkpoint.blobs if keep(blob.fqn)),
+    )
+
+
+def rename(checkpoint: Checkpoint, new_name: Callable[[str], str]) -> Checkpoint:
+    """Rename every tensor; one whose name changes no longer lies where it did in its nested state dict.
+
+    Raises:
+        UsageError: Two tensors get the same name.
+    """
+    names = [new_name(entry.fqn) for entry in checkpoint.tensors]
+    tensors = tuple(
+        entry if fqn == entry.fqn else replace(entry, fqn=fqn, path=())
+        for entry, fqn in zip(checkpoint.tensors, names, strict=True)
+    )
+    seen: dict[str, str] = {}
+    for old, new in zip(checkpoint.tensors, tensors, strict=True):
+        if new.fqn in seen:
+            raise UsageError(
+                f"{escape_name(old.fqn)!r} and {escape_name(seen[new.fqn])!r} "
+                f"would both be named {escape_name(new.fqn)!r}",
+                hint="say what to strip: --strip-prefix none|PREFIX, or --exclude one of them",
+            )
+        seen[new.fqn] = old.fqn
+    return replace(checkpoint, tensors=tensors)
+
+
+def strip_wrappers(fqn: str) -> str:
+    """Remove what wrappers put into an FQN."""
+    for wrapper in WRAPPERS:
+        fqn = fqn.replace("." + wrapper, ".")
+        fqn = fqn.removeprefix(wrapper)
+    return fqn
+
+
+def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
+    """Is this entry optimizer state, to judge by where it lies in the state dict?"""
+    parts = tuple(map(str, entry.path)) if len(entry.path) > 1 else tuple(entry.fqn.split("."))
+    if any(map(_OPTIMIZER_ROOT.fullmatch, parts[:2])):
+        return True
+    # Flattened optimizer state: state.<fqn>.exp_avg
+    last = parts[-1].rpartition(".")[2]
+    return last in _OPTIMIZER_LEAVES and parts[0].partition(".")[0] == "state"
+
+
+def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
+    """Find the model inside what a trainer saved.
+
+    Leaves everything else out (optimizer, train state, a second copy under another root), and names the root that
+    every model key lies under ("", "model.", "app.model.", …). The nesting that DCP records
+    (`TensorEntry.path`) decides; where it is flat or unknown, a root is only a root when every key has it and what
+    remains still looks like a model's keys.
+
+    Returns:
+        The model's tensors, with their names unchanged, and the prefix that their names have once `strip_wrappers`
+        is done with them.
+    """
+    candidates = tuple(entry for entry in checkpoint.tensors if not is_optimizer(entry))
+    tensors, root = _descend(candidates)
+    prefix = "".join(f"{key}." for key in root)
+    names = [strip_wrappers(entry.fqn) for entry in tensors]
+    if not all(name.startswith(prefix) for name in names):  # the names were not made from the paths
+        tensors, prefix = candidates, ""
+        names = [strip_wrappers(entry.fqn) for entry in tensors]
+    model = replace(checkpoint, tensors=tensors, blobs=())
+    if not tensors:
+        return model, ""
+    names = [name[len(prefix) :] for name in names]
+    for outer in ("module.", "app.model.", "model_state.model.", "state.model.", "module."):
+        if all(name.startswith(outer) for name in names):
+            prefix += outer
+            names = [name[len(outer) :] for name in names]
+    # `model.` alone is ambiguous: a base model's own keys begin with it. It is a root when the model's own
+    # `model.` follows, or when nothing says how the names were nested and other parts of the trainer's state
+    # (optimizer, blobs) stand beside it.
+    beside = not any(entry.path for entry in tensors) and (
+        len(tensors) < len(checkpoint.tensors) or any(not blob.fqn.startswith("model.") for blob in checkpoint.blobs)
+    )
+    if all(name.startswith("model.") for name in names) and (
+        beside or any(name.startswith("model.model.") for name in names)
+    ):
+        prefix += "model."
+    return model, prefix
+
+
+def _descend(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[TensorEntry, ...], KeyPath]:
+    """Follow the recorded nesting down to the model: its tensors, and the keys that lead to them."""
+    root: KeyPath = ()
+    while True:
+        depth = len(root)
+        branches: dict[str | int, list[TensorEntry]] = {}
+        for entry in tensors:
+            if len(entry.path) > depth + 1:
+                branches.setdefault(entry.path[depth], []).append(entry)
+        # A model's own keys are flat, with dots in them: a dict nested by modules is not taken apart.
+        named: list[str | int] = [
+            key for key in _MODEL_ROOTS if any("." in str(entry.path[-1]) for entry in branches.get(key, ()))
+        ]
+        if not named and len(branches) == 1 and all(len(entry.path) > depth + 1 for entry in tensors):
+            named = list(branches)
+        if not named:
+            break
+        tensors = tuple(branches[named[0]])
+        root = (*root, named[0])
+    if any(len(entry.path) == len(root) + 1 for entry in tensors):
+        beside = [key for key in _TRAINER_ROOTS if key in branches]
+        tensors = tuple(e for e in tensors if len(e.path) <= len(root) + 1 or e.path[len(root)] not in beside)
+    return tensors, root
+
+
+def strip_prefix(fqns: Iterable[str], prefix: str) -> Callable[[str], str]:
+    """Return the function that removes `prefix` from an FQN.
+
+    Raises:
+        UsageError: Some of `fqns` does not begin with it.
+    """
+    without = next((fqn for fqn in fqns if not fqn.startswith(prefix)), None)
+    if without is not None:
+        raise UsageError(
+            f"tensor {escape_name(without)!r} does not begin with {prefix!r}",
+            hint="--strip-prefix auto finds the prefix; --include and --exclude choose the tensors",
+        )
+    return lambda fqn: fqn[len(prefix) :]
+
+
+def plain_names(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """Index the model's tensors by the names that a plain model gives them.
+
+    Root and wrappers are stripped; tensors whose plain names would be the same keep their own.
+    """
+    model, prefix = find_model(checkpoint)
+    plain = [strip_wrappers(entry.fqn)[len(prefix) :] for entry in model.tensors]
+    counts = Counter(plain)
+    named = {name if counts[name] == 1 else entry.fqn: entry for name, entry in zip(plain, model.tensors, strict=True)}
+    return named if len(named) == len(plain) else {entry.fqn: entry for entry in model.tensors}

@@ -1,0 +1,64 @@
+"""What lies around the tensors' bytes in a data file: the frames of items, and the padding between them.
+
+The digests of tensors cover every payload, those of blobs every blob. One digest per file over all the rest leaves
+no byte out. A frame holds the CRC-32 of its payload, so two files of equal layout that changed places differ in it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+
+import xxhash
+
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, TensorEntry
+from ckpt_tools.formats.dcp import Reader
+from ckpt_tools.formats.torch_zip import item_frame
+
+_PIECE_BYTES = 1 << 20
+
+
+def planned_payloads(tensors: Iterable[TensorEntry]) -> Iterator[ByteSpan]:
+    """Yield where ckpt itself puts the payload of every item of `tensors`."""
+    for entry in tensors:
+        for chunk in entry.chunks:
+            frame = item_frame(entry.dtype, chunk.box.sizes)
+            start = chunk.span.offset + frame.payload_offset
+            yield ByteSpan(file=chunk.span.file, offset=start, nbytes=frame.payload_nbytes)
+
+
+def digest_frames(
+    files: Mapping[str, int], payloads: Iterable[ByteSpan], blobs: Iterable[BlobEntry], reader: Reader
+) -> dict[str, str]:
+    """Return per file the digest of the bytes that belong to no payload and to no blob.
+
+    Args:
+        files: Name → size in bytes of the files to look at.
+        payloads: Where the raw bytes of tensors lie; those in other files are passed over.
+        blobs: Items whose bytes have a digest of their own.
+        reader: Reads the files.
+
+    Raises:
+        CkptError: A file cannot be read.
+    """
+    # Two arrays per file: a large checkpoint has millions of items.
+    spans = {name: (array("Q"), array("Q")) for name in files}
+    for span in chain((blob.span for blob in blobs), payloads):
+        arrays = spans.get(span.file)
+        if arrays is not None and span.nbytes:
+            arrays[0].append(span.offset)
+            arrays[1].append(span.offset + span.nbytes)
+    return {name: _digest(name, size, sorted(zip(*spans[name], strict=True)), reader) for name, size in files.items()}
+
+
+def _digest(name: str, size: int, covered: Iterable[tuple[int, int]], reader: Reader) -> str:
+    state = xxhash.xxh3_128()
+    position = 0
+    for start, end in (*covered, (size, size)):
+        while position < start:
+            nbytes = min(_PIECE_BYTES, start - position)
+            state.update(reader.read(name, position, nbytes))
+            position += nbytes
+        position = max(position, end)
+    return state.hexdigest()

@@ -1,0 +1,400 @@
+"""Move the bytes of a plan's files: bounded buffers, worker threads, checksums and digests on the way.
+
+The unit of work is one canonical block of one tensor. Its part of any row-major chunk is one contiguous run,
+so every read and every write is one contiguous range, whatever the two layouts are. CRC-32s of parts are
+combined into those of whole items; digests of blocks into those of whole tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from isal import isal_zlib
+
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.layout import Blocks, Box, BoxIndex
+from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.formats.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
+from ckpt_tools.formats.torch_zip import item_frame
+from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, chunk_index, group_by_tensor
+from ckpt_tools.moving.read import ALIGNMENT, Buffers, Edit, Read, edit_block, read_block
+from ckpt_tools.moving.strides import byte_box, is_contiguous, move, start_of
+from ckpt_tools.moving.threads import Crew
+from ckpt_tools.storage.journal import BlockRecord
+from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.staging import Staging
+from ckpt_tools.text import escape_name
+
+Progress = Callable[[int], None]
+"""Called with the number of logical bytes that have been moved since the last call; from any thread."""
+OnDamage = Callable[[TensorEntry, CkptError], None]
+"""Called with what is wrong with a tensor's bytes; returning means: go on with the next block."""
+
+_CRC_PASS_BYTES = 4 << 20
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What `execute` did."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    """Digest of every tensor that was read whole, over the bytes as they were written."""
+    source_digests: dict[str, str] = field(default_factory=dict)
+    """Digest of every edited tensor as it was read, when its source has the same blocks."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+    bytes_kept: int = 0
+    """Logical bytes that an interrupted run had written, and that were read back and found right."""
+    chunks_checked: int = 0
+    """Source chunks whose CRC-32 was held against their writer's."""
+
+
+_Parts = list[tuple[int, int, int]]  # (offset, nbytes, crc32)
+
+
+class _Task:
+    """One tensor under way."""
+
+    def __init__(
+        self, number: int, entry: TensorEntry, copies: Sequence[tuple[str, Copy]], edit: Edit | None = None
+    ) -> None:
+        self.number = number
+        self.entry = entry
+        self.copies = copies
+        self.edit = edit
+        self.dtype: DType = copies[0][1].dtype if copies else entry.dtype
+        self.blocks: Blocks = blocks_of(entry, self.dtype)
+        self.chunks: BoxIndex[Chunk] = chunk_index(entry)
+        self.targets = BoxIndex(((i, copy.box) for i, (_, copy) in enumerate(copies)))
+        written = {copy.box: copy.box.num_elems for _, copy in copies}
+        self.whole = not copies or sum(written.values()) == entry.num_elems
+        self.block_digests = bytearray(BLOCK_DIGEST_BYTES * len(self.blocks))
+        self.read_parts: dict[Chunk, _Parts] = {}
+        self.written_parts: list[_Parts] = [[] for _ in copies]
+        self.remaining = max(1, len(self.blocks))
+        self.damaged = False
+        self.unedited: dict[int, bytes] = {}
+        """Block → its digest as it was read, of a tensor with an edit."""
+
+    def add(self, index: int, digest: bytes, reads: Iterable[Read]) -> None:
+        """Remember the digest of a block and what was read for it."""
+        at = BLOCK_DIGEST_BYTES * index
+        self.block_digests[at : at + BLOCK_DIGEST_BYTES] = digest
+        for read in reads:
+            if read.crc32 is not None:
+                self.read_parts.setdefault(read.chunk, []).append((read.start, read.nbytes, read.crc32))
+
+
+class _Run:
+    """One execution: the queue of blocks, and what the workers share."""
+
+    def __init__(
+        self,
+        tasks: Sequence[_Task],
+        source: Source,
+        staging: Staging | None,
+        progress: Progress | None,
+        on_damage: OnDamage | None,
+        *,
+        resumable: bool = False,
+    ) -> None:
+        self.source = source
+        self.staging = staging
+        self.outcome = Outcome()
+        self._resumable = resumable
+        self._progress = progress
+        self._on_damage = on_damage
+        self._tasks = tasks
+        self._lock = threading.Lock()
+        self._open_copies: dict[str, int] = {}
+        for task in tasks:
+            for file, _ in task.copies:
+                self._open_copies[file] = self._open_copies.get(file, 0) + 1
+
+    def run(self, num_workers: int) -> None:
+        """Work until nothing is left; raise the first error of any worker."""
+        Crew(self._queue(self._tasks), self._begin).run(num_workers)
+
+    @staticmethod
+    def _queue(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, int]]:
+        for task in tasks:
+            for index in range(max(1, len(task.blocks))):
+                yield task, index
+
+    def _begin(self) -> Callable[[tuple[_Task, int]], None]:
+        buffers = Buffers()
+        return lambda unit: self._do(*unit, buffers)
+
+    def _do(self, task: _Task, index: int, buffers: Buffers) -> None:
+        nbytes = read = written = 0
+        try:
+            if index < len(task.blocks):
+                block = task.blocks[index]
+                targets = list(task.targets.overlaps(block))
+                kept = self._reuse(task, index, block, targets, buffers)
+                if kept is not None:
+                    nbytes = kept
+                elif task.whole or targets:
+                    content, reads, read = self._content(task, index, block, buffers)
+                    nbytes = len(content)
+                    digest = digest_block(content)
+                    task.add(index, digest, reads)
+                    written = self._write_block(task, block, targets, content, buffers)
+                    if self.staging is not None and self._resumable and task.whole:
+                        numbered = tuple(
+                            (i, p.start, p.nbytes, p.crc32) for i, p in enumerate(reads) if p.crc32 is not None
+                        )
+                        self.staging.record(task.number, index, BlockRecord(digest.hex(), numbered))
+        except CkptError as error:
+            self._report(task, error)
+        with self._lock:
+            self.outcome.bytes_read += read
+            self.outcome.bytes_written += written
+            task.remaining -= 1
+            last = task.remaining == 0
+            if self._progress is not None and nbytes:
+                self._progress(nbytes)
+        if last:
+            self._finish(task)
+
+    def _content(self, task: _Task, index: int, block: Box, buffers: Buffers) -> tuple[memoryview, list[Read], int]:
+        """Read a block, and edit it."""
+        if task.edit is None:
+            return read_block(task.entry, task.chunks, task.dtype, block, self.source, buffers)
+        content, reads, read = read_block(task.entry, task.chunks, task.entry.dtype, block, self.source, buffers)
+        if task.dtype.bits == task.entry.dtype.bits:
+            task.unedited[index] = digest_block(content)
+        return edit_block(task.edit, block, content, task.dtype, buffers), reads, read
+
+    def _report(self, task: _Task, error: CkptError) -> None:
+        if self._on_damage is None:
+            raise error
+        with self._lock:
+            task.damaged = True
+            self._on_damage(task.entry, error)
+
+    # Writing
+
+    def _write_block(
+        self,
+        task: _Task,
+        block: Box,
+        targets: Sequence[tuple[int, Box]],
+        content: memoryview,
+        buffers: Buffers,
+    ) -> int:
+        written = 0
+        whole = byte_box(block, task.dtype)
+        for i, part in targets:
+            file, copy = task.copies[i]
+            piece = byte_box(part, task.dtype)
+            start = start_of(piece, byte_box(copy.box, task.dtype))
+            offset = copy.offset + start
+            if is_contiguous(piece, whole):
+                at = start_of(piece, whole)
+                run = buffers.align(content[at : at + piece.num_elems], at, offset)
+            else:
+                run = buffers.get(1, piece.num_elems, shift=offset % ALIGNMENT)
+                move(piece, content, whole, run, piece)
+            written += self._write_part(task, i, file, copy, start, run)
+        return written
+
+    def _write_part(self, task: _Task, i: int, file: str, copy: Copy, start: int, run: memoryview) -> int:
+        staging = self._sink()
+        if copy.encoding == "raw":
+            return staging.write(file, copy.offset + start, [run])
+        crc32 = isal_zlib.crc32(run)
+        if len(run) == copy.nbytes:  # the whole item at once
+            frame = item_frame(copy.dtype, copy.box.sizes)
+            before, after = frame.seal(crc32)
+            return staging.write(file, copy.offset - frame.payload_offset, [before, run, after])
+        task.written_parts[i].append((start, len(run), crc32))
+        return staging.write(file, copy.offset + start, [run])
+
+    def _sink(self) -> Staging:
+        if self.staging is None:
+            raise CkptError("a plan with copies needs a place to write to")
+        return self.staging
+
+    # Continuing an interrupted run
+
+    def _reuse(
+        self, task: _Task, index: int, block: Box, targets: Sequence[tuple[int, Box]], buffers: Buffers
+    ) -> int | None:
+        """Read back what an interrupted run wrote of a block; None when it must be written (again)."""
+        staging = self.staging
+        if staging is None or not self._resumable or not task.whole:
+            return None
+        if task.edit is not None and not task.edit.is_settled:
+            return None
+        record = staging.records.get((task.number, index))
+        if record is None:
+            return None
+        whole = byte_box(block, task.dtype)
+        content = buffers.get(0, whole.num_elems)
+        parts: list[tuple[int, int, int, int]] = []
+        for i, part in targets:
+            file, copy = task.copies[i]
+            piece = byte_box(part, task.dtype)
+            start = start_of(piece, byte_box(copy.box, task.dtype))
+            direct = is_contiguous(piece, whole)
+            at = start_of(piece, whole)
+            run = content[at : at + piece.num_elems] if direct else buffers.get(1, piece.num_elems)
+            if not staging.read_into(file, copy.offset + start, run):
+                return None
+            parts.append((i, start, isal_zlib.crc32(run), len(run)))
+            if not direct:
+                move(piece, run, piece, content, whole)
+        digest = digest_block(content)
+        if digest.hex() != record.digest:
+            return None
+        chunks = [chunk for chunk, _ in task.chunks.overlaps(block)]
+        reads = (Read(chunks[i], start, nbytes, crc) for i, start, nbytes, crc in record.reads if i < len(chunks))
+        task.add(index, digest, reads)
+        for i, start, crc32, nbytes in parts:
+            task.written_parts[i].append((start, nbytes, crc32))
+        with self._lock:
+            self.outcome.bytes_kept += len(content)
+        return len(content)
+
+    # Finishing
+
+    def _finish(self, task: _Task) -> None:
+        try:
+            self._check_sources(task)
+        except CkptError as error:
+            self._report(task, error)
+        if task.whole and not task.damaged:
+            digest = digest_tensor(task.block_digests)
+            with self._lock:
+                self.outcome.digests[task.entry.fqn] = digest
+        if task.edit is not None:
+            self._finish_edit(task, task.edit)
+        for (file, copy), parts in zip(task.copies, task.written_parts, strict=True):
+            self._seal(file, copy, parts)
+            with self._lock:
+                self._open_copies[file] -= 1
+                done = self._open_copies[file] == 0
+            if done:
+                self._sink().sync(file)
+
+    def _finish_edit(self, task: _Task, edit: Edit) -> None:
+        edit.finish()
+        if task.blocks and len(task.unedited) == len(task.blocks):  # not when blocks of an interrupted run were kept
+            parts = b"".join(task.unedited[index] for index in range(len(task.blocks)))
+            with self._lock:
+                self.outcome.source_digests[task.entry.fqn] = digest_tensor(parts)
+
+    def _seal(self, file: str, copy: Copy, parts: _Parts) -> None:
+        if copy.encoding == "raw" or (copy.nbytes and not parts):
+            return
+        frame = item_frame(copy.dtype, copy.box.sizes)
+        crc32, total = _combine(parts)
+        if total != copy.nbytes:
+            raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=escape_name(file))
+        before, after = frame.seal(crc32)
+        start = copy.offset - frame.payload_offset
+        written = self._sink().write(file, start, [before])
+        written += self._sink().write(file, copy.offset + copy.nbytes, [after])
+        with self._lock:
+            self.outcome.bytes_written += written
+
+    def _check_sources(self, task: _Task) -> None:
+        for chunk, _ in task.chunks.overlaps(Box((0,) * len(task.entry.shape), task.entry.shape)):
+            if chunk.crc32 is None:
+                continue
+            parts = task.read_parts.get(chunk, []) if chunk.strides is None else self._crc_pass(chunk)
+            crc32, total = _combine(parts)
+            if total != chunk.span.nbytes:
+                continue  # a plan for some of the files reads some of the bytes
+            if crc32 != chunk.crc32:
+                span = chunk.span
+                raise UnreadableError(
+                    f"tensor {escape_name(task.entry.fqn)!r} is damaged: CRC-32 of its bytes is {crc32:08x}, "
+                    f"its writer recorded {chunk.crc32:08x}",
+                    where=f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}",
+                    hint="restore the file from where it was copied, or save the checkpoint again",
+                )
+            with self._lock:
+                self.outcome.chunks_checked += 1
+
+    def _crc_pass(self, chunk: Chunk) -> _Parts:
+        """Read a strided chunk once more, in the order of its bytes."""
+        span, crc32 = chunk.span, 0
+        for start in range(0, span.nbytes, _CRC_PASS_BYTES):
+            nbytes = min(_CRC_PASS_BYTES, span.nbytes - start)
+            crc32 = isal_zlib.crc32(self.source.read(span.file, span.offset + start, nbytes), crc32)
+        return [(0, span.nbytes, crc32)]
+
+
+def _combine(parts: _Parts) -> tuple[int, int]:
+    """Return the CRC-32 of the concatenated parts, and their bytes up to the first hole."""
+    crc32 = total = 0
+    for offset, nbytes, part in sorted(parts):
+        if offset != total:
+            return crc32, -1
+        crc32 = isal_zlib.crc32_combine(crc32, part, nbytes)
+        total += nbytes
+    return crc32, total
+
+
+def execute(
+    files: Sequence[FilePlan],
+    source: Source,
+    staging: Staging,
+    *,
+    num_workers: int,
+    progress: Progress | None = None,
+    resumable: bool = False,
+    edits: Mapping[str, Edit] | None = None,
+) -> Outcome:
+    """Write `files` into `staging`, durably.
+
+    With `resumable`, blocks that the staging directory's records name are read back and kept when they are right,
+    and blocks that are written are recorded. `edits` (FQN in the source → what to do) change tensors on their way.
+
+    Memory: two buffers of one block for every worker (`Plan.peak_bytes`), and the plan itself.
+
+    Raises:
+        CkptError: The first thing that went wrong in any worker.
+    """
+    head_bytes = 0
+    for file in files:
+        staging.create(file.file, file.nbytes)
+        if file.head:
+            head_bytes += staging.write(file.file, 0, [file.head])
+    edits = edits or {}
+    tasks = [_Task(i, entry, copies, edits.get(entry.fqn)) for i, (entry, copies) in enumerate(group_by_tensor(files))]
+    tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
+    run = _Run(
+        tasks,
+        source,
+        staging,
+        progress,
+        None,
+        resumable=resumable,
+    )
+    run.run(num_workers)
+    for file in files:
+        if not file.copies:
+            staging.sync(file.file)
+    source.check_unchanged()
+    run.outcome.bytes_written += head_bytes
+    return run.outcome
+
+
+def scan(
+    entries: Sequence[TensorEntry],
+    source: Source,
+    *,
+    num_workers: int,
+    progress: Progress | None = None,
+    on_damage: OnDamage | None = None,
+) -> Outcome:
+    """Read tensors (raw chunks) whole: their digests, and their CRC-32s held against their writer's."""
+    run = _Run([_Task(i, entry, ()) for i, entry in enumerate(entries)], source, None, progress, on_damage)
+    run.run(num_workers)
+    return run.outcome

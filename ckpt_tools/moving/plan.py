@@ -1,0 +1,276 @@
+"""From two descriptions to a plan: which boxes go where. Pure; no byte is read.
+
+A plan is a list of files to write. Every `FilePlan` stands alone: it names its own sources and one
+destination file, so a plan can be split over machines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ckpt_tools.description.checkpoint import (
+    Asset,
+    BlobEntry,
+    ByteSpan,
+    Checkpoint,
+    Chunk,
+    Encoding,
+    TensorEntry,
+    is_plain_path,
+)
+from ckpt_tools.description.dtypes import BY_NAME, DType
+from ckpt_tools.description.layout import Blocks, Box, BoxIndex, split_blocks
+from ckpt_tools.description.tiling import check_tiling
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.formats.manifest import BLOCK_BYTES
+from ckpt_tools.formats.torch_zip import item_frame
+from ckpt_tools.text import escape_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One box of one tensor, to be written at one place."""
+
+    source: TensorEntry
+    """The tensor, with the chunks that hold the box."""
+    dtype: DType
+    """Element type to write; casts when it is not the source's."""
+    box: Box
+    """Elements of the global tensor."""
+    offset: int
+    """First byte of the payload in the destination file."""
+    encoding: Encoding = "raw"
+    """What surrounds the payload."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return self.dtype.num_bytes(self.box.num_elems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """One file to write."""
+
+    file: str
+    """Name relative to the destination."""
+    nbytes: int
+    """Its size."""
+    copies: tuple[Copy, ...]
+    """What goes in."""
+    head: bytes = b""
+    """Fixed bytes at the beginning (a safetensors header)."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The source files that it needs."""
+        return tuple(sorted({c.span.file for copy in self.copies for c in copy.source.chunks}))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion: what is there, what shall be there, and from both every file to write.
+
+    Raises:
+        UnreadableError: The source's chunks do not tile a tensor exactly.
+    """
+
+    source: Checkpoint
+    """Chunks are raw (see `formats.dcp.resolve`)."""
+    target: Checkpoint
+    """Tensors with the source's FQNs and shapes; dtypes may differ (casts)."""
+    heads: Mapping[str, bytes]
+    """File → fixed bytes at its beginning."""
+
+    def __post_init__(self) -> None:
+        for entry in self.source.tensors:
+            check_complete(entry)
+
+    @cached_property
+    def files(self) -> tuple[FilePlan, ...]:
+        """Every file to write; made when first asked for."""
+        return plan_copies(self.source, self.target, heads=self.heads)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that will be written."""
+        return sum(self.target.files.values())
+
+    @cached_property
+    def read_bytes(self) -> int:
+        """Logical source bytes that will be moved, each tensor once."""
+        entries = {entry.fqn: entry.nbytes for entry in self.source.tensors}
+        blobs = sum(blob.span.nbytes for blob in self.target.blobs)
+        return sum(entries[entry.fqn] for entry in self.target.tensors) + blobs
+
+    def peak_bytes(self, num_workers: int) -> int:
+        """Upper bound of the buffers that `execute` holds at once."""
+        entries = {entry.fqn: entry for entry in self.source.tensors}
+        widest = (buffer_bytes(entries[target.fqn], target.dtype) for target in self.target.tensors)
+        return num_workers * max(widest, default=0)
+
+
+def group_by_tensor(files: Iterable[FilePlan]) -> list[tuple[TensorEntry, list[tuple[str, Copy]]]]:
+    """Return (source tensor, its copies with their files), in the order of the files' copies."""
+    groups: dict[str, list[tuple[str, Copy]]] = defaultdict(list)
+    for file in files:
+        for copy in file.copies:
+            groups[copy.source.fqn].append((file.file, copy))
+    return [(_merge_sources(group), group) for group in groups.values()]
+
+
+def _merge_sources(group: Sequence[tuple[str, Copy]]) -> TensorEntry:
+    """Return the tensor with the chunks of all copies in `group`, each once."""
+    first = group[0][1].source
+    if all(copy.source is first for _, copy in group):
+        return first
+    chunks = dict.fromkeys(chunk for _, copy in group for chunk in copy.source.chunks)
+    return replace(first, chunks=tuple(chunks))
+
+
+def blocks_of(entry: TensorEntry, dtype: DType) -> Blocks:
+    """Return the canonical blocks of a tensor that is written as `dtype`: the units of work and of digests.
+
+    Raises:
+        UsageError: A sub-byte tensor whose rows end inside a byte.
+    """
+    blocks = split_blocks(entry.shape, dtype.bits, block_bytes=BLOCK_BYTES, granule=dtype.granule)
+    if dtype.granule > 1 and blocks.dim >= 0 and entry.shape[-1] % dtype.granule:
+        raise UsageError(
+            f"tensor {escape_name(entry.fqn)!r}: rows of {entry.shape[-1]} {dtype.name} elements end inside a byte"
+        )
+    return blocks
+
+
+def buffer_bytes(entry: TensorEntry, dtype: DType) -> int:
+    """Bytes that one worker needs to write `entry` as `dtype`: a block, and as much to rearrange or cast it."""
+    widest = max(entry.dtype.bits, dtype.bits)
+    return 2 * min(entry.num_elems * widest // 8, BLOCK_BYTES * widest // dtype.bits)
+
+
+def plan_copies(
+    source: Checkpoint, destination: Checkpoint, *, heads: Mapping[str, bytes] | None = None
+) -> tuple[FilePlan, ...]:
+    """Plan every chunk of `destination` out of `source`.
+
+    Args:
+        source: Chunks must be raw (see `formats.dcp.resolve`).
+        destination: Tensors with the source's FQNs and shapes; dtypes may differ (casts).
+        heads: File → fixed bytes at its beginning.
+    """
+    heads = heads or {}
+    copies: dict[str, list[Copy]] = {file: [] for file in destination.files}
+    by_fqn = {entry.fqn: entry for entry in source.tensors}
+    for target in destination.tensors:
+        entry = by_fqn[target.fqn]
+        index = chunk_index(entry)
+        if entry.shape != target.shape:
+            raise CkptError(f"{target.fqn}: shape {entry.shape} cannot become {target.shape}")
+        for chunk in target.chunks:
+            copies[chunk.span.file].append(
+                Copy(
+                    source=_restrict(entry, index, chunk.box),
+                    dtype=target.dtype,
+                    box=chunk.box,
+                    offset=_payload_offset(target, chunk),
+                    encoding=chunk.encoding,
+                )
+            )
+    blobs = {blob.fqn: blob for blob in source.blobs}
+    for target_blob in destination.blobs:
+        copies[target_blob.span.file].append(
+            copy_span(blob_name(target_blob), blobs[target_blob.fqn].span, target_blob.span.offset)
+        )
+    return tuple(
+        FilePlan(file=file, nbytes=nbytes, copies=tuple(copies[file]), head=heads.get(file, b""))
+        for file, nbytes in destination.files.items()
+    )
+
+
+def plan_assets(assets: Iterable[Asset]) -> tuple[FilePlan, ...]:
+    """Plan to carry files along as they are."""
+    return tuple(
+        FilePlan(
+            file=asset.file,
+            nbytes=asset.nbytes,
+            copies=(copy_span(asset_name(asset), ByteSpan(file=asset.file, offset=0, nbytes=asset.nbytes), 0),),
+        )
+        for asset in assets
+    )
+
+
+def copy_span(name: str, span: ByteSpan, offset: int) -> Copy:
+    """Copy bytes as they are: a 1-d U8 tensor like any other."""
+    box = Box((0,), (span.nbytes,))
+    entry = TensorEntry(fqn=name, dtype=BY_NAME["U8"], shape=(span.nbytes,), chunks=(Chunk(box=box, span=span),))
+    return Copy(source=entry, dtype=entry.dtype, box=box, offset=offset)
+
+
+def chunk_index(entry: TensorEntry) -> BoxIndex[Chunk]:
+    """Index the chunks of `entry` by box, the first of each set of replicas."""
+    distinct: dict[Box, Chunk] = {}
+    for chunk in entry.chunks:
+        distinct.setdefault(chunk.box, chunk)
+    return BoxIndex((chunk, box) for box, chunk in distinct.items())
+
+
+def asset_name(asset: Asset) -> str:
+    """Return the name under which an asset's digest is reported; no FQN contains a NUL."""
+    return "\0asset\0" + asset.file
+
+
+def blob_name(blob: BlobEntry) -> str:
+    """Return the name under which a blob's digest is reported; no FQN contains a NUL."""
+    return "\0blob\0" + blob.fqn
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise UnreadableError unless `names` can all be files of one destination.
+
+    Most come from the source, some from what it merely claims: two may be equal, one may be the directory of another,
+    and one may lead out.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if not is_plain_path(name):
+            raise UnreadableError("a file name leads out of the destination", where=escape_name(name))
+        if name in seen:
+            raise UnreadableError("two files of the destination would have the same name", where=escape_name(name))
+        seen.add(name)
+    for name in seen:
+        parts = name.split("/")
+        if any("/".join(parts[:i]) in seen for i in range(1, len(parts))):
+            raise UnreadableError("a file of the destination would also be a directory", where=escape_name(name))
+
+
+def check_complete(entry: TensorEntry) -> None:
+    """Raise UnreadableError unless the chunks of `entry` hold every element exactly once."""
+    if len(entry.chunks) == 1 and entry.chunks[0].box.sizes == entry.shape:
+        return
+    problem = check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
+    if problem is None:
+        return
+    files = sorted({escape_name(chunk.span.file) for chunk in entry.chunks})
+    kind = "incomplete" if problem.kind == "missing" else "inconsistent"
+    raise UnreadableError(
+        f"tensor {escape_name(entry.fqn)!r} is {kind}: {problem.describe(entry.shape)}",
+        where=", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "") or None,
+        hint="`ckpt verify` lists everything that is wrong; restore the checkpoint or save it again",
+    )
+
+
+def _payload_offset(entry: TensorEntry, chunk: Chunk) -> int:
+    if chunk.encoding == "raw":
+        return chunk.span.offset
+    return chunk.span.offset + item_frame(entry.dtype, chunk.box.sizes).payload_offset
+
+
+def _restrict(entry: TensorEntry, index: BoxIndex[Chunk], box: Box) -> TensorEntry:
+    """Return `entry` with only the chunks that share elements with `box`, replicas left out."""
+    if len(entry.chunks) == 1:
+        return entry
+    needed = tuple(chunk for chunk, _ in index.overlaps(box))
+    return entry if len(needed) == len(entry.chunks) else replace(entry, chunks=needed)

@@ -1,0 +1,168 @@
+"""Apply rules to the tensors of a checkpoint: which axis cuts which dim, and why not.
+
+Shape legend: L is the length of a tensor dim as torch counts it, N the number of ranks along a mesh axis.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.layout import FSDP_AXIS, Grid, Mesh, Placement, Shard, cut_tensor
+from ckpt_tools.errors import UsageError
+from ckpt_tools.placement.rule import Rule
+from ckpt_tools.text import escape_name
+
+
+def place_tensors(tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule]) -> dict[str, dict[str, Placement]]:
+    """Return FQN → axis → placement; axes that are not named replicate.
+
+    A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it
+    says. Scalars are replicated.
+
+    Args:
+        tensors: The tensors to place.
+        mesh: The mesh to place them on.
+        rules: In order of precedence (`--set` before the file's); the first match wins.
+
+    Raises:
+        UsageError: A rule that matches no tensor or speaks of an axis that the mesh lacks, or a cut that is
+            impossible or that PyTorch itself cannot load.
+    """
+    entries = tuple(tensors)
+    _check_axes(rules, mesh)
+    unmatched = list(rules)
+    result: dict[str, dict[str, Placement]] = {}
+    for entry in entries:
+        unmatched = [rule for rule in unmatched if not rule.matches(entry.fqn)]
+        rule = next((rule for rule in rules if rule.matches(entry.fqn)), None)
+        placements: dict[str, Placement] = {}
+        if entry.shape and any(name == FSDP_AXIS for name, _ in mesh.axes):
+            placements[FSDP_AXIS] = Shard(0)
+        if rule is not None:
+            placements |= rule.placements(entry.fqn, len(entry.shape))
+        cuts = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
+        _check_cuts(entry, mesh, cuts, rule)
+        result[entry.fqn] = dict(cuts)
+    for rule in unmatched:
+        if not rule.optional:
+            raise UsageError(
+                f"the rule {rule.match!r} matches no tensor",
+                where=rule.origin,
+                hint=_nearest(rule.match, [entry.fqn for entry in entries]),
+            )
+    return result
+
+
+def cut_entry(entry: TensorEntry, mesh: Mesh, placements: Mapping[str, Placement]) -> Grid:
+    """Return how `mesh` cuts `entry`, in logical elements.
+
+    Torch keeps two F4 elements in one of its own and cuts between those, so the cuts fall on even elements.
+
+    Raises:
+        UsageError: As `cut_tensor`.
+    """
+    return cut_tensor(entry.shape, mesh, placements, pack=entry.dtype.pack)
+
+
+def _check_axes(rules: Sequence[Rule], mesh: Mesh) -> None:
+    names = [name for name, _ in mesh.axes]
+    for rule in rules:
+        for axis in rule.axes:
+            if axis not in names:
+                said = f"style {rule.style}" if rule.style else f"{axis}:{(rule.place or {})[axis]}"
+                raise UsageError(
+                    f"the rule {rule.match!r} ({said}) needs the axis {axis}, and the mesh {mesh} has none",
+                    where=rule.origin,
+                    hint=f"add the axis: --mesh {mesh},{axis}=N",
+                )
+
+
+def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], rule: Rule | None) -> None:
+    where = rule.origin if rule is not None else None
+    pack = entry.dtype.pack
+    if pack > 1 and (not entry.shape or entry.shape[-1] % pack):
+        raise UsageError(
+            f"{_describe(entry)} ends inside a byte: torch keeps {pack} elements per byte of the last dim",
+            hint=f"leave it out: --exclude '{escape_name(entry.fqn)}'",
+        )
+    for axis, placement in cuts.items():
+        if placement.dim >= len(entry.shape):
+            raise UsageError(
+                f"{axis}:{placement} cannot cut {_describe(entry)}: it has no dim {placement.dim}",
+                where=where,
+                hint="narrow the rule's pattern, or choose another dim",
+            )
+    _check_fsdp(entry, mesh, cuts, where)
+    _check_bytes(entry, mesh, cuts, where)
+
+
+def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where: str | None) -> None:
+    """Refuse what `fully_shard` refuses, and what it saves but cannot load.
+
+    Source: `torch/distributed/fsdp/_fully_shard/_fsdp_param.py` (uneven sharding needs dim 0). When another
+    axis cuts the same dim unevenly, some ranks get more than the next cut of theirs accounts for (17 rows on
+    dp_shard=4, tp=2): the chunk table that PyTorch saves does not fit the data, and loading stops with
+    "mismatch sizes".
+    """
+    fsdp = cuts.get(FSDP_AXIS)
+    num_ranks = mesh.size(FSDP_AXIS)
+    if fsdp is None or num_ranks == 1:
+        return
+    dim = fsdp.dim
+    length = entry.shape[dim] // (entry.dtype.pack if dim == len(entry.shape) - 1 else 1)
+    others = [axis for axis, placement in cuts.items() if placement == fsdp and axis != FSDP_AXIS]
+    num_parts = math.prod(mesh.size(axis) for axis in others)
+    if length % num_parts:
+        axes = "×".join(others)
+        raise UsageError(
+            f"tensor {entry.fqn!r}: {axes} and {FSDP_AXIS} both cut dim {dim}, and its {length} elements are "
+            f"not divisible by {axes}={num_parts}; PyTorch saves such tensors in a way that it cannot load",
+            where=where,
+            hint=f"keep it off {axes} (--set '{escape_name(entry.fqn)}=') or choose a size that divides {length}",
+        )
+    if dim > 0 and (length // num_parts) % num_ranks:
+        inside = f" left by {'×'.join(others)}={num_parts}" if others else ""
+        raise UsageError(
+            f"tensor {entry.fqn!r}: {FSDP_AXIS}:{fsdp} needs the {length // num_parts} elements of dim {dim}"
+            f"{inside} to be divisible by {FSDP_AXIS}={num_ranks}, as fully_shard does for every dim but 0",
+            where=where,
+            hint=f"cut dim 0 instead ({FSDP_AXIS}:S(0)), or choose a size that divides {length // num_parts}",
+        )
+
+
+def _check_bytes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where: str | None) -> None:
+    """Refuse cuts inside a byte. Only types that torch lacks (F6) can get here."""
+    bits = entry.dtype.bits
+    if bits % 8 == 0 or not any(mesh.size(axis) > 1 for axis in cuts):
+        return
+    starts = [offset for offset, _ in cut_entry(entry, mesh, cuts).intervals[-1]]
+    if any(start * bits % 8 for start in (*starts, entry.shape[-1])):
+        raise UsageError(
+            f"{_describe(entry)} cannot be cut by {mesh}: a cut would fall inside a byte",
+            where=where,
+            hint=f"keep it whole: --set '{escape_name(entry.fqn)}={','.join(f'{axis}:R' for axis in cuts)}'",
+        )
+
+
+def _describe(entry: TensorEntry) -> str:
+    return f"tensor {entry.fqn!r} of dtype {entry.dtype.name} and shape {list(entry.shape)}"
+
+
+def _nearest(pattern: str, fqns: Sequence[str]) -> str:
+    """Return a hint with the FQNs that look most like `pattern`."""
+    if not fqns:
+        return "the checkpoint has no tensors"
+    # Layers look alike: compare with one of each kind.
+    kinds = {re.sub(r"\d+", "*", fqn): fqn for fqn in reversed(fqns)}
+    # What `**` stands for says nothing: compare what the pattern spells out with as many components of the names.
+    spelled = pattern.rpartition("**")[2].lstrip(".")
+    count = len(spelled.split("."))
+    tails: dict[str, str] = {}
+    for kind, fqn in kinds.items():
+        tails.setdefault(".".join(kind.split(".")[-count:]) if "**" in pattern else kind, fqn)
+    near = difflib.get_close_matches(spelled if "**" in pattern else pattern, tails, n=3, cutoff=0.0)
+    return f"the nearest names are {', '.join(escape_name(tails[tail]) for tail in near)}"

@@ -1,0 +1,160 @@
+"""One rule, and the tensor-parallel styles that a rule can name instead of placements.
+
+A style says how a module is parallelised; what matters on disk is which dim of its parameters the axis cuts.
+
+Source: the styles that transformers registers (`transformers/distributed/tensor_parallel.py` and
+`expert_parallel.py` in 5.23; the `local_*`, `*_rep` and `sequence_parallel` spellings of 4.5x), which are
+`torch.distributed.tensor.parallel`'s ColwiseParallel and RowwiseParallel for the weights.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.layout import Mesh, Placement, Shard
+from ckpt_tools.errors import UsageError
+
+Cut = Literal["out", "in", "rows", "columns", "experts", "whole", "packed"]
+"""What a style cuts: a layer's output or input features, a table's rows or columns, experts, nothing."""
+
+STYLES: dict[str, Cut] = {
+    "colwise": "out",
+    "colwise_rep": "out",
+    "colwise_gather_output": "out",
+    "local_colwise": "out",
+    "rowwise": "in",
+    "rowwise_rep": "in",
+    "rowwise_split_input": "in",
+    "local_rowwise": "in",
+    "embedding_rowwise": "rows",
+    "embedding_colwise": "columns",
+    "grouped_gemm": "experts",
+    "packed_colwise": "packed",
+    "packed_rowwise": "packed",
+    "local_packed_rowwise": "packed",
+    "replicate": "whole",
+    "replicated_with_grad_allreduce": "whole",
+    "sequence_parallel": "whole",
+    "mla_kv_a_proj": "whole",
+    "all_reduce": "whole",
+    "moe_tp_experts": "whole",
+    "moe_identity_expert": "whole",
+    "ep_dispatch_experts": "whole",
+    "local_params": "whole",
+    "local": "whole",
+    "gather": "whole",
+}
+"""Every known style. The "whole" ones steer activations and gradients and leave their parameters uncut."""
+
+STYLE_AXIS: dict[Cut, str] = {
+    "out": "tp",
+    "in": "tp",
+    "rows": "tp",
+    "columns": "tp",
+    "packed": "tp",
+    "experts": "ep",
+}
+"""The axis that a style cuts along; a style without one needs no axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Placements, or a style, for the tensors whose FQN matches a pattern."""
+
+    match: str
+    """The pattern; see `compile_glob`. With a style it may also name the module that holds the parameters."""
+    place: Mapping[str, Placement] | None = None
+    """Axis → placement; empty means that no axis but FSDP's cuts the tensor."""
+    style: str | None = None
+    """A key of `STYLES`. Exactly one of `place` and `style` is given."""
+    origin: str = "--set"
+    """Where the rule was written, for messages."""
+    optional: bool = False
+    """True when the rule may match nothing (parameters that a plan names and a model may lack)."""
+
+    def __post_init__(self) -> None:
+        compile_glob(self.match)
+        if (self.place is None) == (self.style is None):
+            raise UsageError(
+                f"the rule for {self.match!r} needs either place or style", where=self.origin, hint=_EXAMPLE
+            )
+        if self.style is None:
+            return
+        if self.style not in STYLES:
+            raise UsageError(
+                f"unknown style {self.style!r} in the rule for {self.match!r}",
+                where=self.origin,
+                hint=suggest(self.style, STYLES, "the styles are"),
+            )
+        if STYLES[self.style] == "packed":
+            raise UsageError(
+                f"the style {self.style!r} of {self.match!r} is not supported: the tensor holds several "
+                "matrices side by side, and every rank needs a part of each, which is not one rectangle",
+                where=self.origin,
+                hint="leave the tensor off the tp axis (place: {}), or unpack it first",
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that the rule speaks of."""
+        if self.place is not None:
+            return tuple(self.place)
+        axis = STYLE_AXIS.get(STYLES[self.style or ""])
+        return (axis,) if axis else ()
+
+    def matches(self, fqn: str) -> bool:
+        """Whether the rule is about `fqn`; a style also reaches the direct parameters of a module."""
+        pattern = compile_glob(self.match)
+        if pattern.fullmatch(fqn):
+            return True
+        module, dot, _ = fqn.rpartition(".")
+        return bool(self.style and dot and pattern.fullmatch(module))
+
+    def placements(self, fqn: str, num_dims: int) -> dict[str, Placement]:
+        """Return axis → placement for the tensor `fqn` of `num_dims` dims; styles leave FSDP's axis alone."""
+        if self.place is not None:
+            return dict(self.place)
+        how = STYLES[self.style or ""]
+        dim = _cut_dim(how, fqn, num_dims)
+        return {} if dim is None else {STYLE_AXIS[how]: Shard(dim)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleSet:
+    """What a rules file says."""
+
+    rules: tuple[Rule, ...]
+    """In file order; the first match wins."""
+    mesh: Mesh | None = None
+    """The mesh, when the file names one."""
+
+
+_EXAMPLE = "write for example place: {tp: S(0)}, or style: colwise"
+
+
+def _cut_dim(how: Cut, fqn: str, num_dims: int) -> int | None:
+    """Return the dim that is cut, None for none. A scalar is never cut.
+
+    Linear weights are (…, out, in): experts stacked along dim 0 keep that dim whole. The bias of a rowwise
+    layer is added after the sum over ranks, so every rank keeps all of it.
+    """
+    if num_dims == 0 or how in ("whole", "packed"):
+        return None
+    if how == "out":
+        return max(num_dims - 2, 0)
+    if how == "in":
+        return None if fqn.rpartition(".")[2] == "bias" else num_dims - 1
+    if how == "columns":
+        return 1 if num_dims > 1 else None
+    return 0
+
+
+def suggest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a hint: the known words nearest to `word`, or all of them after `otherwise`."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(near)}?" if near else f"{otherwise} {', '.join(names)}"
