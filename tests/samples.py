@@ -120,6 +120,6 @@ def small_blocks(nbytes: int) -> Iterator[None]:
     The constant is part of the manifest's digest, and plan and digest must agree on it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("plan", "digest", "formats.manifest"):
+        for module in ("moving.plan", "formats.digest", "formats.manifest"):
             patch.setattr(f"ckpt_tools.{module}.BLOCK_BYTES", nbytes)
         yield

@@ -213,7 +213,7 @@ class Child:
 
 def _is_here(entry: str) -> bool:
     """Is this entry of `sys.path` the current directory, which may be a model's? ckpt's own home is none."""
-    home = os.path.join(os.path.dirname(__file__), os.pardir)
+    home = os.path.join(os.path.dirname(__file__), os.pardir, os.pardir)
     return os.path.realpath(entry) == os.path.realpath(os.curdir) != os.path.realpath(home)
 
 

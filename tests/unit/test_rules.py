@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.description.layout import Box, Mesh, Replicate, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement import (
     Rule,
     check_quantization,
-    compile_glob,
     cut_entry,
     find_tp_plan,
     parse_rules,
