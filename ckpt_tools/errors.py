@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from ckpt_tools.text import escape_message
+
 
 class CkptError(Exception):
-    """Something went wrong, told in three parts.
+    """Something went wrong, told in three parts. Names from files are made safe to show here, and nowhere before.
 
     Args:
         what: What happened, with the expected and the found value.
@@ -30,10 +32,10 @@ class CkptError(Exception):
     code: ClassVar[str] = "failed"
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
-        super().__init__(what)
-        self.what = what
-        self.where = where
-        self.hint = hint
+        self.what = escape_message(what)
+        self.where = None if where is None else escape_message(where)
+        self.hint = None if hint is None else escape_message(hint)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         """All three parts on one line, for logs and tracebacks."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Collection
+from itertools import islice
 
 # Printable by category, yet invisible: joiners, Hangul fillers, inherent vowels, variation selectors, blank.
 _INVISIBLE = re.compile(
@@ -30,10 +32,34 @@ def escape_name(text: str) -> str:
     """
     start = text[: MAX_SHOWN_CHARS + 1]
     if not (start.isascii() and start.isprintable()):
-        start = "".join(
-            char if char.isprintable() and not _INVISIBLE.match(char) else _escape(ord(char)) for char in start
-        )
+        start = _escape_all(start)
     return start if len(start) <= MAX_SHOWN_CHARS else start[: MAX_SHOWN_CHARS - 1] + "…"
+
+
+MAX_MESSAGE_CHARS = 8192
+"""Characters of one part of an error or a finding."""
+_LONG_WORD = re.compile(rf"\S{{{MAX_SHOWN_CHARS + 1},}}")
+
+
+def escape_message(text: str) -> str:
+    """Return a sentence that may quote names from files, as `escape_name` would show them: for errors and findings.
+
+    A word has at most `MAX_SHOWN_CHARS` characters and the whole `MAX_MESSAGE_CHARS`. Escaping twice changes nothing.
+    """
+    text = text[:MAX_MESSAGE_CHARS]
+    if not (text.isascii() and text.isprintable()):
+        text = _escape_all(text)[:MAX_MESSAGE_CHARS]
+    return _LONG_WORD.sub(lambda word: word[0][: MAX_SHOWN_CHARS - 1] + "…", text)
+
+
+def first_few(names: Collection[str], limit: int = 3) -> str:
+    """List up to `limit` names, escaped, and how many more there are: "a, b, c and 4 more"."""
+    shown = ", ".join(escape_name(name) for name in islice(names, limit))
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _escape_all(text: str) -> str:
+    return "".join(char if char.isprintable() and not _INVISIBLE.match(char) else _escape(ord(char)) for char in text)
 
 
 def _escape(code: int) -> str:

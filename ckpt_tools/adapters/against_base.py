@@ -71,7 +71,7 @@ def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Fin
         what = f"the base model has no module of this name ({len(foreign)} of {len(adapter.modules)} are not in it)"
         hint = "was the adapter trained on this model, and are all its names of one tool?"
         where = escape_name(foreign[0])
-        findings.append(Finding(code="adapter-unmatched", severity="error", where=where, what=what, hint=hint))
+        findings.append(Finding.error(code="adapter-unmatched", where=where, what=what, hint=hint))
     return findings, not_checked
 
 
@@ -93,10 +93,9 @@ def _by_tables(adapter: Adapter[TensorEntry], architecture: Architecture, base: 
         else:
             yield from _shape_of(module, {shape for each in found for shape in _shapes_of(each, base)})
     if missing:
-        yield Finding(
+        yield Finding.error(
             code="adapter-unmatched",
-            severity="error",
-            where=escape_name(missing[0]),
+            where=missing[0],
             what=f"the base model has no module of this name ({len(missing)} of {len(adapter.modules)} are not in it)",
             hint="is it the base that the adapter was trained on?",
         )
@@ -110,10 +109,9 @@ def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) 
     have = (factors["B"][0], math.prod(factors["A"][1:]))
     if not wanted or have in wanted:
         return
-    yield Finding(
+    yield Finding.error(
         code="adapter-shape",
-        severity="error",
-        where=escape_name(module.path),
+        where=module.path,
         what=f"A, B are for {list(have)}, and the base model's is {' or '.join(str(list(x)) for x in sorted(wanted))}",
         hint="is it the base that the adapter was trained on?",
     )

@@ -11,7 +11,6 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Fami
 from ckpt_tools.adapters.keys import Key, parse_key
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.text import escape_name
 
 _GENERIC = ("alpha", "magnitude", "rescale", "diff_b")
 """Roles that come beside those of a family."""
@@ -68,9 +67,9 @@ def assemble(
         group = groups[(key.path, key.nesting)] if key.family != "saved" else groups[(key.path, -1)]
         if key.role in group:
             raise UnreadableError(
-                f"two tensors would be the factor {key.role} of {escape_name(key.path)!r}: "
-                f"{escape_name(group[key.role][1].fqn)!r} and {escape_name(item.entry.fqn)!r}",
-                where=escape_name(path),
+                f"two tensors would be the factor {key.role} of {key.path!r}: "
+                f"{group[key.role][1].fqn!r} and {item.entry.fqn!r}",
+                where=path,
                 hint="leave one of them out: --exclude GLOB",
             )
         group[key.role] = (key, item.entry)
@@ -85,7 +84,7 @@ def assemble(
     else:
         modules += _saved(saved)
     if not modules:
-        raise UnreadableError("no adapter here: only names that a base model may have as well", where=escape_name(path))
+        raise UnreadableError("no adapter here: only names that a base model may have as well", where=path)
     return Adapter(
         modules=tuple(sorted(modules, key=lambda module: (module.path, module.nesting, module.family))),
         convention=convention,
@@ -130,8 +129,8 @@ def _modules(
     own = [family for family in families if family != "full"]
     if len(own) > 1:
         raise UnreadableError(
-            f"{escape_name(path)!r} has factors of {' and '.join(own)}",
-            where=escape_name(source),
+            f"{path!r} has factors of {' and '.join(own)}",
+            where=source,
             hint="these are two adapters: choose one with --include and --exclude",
         )
     factors: dict[Family, dict[str, TensorEntry]] = defaultdict(dict)

@@ -39,7 +39,6 @@ from ckpt_tools.description.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.formats.opening import read_file
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
 
 __all__ = ["LoraCheck", "check_lora", "to_json"]
 
@@ -192,9 +191,7 @@ def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loa
     if adapter.convention == "torchtitan":  # whose q and k have other rows
         hint = "let the trainer export it (torchtune's checkpointer writes PEFT's format)"
     if wanted:
-        run.findings.append(
-            Finding(code="loader-format", severity="error", where=escape_name(path), what=what, hint=hint)
-        )
+        run.findings.append(Finding.error(code="loader-format", where=path, what=what, hint=hint))
     else:
         run.not_checked.append(f"loaders: {what} ({hint})")
 
@@ -253,7 +250,7 @@ def _siblings(directory: str, file: str) -> tuple[str, ...]:
         with os.scandir(directory) as entries:
             names = [entry.name for entry in entries]
     except OSError as error:
-        raise StorageError(f"cannot list: {error.strerror}", where=escape_name(directory)) from error
+        raise StorageError(f"cannot list: {error.strerror}", where=directory) from error
     return tuple(sorted(name for name in names if name.endswith(".safetensors") and name != file))
 
 

@@ -71,7 +71,7 @@ class Setting:
         """Return a setting that is a number."""
         value = self.settings[name].value if name in self.settings else default
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(f"{name} is not a number: {escape_name(str(value))}")
+            raise UsageError(f"{name} is not a number: {value!s}")
         return float(value)
 
 
@@ -92,7 +92,7 @@ def scale_of(module: Module, num_experts: int = 1) -> float:
         return 1.0
     if module.alpha is None:
         raise UsageError(
-            f"alpha of {escape_name(module.path)} is not known, and the result depends on it",
+            f"alpha of {module.path} is not known, and the result depends on it",
             hint="--alpha says it; it is in the trainer's configuration",
         )
     return module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
@@ -163,7 +163,7 @@ def delta(module: Module, shape: tuple[int, ...], setting: Setting = PLAIN) -> A
     """
     change = change_of(module, shape, setting)
     if not change.is_additive:
-        raise UsageError(f"{escape_name(module.path)} is not a sum of the weight and something else")
+        raise UsageError(f"{module.path} is not a sum of the weight and something else")
     return change.delta(0, change.rows).reshape(shape)
 
 
@@ -192,7 +192,7 @@ def _build(module: Module, factors: dict[str, Array], shape: tuple[int, ...], se
         return _boft(module, factors, rows, columns)
     if module.family == "lokr" and setting.convention == "peft" and rank_of(module) is None:
         raise UsageError(
-            f"the rank of {escape_name(module.path)} is not known: PEFT scales full factors by alpha/r as well",
+            f"the rank of {module.path} is not known: PEFT scales full factors by alpha/r as well",
             hint="put PEFT's adapter_config.json beside the adapter",
         )
     scale = scale_of(module, setting.num_experts) * setting.scale
@@ -206,7 +206,7 @@ def _build(module: Module, factors: dict[str, Array], shape: tuple[int, ...], se
     if "magnitude" not in factors:
         return inner
     if setting.num_experts > 1:
-        raise UsageError(f"{escape_name(module.path)}: DoRA of stacked experts is not defined")
+        raise UsageError(f"{module.path}: DoRA of stacked experts is not defined")
     return _decomposed(module, inner, factors, shape, setting)
 
 
@@ -321,9 +321,7 @@ def magnitude_is_by_column(
     if magnitude[1] != shape[1] or setting.convention in ("peft", "diffusers"):
         return False
     if setting.convention is None:
-        raise UsageError(
-            f"the magnitude of {escape_name(module.path)} fits inputs and outputs alike, and nothing says which it is"
-        )
+        raise UsageError(f"the magnitude of {module.path} fits inputs and outputs alike, and nothing says which it is")
     return True
 
 
@@ -343,7 +341,7 @@ def _oft(module: Module, factors: dict[str, Array], rows: int, columns: int, set
         coft_eps=setting.number_of("eps", 6e-5) if coft else None,
     )
     if setting.transposed:
-        raise UsageError(f"{escape_name(module.path)}: OFT of a transposed weight is not defined")
+        raise UsageError(f"{module.path}: OFT of a transposed weight is not defined")
     num, size, _ = rotations.shape
     if num * size != columns and not (num == 1 and columns % size == 0):
         raise ValueError("the blocks do not cover the inputs")

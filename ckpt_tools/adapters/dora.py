@@ -20,7 +20,6 @@ from ckpt_tools.adapters.sidecars import BASE_NORM, DORA_SCALE
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
-from ckpt_tools.text import escape_name
 
 _ROWS_AT_ONCE = 512
 
@@ -56,7 +55,7 @@ def _with_base_norm(
         what = "has no weight of this module" if entry is None else f"has {entry.dtype.name} elements here"
         raise UsageError(
             f"ComfyUI's DoRA needs the norms of the base's weights, and the base {what}",
-            where=escape_name(module.path),
+            where=module.path,
             hint="--base takes the model that was trained on, unquantised and with the adapter's own module names",
         )
     setting = Setting(convention=adapter.convention, settings=adapter.settings)
@@ -77,7 +76,7 @@ def _with_base_norm(
         if bool(((before == 0) & (after > 0) & (magnitude.reshape(-1)[start:stop] != 0)).any()):
             raise UsageError(
                 "a row of the base's weight is zero: ComfyUI would divide by its norm",
-                where=escape_name(module.path),
+                where=module.path,
                 hint="put the adapter into the base: ckpt merge-lora BASE ADAPTER DST",
             )
     folded = (magnitude.astype(np.float64) * ratios.reshape(magnitude.shape)).astype(np.float32)

@@ -18,7 +18,6 @@ from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.moving.arrays import Array, array_of, is_finite, numpy_dtype
 from ckpt_tools.moving.casting import cast_array
-from ckpt_tools.text import escape_name
 
 _PIECE_ELEMS = 1 << 18
 """Elements that are computed at once: small enough for a core's cache, large enough for its vector units."""
@@ -51,7 +50,7 @@ class Arithmetic:
         self.columns = self._parts[0][1].columns
         """Of the tensor as a matrix."""
         if any(change.columns != self.columns for _, change in self._parts):
-            raise UsageError(f"what changes {escape_name(name)} does not agree on its rows", where=escape_name(name))
+            raise UsageError(f"what changes {name} does not agree on its rows", where=name)
         self.is_rowwise = all(change.is_rowwise for _, change in self._parts)
         self.has_changed = [False] * len(self._parts)
         """By part: has an element become another one?"""
@@ -115,8 +114,8 @@ class Arithmetic:
         if is_finite(weight):
             what = f"values too large for {self._after.torch_name}"
         return CkptError(
-            f"tensor {escape_name(self._name)!r} would get {what}",
-            where=escape_name(self._name),
+            f"tensor {self._name!r} would get {what}",
+            where=self._name,
             hint="`ckpt check-lora ADAPTER` looks for broken factors; --dtype bf16 or f32 has the range of float32",
         )
 

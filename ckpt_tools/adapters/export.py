@@ -224,7 +224,7 @@ def _on_its_model(
         if architecture is None and not candidates([module.path for module in adapter.modules]):
             raise UsageError(
                 "the names are not those of the model's modules, and of no diffusion model that ckpt has tables for",
-                where=escape_name(adapter.modules[0].path),
+                where=adapter.modules[0].path,
                 hint="give the base model, whose names they are made from: --base DIR",
             )
         loaded = load(adapter, run.read.opened, run.reader)

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 F = TypeVar("F")
 Config = dict[str, Sourced[object]]
@@ -71,7 +70,7 @@ def refuse_roles(modules: Iterable[AdapterModule[F]], roles: Sequence[str], reas
         for role in roles:
             if role in module.factors:
                 raise InexpressibleError(
-                    f"PEFT cannot express the factor {role} of {escape_name(module.path)!r}: {reason}",
+                    f"PEFT cannot express the factor {role} of {module.path!r}: {reason}",
                     hint="put the adapter into the base: ckpt merge-lora BASE ADAPTER DST",
                 )
 
@@ -91,7 +90,7 @@ def _lora(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Config:
             without = next(module for module in modules if role not in module.factors)
             raise UsageError(
                 f"{len(having)} of {len(modules)} modules have {what}, and PEFT has one setting for all ({name})",
-                where=escape_name(without.path),
+                where=without.path,
                 hint="export those with and those without one by one, with --include and --exclude",
             )
         config[name] = Sourced(bool(having), f"{what} in every module" if having else f"no {what}")
@@ -145,7 +144,7 @@ def _lokr(
     else:
         raise InexpressibleError(
             "no decompose_factor of PEFT gives these factors their shapes",
-            where=escape_name(modules[0].path),
+            where=modules[0].path,
             hint=("" if base else "for convolutions give --base DIR; else ")
             + "put the adapter into the base: ckpt merge-lora BASE ADAPTER DST",
         )
@@ -172,7 +171,7 @@ def _w1(module: AdapterModule[F], shape: Mapping[str, tuple[int, ...]]) -> tuple
         return shape["w1"][0], shape["w1"][1]
     if {"w1_a", "w1_b"} <= shape.keys() and len(shape["w1_a"]) == len(shape["w1_b"]) == 2:
         return shape["w1_a"][0], shape["w1_b"][1]
-    raise UsageError(f"{escape_name(module.path)!r} has no whole w1")
+    raise UsageError(f"{module.path!r} has no whole w1")
 
 
 def _w2(
@@ -190,7 +189,7 @@ def _w2(
         if weight is not None and len(weight) > 2 and w1[1]:
             return shape["w2_a"][0], weight[1] // w1[1]
         return shape["w2_a"][0], shape["w2_b"][1]
-    raise UsageError(f"{escape_name(module.path)!r} has no whole w2")
+    raise UsageError(f"{module.path!r} has no whole w2")
 
 
 def _check_lokr(
@@ -209,7 +208,7 @@ def _check_lokr(
     for full, role in ((full1, "w1"), (full2, "w2")):
         if full != (role in shape):
             raise InexpressibleError(
-                f"PEFT would build {role} of {escape_name(module.path)!r} "
+                f"PEFT would build {role} of {module.path!r} "
                 f"{'whole' if full else 'out of two factors'} at rank {rank}, and here it is otherwise",
                 hint="give the rank of the training run (--config r=VALUE), or merge: ckpt merge-lora",
             )
@@ -221,7 +220,7 @@ def _blocks_of(shape: tuple[int, ...], path: str) -> tuple[int, int]:
         size = (1 + math.isqrt(1 + 8 * shape[1])) // 2
         if size * (size - 1) // 2 == shape[1] and shape[0]:
             return shape[0], size
-    raise UsageError(f"R of {escape_name(path)!r} has the shape {list(shape)}: no rotations of any block size")
+    raise UsageError(f"R of {path!r} has the shape {list(shape)}: no rotations of any block size")
 
 
 def _adjusted(dimension: int, wanted: int) -> int:
@@ -277,7 +276,7 @@ def _oft(
         raise UsageError(
             "the tensors of OFT do not tell all settings that its rotations depend on: "
             + ", ".join(each.partition("=")[0] for each in asked),
-            where=escape_name(modules[0].path),
+            where=modules[0].path,
             hint="give those of the training run: " + " ".join(f"--config {each}" for each in asked),
         )
     return config | _oft_size(adapter, blocks, is_shared=config["block_share"].value is True)

@@ -139,9 +139,9 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
         shape = base.get(f"{module.path}.weight")
         if shape is None and _is_flat(module):
             raise UsageError(
-                f"{escape_name(module.path)!r} may be a convolution, and its factors do not show a kernel; PEFT has "
+                f"{module.path!r} may be a convolution, and its factors do not show a kernel; PEFT has "
                 f"no word for this {module.family} as it is",
-                where=escape_name(module.path),
+                where=module.path,
                 hint="give the base model, whose weights tell: --base DIR",
             )
         result = as_lora(module, shape, svd_rank=svd_rank)

@@ -16,7 +16,6 @@ from ckpt_tools.adapters.variants import changes_base
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.text import escape_name
 
 _MAX_VECTOR_ELEMS = 1 << 20
 """Longer ones are not compared: what is read stays small."""
@@ -50,9 +49,9 @@ def refuse_changed(
     weight = min(weights, key=lambda name: (tensors[name].num_elems, name), default=None)
     if weight is not None and not changes_base(adapter) and differs(weight):
         raise UsageError(
-            f"the checkpoint that holds the adapter has another {escape_name(weight)} than the base: the adapter was "
+            f"the checkpoint that holds the adapter has another {weight} than the base: the adapter was "
             "trained on that one",
-            where=escape_name(weight),
+            where=weight,
             hint="is it the base of the training run? PiSSA, OLoRA and the like change it to begin with: then "
             "--config init_lora_weights=… makes it an adapter that PEFT loads and merges. To go on all the same, read "
             f"the factors alone: --include {_factors(adapter)}",
@@ -63,8 +62,8 @@ def refuse_changed(
         is_bias = all(name.endswith(".bias") for name in changed)
         raise UsageError(
             f"{len(changed)} of {len(vectors)} biases and norms in the checkpoint that holds the adapter are not the "
-            f"base's: {some([escape_name(name) for name in changed])}",
-            where=escape_name(changed[0]),
+            f"base's: {some(list(changed))}",
+            where=changed[0],
             hint=("they were trained? --config bias=all takes them" if is_bias else "were they trained, or is it")
             + (" (lora_only: those of adapted modules)" if is_bias else " another base?")
             + f"; to leave them as the base has them, read the factors alone: --include {_factors(adapter)}",

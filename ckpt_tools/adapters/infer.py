@@ -26,7 +26,6 @@ from ckpt_tools.adapters.target_settings import (
     target_fields,
 )
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 F = TypeVar("F")
 SCALED = ("lora", "loha", "lokr")
@@ -206,7 +205,7 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
             raise refuse_parameters(module.path)
         if module.rank is None:
             raise UsageError(
-                f"the rank of {escape_name(module.path)!r} is not known: its factors do not tell",
+                f"the rank of {module.path!r} is not known: its factors do not tell",
                 hint="give the one of the training run: --config r=VALUE",
             )
         ranks[path] = module.rank

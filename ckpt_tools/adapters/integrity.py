@@ -91,7 +91,7 @@ def check_structure(adapter: Adapter[F], *, base: Shapes | None = None, repairs:
 
 
 def _finding(code: str, where: str, what: str, hint: str | None = None, severity: Severity = "error") -> Finding:
-    return Finding(code=code, severity=severity, where=escape_name(where), what=what, hint=hint)
+    return Finding(code=code, severity=severity, where=where, what=what, hint=hint)
 
 
 def _check_config(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:

@@ -12,7 +12,6 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Sour
 from ckpt_tools.adapters.sidecars import ASSUMED, DIFFUSERS_HEADER, Sidecars, by_pattern
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.text import escape_name
 
 _UNIT_SCALE: Mapping[Convention, str] = {
     "diffusers": "diffusers' convention: alpha = rank where none is written",
@@ -160,7 +159,7 @@ def config_rank(module: AdapterModule[F], settings: Fields) -> int | None:
 
 def _whole(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UnreadableError(f"{name} is {escape_name(str(value))}, not a whole number")
+        raise UnreadableError(f"{name} is {value!s}, not a whole number")
     return value
 
 
@@ -173,7 +172,7 @@ def _with_alpha(
 ) -> AdapterModule[TensorEntry]:
     rslora = settings.get("use_rslora")
     if rslora is not None and not isinstance(rslora.value, bool):
-        raise UnreadableError(f"use_rslora is {escape_name(str(rslora.value))}, neither true nor false")
+        raise UnreadableError(f"use_rslora is {rslora.value!s}, neither true nor false")
     factors = dict(module.factors)
     entry = factors.pop("alpha", None)
     module = replace(module, factors=factors, use_rslora=module.family == "lora" and bool(rslora and rslora.value))
@@ -181,7 +180,7 @@ def _with_alpha(
         value = read_scalar(entry)
         if value is None:
             raise UnreadableError(
-                f"alpha {escape_name(entry.fqn)!r} is {entry.dtype.name} of shape {list(entry.shape)}, not one number"
+                f"alpha {entry.fqn!r} is {entry.dtype.name} of shape {list(entry.shape)}, not one number"
             )
         return replace(module, alpha=Sourced(value, "tensor alpha"))
     if module.family in ("full", "saved", "oft", "boft"):
@@ -227,4 +226,4 @@ def _number(value: object, name: str) -> float:
             return float(value)
     except OverflowError:  # a whole number beyond every float
         pass
-    raise UnreadableError(f"{name} is {escape_name(str(value))}, not a number")
+    raise UnreadableError(f"{name} is {value!s}, not a number")

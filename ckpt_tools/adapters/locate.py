@@ -60,8 +60,8 @@ def locate(path: str, adapter_name: str | None) -> Location:
         if len(fsdp) > 1:
             raise UsageError(
                 f"the checkpoint of {len(fsdp)} models: {', '.join(fsdp)}",
-                where=escape_name(path),
-                hint=f"name one: {escape_name(os.path.join(path, fsdp[0]))}",
+                where=path,
+                hint=f"name one: {os.path.join(path, fsdp[0])}",
             )
         return locate(os.path.join(path, fsdp[0]), adapter_name)
     if any(_VERL_PICKLE.fullmatch(name) for name in files):
@@ -70,26 +70,26 @@ def locate(path: str, adapter_name: str | None) -> Location:
             hint = f"the adapter that verl wrote beside them: {escape_name(os.path.join(path, held[0]))}"
         raise UnreadableError(
             "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute",
-            where=escape_name(path),
+            where=path,
             hint=hint,
         )
     if held and not any(name.endswith(".safetensors") for name in files):
         shown = ", ".join(escape_name(name) for name in held[:6])
         raise UsageError(
             f"a directory of adapters: {shown}",
-            where=escape_name(path),
-            hint=f"choose one: --adapter {escape_name(held[0])}",
+            where=path,
+            hint=f"choose one: --adapter {held[0]}",
         )
     if "adapter_model.bin" in files:
         raise UnreadableError(
             "a pickled adapter (adapter_model.bin), which ckpt does not execute",
-            where=escape_name(path),
+            where=path,
             hint="save it again with a PEFT that writes safetensors, in a trusted environment",
         )
     if ADAPTER_CONFIG in files and not any(name.endswith(".safetensors") for name in files):
         raise UnreadableError(
             f"{ADAPTER_CONFIG} without {PEFT_FILE}: the adapter's tensors were not saved",
-            where=escape_name(path),
+            where=path,
             hint="use the trainer's sharded checkpoint (pytorch_model_fsdp_0, or its DCP directory)",
         )
     return Location(path=path, sidecars=_beside(path, ""))
@@ -103,7 +103,7 @@ def _list(path: str) -> tuple[set[str], set[str]]:
             for entry in entries:
                 (directories if entry.is_dir() else files).add(entry.name)
     except OSError as error:
-        raise StorageError(f"cannot list: {error.strerror}", where=escape_name(path)) from error
+        raise StorageError(f"cannot list: {error.strerror}", where=path) from error
     return files, directories
 
 

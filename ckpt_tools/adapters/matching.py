@@ -114,9 +114,9 @@ def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
     if len(own) == 1:
         return own[0]
     raise UsageError(
-        f"{escape_name(module.path)} is adapted in {'several parameters' if own else 'a parameter'}, and nothing says "
+        f"{module.path} is adapted in {'several parameters' if own else 'a parameter'}, and nothing says "
         f"in which: {', '.join(map(escape_name, own)) or 'none of the base fits'}",
-        where=escape_name(module.path),
+        where=module.path,
         hint="put PEFT's adapter_config.json beside the adapter: its target_parameters say it",
     )
 
@@ -135,8 +135,8 @@ def change_shape(module: Module) -> tuple[int | None, int | None]:
         return _change_shape(module.family, shapes)
     except (KeyError, IndexError) as error:
         raise UsageError(
-            f"the factors of {escape_name(module.path)} are incomplete: {', '.join(map(escape_name, shapes))}",
-            where=escape_name(module.path),
+            f"the factors of {module.path} are incomplete: {', '.join(map(escape_name, shapes))}",
+            where=module.path,
             hint="save the adapter again",
         ) from error
 
@@ -175,9 +175,7 @@ class _Orientation:
     def __init__(self, adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry]) -> None:
         known = adapter.settings.get("fan_in_fan_out")
         if known is not None and not isinstance(known.value, bool | None):
-            raise UsageError(
-                f"fan_in_fan_out is {escape_name(str(known.value))}, neither true nor false", where=known.source
-            )
+            raise UsageError(f"fan_in_fan_out is {known.value!s}, neither true nor false", where=known.source)
         self._setting = None if known is None else known.value
         self._seen: set[bool] = set()
         for module in adapter.modules:
@@ -225,9 +223,9 @@ def _parts(
     entry = slot.rows[0].entry
     if module.family == "oft" and "R" in module.factors and math.prod(entry.shape[2:]) > 1:
         raise UsageError(
-            f"{escape_name(module.path)} is a convolution: PEFT's OFT rotates patches of its input and takes the mean "
+            f"{module.path} is a convolution: PEFT's OFT rotates patches of its input and takes the mean "
             "where they overlap, which no weights do (PEFT's own merge gives another model than was trained)",
-            where=escape_name(module.path),
+            where=module.path,
             hint="let PEFT load it, unmerged; the other modules alone: --exclude",
         )
     if len(slot.rows) > 1:
@@ -343,7 +341,7 @@ def _ordered(adapter: Adapter[TensorEntry], fqn: str, parts: Sequence[Part]) -> 
     for first, second in pairwise(others):
         if second.start < first.start + first.count:
             paths = " and ".join(escape_name(adapter.modules[part.module].path) for part in (first, second))
-            raise UsageError(f"{paths} both change {escape_name(fqn)}", hint="an adapter has one module per weight")
+            raise UsageError(f"{paths} both change {fqn}", hint="an adapter has one module per weight")
     if len(whole) > 1:
-        raise UsageError(f"the adapter has two whole tensors for {escape_name(fqn)}")
+        raise UsageError(f"the adapter has two whole tensors for {fqn}")
     return (*whole, *others)

@@ -179,7 +179,7 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
         if module.is_dora or module.family in ("oft", "boft"):
             what = "DoRA" if module.is_dora else module.family.upper()
             raise UsageError(
-                f"a multiple of {what} is not defined ({escape_name(module.path)})",
+                f"a multiple of {what} is not defined ({module.path})",
                 where="--scale",
                 hint="leave out --scale",
             )

@@ -14,7 +14,6 @@ from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps import live_names, load_table
-from ckpt_tools.text import escape_name
 
 F = TypeVar("F")
 _TRAINERS = (
@@ -41,7 +40,7 @@ def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
         raise UsageError(
             "the adapter has the module names of torchtune or torchtitan, whose rotary embeddings order the rows of "
             "q and k otherwise than transformers does",
-            where=escape_name(adapter.modules[0].path),
+            where=adapter.modules[0].path,
             hint="let the trainer export it (torchtune's checkpointer writes PEFT's format)",
         )
     for trainer, pattern in () if is_proven or "peft_type" in adapter.settings else _TRAINERS:
@@ -49,7 +48,7 @@ def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
         if found is not None:
             raise UsageError(
                 f"the adapter has {trainer}'s module names, which no model of transformers has",
-                where=escape_name(found),
+                where=found,
                 hint=f"let {trainer} export it in transformers' names; for a model that has these, name it: --base DIR",
             )
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.adapters.peft_fields import PEFT_TYPES, has_field
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 _INFERRED = ("peft_type", "inference_mode", "rank_pattern", "alpha_pattern", "lora_alpha", "alpha")
 """Not to be given: tensors, or other options, say them."""
@@ -28,12 +27,12 @@ def parse_overrides(given: Sequence[str]) -> Mapping[str, Sourced[object]]:
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(f"{escape_name(text)!r} is not FIELD=VALUE", where="--config")
+            raise UsageError(f"{text!r} is not FIELD=VALUE", where="--config")
         if name in ("lora_alpha", "alpha"):
-            raise UsageError(f"{name} has an option of its own", where="--config", hint=f"--alpha {escape_name(value)}")
+            raise UsageError(f"{name} has an option of its own", where="--config", hint=f"--alpha {value}")
         if name in _INFERRED or not any(has_field(kind, name) for kind in PEFT_TYPES.values()):
             what = "is worked out from the tensors" if name in _INFERRED else "is no field of PEFT's configuration"
-            raise UsageError(f"{escape_name(name)} {what}", where="--config")
+            raise UsageError(f"{name} {what}", where="--config")
         if name in found:
             raise UsageError(f"{name} is given twice", where="--config")
         found[name] = Sourced(value if name in _TEXT else _value(value), "--config")

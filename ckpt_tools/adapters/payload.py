@@ -14,7 +14,6 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.strides import StridedPart, byte_box, is_contiguous, move, start_of
-from ckpt_tools.text import escape_name
 
 _SCALARS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}
 
@@ -58,9 +57,9 @@ class TensorReader:
             found = self._opened.source.size(span.file)
             if span.offset + span.nbytes > found:
                 raise UnreadableError(
-                    f"tensor {escape_name(entry.fqn)!r}: bytes {span.offset}..{span.offset + span.nbytes} are needed, "
+                    f"tensor {entry.fqn!r}: bytes {span.offset}..{span.offset + span.nbytes} are needed, "
                     f"the file has {found}",
-                    where=escape_name(span.file),
+                    where=span.file,
                     hint="the file is truncated: restore it or copy it again",
                 )
 
@@ -82,7 +81,7 @@ class TensorReader:
         runs = bytearray()
         for offset, nbytes in part.runs():
             if offset < 0 or offset + nbytes > span.nbytes:
-                raise UnreadableError("strides lead out of the item", where=escape_name(span.file))
+                raise UnreadableError("strides lead out of the item", where=span.file)
             runs += payload[offset : offset + nbytes]
         part.scatter(memoryview(runs), content, whole)
 
@@ -90,8 +89,8 @@ class TensorReader:
         span = chunk.span
         if len(payload) != span.nbytes:
             raise UnreadableError(
-                f"tensor {escape_name(entry.fqn)!r} has {span.nbytes} bytes where {len(payload)} are needed",
-                where=f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}",
+                f"tensor {entry.fqn!r} has {span.nbytes} bytes where {len(payload)} are needed",
+                where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
             )
         self._opened.source.read_into(span.file, span.offset, payload)
         self.bytes_read += len(payload)
@@ -102,9 +101,9 @@ class TensorReader:
         crc32 = isal_zlib.crc32(payload)
         if crc32 != chunk.crc32:
             raise UnreadableError(
-                f"tensor {escape_name(entry.fqn)!r} is damaged: CRC-32 of its bytes is {crc32:08x}, its writer "
+                f"tensor {entry.fqn!r} is damaged: CRC-32 of its bytes is {crc32:08x}, its writer "
                 f"recorded {chunk.crc32:08x}",
-                where=f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}",
+                where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
                 hint="restore the file from where it was copied, or save the checkpoint again",
             )
         self.chunks_checked += 1

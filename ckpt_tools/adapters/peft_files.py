@@ -37,9 +37,7 @@ def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:
                 continue
             suffix = PEFT.get(module.family, {}).get(role)
             if suffix is None:
-                raise UsageError(
-                    f"PEFT has no name for the factor {role} of {module.family}", where=escape_name(module.path)
-                )
+                raise UsageError(f"PEFT has no name for the factor {role} of {module.family}", where=module.path)
             yield f"{ROOT}{module.path}{'.base_layer' * module.nesting}.{suffix}", number, role
 
 
@@ -53,12 +51,12 @@ def peft_shape(module: AdapterModule[F], role: str, shape: tuple[int, ...]) -> t
         return shape
     length = max(shape)
     if sum(size != 1 for size in shape) > 1:
-        raise UsageError(f"the magnitude has the shape {list(shape)}", where=escape_name(module.path))
+        raise UsageError(f"the magnitude has the shape {list(shape)}", where=module.path)
     kernel = len(shape) - 2
     if shape[0] == 1 and shape[1] != 1 and kernel == 0:
         raise UsageError(
             "its magnitudes are norms over the columns of the weight, and PEFT's over the rows",
-            where=escape_name(module.path),
+            where=module.path,
             hint="put the adapter into the base: ckpt merge-lora BASE ADAPTER DST",
         )
     return (1, length, *(1,) * kernel) if kernel else (length,)

@@ -85,7 +85,7 @@ def read_adapter(
         if whole.checkpoint.format in ("safetensors", "hf") and not whole.checkpoint.tensors:
             raise UnreadableError(
                 "an empty adapter: there are no tensors in it, and a loader that takes it changes nothing",
-                where=escape_name(path),
+                where=path,
                 hint="it was saved without its weights, as FSDP and ZeRO-3 runs do that gather none: export from the "
                 "training checkpoint (its DCP directory, or accelerate's pytorch_model_fsdp_0)",
             )
@@ -141,7 +141,7 @@ def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
     from ckpt_tools.moving.arrays import array_of, numpy_dtype
 
     if numpy_dtype(entry.dtype) is None:
-        raise UnreadableError(f"an adapter of {entry.dtype.name} elements", where=escape_name(entry.fqn))
+        raise UnreadableError(f"an adapter of {entry.dtype.name} elements", where=entry.fqn)
     return array_of(reader.read(entry), entry.dtype, entry.shape)
 
 
@@ -162,7 +162,7 @@ def _refuse_type(sidecars: Sidecars, path: str) -> None:
 def _refusal(kind: str, path: str) -> UnknownTypeError:
     return UnknownTypeError(
         f"an adapter of the type {kind}, which ckpt does not convert",
-        where=escape_name(path),
+        where=path,
         hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT and full differences; "
         "what wrote this one can merge it",
     )
@@ -187,8 +187,8 @@ def _name(opened: Opened, path: str) -> list[Named]:
         shown = ", ".join(escape_name(root) for root in sorted(roots))
         raise UsageError(
             f"adapters of {len(roots)} models: {shown}",
-            where=escape_name(path),
-            hint=f"choose one: --include {shlex.quote(escape_name(min(roots)) + '.**')}",
+            where=path,
+            hint=f"choose one: --include {shlex.quote(min(roots) + '.**')}",
         )
     has_any = any(item.key is not None and not item.key.is_weak for item in named)
     for sure in (True,) if has_any else (True, False):
@@ -198,7 +198,7 @@ def _name(opened: Opened, path: str) -> list[Named]:
     if not any(item.key is not None for item in named):
         raise UnreadableError(
             f"no adapter here: none of {len(named)} tensors has a name that an adapter's has",
-            where=escape_name(path),
+            where=path,
             hint="`ckpt inspect SRC --tensors` lists the names",
         )
     return named
@@ -234,14 +234,12 @@ def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[li
     if adapter_name is not None and adapter_name not in names:
         what = f"it holds {shown}" if names else "its tensors' names carry no adapter's name"
         raise UsageError(
-            f"no adapter {escape_name(adapter_name)!r} here: {what}",
-            where=escape_name(path),
+            f"no adapter {adapter_name!r} here: {what}",
+            where=path,
             hint=f"--adapter {names[0]}" if names else "leave --adapter out",
         )
     if adapter_name is None and len(names) > 1:
-        raise UsageError(
-            f"{len(names)} adapters here: {shown}", where=escape_name(path), hint=f"choose one: --adapter {names[0]}"
-        )
+        raise UsageError(f"{len(names)} adapters here: {shown}", where=path, hint=f"choose one: --adapter {names[0]}")
     chosen = adapter_name if adapter_name is not None else names[0] if names else None
     kept = [item for item in named if item.key is None or item.key.adapter in (None, chosen)]
     return kept, chosen or "default"

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.integrity import F, ValueTable, is_idle
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.text import escape_name
 
 _INDEX = re.compile(r"(?<![^._])\d+(?![^._])")
 _EXPERT = re.compile(r"(?:^|[._])experts?[._]\d")
@@ -55,7 +54,7 @@ def _dead(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
             hint = "was it saved whole? If this layer was not meant to be trained, leave its tensors out"
         else:
             continue
-        yield Finding(code="adapter-dead-module", severity="error", where=escape_name(path), what=what, hint=hint)
+        yield Finding.error(code="adapter-dead-module", where=path, what=what, hint=hint)
 
 
 def _scale(module: AdapterModule[F]) -> Iterator[Finding]:
@@ -66,10 +65,9 @@ def _scale(module: AdapterModule[F]) -> Iterator[Finding]:
     if scale == 0 or _SMALLEST <= scale <= _LARGEST:
         return
     what = "is negative: it takes away what was trained" if scale < 0 else "is out of every proportion"
-    yield Finding(
+    yield Finding.error(
         code="adapter-alpha",
-        severity="error",
-        where=escape_name(module.path),
+        where=module.path,
         what=f"the scale {scale:g} (alpha {module.alpha.value:g}, {module.alpha.source}) {what}",
         hint="give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE",
     )

@@ -69,7 +69,7 @@ def refuse_parameters(path: str) -> UsageError:
     """Return the error that it is not known which parameters the factors change."""
     return UsageError(
         "the factors belong to parameters of modules (PEFT's target_parameters), and nothing says to which",
-        where=escape_name(path),
+        where=path,
         hint="give the base, whose shapes tell: --base DIR; or, as in the training run, --config r=VALUE and --config "
         '\'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]\'',
     )
@@ -102,7 +102,7 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
     if settled is not None and settled.source == "--config" and not _covers(settled.value, adapted):
         absent = next(path for path in adapted if not _covers(settled.value, [path]))
         raise UsageError(
-            f"target_modules leaves out {escape_name(absent)}, whose factors are here: PEFT would not load them",
+            f"target_modules leaves out {absent}, whose factors are here: PEFT would not load them",
             where="--config",
             hint="leave target_modules out, it is worked out; or leave the factors out: --exclude",
         )
@@ -154,9 +154,9 @@ def _parameters_left(modules: Sequence[AdapterModule[F]], known: Sourced[object]
             leaves = {leaf for parent, _, leaf in targets if parent and f".{path}".endswith(f".{parent}")}
         if len(leaves) != len(group):
             raise UsageError(
-                f"factors of {len(group)} parameters of {escape_name(path)!r} are here, and target_parameters names "
+                f"factors of {len(group)} parameters of {path!r} are here, and target_parameters names "
                 f"{len(leaves)}: nothing says which were left out",
-                where=escape_name(path),
+                where=path,
                 hint="name those that are left: --config 'target_parameters=[…]'; or leave the module out whole",
             )
         names |= {f"{path}.{leaf}" for leaf in leaves}
@@ -272,8 +272,8 @@ def _check_complete(settled: Sourced[object], saved: Collection[str], base: Base
     for path in sorted(holders):
         if path.endswith(tuple(names)) and path not in saved and not any(path.startswith(f"{own}.") for own in saved):
             raise UsageError(
-                f"modules_to_save of {settled.source} stands for {escape_name(path)}, whose tensors are not here",
-                where=escape_name(path),
+                f"modules_to_save of {settled.source} stands for {path}, whose tensors are not here",
+                where=path,
                 hint="was the adapter saved whole? If it was not trained, name the others alone: "
                 "--config 'modules_to_save=[…]'",
             )
@@ -286,7 +286,7 @@ def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> N
         absent = [name for name in own if name[len(module.path) + 1 :] not in module.factors]
         if absent and base is not None:
             raise UsageError(
-                f"{escape_name(module.path)!r} was trained in part: {escape_name(absent[0])!r} is not among what was "
+                f"{module.path!r} was trained in part: {absent[0]!r} is not among what was "
                 "trained, and PEFT saves modules whole",
                 where=base.source,
                 hint="--exclude its tensors, if they need not come along",

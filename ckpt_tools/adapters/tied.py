@@ -53,9 +53,9 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
         for entry in embeddings:
             if entry.fqn in changed:
                 raise UsageError(
-                    f"the base ties its head to {escape_name(entry.fqn)}: merged, the adapter of the embedding would "
+                    f"the base ties its head to {entry.fqn}: merged, the adapter of the embedding would "
                     "change the head too, which it did not in training",
-                    where=escape_name(entry.fqn),
+                    where=entry.fqn,
                     hint=UNTIE,
                 )
     pairs = ((one, other) for embedding in embeddings for head in heads for one, other in _both_ways(embedding, head))

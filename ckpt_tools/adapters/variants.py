@@ -118,4 +118,4 @@ def _refusal(name: str, found: Sourced[object], reason: str) -> UsageError:
         hint = "export it from what it was made from"
     else:
         hint = "PEFT itself can load it" + ("" if name in _NOT_EXPORTED else ": --to peft")
-    return UsageError(f"{name} is {escape_name(str(found.value))}: {reason}", where=found.source, hint=hint)
+    return UsageError(f"{name} is {found.value!s}: {reason}", where=found.source, hint=hint)

@@ -15,7 +15,6 @@ from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
@@ -87,7 +86,7 @@ def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Ada
     if named is None:
         raise UsageError(
             f"ckpt has no tables for {title}, and the adapter's modules are not called as the base's are",
-            where=escape_name(loaded.modules[0].path),
+            where=loaded.modules[0].path,
             hint="is it the base of the training run?",
         )
     errors = [each for each in check_structure(named, base=base.shapes, repairs=True) if each.severity == "error"]

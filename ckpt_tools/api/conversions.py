@@ -69,7 +69,7 @@ def shard(
         if opened.checkpoint.format == "dcp":
             raise UsageError(
                 "the source is already sharded",
-                where=escape_name(os.fspath(source)),
+                where=os.fspath(source),
                 hint=_instead("reshard", source, destination, mesh),
             )
         if engine not in ("stream", "dtensor"):
@@ -122,7 +122,7 @@ def reshard(
         if opened.checkpoint.format not in ("dcp", "hf-sharded"):
             raise UsageError(
                 "the source is not sharded",
-                where=escape_name(os.fspath(source)),
+                where=os.fspath(source),
                 hint=_instead("shard", source, destination, mesh),
             )
         options = MeshOptions(mesh=mesh, world_size=world_size, rules=rules, set=set, tp_plan=tp_plan)
@@ -189,7 +189,7 @@ def gather(
         beside = model = None
         if assets is not None:
             if not os.path.isdir(assets):
-                raise UsageError("--assets takes a directory", where=escape_name(os.fspath(assets)))
+                raise UsageError("--assets takes a directory", where=os.fspath(assets))
             beside, model = model_beside(os.fspath(assets), stack)
         job = gathering_job(
             opened,

@@ -10,7 +10,6 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.hub.card import CardFacts
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import CheckLevel, Push, PushOptions
-from ckpt_tools.text import escape_name
 
 
 def push(
@@ -68,8 +67,8 @@ def push(
     path = os.fspath(directory)
     if not os.path.isdir(path):
         if os.path.lexists(path):
-            raise UsageError("push takes a directory", where=escape_name(path))
-        raise UnreadableError("no such directory", where=escape_name(path))
+            raise UsageError("push takes a directory", where=path)
+        raise UnreadableError("no such directory", where=path)
     options = PushOptions(
         repo=repo,
         private=private,

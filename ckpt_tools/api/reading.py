@@ -122,10 +122,7 @@ def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
     rows = [("missing-tensor", fqn, "only the reference has it") for fqn in difference.only_in_b]
     rows += [("extra-tensor", fqn, "the reference does not have it") for fqn in difference.only_in_a]
     rows += [("different-tensor", change.fqn, change.what) for change in difference.changed]
-    return tuple(
-        Finding(code=code, severity="error", where=where, what=f"tensor {escape_name(fqn)!r}: {what}")
-        for code, fqn, what in rows
-    )
+    return tuple(Finding.error(code=code, where=where, what=f"tensor {fqn!r}: {what}") for code, fqn, what in rows)
 
 
 def diff(

@@ -18,11 +18,11 @@ class Findings(list[Finding]):
 
     def error(self, code: str, where: str, what: str, hint: str | None = None) -> None:
         """Add what makes the check fail."""
-        self.append(Finding(code=code, severity="error", where=where, what=what, hint=hint))
+        self.append(Finding.error(code=code, where=where, what=what, hint=hint))
 
     def warn(self, code: str, where: str, what: str, hint: str | None = None) -> None:
         """Add what does not."""
-        self.append(Finding(code=code, severity="warning", where=where, what=what, hint=hint))
+        self.append(Finding.warning(code=code, where=where, what=what, hint=hint))
 
 
 def check_manifest(opened: Opened, manifest: Manifest, findings: Findings) -> None:
@@ -41,24 +41,24 @@ def check_manifest(opened: Opened, manifest: Manifest, findings: Findings) -> No
                 f"{record.dtype.name} {list(record.shape)} in the manifest",
             )
     for fqn in tensors.keys() - manifest.tensors.keys():
-        findings.error("manifest-mismatch", MANIFEST_NAME, f"tensor {escape_name(fqn)!r} is not in the manifest")
+        findings.error("manifest-mismatch", MANIFEST_NAME, f"tensor {fqn!r} is not in the manifest")
     for name, size in manifest.files.items():
         found = size_of(opened, name)
         if found is None:
-            findings.error("missing-file", escape_name(name), "the manifest names a file that is missing")
+            findings.error("missing-file", name, "the manifest names a file that is missing")
         elif found != size:
             code = "short-file" if found < size else "long-file"
-            findings.error(code, escape_name(name), f"the manifest says {size} bytes, the file has {found}")
+            findings.error(code, name, f"the manifest says {size} bytes, the file has {found}")
     for name, document in manifest.documents.items():
         _check_document(opened, name, document, findings)
     for name, asset in manifest.assets.items():
         found = size_of(opened, name)
         if found is None:
-            findings.error("missing-file", escape_name(name), "the manifest names an asset that is missing")
+            findings.error("missing-file", name, "the manifest names an asset that is missing")
         elif found != asset.nbytes:
             findings.warn(
                 "changed-asset",
-                escape_name(name),
+                name,
                 f"the manifest says {asset.nbytes} bytes, the file has {found}",
             )
 
@@ -77,7 +77,7 @@ def check_frames(opened: Opened, manifest: Manifest, sound: Sequence[TensorEntry
         if found != manifest.frames[name]:
             findings.error(
                 "changed-frames",
-                escape_name(name),
+                name,
                 "what lies around the tensors' bytes (item headers, padding) is not what was written",
                 "restore the file, or save the checkpoint again",
             )
@@ -96,12 +96,12 @@ def _check_document(opened: Opened, name: str, record: FileRecord, findings: Fin
     try:
         content = opened.source.read(name, 0, record.nbytes)
     except CkptError as error:
-        findings.error("missing-file", escape_name(name), error.what)
+        findings.error("missing-file", name, error.what)
         return
     if digest_bytes(content) != record.digest:
         findings.error(
             "changed-document",
-            escape_name(name),
+            name,
             f"its first {record.nbytes} bytes are not those that were written",
             "restore it; if the directory was saved over by a trainer, remove the manifest",
         )

@@ -36,7 +36,7 @@ def check_spans(opened: Opened, findings: Findings) -> None:
     for file, owners in spans.items():
         for (start, end), sharing in owners.items():
             if len(sharing) > 1 and end > start and (what := _problem(sharing, is_left_over=is_left_over)) is not None:
-                findings.error("shared-item", f"{escape_name(file)}, bytes {start}..{end}", what)
+                findings.error("shared-item", f"{file}, bytes {start}..{end}", what)
 
 
 def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str], findings: Findings) -> None:
@@ -47,13 +47,13 @@ def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str], f
         if start < reach and end > start:
             findings.error(
                 "overlapping-spans",
-                f"{escape_name(file)}, bytes {start}..{min(end, reach)}",
-                f"{escape_name(holder)!r} and {escape_name(fqn)!r} share bytes",
+                f"{file}, bytes {start}..{min(end, reach)}",
+                f"{holder!r} and {fqn!r} share bytes",
             )
         elif start - reach >= ITEM_ALIGNMENT and _is_item(opened, file, reach):
             findings.warn(
                 "unreferenced-item",
-                f"{escape_name(file)}, bytes {reach}..{start}",
+                f"{file}, bytes {reach}..{start}",
                 "an item that nothing refers to",
                 "a tensor is missing from .metadata, or has the place of another one in it",
             )
@@ -63,7 +63,7 @@ def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str], f
     if extra > 0 and file not in recorded:  # with a known size, the manifest's check says it
         findings.warn(
             "long-file",
-            escape_name(file),
+            file,
             f"{extra} bytes after its last item, which nothing refers to",
             "a leftover of an earlier save, or a file of another one",
         )

@@ -215,7 +215,7 @@ def _check_foreign(opened: Opened, findings: Findings) -> None:
         if strange and name not in known:
             findings.warn(
                 "unreferenced-file",
-                escape_name(name),
+                name,
                 f"{size} bytes that nothing refers to",
                 "a leftover of an earlier save: remove it if you do not need it",
             )
@@ -244,9 +244,8 @@ def _check_data(
             if record is not None and found is not None and found != record.digest:
                 findings.error(
                     "digest-mismatch",
-                    ", ".join(sorted({escape_name(chunk.span.file) for chunk in entry.chunks})[:4]),
-                    f"tensor {escape_name(entry.fqn)!r} is not what was written: "
-                    f"digest {found}, the manifest says {record.digest}",
+                    ", ".join(sorted({chunk.span.file for chunk in entry.chunks})[:4]),
+                    f"tensor {entry.fqn!r} is not what was written: digest {found}, the manifest says {record.digest}",
                     "restore its files, or write the checkpoint again",
                 )
     for entry, label, expected in files:
@@ -295,11 +294,10 @@ def _check_blob(opened: Opened, blob: BlobEntry, findings: Findings, *, content:
         return dcp.check_blob(blob.span, opened.source, content=content)
     except CkptError as error:
         where = error.where or escape_name(blob.span.file)
-        finding = Finding(
+        finding = Finding.error(
             code="damaged-item",
-            severity="error",
             where=where,
-            what=f"item {escape_name(blob.fqn)!r}: {error.what}",
+            what=f"item {blob.fqn!r}: {error.what}",
             hint=error.hint,
         )
         if finding not in findings:  # level data meets again what level structure has said

@@ -145,9 +145,7 @@ def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected |
         what += f"; the names are {owners[0].what}"
     if not allow_foreign:
         way_on = _way_on([entry.fqn for entry in job.target.tensors], news, expected, job.opened.source.root)
-        raise UsageError(
-            what, where=escape_name(job.opened.source.root), hint=f"{way_on}; --allow-foreign-names writes them anyway"
-        )
+        raise UsageError(what, where=job.opened.source.root, hint=f"{way_on}; --allow-foreign-names writes them anyway")
     job.warnings = (*job.warnings, f"{what} (--allow-foreign-names)")
     return False
 

@@ -24,7 +24,6 @@ from ckpt_tools.moving.read import Edit
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import free_bytes
-from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
 DTYPES = ("keep", "bf16", "f16", "f32")
@@ -129,16 +128,16 @@ def check_claims(job: Job) -> None:
         if found != asset.nbytes:
             raise UnreadableError(
                 f"the file has {found} bytes, {asset.nbytes} were recorded",
-                where=escape_name(os.path.join(source.root, asset.file)),
+                where=os.path.join(source.root, asset.file),
                 hint=f"restore it, or remove {MANIFEST_NAME} to go on without what it records",
             )
     for blob in job.source.blobs:
         found = job.opened.source.size(blob.span.file)
         if blob.span.offset + blob.span.nbytes > found:
             raise UnreadableError(
-                f"item {escape_name(blob.fqn)!r}: bytes {blob.span.offset}..{blob.span.offset + blob.span.nbytes} "
+                f"item {blob.fqn!r}: bytes {blob.span.offset}..{blob.span.offset + blob.span.nbytes} "
                 f"are needed, the file has {found}",
-                where=escape_name(os.path.join(job.opened.source.root, blob.span.file)),
+                where=os.path.join(job.opened.source.root, blob.span.file),
                 hint="the file is truncated: restore it or copy it again",
             )
 
@@ -194,7 +193,7 @@ def check_space(needed_bytes: int, destination: str) -> None:
     if needed_bytes + _MARGIN_BYTES > free:
         raise StorageError(
             f"{format_size(needed_bytes)} are needed, {format_size(free)} are free",
-            where=escape_name(os.path.dirname(os.path.abspath(destination))),
+            where=os.path.dirname(os.path.abspath(destination)),
             hint="free some space there, or choose another destination",
         )
 
@@ -211,7 +210,7 @@ def check_separate(opened: Opened, destination: str) -> None:
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
         raise UsageError(
             "source and destination must not contain each other",
-            where=f"{escape_name(opened.source.root)} and {escape_name(destination)}",
+            where=f"{opened.source.root} and {destination}",
             hint="choose a destination beside the source",
         )
 
@@ -226,7 +225,7 @@ def check_replaceable(destination: str) -> None:
         except UnreadableError as error:
             raise UsageError(
                 "--overwrite replaces a checkpoint, and this directory is none",
-                where=escape_name(destination),
+                where=destination,
                 hint="remove it yourself if nothing in it is needed",
             ) from error
 

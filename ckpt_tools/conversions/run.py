@@ -297,9 +297,9 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
             continue
         if (record.dtype, record.shape) != (entry.dtype, entry.shape) or record.digest != found:
             raise UnreadableError(
-                f"tensor {escape_name(fqn)!r} is not what the manifest recorded: its digest is {found}, "
+                f"tensor {fqn!r} is not what the manifest recorded: its digest is {found}, "
                 f"recorded was {record.digest}",
-                where=escape_name(job.opened.source.root),
+                where=job.opened.source.root,
                 hint="`ckpt verify` lists everything that is wrong; restore the checkpoint, or if a trainer "
                 f"has saved over it on purpose, remove {MANIFEST_NAME}",
             )

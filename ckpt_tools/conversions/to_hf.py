@@ -49,8 +49,8 @@ def gathering_job(
     if destination.endswith(".safetensors"):
         raise UsageError(
             "the destination is a directory of safetensors files, its name should not end in .safetensors",
-            where=escape_name(destination),
-            hint=f"ckpt gather … {escape_name(destination.removesuffix('.safetensors'))}",
+            where=destination,
+            hint=f"ckpt gather … {destination.removesuffix('.safetensors')}",
         )
     notes = notes_on(opened)
     original = opened.origin
@@ -124,7 +124,7 @@ def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, di
     if not model.tensors:
         raise UnreadableError(
             "the checkpoint holds no model tensors",
-            where=escape_name(checkpoint.root),
+            where=checkpoint.root,
             hint="`ckpt inspect SRC --tensors` lists what it holds; --strip-prefix PFX chooses a part of it",
         )
     renamed = rename(model, new_name)
@@ -173,7 +173,7 @@ def _restore(
     if len(wanted) != len(placed):
         raise UnreadableError(
             "the headers that are to be restored have a tensor twice",
-            where=escape_name(opened.source.root),
+            where=opened.source.root,
             hint=f"remove {MANIFEST_NAME} to write files of another arrangement",
         )
     _leave_out_twins(wanted, by_fqn, opened, ties_in(assets), notes)
@@ -183,7 +183,7 @@ def _restore(
         castable = own.dtype == entry.dtype or (own.dtype.is_float and entry.dtype.is_float)
         if own.shape != entry.shape or not castable:
             raise UsageError(
-                f"tensor {escape_name(fqn)!r} is {own.dtype.name} {list(own.shape)}, "
+                f"tensor {fqn!r} is {own.dtype.name} {list(own.shape)}, "
                 f"the reference has {entry.dtype.name} {list(entry.shape)}",
                 hint="is it a reference of this model?",
             )

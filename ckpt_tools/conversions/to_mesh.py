@@ -109,7 +109,7 @@ def _read_text(path: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"the rules are not UTF-8 text: {error}", where=escape_name(path), hint=hint) from None
+        raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
 def _read_config(opened: Opened) -> Mapping[str, object]:
@@ -120,7 +120,7 @@ def _read_config(opened: Opened) -> Mapping[str, object]:
     except CkptError as error:
         raise UsageError(
             "--tp-plan auto needs the model's config.json beside the weights",
-            where=escape_name(opened.source.root),
+            where=opened.source.root,
             hint="copy it there, or write the rules yourself with --rules",
         ) from error
     document = parse_json(text, what=_CONFIG_NAME, where=escape_name(opened.source.root))

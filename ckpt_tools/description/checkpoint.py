@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, Mesh, Placement
+from ckpt_tools.text import escape_message
 
 Format = Literal["safetensors", "hf", "dcp", "hf-sharded"]
 Encoding = Literal["raw", "torch_zip"]
@@ -166,7 +167,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that a check noticed. Returned, not raised."""
+    """Something that a check noticed. Returned, not raised. Names from files are made safe to show here."""
 
     code: str
     """Stable kebab-case identifier."""
@@ -178,3 +179,24 @@ class Finding:
     """What is wrong, with the expected and the found value."""
     hint: str | None = None
     """What to do about it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", escape_message(self.where))
+        object.__setattr__(self, "what", escape_message(self.what))
+        if self.hint is not None:
+            object.__setattr__(self, "hint", escape_message(self.hint))
+
+    @classmethod
+    def error(cls, code: str, where: str, what: str, hint: str | None = None) -> Self:
+        """Make one that fails the check."""
+        return cls(code=code, severity="error", where=where, what=what, hint=hint)
+
+    @classmethod
+    def warning(cls, code: str, where: str, what: str, hint: str | None = None) -> Self:
+        """Make one that does not."""
+        return cls(code=code, severity="warning", where=where, what=what, hint=hint)
+
+    @classmethod
+    def info(cls, code: str, where: str, what: str, hint: str | None = None) -> Self:
+        """Make one that only tells."""
+        return cls(code=code, severity="info", where=where, what=what, hint=hint)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from ckpt_tools.description.checkpoint import BlobEntry, Checkpoint, KeyPath, TensorEntry
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """Components that torch.compile, activation checkpointing and FSDP1 put into FQNs at any depth."""
@@ -83,8 +82,7 @@ def rename(checkpoint: Checkpoint, new_name: Callable[[str], str]) -> Checkpoint
     for old, new in zip(checkpoint.tensors, tensors, strict=True):
         if new.fqn in seen:
             raise UsageError(
-                f"{escape_name(old.fqn)!r} and {escape_name(seen[new.fqn])!r} "
-                f"would both be named {escape_name(new.fqn)!r}",
+                f"{old.fqn!r} and {seen[new.fqn]!r} would both be named {new.fqn!r}",
                 hint="say what to strip: --strip-prefix none|PREFIX, or --exclude one of them",
             )
         seen[new.fqn] = old.fqn
@@ -183,7 +181,7 @@ def strip_prefix(fqns: Iterable[str], prefix: str) -> Callable[[str], str]:
     without = next((fqn for fqn in fqns if not fqn.startswith(prefix)), None)
     if without is not None:
         raise UsageError(
-            f"tensor {escape_name(without)!r} does not begin with {prefix!r}",
+            f"tensor {without!r} does not begin with {prefix!r}",
             hint="--strip-prefix auto finds the prefix; --include and --exclude choose the tensors",
         )
     return lambda fqn: fqn[len(prefix) :]

@@ -34,7 +34,7 @@ def config_path(options: EstimateOptions) -> str | None:
     if not os.path.exists(path):
         raise UsageError(
             "there is no such file or directory",
-            where=escape_name(path),
+            where=path,
             hint=SIZES_HINT,
         )
     if not path.endswith(".json") or path.endswith(".index.json"):

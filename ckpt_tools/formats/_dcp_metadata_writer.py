@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -47,7 +46,7 @@ def build_metadata(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -
     names = [*(entry.fqn for entry in tensors), *(entry.fqn for entry in blobs)]
     if len(set(names)) != len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise UsageError(f"two entries are named '{escape_name(twice)}'")
+        raise UsageError(f"two entries are named '{twice}'")
     return _Writer().write(tensors, blobs)
 
 
@@ -147,7 +146,7 @@ class _Writer:
         """Return a `TensorProperties` of `entry`'s dtype; the other fields are deprecated and have their defaults."""
         name = entry.dtype.torch_name
         if name is None:
-            raise UsageError(f"tensor '{escape_name(entry.fqn)}': {entry.dtype.name} cannot be stored in DCP")
+            raise UsageError(f"tensor '{entry.fqn}': {entry.dtype.name} cannot be stored in DCP")
         opcodes = self._class(_DCP, "TensorProperties") + self._new() + b"(" + self._class("torch", name)
         opcodes += self._call("torch.serialization", "_get_layout", self._string, "torch.strided") + _FALSE
         opcodes += self._call(_DCP, "_MEM_FORMAT_ENCODING", _int, 0) + _FALSE
@@ -194,9 +193,7 @@ def _torch_dims(entry: TensorEntry, dims: tuple[int, ...]) -> tuple[int, ...]:
     if pack == 1:
         return dims
     if not dims or dims[-1] % pack:
-        raise UsageError(
-            f"tensor '{escape_name(entry.fqn)}': {list(dims)} elements of {entry.dtype.name} end inside a byte"
-        )
+        raise UsageError(f"tensor '{entry.fqn}': {list(dims)} elements of {entry.dtype.name} end inside a byte")
     return (*dims[:-1], dims[-1] // pack)
 
 
@@ -205,7 +202,7 @@ def _text(text: str) -> bytes:
     try:
         raw = text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"the name '{escape_name(text)}' is not valid Unicode") from None
+        raise UsageError(f"the name '{text}' is not valid Unicode") from None
     return (b"\x8c%c" % len(raw) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")) + raw
 
 

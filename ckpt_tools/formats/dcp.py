@@ -102,8 +102,8 @@ def _resolve_chunk(entry: TensorEntry, chunk: Chunk, reader: Reader) -> Chunk:
     head = read_item(chunk.span, reader)
     if (problem := item_mismatch(entry.dtype, chunk.box.sizes, head)) is not None:
         raise UnreadableError(
-            f"tensor {escape_name(entry.fqn)!r}: {problem}",
-            where=f"{escape_name(chunk.span.file)}, bytes {chunk.span.offset}..",
+            f"tensor {entry.fqn!r}: {problem}",
+            where=f"{chunk.span.file}, bytes {chunk.span.offset}..",
             hint="the checkpoint is damaged, or was saved by FSDP on top of an uneven tensor-parallel cut of "
             "the same dim, which PyTorch cannot load either",
         )

@@ -237,7 +237,7 @@ def _check_path(fqn: str, file: str) -> str:
     """Return `file` when it stays inside the checkpoint's directory."""
     if not is_plain_path(file):
         raise UnreadableError(
-            f"{_shown(fqn)} is said to lie in '{escape_name(file)}', which is not a plain path inside the checkpoint"
+            f"{_shown(fqn)} is said to lie in '{file}', which is not a plain path inside the checkpoint"
         )
     return file
 
@@ -349,5 +349,5 @@ class _TensorReader:
             )
         return UnreadableError(
             f"{self._where}: an item of {span.nbytes} bytes cannot hold the {nbytes} bytes of its chunk",
-            where=f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}",
+            where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
         )

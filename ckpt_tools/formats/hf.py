@@ -59,9 +59,7 @@ def parse_index(text: bytes, *, where: str) -> dict[str, str]:
         raise UnreadableError("the index has no weight_map of strings", where=where)
     for name in set(weight_map.values()):
         if not is_plain_path(name):
-            raise UnreadableError(
-                f"the index names the file {escape_name(name)!r} outside of its directory", where=where
-            )
+            raise UnreadableError(f"the index names the file {name!r} outside of its directory", where=where)
     return weight_map
 
 
@@ -84,8 +82,8 @@ def describe(root: str, files: Sequence[File], index: Mapping[str, str] | None) 
         for entry in file.header.tensors:
             if entry.fqn in tensors:
                 raise UnreadableError(
-                    f"tensor {escape_name(entry.fqn)!r} is in two files",
-                    where=f"{escape_name(tensors[entry.fqn].chunks[0].span.file)}, {escape_name(file.name)}",
+                    f"tensor {entry.fqn!r} is in two files",
+                    where=f"{tensors[entry.fqn].chunks[0].span.file}, {file.name}",
                 )
             tensors[entry.fqn] = entry
     if index is not None:
@@ -104,15 +102,15 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
         if entry is None or entry.chunks[0].span.file != name:
             found = "no file has it" if entry is None else f"it is in {escape_name(entry.chunks[0].span.file)}"
             raise UnreadableError(
-                f"the index puts tensor {escape_name(fqn)!r} into {escape_name(name)}, but {found}",
-                where=escape_name(name),
+                f"the index puts tensor {fqn!r} into {name}, but {found}",
+                where=name,
                 hint="restore the file that belongs to this index",
             )
     for fqn, entry in tensors.items():
         if fqn not in index:
             raise UnreadableError(
-                f"tensor {escape_name(fqn)!r} is not in the index",
-                where=escape_name(entry.chunks[0].span.file),
+                f"tensor {fqn!r} is not in the index",
+                where=entry.chunks[0].span.file,
                 hint="the file and the index are of different versions: restore both",
             )
 
@@ -134,15 +132,15 @@ def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
         for entry, offsets in parts:
             if entry.dtype != first.dtype or len(offsets) != len(first.shape) or len(entry.shape) != len(offsets):
                 raise UnreadableError(
-                    f"tensor {escape_name(fqn)!r} differs in dtype or number of dims between files",
-                    where=escape_name(entry.chunks[0].span.file),
+                    f"tensor {fqn!r} differs in dtype or number of dims between files",
+                    where=entry.chunks[0].span.file,
                 )
         dims = range(len(first.shape))
         shape = tuple(max(offsets[d] + entry.shape[d] for entry, offsets in parts) for d in dims)
         if not is_possible_shape(shape):
             raise UnreadableError(
-                f"tensor {escape_name(fqn)!r} of shape {list(shape)} is too large to exist",
-                where=escape_name(first.chunks[0].span.file),
+                f"tensor {fqn!r} of shape {list(shape)} is too large to exist",
+                where=first.chunks[0].span.file,
             )
         boxes = tuple(replace(entry.chunks[0], box=Box(offsets, entry.shape)) for entry, offsets in parts)
         tensors.append(replace(first, shape=shape, chunks=boxes))
@@ -166,9 +164,7 @@ def _parse_sharding(file: File) -> dict[str, tuple[int, ...]]:
         fields = table.get(entry.fqn)
         offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None
         if not isinstance(offsets, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in offsets):
-            raise UnreadableError(
-                f"{SHARDING_KEY} has no sound offsets for tensor {escape_name(entry.fqn)!r}", where=where
-            )
+            raise UnreadableError(f"{SHARDING_KEY} has no sound offsets for tensor {entry.fqn!r}", where=where)
         parsed[entry.fqn] = tuple(offsets)
     return parsed
 

@@ -55,7 +55,7 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
         return UnreadableError(
             f"a directory of checkpoints, not a checkpoint (it holds {shown})",
             where=path,
-            hint=f"use {path}/{escape_name(found[-1])}",
+            hint=f"use {path}/{found[-1]}",
         )
     for child in sorted(below, key=lambda child: (-_step(child)[0], child)):  # the latest; an actor before its critic
         error = explain(below[child], f"{path}/{escape_name(child)}")

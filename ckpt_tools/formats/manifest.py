@@ -174,7 +174,7 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
     if last != f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode():
         raise UnreadableError(
             "the manifest is damaged or was edited: its checksum differs",
-            where=escape_name(where),
+            where=where,
             hint="restore it, or remove it to go on without digests and without the original file names",
         )
     document: Any = parse_json(
@@ -193,7 +193,7 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
         shown = f" {version}" if type(version) is int and 0 <= version <= MAX_ELEMS else ""
         raise UnreadableError(
             f"the manifest has a schema version{shown} or a kind of digest that is unknown to this version",
-            where=escape_name(where),
+            where=where,
             hint="use a newer ckpt",
         )
     try:
@@ -204,8 +204,8 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
 
 def _malformed(where: str, error: Exception) -> UnreadableError:
     return UnreadableError(
-        f"the manifest is malformed: {escape_name(str(error)) or type(error).__name__}",
-        where=escape_name(where),
+        f"the manifest is malformed: {str(error) or type(error).__name__}",
+        where=where,
         hint="remove it to go on without digests and without the original file names",
     )
 

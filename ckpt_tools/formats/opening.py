@@ -74,7 +74,7 @@ def open_path(path: str, *, format: Format | None = None) -> Opened:  # noqa: A0
         UnreadableError: Not a complete, readable checkpoint.
     """
     if not os.path.lexists(path):
-        raise UnreadableError("no such file or directory", where=escape_name(path))
+        raise UnreadableError("no such file or directory", where=path)
     is_file = not os.path.isdir(path)
     source = Source(os.path.dirname(os.path.abspath(path)) if is_file else path)
     try:
@@ -83,7 +83,7 @@ def open_path(path: str, *, format: Format | None = None) -> Opened:  # noqa: A0
         try:
             files = source.list_files()
         except OSError as error:
-            raise CkptError(f"cannot list: {error.strerror}", where=escape_name(path)) from error
+            raise CkptError(f"cannot list: {error.strerror}", where=path) from error
         found = format or detect(files, path=path)
         manifest = _read_manifest(source, files)
         if found == "dcp":
@@ -143,7 +143,7 @@ def read_document(source: Source, name: str, limit: int) -> bytes:
     """Read a small file whole."""
     nbytes = source.size(name)
     if nbytes > limit:
-        raise LimitError(f"{nbytes} bytes, the limit is {limit}", where=escape_name(name))
+        raise LimitError(f"{nbytes} bytes, the limit is {limit}", where=name)
     return source.read(name, 0, nbytes)
 
 
@@ -215,8 +215,8 @@ def _open_hf(source: Source, files: Mapping[str, int], manifest: Manifest | None
         if missing:
             raise UnreadableError(
                 f"{len(missing)} of {len(names)} files of the index are missing: "
-                + ", ".join(escape_name(name) for name in missing[:4]),
-                where=escape_name(index_name),
+                + ", ".join(name for name in missing[:4]),
+                where=index_name,
                 hint="download or copy the rest of the model",
             )
     opened = [read_file(source, name) for name in names]
@@ -268,11 +268,11 @@ def _choose_files(files: Mapping[str, int], path: str) -> tuple[str | None, list
     if len(singles) == 1 and not indexes:
         return None, singles
     if not singles and not indexes:
-        raise UnreadableError("no safetensors files here", where=escape_name(path))
+        raise UnreadableError("no safetensors files here", where=path)
     raise UnreadableError(
         f"{len(singles)} safetensors files and {len(indexes)} indexes, and nothing says which belong together",
-        where=escape_name(path),
-        hint=f"pass one file: {escape_name(os.path.join(path, (singles or indexes)[0]))}, or restore the index",
+        where=path,
+        hint=f"pass one file: {os.path.join(path, (singles or indexes)[0])}, or restore the index",
     )
 
 

@@ -90,7 +90,7 @@ def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
         span = entry.chunks[0].span
         if span.offset != position:
             problem = "overlaps its predecessor" if span.offset < position else "leaves a hole before it"
-            raise UnreadableError(f"tensor {escape_name(entry.fqn)!r} {problem}", where=where)
+            raise UnreadableError(f"tensor {entry.fqn!r} {problem}", where=where)
         position += span.nbytes
     if file_nbytes is not None and position != file_nbytes:
         state = "truncated" if position > file_nbytes else "followed by unknown bytes"
@@ -108,7 +108,7 @@ def _parse_entry(
     """Return one tensor; `boxes` has those of the shapes seen so far."""
 
     def refusal(problem: str) -> UnreadableError:
-        return UnreadableError(f"tensor {escape_name(fqn)!r} {problem}", where=escape_name(file))
+        return UnreadableError(f"tensor {fqn!r} {problem}", where=file)
 
     if (problem := fqn_problem(fqn)) is not None:
         raise refusal(problem)
@@ -159,13 +159,13 @@ def build_header(
         if not entry.dtype.in_safetensors:
             raise UsageError(
                 f"safetensors cannot hold {entry.dtype.name} ({entry.dtype.torch_name})",
-                where=escape_name(entry.fqn),
-                hint=f"leave the tensor out: --exclude {shlex.quote(escape_name(entry.fqn))}",
+                where=entry.fqn,
+                hint=f"leave the tensor out: --exclude {shlex.quote(entry.fqn)}",
             )
         if entry.fqn == METADATA_KEY:
             raise UsageError(
                 f"safetensors keeps the name {METADATA_KEY} for itself, so no tensor can have it",
-                where=escape_name(entry.fqn),
+                where=entry.fqn,
                 hint=f"leave the tensor out: --exclude {METADATA_KEY}",
             )
         starts.append(position)

@@ -11,7 +11,6 @@ import zipfile
 
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats.inert_pickle import GlobalName, Record, parse_pickle
-from ckpt_tools.text import escape_name
 
 MAX_VALUE_BYTES = 64 << 20
 """Largest item that is read: lists of parameter names have kilobytes."""
@@ -50,7 +49,7 @@ def parse_value(content: bytes, *, where: str) -> object:
                 raise UnreadableError("the item is not what torch.save writes", where=where)
             data = archive.read(records[0])
     except _DAMAGED as error:
-        raise UnreadableError(f"the item is damaged: {escape_name(str(error))}", where=where) from error
+        raise UnreadableError(f"the item is damaged: {error!s}", where=where) from error
     try:
         value = parse_pickle(data, allowed_globals=frozenset())
     except UnreadableError as error:

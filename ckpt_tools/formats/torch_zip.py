@@ -19,7 +19,6 @@ from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_tensor import PickledTensor, parse_tensor_pickle
 from ckpt_tools.formats._torch_zip_writer import ItemFrame, item_frame
-from ckpt_tools.text import escape_name
 
 __all__ = ["ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item"]
 
@@ -172,7 +171,7 @@ def check_archive(nbytes: int, read: Read, *, content: bool = True) -> bool:
             crc32 = zlib.crc32(item.get(start + at, min(_PIECE_BYTES, entry.nbytes - at)), crc32)
         if crc32 != entry.crc32:
             if entry.crc32:
-                raise UnreadableError(f"entry '{escape_name(entry.name)}' of the item is damaged: its CRC-32 differs")
+                raise UnreadableError(f"entry '{entry.name}' of the item is damaged: its CRC-32 differs")
             is_whole = False
     return is_whole
 
@@ -185,7 +184,7 @@ def _check_entries(item: _Item, entries: dict[str, _Entry], version: str, record
             continue
         content = _small(item, entries, entry.name, bounds)
         if entry.crc32 and zlib.crc32(content) != entry.crc32:
-            raise UnreadableError(f"entry '{escape_name(entry.name)}' of the item is damaged: its CRC-32 differs")
+            raise UnreadableError(f"entry '{entry.name}' of the item is damaged: its CRC-32 differs")
 
 
 def _head(item: _Item, record: _Entry, pickled: PickledTensor, bounds: _Bounds) -> ItemHead:
@@ -264,13 +263,13 @@ def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _Entry
             if _FULL32 in (packed, nbytes, offset):
                 nbytes, packed, offset = _widen(extra, nbytes, packed, offset)
             if attributes & _IS_DIRECTORY:
-                raise UnreadableError(f"entry '{escape_name(name)}' of the item is marked as a directory")
+                raise UnreadableError(f"entry '{name}' of the item is marked as a directory")
             if method or packed != nbytes:
-                raise UnreadableError(f"entry '{escape_name(name)}' of the item is compressed")
+                raise UnreadableError(f"entry '{name}' of the item is compressed")
             if name in entries:
-                raise UnreadableError(f"the item has two entries '{escape_name(name)}'")
+                raise UnreadableError(f"the item has two entries '{name}'")
             if offset < previous_end or offset + _LOCAL.size + name_length + nbytes > start:
-                raise UnreadableError(f"entry '{escape_name(name)}' of the item overlaps what lies around it")
+                raise UnreadableError(f"entry '{name}' of the item overlaps what lies around it")
             previous_end = offset + _LOCAL.size + name_length + nbytes
             entries[name] = _Entry(name, crc32, nbytes, offset)
     except (struct.error, UnicodeDecodeError) as error:
@@ -319,16 +318,16 @@ def _data_start(item: _Item, entry: _Entry, bounds: _Bounds) -> int:
         or nbytes not in sizes
         or item.get(entry.offset + _LOCAL.size, name_length) != entry.name.encode()
     ):
-        raise UnreadableError(f"entry '{escape_name(entry.name)}' of the item contradicts its directory")
+        raise UnreadableError(f"entry '{entry.name}' of the item contradicts its directory")
     if start + entry.nbytes > bounds[bisect_right(bounds, entry.offset)]:
-        raise UnreadableError(f"entry '{escape_name(entry.name)}' of the item reaches into what follows it")
+        raise UnreadableError(f"entry '{entry.name}' of the item reaches into what follows it")
     return start
 
 
 def _small(item: _Item, entries: dict[str, _Entry], name: str, bounds: _Bounds) -> bytes:
     entry = entries.get(name)
     if entry is None:
-        raise UnreadableError(f"the item has no {escape_name(name)}")
+        raise UnreadableError(f"the item has no {name}")
     if entry.nbytes > _MAX_SMALL_BYTES:
-        raise UnreadableError(f"the item's {escape_name(name)} has {entry.nbytes} bytes")
+        raise UnreadableError(f"the item's {name} has {entry.nbytes} bytes")
     return item.get(_data_start(item, entry, bounds), entry.nbytes)

@@ -78,7 +78,7 @@ def audit(
 
 def build_finding(code: str, where: str, what: str) -> Finding:
     """Return an error with the hint that the catalogue has for it."""
-    return Finding(code=code, severity="error", where=where, what=what, hint=CATALOGUE[code].fix)
+    return Finding.error(code=code, where=where, what=what, hint=CATALOGUE[code].fix)
 
 
 def find_double_wraps(module: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -38,7 +38,7 @@ def check_buffers(model: nn.Module, *, is_fresh: bool) -> Iterator[Finding]:
             what = None if buffer.is_meta else _problem(buffer, expected.get(name))
             if what is not None:
                 hint = CATALOGUE["garbage-buffer"].fix
-                yield Finding(code="garbage-buffer", severity="error", where=where, what=what, hint=hint)
+                yield Finding.error(code="garbage-buffer", where=where, what=what, hint=hint)
 
 
 def _problem(buffer: torch.Tensor, expected: torch.Tensor | None) -> str | None:

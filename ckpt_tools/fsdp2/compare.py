@@ -199,7 +199,7 @@ def _compare_gradients(records: Sequence[RankRecord]) -> list[Finding]:
 
 
 def _build(code: str, where: str, what: str) -> Finding:
-    return Finding(code=code, severity="error", where=where, what=what, hint=CATALOGUE[code].fix)
+    return Finding.error(code=code, where=where, what=what, hint=CATALOGUE[code].fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class Diagnosis:
         """Return it as an error for a report."""
         where = self.module or self.call or "?"
         at = f" (at {self.call})" if self.call and self.module else ""
-        return Finding(code=self.id, severity="error", where=where, what=f"{self.cause}{at}", hint=self.fix)
+        return Finding.error(code=self.id, where=where, what=f"{self.cause}{at}", hint=self.fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

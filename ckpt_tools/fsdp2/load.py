@@ -203,7 +203,7 @@ def _check_shapes(opened: Opened, targets: Mapping[str, torch.Tensor], sources: 
     if wrong:
         raise UsageError(
             f"{len(wrong)} tensors have other shapes: {'; '.join(wrong[:4])}",
-            where=escape_name(opened.source.root),
+            where=opened.source.root,
             hint="build the model from the config.json that belongs to the checkpoint",
         )
 
@@ -228,7 +228,7 @@ def _check_ties(
         if not torch.equal(other.to(local.device), local):
             raise UsageError(
                 f"the model shares one parameter for {first!r} and {name!r}, and the checkpoint has two that differ",
-                where=escape_name(opened.source.root),
+                where=opened.source.root,
                 hint="set tie_word_embeddings to false in the model's config, or leave one of the two out",
             )
 
@@ -271,5 +271,5 @@ def _strict_error(
     if missing and len(missing) == len(targets):
         hint = "no name agrees: is this a checkpoint of that model? `ckpt inspect --tensors` lists its names"
     return UnreadableError(
-        f"the checkpoint does not fit the model: {'; '.join(parts)}", where=escape_name(opened.source.root), hint=hint
+        f"the checkpoint does not fit the model: {'; '.join(parts)}", where=opened.source.root, hint=hint
     )

@@ -15,7 +15,6 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.read import Piece, Whole, as_whole
-from ckpt_tools.text import escape_name
 
 
 def match_names(
@@ -137,7 +136,7 @@ def _convert(
             if len(members) > 1:
                 raise UsageError(
                     f"{len(members)} tensors of the checkpoint are named {target!r} in the model: "
-                    + ", ".join(escape_name(source) for _, source in members[:3]),
+                    + ", ".join(source for _, source in members[:3]),
                     hint="pass the prefix of the one that is meant",
                 )
             found[target] = as_whole(plain[members[0][1]])

@@ -78,8 +78,8 @@ def _state_dict(model: nn.Module, optimizer: Optimizer, opened: Opened) -> dict[
                 state[number] = {key: _value(item, parameter, reader, opened) for key, item in found.items()}
             elif parameter.requires_grad and not stored.knows(name):
                 raise UnreadableError(
-                    f"the checkpoint has no optimizer state of {escape_name(name)!r}",
-                    where=escape_name(opened.source.root),
+                    f"the checkpoint has no optimizer state of {name!r}",
+                    where=opened.source.root,
                     hint="its optimizer had other parameters; freeze this one or start with a new optimizer",
                 )
             number += 1
@@ -128,7 +128,7 @@ class _Stored:
         if not self.state and not self._groups:
             raise UnreadableError(
                 "there is no optimizer state in this checkpoint",
-                where=escape_name(opened.source.root),
+                where=opened.source.root,
                 hint="save it with save_checkpoint(model, optimizer, path)",
             )
         self._members = {number: self._members_of(number) for number in self._groups}
@@ -152,7 +152,7 @@ class _Stored:
             return frozenset({number})
         value = _plain(item, self._opened) if isinstance(item, BlobEntry) else None
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise UnreadableError("the parameters of a group are not a list of names", where=escape_name(item.fqn))
+            raise UnreadableError("the parameters of a group are not a list of names", where=item.fqn)
         return frozenset(strip_wrappers(name) for name in value)
 
     def knows(self, name: str) -> bool:

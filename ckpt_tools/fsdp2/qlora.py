@@ -280,7 +280,7 @@ def _choose(
     layers = _layers_of(best[0], best[1])
     raise UnreadableError(
         f"{len(best[2])} of {len(layers)} layers are quantised in the checkpoint",
-        where=escape_name(next(name for name in layers if name not in best[2])),
+        where=next(name for name in layers if name not in best[2]),
         hint="pass skip to quantise_linears, so that the model is what was saved",
     )
 
@@ -327,9 +327,7 @@ def _quantise_file(base: nn.Module, layers: Mapping[str, nn.Module], path: str, 
                 continue
             facts = _facts(layer)
             if whole.shape != facts.shape:
-                raise UsageError(
-                    f"{list(whole.shape)} in the checkpoint, {list(facts.shape)} in the model", where=escape_name(name)
-                )
+                raise UsageError(f"{list(whole.shape)} in the checkpoint, {list(facts.shape)} in the model", where=name)
             full = reader.read(whole, box, getattr(torch, str(whole.dtype.torch_name)))
             packed, quant_state = quantize_4bit(
                 full,

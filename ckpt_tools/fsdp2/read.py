@@ -127,7 +127,7 @@ class BoxReader:
     def _read_entry(self, entry: TensorEntry, box: Box, dtype: DType) -> torch.Tensor:
         if entry.dtype is not dtype and not (entry.dtype.is_float and dtype.is_float):
             raise UsageError(
-                f"tensor {escape_name(entry.fqn)!r} is {entry.dtype.name} in the checkpoint and {dtype.name} in the "
+                f"tensor {entry.fqn!r} is {entry.dtype.name} in the checkpoint and {dtype.name} in the "
                 "model; only floating-point types are cast",
             )
         result = torch.empty(box.sizes, dtype=getattr(torch, str(dtype.torch_name)))
@@ -163,7 +163,7 @@ class BoxReader:
     def _restrict(self, entry: TensorEntry, box: Box) -> TensorEntry:
         """Return `entry` with the chunks that `box` needs, on their raw bytes; only their headers are read."""
         if entry.dtype.torch_name is None or entry.dtype.pack > 1:
-            raise UsageError(f"tensor {escape_name(entry.fqn)!r}: a model cannot take {entry.dtype.name} elements")
+            raise UsageError(f"tensor {entry.fqn!r}: a model cannot take {entry.dtype.name} elements")
         index = self._indexes.get(entry.fqn)
         if index is None:
             check_complete(entry)
@@ -192,9 +192,9 @@ def _check_crcs(entry: TensorEntry, reads: Sequence[Read]) -> None:
             total += run.nbytes
         if total == chunk.span.nbytes and crc32 != chunk.crc32:
             raise UnreadableError(
-                f"tensor {escape_name(entry.fqn)!r} is damaged: CRC-32 of its bytes is {crc32:08x}, its writer "
+                f"tensor {entry.fqn!r} is damaged: CRC-32 of its bytes is {crc32:08x}, its writer "
                 f"recorded {chunk.crc32:08x}",
-                where=f"{escape_name(chunk.span.file)}, bytes {chunk.span.offset}..",
+                where=f"{chunk.span.file}, bytes {chunk.span.offset}..",
                 hint="restore the file from where it was copied, or save the checkpoint again",
             )
 

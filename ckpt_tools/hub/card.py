@@ -179,7 +179,7 @@ def refuse_local_base(text: str) -> None:
 
 def _local_base(text: str) -> UnreadableError:
     return UnreadableError(
-        f"the model card names the base model by a local path: base_model is {escape_name(local_bases(text)[0])}",
+        f"the model card names the base model by a local path: base_model is {local_bases(text)[0]}",
         where=CARD_NAME,
         hint="--base-model ORG/NAME puts the hub id into what is sent; or mend README.md",
     )

@@ -106,13 +106,11 @@ def _check_adapter(source: Source, top: set[str]) -> None:
         what = "is left out" if ADAPTER_CONFIG in there else "is missing"
         raise UsageError(
             f"an adapter whose {ADAPTER_CONFIG} {what}: nobody could load it",
-            where=escape_name(source.root),
+            where=source.root,
             hint="ckpt export-lora writes one" if ADAPTER_CONFIG not in there else "push it as well",
         )
     if ADAPTER_CONFIG in top and not weights:
-        raise UnreadableError(
-            f"{ADAPTER_CONFIG} without an adapter beside it", where=escape_name(source.root), hint="save it again"
-        )
+        raise UnreadableError(f"{ADAPTER_CONFIG} without an adapter beside it", where=source.root, hint="save it again")
 
 
 def _directories(chosen: Iterable[str]) -> list[str]:
@@ -158,7 +156,7 @@ def _check_parts(root: str, names: list[str]) -> None:
     if parts and not any(name.endswith(INDEX_SUFFIX) for name in os.listdir(root)):
         raise UnreadableError(
             f"{_some(parts)}: parts of a model without the index that names them all",
-            where=escape_name(root),
+            where=root,
             hint="restore the index, or save the model again",
         )
 
@@ -172,7 +170,7 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int)
     if missing and len(missing) < len(opened.checkpoint.files):
         raise UsageError(
             f"{_some(missing)} would be left out, and the checkpoint needs it",
-            where=escape_name(root),
+            where=root,
             hint="push all of the checkpoint, or none of it",
         )
     if missing:
@@ -183,7 +181,7 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int)
     if errors:
         raise _not_whole(errors, root)
     if not result.tensors:
-        raise UnreadableError("a checkpoint without a single tensor", where=escape_name(root))
+        raise UnreadableError("a checkpoint without a single tensor", where=root)
     return result.tensors
 
 
@@ -192,8 +190,8 @@ def _not_whole(errors: list[Finding], root: str) -> CkptError:
     more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
     return UnreadableError(
         f"not pushed, since it is not whole: {first.what}{more}",
-        where=f"{escape_name(root)}: {first.where}",
-        hint=f"ckpt verify {escape_name(root)} lists everything",
+        where=f"{root}: {first.where}",
+        hint=f"ckpt verify {root} lists everything",
     )
 
 

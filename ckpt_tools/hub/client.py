@@ -104,7 +104,7 @@ class Hub:
             client_utils().validate_repo_id(repo)
         except ValueError:
             raise UsageError(
-                f"{escape_name(repo)!r} cannot name a repository",
+                f"{repo!r} cannot name a repository",
                 hint="write namespace/name with letters, digits, '-', '_' and '.'",
             ) from None
         self.repo = repo
@@ -250,7 +250,7 @@ class Hub:
         def take(block: bytes) -> None:
             parts.append(block)
             if sum(map(len, parts)) > limit:
-                raise LimitError(f"more than {limit} bytes", where=escape_name(path))
+                raise LimitError(f"more than {limit} bytes", where=path)
 
         self._download(path, commit, take, parts.clear)
         return b"".join(parts)

@@ -248,10 +248,9 @@ def look_at(hub: Hub, oid: str) -> Remote:
 
 
 def _finding(code: str, path: str, what: str) -> Finding:
-    return Finding(
+    return Finding.error(
         code=code,
-        severity="error",
-        where=escape_name(path),
+        where=path,
         what=what,
         hint="delete it on the hub and push again; if it stays so, tell the hub's operators",
     )

@@ -31,7 +31,7 @@ def refuse_dead(source: Source, file: File) -> None:
     empty = [entry for entry in factors if 0 in entry.shape]
     if empty:
         raise UnreadableError(
-            f"{len(empty)} of {len(factors)} factors are empty, {escape_name(empty[0].fqn)} the first",
+            f"{len(empty)} of {len(factors)} factors are empty, {empty[0].fqn} the first",
             where=where,
             hint="the adapter was saved from one rank's shards: gather it first (ckpt export-lora from the checkpoint)",
         )

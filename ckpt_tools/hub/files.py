@@ -72,7 +72,7 @@ def list_directory(
             source.path(path)  # refuses a link that leads out
             chosen[path] = nbytes
     if not chosen:
-        raise UsageError("there is nothing to push", where=escape_name(source.root))
+        raise UsageError("there is nothing to push", where=source.root)
     return chosen, tuple(sorted(left_out))
 
 
@@ -91,7 +91,7 @@ def _odd_entries(root: str) -> list[tuple[str, str]]:
                     odd.append((path + "/", "hidden"))
                 elif entry.name not in _FORBIDDEN:
                     if depth == MAX_DEPTH:
-                        raise UsageError(f"directories nested deeper than {MAX_DEPTH}", where=escape_name(path))
+                        raise UsageError(f"directories nested deeper than {MAX_DEPTH}", where=path)
                     pending.append((path + "/", depth + 1))
             elif entry.is_symlink() and entry.is_dir():
                 odd.append((path, "a link to a directory"))
@@ -107,7 +107,7 @@ def _matching(files: Iterable[str], globs: Sequence[str], option: str) -> set[st
         by_name = "/" not in glob
         here = {path for path in files if pattern.fullmatch(_swap(path.rpartition("/")[2] if by_name else path))}
         if not here:
-            raise UsageError(f"{option} {escape_name(glob)} matches no file", hint="it is held against names of files")
+            raise UsageError(f"{option} {glob} matches no file", hint="it is held against names of files")
         matched |= here
     return matched
 
@@ -119,9 +119,7 @@ def _swap(text: str) -> str:
 
 def _check_name(path: str) -> None:
     if escape_name(path) != path or "\\" in path:
-        raise UsageError(
-            "the hub cannot hold a file of this name", where=escape_name(path), hint="rename it, or leave it out"
-        )
+        raise UsageError("the hub cannot hold a file of this name", where=path, hint="rename it, or leave it out")
 
 
 def digest_files(
@@ -186,7 +184,7 @@ def changed(path: str) -> CkptError:
     """Return the error for a file that is written to while it is pushed."""
     return CkptError(
         "the file changed while it was pushed; nothing was committed",
-        where=escape_name(path),
+        where=path,
         hint="wait until its writer has finished, then run the command again",
     )
 
@@ -205,6 +203,6 @@ def check_is_text(source: Source, file: LocalFile) -> None:
     except UnicodeDecodeError as error:
         raise UnreadableError(
             "the model card is not UTF-8 text, which the hub's client refuses",
-            where=escape_name(file.path),
-            hint=f"save it as UTF-8, or leave it out: --exclude {escape_name(file.path)}",
+            where=file.path,
+            hint=f"save it as UTF-8, or leave it out: --exclude {file.path}",
         ) from error

@@ -118,7 +118,7 @@ class Push:
             raise UsageError("a pull request is made against main", hint="leave --revision out, or --create-pr")
         named = options.card.base_model if isinstance(options.card, CardFacts) else None
         if named is not None and hub_id_of(named) != named:
-            raise UsageError(f"{escape_name(named)!r} is no hub id", hint="--base-model takes ORG/NAME")
+            raise UsageError(f"{named!r} is no hub id", hint="--base-model takes ORG/NAME")
         start = time.monotonic()
         account = find_account(endpoint=options.endpoint, token=options.token)
         with (
@@ -180,7 +180,7 @@ class Push:
             )
         if not remote.exists and hub.revision != "main":
             raise HubError(
-                f"{hub.repo} does not exist, so it has no revision {escape_name(hub.revision)!r}",
+                f"{hub.repo} does not exist, so it has no revision {hub.revision!r}",
                 where=hub.place("").where,
                 hint="push to main first",
             )

@@ -84,8 +84,8 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
         more += f"; and {len(others) - _MAX_NAMED + 1} more"
     raise UsageError(
         f"the file holds what looks like {first.kind}" + (f" (also {more})" if more else ""),
-        where=f"{escape_name(first.path)}, line {first.line}",
-        hint=f"take it out and revoke it, or leave the file out: --exclude {escape_name(first.path)}",
+        where=f"{first.path}, line {first.line}",
+        hint=f"take it out and revoke it, or leave the file out: --exclude {first.path}",
     )
 
 

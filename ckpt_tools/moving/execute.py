@@ -26,7 +26,6 @@ from ckpt_tools.moving.threads import Crew
 from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging
-from ckpt_tools.text import escape_name
 
 Progress = Callable[[int], None]
 """Called with the number of logical bytes that have been moved since the last call; from any thread."""
@@ -294,7 +293,7 @@ class _Run:
         frame = item_frame(copy.dtype, copy.box.sizes)
         crc32, total = _combine(parts)
         if total != copy.nbytes:
-            raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=escape_name(file))
+            raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=file)
         before, after = frame.seal(crc32)
         start = copy.offset - frame.payload_offset
         written = self._sink().write(file, start, [before])
@@ -313,9 +312,9 @@ class _Run:
             if crc32 != chunk.crc32:
                 span = chunk.span
                 raise UnreadableError(
-                    f"tensor {escape_name(task.entry.fqn)!r} is damaged: CRC-32 of its bytes is {crc32:08x}, "
+                    f"tensor {task.entry.fqn!r} is damaged: CRC-32 of its bytes is {crc32:08x}, "
                     f"its writer recorded {chunk.crc32:08x}",
-                    where=f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}",
+                    where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
                     hint="restore the file from where it was copied, or save the checkpoint again",
                 )
             with self._lock:

@@ -139,9 +139,7 @@ def blocks_of(entry: TensorEntry, dtype: DType) -> Blocks:
     """
     blocks = split_blocks(entry.shape, dtype.bits, block_bytes=BLOCK_BYTES, granule=dtype.granule)
     if dtype.granule > 1 and blocks.dim >= 0 and entry.shape[-1] % dtype.granule:
-        raise UsageError(
-            f"tensor {escape_name(entry.fqn)!r}: rows of {entry.shape[-1]} {dtype.name} elements end inside a byte"
-        )
+        raise UsageError(f"tensor {entry.fqn!r}: rows of {entry.shape[-1]} {dtype.name} elements end inside a byte")
     return blocks
 
 
@@ -236,14 +234,14 @@ def check_names(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if not is_plain_path(name):
-            raise UnreadableError("a file name leads out of the destination", where=escape_name(name))
+            raise UnreadableError("a file name leads out of the destination", where=name)
         if name in seen:
-            raise UnreadableError("two files of the destination would have the same name", where=escape_name(name))
+            raise UnreadableError("two files of the destination would have the same name", where=name)
         seen.add(name)
     for name in seen:
         parts = name.split("/")
         if any("/".join(parts[:i]) in seen for i in range(1, len(parts))):
-            raise UnreadableError("a file of the destination would also be a directory", where=escape_name(name))
+            raise UnreadableError("a file of the destination would also be a directory", where=name)
 
 
 def check_complete(entry: TensorEntry) -> None:
@@ -256,7 +254,7 @@ def check_complete(entry: TensorEntry) -> None:
     files = sorted({escape_name(chunk.span.file) for chunk in entry.chunks})
     kind = "incomplete" if problem.kind == "missing" else "inconsistent"
     raise UnreadableError(
-        f"tensor {escape_name(entry.fqn)!r} is {kind}: {problem.describe(entry.shape)}",
+        f"tensor {entry.fqn!r} is {kind}: {problem.describe(entry.shape)}",
         where=", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "") or None,
         hint="`ckpt verify` lists everything that is wrong; restore the checkpoint or save it again",
     )

@@ -17,7 +17,6 @@ from ckpt_tools.moving.casting import cast
 from ckpt_tools.moving.plan import blocks_of, chunk_index
 from ckpt_tools.moving.strides import StridedPart, byte_box, is_contiguous, move, start_of
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
 
 ALIGNMENT = 64
 """Bytes of a cache line: positions that differ by a multiple of it are aligned alike."""
@@ -173,7 +172,7 @@ def _read_strided(
     position = 0
     for offset, nbytes in strided.runs():
         if offset < 0 or offset + nbytes > chunk.span.nbytes:
-            raise UnreadableError("strides lead out of the item", where=escape_name(chunk.span.file))
+            raise UnreadableError("strides lead out of the item", where=chunk.span.file)
         source.read_into(chunk.span.file, chunk.span.offset + offset, runs[position : position + nbytes])
         position += nbytes
     strided.scatter(runs, content, block)

@@ -87,7 +87,7 @@ def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], rule:
     if pack > 1 and (not entry.shape or entry.shape[-1] % pack):
         raise UsageError(
             f"{_describe(entry)} ends inside a byte: torch keeps {pack} elements per byte of the last dim",
-            hint=f"leave it out: --exclude '{escape_name(entry.fqn)}'",
+            hint=f"leave it out: --exclude '{entry.fqn}'",
         )
     for axis, placement in cuts.items():
         if placement.dim >= len(entry.shape):
@@ -122,7 +122,7 @@ def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where
             f"tensor {entry.fqn!r}: {axes} and {FSDP_AXIS} both cut dim {dim}, and its {length} elements are "
             f"not divisible by {axes}={num_parts}; PyTorch saves such tensors in a way that it cannot load",
             where=where,
-            hint=f"keep it off {axes} (--set '{escape_name(entry.fqn)}=') or choose a size that divides {length}",
+            hint=f"keep it off {axes} (--set '{entry.fqn}=') or choose a size that divides {length}",
         )
     if dim > 0 and (length // num_parts) % num_ranks:
         inside = f" left by {'×'.join(others)}={num_parts}" if others else ""
@@ -144,7 +144,7 @@ def _check_bytes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], wher
         raise UsageError(
             f"{_describe(entry)} cannot be cut by {mesh}: a cut would fall inside a byte",
             where=where,
-            hint=f"keep it whole: --set '{escape_name(entry.fqn)}={','.join(f'{axis}:R' for axis in cuts)}'",
+            hint=f"keep it whole: --set '{entry.fqn}={','.join(f'{axis}:R' for axis in cuts)}'",
         )
 
 

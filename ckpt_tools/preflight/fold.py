@@ -250,7 +250,7 @@ def _read_config(model: str) -> dict[str, object]:
     try:
         document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"config.json is not valid JSON: {error}", where=escape_name(path)) from error
+        raise UnreadableError(f"config.json is not valid JSON: {error}", where=path) from error
     if not isinstance(document, dict):
-        raise UnreadableError("config.json is not a JSON object", where=escape_name(path))
+        raise UnreadableError("config.json is not a JSON object", where=path)
     return document

@@ -122,8 +122,8 @@ def check_checkpoint(
         if error.what.startswith(_FOREIGN):  # the trainer's own, and perhaps just right
             unread = f"the checkpoint {where}: {error.what}" + (f" ({error.hint})" if error.hint else "")
             return CheckpointMatch(path=path, findings=(), not_checked=(unread,), view=view)
-        finding = Finding(
-            code="checkpoint-unreadable", severity="error", where=error.where or where, what=error.what, hint=error.hint
+        finding = Finding.error(
+            code="checkpoint-unreadable", where=error.where or where, what=error.what, hint=error.hint
         )
         return CheckpointMatch(path=path, findings=(finding,), view=view)
 
@@ -188,9 +188,8 @@ def _check(
     elif reads is not None and "refused" in reads:
         refused = reads["refused"]
         findings.append(
-            Finding(
+            Finding.warning(
                 code="checkpoint-mesh",
-                severity="warning",
                 where=where,
                 what=f"the checkpoint cannot be cut for {mesh}: {refused['what']}",
                 hint=refused["hint"],
@@ -256,17 +255,15 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
             one, two = (opened.source.read(chunk.span.file, chunk.span.offset, count) for chunk in (a, b))
             names = f"{escape_name(first.fqn)} and {escape_name(other.fqn)}"
             if one != two:
-                yield Finding(
+                yield Finding.error(
                     code="checkpoint-tied",
-                    severity="error",
                     where=where,
                     what=f"{names} differ, and the model shares them: one of the two would be lost",
                     hint='write "tie_word_embeddings": false in config.json if they were trained apart',
                 )
             else:
-                yield Finding(
+                yield Finding.info(
                     code="checkpoint-tied",
-                    severity="info",
                     where=where,
                     what=f"{names} are both stored, and the model shares them (their first {count} bytes agree)",
                 )
@@ -284,9 +281,8 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, where: str, spec: Parall
             return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start anew with these weights as the base model")
-    yield Finding(
+    yield Finding.error(
         code="checkpoint-no-optimizer",
-        severity="error",
         where=where,
         what=f"{key} resumes, and there is no optimizer state in the checkpoint, nor beside it",
         hint=f"take a checkpoint that the trainer saved for resuming, {hint}",

@@ -205,9 +205,8 @@ def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:
         (spec.keys[name] for name in ("strategy", "mesh", "axes.dp_shard", "world_size") if name in spec.keys), ""
     )
     return (
-        Finding(
+        Finding.error(
             code="memory-does-not-fit",
-            severity="error",
             where=key or "memory",
             what=f"{found.case.label} on {found.case.mesh} needs {format_size(found.needed)} on a rank "
             f"({format_size(found.per_rank.peak)} at the peak and a margin of {format_size(found.margin.total)}), "

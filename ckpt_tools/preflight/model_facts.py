@@ -162,8 +162,8 @@ def read_values(model: str) -> tuple[dict[str, object], str]:
     directory, name = _located(model)
     if not os.path.lexists(os.path.join(directory, name)):
         raise UnreadableError(
-            f"no {escape_name(name)} here",
-            where=escape_name(model),
+            f"no {name} here",
+            where=model,
             hint="pass the directory that the model was downloaded to",
         )
     with Source(directory) as source:

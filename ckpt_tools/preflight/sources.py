@@ -48,7 +48,7 @@ def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, che
         UsageError: What was passed is not there, or is no model.
     """
     if checkpoint is not None and not os.path.lexists(checkpoint):
-        raise UsageError("there is no such checkpoint", where=escape_name(checkpoint), hint="--checkpoint takes a path")
+        raise UsageError("there is no such checkpoint", where=checkpoint, hint="--checkpoint takes a path")
     missing: list[str] = []
     directory = _find_model(spec, config_path, model, missing)
     described = None if directory is None else _described(directory, missing, passed=model is not None)
@@ -75,7 +75,7 @@ def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, che
 def _find_model(spec: ParallelSpec, config_path: str, model: str | None, missing: list[str]) -> str | None:
     if model is not None:
         if not os.path.exists(model):
-            raise UsageError("there is no such model", where=escape_name(model), hint="--model takes a directory")
+            raise UsageError("there is no such model", where=model, hint="--model takes a directory")
         return model
     if spec.model is None:
         key = spec.keys.get("model")
@@ -140,7 +140,7 @@ def _read(path: str) -> object:
     try:
         return json.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"config.json is not valid JSON: {error}", where=escape_name(path)) from error
+        raise UsageError(f"config.json is not valid JSON: {error}", where=path) from error
 
 
 def _has_weights(directory: str) -> bool:

@@ -112,7 +112,7 @@ class Child:
         except OSError as error:
             raise StorageError(
                 f"{self._name} cannot be started: {error.strerror or error}",
-                where=None if error.filename is None else escape_name(str(error.filename)),
+                where=None if error.filename is None else str(error.filename),
             ) from error
         return self
 

@@ -17,7 +17,6 @@ from ckpt_tools.fsdp2.load import targets_of
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.text import escape_name
 
 MAX_FINDINGS = 5
 """Findings of one kind that a rank reports; the last one says how many there are."""
@@ -59,10 +58,9 @@ def missing_for_dcp(model: nn.Module, source: str) -> Finding | None:
     missing = [name for name in names if prefix + name not in stored]
     if not missing:
         return None
-    return Finding(
+    return Finding.warning(
         code="live-names",
-        severity="warning",
-        where=escape_name(missing[0]),
+        where=missing[0],
         what=f"{len(missing)} of {len(names)} names of the live model are not in the checkpoint, which holds these "
         "weights under other names: dcp.load(model.state_dict(), ...) fails with 'Missing key'",
         hint="load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did",
@@ -113,17 +111,16 @@ def _different(name: str, local: torch.Tensor, wanted: torch.Tensor, box: Box) -
     else:
         count = int((local.reshape(-1) != wanted.reshape(-1)).sum())
         what = f"{count} of {local.numel()} elements are not those of the source"
-    return Finding(
+    return Finding.error(
         code="wrong-shard",
-        severity="error",
-        where=escape_name(name),
+        where=name,
         what=f"{what} (offsets {list(box.offsets)}, sizes {list(box.sizes)})",
         hint="load after sharding, onto the same mesh, and do not initialise weights afterwards",
     )
 
 
 def _more(code: str, count: int) -> Finding:
-    return Finding(code=code, severity="error", where="…", what=f"{count} more like these")
+    return Finding.error(code=code, where="…", what=f"{count} more like these")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,10 +198,9 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor, floor: float) ->
 
 
 def _wrong_gradient(name: str, what: str) -> Finding:
-    return Finding(
+    return Finding.error(
         code="wrong-gradient",
-        severity="error",
-        where=escape_name(name),
+        where=name,
         what=what,
         hint="is the parameter used outside of its unit's forward, only on some ranks, or not managed by FSDP?",
     )

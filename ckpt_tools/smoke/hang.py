@@ -95,9 +95,8 @@ def describe_hang(
         hint = "if it is only slow, give it more time: --timeout SECONDS; -v shows all stacks"
     else:
         hint = "every rank waits, for different things: do all ranks make the same calls? -v shows all stacks"
-    return Finding(
+    return Finding.error(
         code="hang",
-        severity="error",
         where=where,
         what=f"no rank went on for {timeout_s:g} s: {'; '.join(parts)}",
         hint=hint,

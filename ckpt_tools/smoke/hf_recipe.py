@@ -207,7 +207,7 @@ def _find_classes(config: Mapping[str, Any], where: str) -> tuple[Any, Any]:
         import transformers
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"building a {escape_name(names[0])} needs transformers",
+            f"building a {names[0]} needs transformers",
             where=where,
             hint=f"pip install 'ckpt-tools[hf]', or {_USE_FACTORY}",
         ) from error
@@ -216,7 +216,7 @@ def _find_classes(config: Mapping[str, Any], where: str) -> tuple[Any, Any]:
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)) or found.config_class is None:
         custom = " (it brings code of its own, which is not run)" if "auto_map" in config else ""
         raise UsageError(
-            f"transformers {transformers.__version__} has no model class {escape_name(names[0])}{custom}",
+            f"transformers {transformers.__version__} has no model class {names[0]}{custom}",
             where=where,
             hint=_USE_FACTORY,
         )

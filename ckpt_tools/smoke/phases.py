@@ -154,7 +154,7 @@ def load(run: Run) -> str:
 
 def _report_names(run: Run, code: str, names: tuple[str, ...], what: str) -> None:
     for name in names[:_MAX_NAMES]:
-        run.error(code, escape_name(name), what, "does the config belong to this checkpoint? `ckpt inspect --tensors`")
+        run.error(code, name, what, "does the config belong to this checkpoint? `ckpt inspect --tensors`")
     if len(names) > _MAX_NAMES:
         run.error(code, "…", f"{len(names) - _MAX_NAMES} more: {what}")
 
@@ -228,7 +228,7 @@ def _check_repeatable(run: Run, expected: float) -> None:
     if again != expected:
         run.error(
             "random-forward",
-            escape_name(run.blueprint.recipe.title),
+            run.blueprint.recipe.title,
             f"two runs of the unsharded model on one batch give {expected:.9g} and {again:.9g}",
             "a model that draws random numbers or counts its calls in forward cannot be compared: turn that off here",
         )

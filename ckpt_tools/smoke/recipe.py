@@ -15,7 +15,6 @@ from torch import nn
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.smoke.builtin import SmallTransformer
-from ckpt_tools.text import escape_name
 
 BATCH_SIZE = 2
 """Samples per data-parallel rank."""
@@ -93,7 +92,7 @@ class ModuleRecipe(Recipe):
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"the factory returned a {type(model).__name__}, not a torch.nn.Module",
-                where=escape_name(self._factory),
+                where=self._factory,
             )
         without_dropout(model)
         return model.train()
@@ -147,14 +146,14 @@ def find_callable(spec: str) -> Any:  # noqa: ANN401 - anything callable
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise UsageError(
                 f"no module named {error.name!r}",
-                where=f"--factory {escape_name(spec)}",
+                where=f"--factory {spec}",
                 hint="run from the directory that holds it, or set PYTHONPATH",
             ) from error
         raise
     for part in path.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        raise UsageError(f"{name!r} has no callable {path!r}", where=f"--factory {escape_name(spec)}")
+        raise UsageError(f"{name!r} has no callable {path!r}", where=f"--factory {spec}")
     return found
 
 

@@ -14,7 +14,6 @@ from ckpt_tools.smoke.checks import MAX_FINDINGS, differing_states, differing_te
 from ckpt_tools.smoke.phases import apply_sharding, evaluate, tolerances_of
 from ckpt_tools.smoke.reference import make_optimizer
 from ckpt_tools.smoke.run import Run
-from ckpt_tools.text import escape_name
 
 _HINT = "does the model keep state that is in no parameter and no buffer?"
 
@@ -32,7 +31,7 @@ def same_world(run: Run) -> str:
     """Reload on the same ranks: every byte of parameters and optimizer state, and the loss."""
     model = load_saved(run, run.saved_path)
     for name in differing_tensors(run.model, model)[:MAX_FINDINGS]:
-        run.error("wrong-reload", escape_name(name), "not bitwise what it was when it was saved", _HINT)
+        run.error("wrong-reload", name, "not bitwise what it was when it was saved", _HINT)
     optimizer = make_optimizer(model, foreach=False if run.setting.has_tp else None)
     load_optimizer(model, optimizer, run.saved_path)
     wrong = differing_states(run.optimizer, optimizer)

@@ -122,7 +122,7 @@ class Run:
 
     def error(self, code: str, where: str, what: str, hint: str | None = None) -> None:
         """Report an error of one's own."""
-        self.report(Finding(code=code, severity="error", where=where, what=what, hint=hint))
+        self.report(Finding.error(code=code, where=where, what=what, hint=hint))
 
     def gather(self, value: float) -> list[float]:
         """Return every rank's value. Collective."""
@@ -178,9 +178,8 @@ def explain(error: BaseException, model: nn.Module | None, phase: str) -> Findin
     """Return the finding that an exception of a phase comes to."""
     if isinstance(error, CkptError):
         code = DOUBLE_WRAP if error.what.startswith(DOUBLE_WRAP) else f"{phase}-failed"
-        return Finding(
+        return Finding.error(
             code=code,
-            severity="error",
             where=error.where or f"phase {phase}",
             what=error.what.removeprefix(f"{DOUBLE_WRAP}: "),
             hint=error.hint,
@@ -190,9 +189,7 @@ def explain(error: BaseException, model: nn.Module | None, phase: str) -> Findin
         return found.to_finding()
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {escape_name(first)}"
-    return Finding(
-        code=f"{phase}-failed", severity="error", where=found.module or found.call or f"phase {phase}", what=text
-    )
+    return Finding.error(code=f"{phase}-failed", where=found.module or found.call or f"phase {phase}", what=text)
 
 
 def run_phases(run: Run, phases: Sequence[tuple[str, Callable[[Run], str]]]) -> None:

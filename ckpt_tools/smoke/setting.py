@@ -148,7 +148,7 @@ def find_recipe(options: SmokeOptions) -> Recipe:
                 return ModuleRecipe()
             raise UsageError(
                 "nothing says what model this is: there is no config.json beside the weights",
-                where=escape_name(options.source),
+                where=options.source,
                 hint="add --model DIR (with a config.json), or --factory pkg.mod:callable",
             ) from error
         return _from_config(content, escape_name(os.path.join(options.source, CONFIG_NAME)))

@@ -143,9 +143,8 @@ class World:
         how, hint = describe_end(os.waitstatus_to_exitcode(status), "try fewer ranks, or a smaller model")
         phase = log.phase or log.last_phase or "start"
         tail = self._tail(rank)
-        return Finding(
+        return Finding.error(
             code="rank-died",
-            severity="error",
             where=f"rank {rank}, phase {phase}",
             what=f"the process {how}" + (f": {tail}" if tail else ""),
             hint=hint,

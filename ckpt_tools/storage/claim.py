@@ -13,7 +13,6 @@ import time
 import uuid
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
-from ckpt_tools.text import escape_name
 
 STAGING_PREFIX = ".ckpt-tmp-"
 """Staging directories begin with this."""
@@ -60,7 +59,7 @@ def claim_directory(destination: str) -> tuple[str, int]:
     except OSError as error:
         raise StorageError(
             f"cannot make a staging directory beside the destination: {error.strerror}",
-            where=escape_name(os.path.dirname(path)),
+            where=os.path.dirname(path),
         ) from error
 
 
@@ -100,7 +99,7 @@ def _lock(descriptor: int, destination: str) -> bool:
     except BlockingIOError as error:
         raise DestinationExistsError(
             "another ckpt is writing to this destination",
-            where=escape_name(destination),
+            where=destination,
             hint="wait for it, or choose another destination",
         ) from error
     except OSError as error:
@@ -129,7 +128,7 @@ def _open(path: str) -> int | None:
             raise
         raise CkptError(
             "the name of the staging directory is taken by something else",
-            where=escape_name(path),
+            where=path,
             hint="remove it if you know what it is",
         ) from error
     owner = os.fstat(descriptor).st_uid
@@ -137,7 +136,7 @@ def _open(path: str) -> int | None:
         os.close(descriptor)
         raise CkptError(
             f"the staging directory belongs to another user ({owner})",
-            where=escape_name(path),
+            where=path,
             hint="choose another destination, or let its owner remove it",
         )
     return descriptor

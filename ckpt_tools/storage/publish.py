@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from ckpt_tools.errors import DestinationExistsError, StorageError
 from ckpt_tools.storage.claim import lock_directory
-from ckpt_tools.text import escape_name
 
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
@@ -85,7 +84,7 @@ def sync_entries(descriptor: int) -> None:
 
 
 def _appeared(destination: str) -> DestinationExistsError:
-    return DestinationExistsError("the destination appeared meanwhile", where=escape_name(destination))
+    return DestinationExistsError("the destination appeared meanwhile", where=destination)
 
 
 def _replace(directory: str, held: int, destination: str, parent: int) -> str | None:
@@ -142,7 +141,7 @@ def _make_durable(descriptors: tuple[int, int], destination: str, undo: Callable
         except OSError:
             raise NotDurableError(
                 f"the destination is complete, but could not be made durable: {error.strerror}",
-                where=escape_name(destination),
+                where=destination,
                 hint="a power cut may undo it: see to the storage, then check it with ckpt verify",
             ) from error
         raise

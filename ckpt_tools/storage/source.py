@@ -19,7 +19,6 @@ from typing import Self
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError
 from ckpt_tools.storage import beneath
-from ckpt_tools.text import escape_name
 
 MAX_OPEN_FILES = 256
 """Descriptors that one cache keeps open; least recently used ones are closed first."""
@@ -154,7 +153,7 @@ class Source:
                     if size is not None:
                         found[name] = size
                     if len(found) > max_files:
-                        raise LimitError(f"more than {max_files} files", where=escape_name(self.root))
+                        raise LimitError(f"more than {max_files} files", where=self.root)
             except OSError as error:
                 raise _failed("list", self._label(prefix), error) from error
         return dict(sorted(found.items()))
@@ -166,9 +165,7 @@ class Source:
             UnreadableError: It leads out of the root (other than into the hub cache's own blobs).
         """
         if not is_plain_path(file):
-            raise UnreadableError(
-                "a file name leads out of the checkpoint, or is no plain relative name", where=escape_name(file)
-            )
+            raise UnreadableError("a file name leads out of the checkpoint, or is no plain relative name", where=file)
         try:
             real = os.path.realpath(os.path.join(self._real_root, file))
         except OSError as error:  # a link that is none any more when it is read
@@ -176,7 +173,7 @@ class Source:
         if not real.startswith(self._real_root.rstrip(os.sep) + os.sep) and not self._is_blob(real):
             raise UnreadableError(
                 "a symbolic link leads out of the checkpoint",
-                where=escape_name(file),
+                where=file,
                 hint="copy the file into the directory if you trust it",
             )
         return real
@@ -193,15 +190,15 @@ class Source:
             seen = os.fstat(probe)
             os.close(probe)
             if not stat.S_ISREG(seen.st_mode):
-                raise UnreadableError("not a regular file", where=escape_name(self._label(file)))
+                raise UnreadableError("not a regular file", where=self._label(file))
             descriptor = self._open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
             status = os.fstat(descriptor)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise UnreadableError("a file is missing", where=escape_name(self._label(file))) from error
+            raise UnreadableError("a file is missing", where=self._label(file)) from error
         except OSError as error:
             if error.errno in (errno.EXDEV, errno.ELOOP):  # or a link came to be since its path was resolved
                 what = "a symbolic link leads in a circle, or was changed meanwhile"
-                raise UnreadableError(what, where=escape_name(self._label(file))) from error
+                raise UnreadableError(what, where=self._label(file)) from error
             raise _failed("open", self._label(file), error) from error
         identity = _identity(status)
         is_same = (status.st_dev, status.st_ino) == (seen.st_dev, seen.st_ino)
@@ -284,14 +281,14 @@ class Source:
     def _changed(self, file: str) -> CkptError:
         return CkptError(
             "the source changed while it was read",
-            where=escape_name(self._label(file)),
+            where=self._label(file),
             hint="wait until its writer has finished, then run the command again",
         )
 
     def _short(self, file: str, offset: int, nbytes: int) -> UnreadableError:
         return UnreadableError(
             f"bytes {offset}..{offset + nbytes} are needed, the file has {self._identities[file][0]}",
-            where=escape_name(self._label(file)),
+            where=self._label(file),
             hint="the file is truncated: restore it or copy it again",
         )
 
@@ -348,4 +345,4 @@ def _failed(verb: str, label: str, error: OSError) -> StorageError:
     hint = None
     if error.errno in (errno.EMFILE, errno.ENFILE):
         hint = OPEN_FILES_HINT
-    return StorageError(f"cannot {verb}: {reason}", where=escape_name(label), hint=hint)
+    return StorageError(f"cannot {verb}: {reason}", where=label, hint=hint)

@@ -86,7 +86,7 @@ class Staging:
         try:
             return os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise StorageError(f"cannot open: {error.strerror}", where=escape_name(parent)) from error
+            raise StorageError(f"cannot open: {error.strerror}", where=parent) from error
 
     def begin(self, fingerprint: str | None = None) -> None:
         """Look at what is there: continue it when it is of this `fingerprint`, else remove it.
@@ -132,7 +132,7 @@ class Staging:
             UnreadableError: Its name, which comes from the source, leads out of the directory.
         """
         if os.path.isabs(file) or ".." in file.split("/") or "\0" in file:
-            raise UnreadableError("a file name leads out of the destination", where=escape_name(file))
+            raise UnreadableError("a file name leads out of the destination", where=file)
         path = os.path.join(self.directory, file)
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -325,7 +325,7 @@ class Staging:
             hint = OPEN_FILES_HINT
         return StorageError(
             f"cannot {verb}: {error.strerror or error}",
-            where=escape_name(os.path.join(self.destination, file) if file else self.destination),
+            where=os.path.join(self.destination, file) if file else self.destination,
             hint=hint,
         )
 
@@ -335,7 +335,7 @@ def check_destination(destination: str, *, overwrite: bool) -> None:
     label = escape_name(destination)
     parent = nearest_parent(destination)
     if not os.path.isdir(parent):
-        raise UsageError("the destination's parent is not a directory", where=escape_name(parent))
+        raise UsageError("the destination's parent is not a directory", where=parent)
     if not os.path.lexists(destination):
         return
     if not overwrite:
@@ -352,7 +352,7 @@ def free_bytes(destination: str) -> int:
     try:
         status = os.statvfs(parent)
     except OSError as error:
-        raise StorageError(f"cannot ask for the free space: {error.strerror}", where=escape_name(parent)) from error
+        raise StorageError(f"cannot ask for the free space: {error.strerror}", where=parent) from error
     return status.f_bavail * status.f_frsize
 
 

@@ -9,7 +9,6 @@ from typing import Literal
 from ckpt_tools.adapters.naming.architecture import ArchitectureName
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.description.dtypes import DType
-from ckpt_tools.text import escape_name
 
 Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]
 """Whose rules."""
@@ -96,7 +95,7 @@ class Loading:
 
     def say(self, code: str, severity: Severity, where: str, what: str, hint: str | None = None) -> None:
         """Add a finding."""
-        self.findings.append(Finding(code=code, severity=severity, where=escape_name(where), what=what, hint=hint))
+        self.findings.append(Finding(code=code, severity=severity, where=where, what=what, hint=hint))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

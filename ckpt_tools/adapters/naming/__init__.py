@@ -14,7 +14,6 @@ from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, ArchitectureN
 from ckpt_tools.adapters.naming.of_base import BaseFamily
 from ckpt_tools.adapters.naming.written import Written
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
@@ -102,7 +101,7 @@ def _refuse_rivals(adapter: Adapter[Array], found: Sequence[ArchitectureName]) -
         raise UsageError(
             f"the model is not known: its modules can be {ARCHITECTURES[found[0]].title}'s, and those of "
             f"{'; '.join(dict.fromkeys(titles))}",
-            where=escape_name(adapter.modules[0].path),
+            where=adapter.modules[0].path,
             hint=f"give the base model: --base DIR; or say which: --architecture {found[0]}",
         )
 

@@ -87,7 +87,7 @@ def choose_architectures(
         raise UsageError(
             "the adapter's modules are of no model family that ckpt has tables for (these are "
             f"{', '.join(each.title for each in ARCHITECTURES.values())})",
-            where=where if strange is None else escape_name(strange),
+            where=where if strange is None else strange,
             hint="--to peft takes any model's modules under their own names; --to diffusers needs the model for that: "
             "--base DIR",
         )

@@ -19,7 +19,6 @@ from ckpt_tools.adapters.naming.rows import (
 from ckpt_tools.adapters.naming.shapes import columns_of, rows_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
-from ckpt_tools.text import escape_name
 
 AsLora = Callable[[Module], Module]
 """Makes an exact lora of a module, or raises `InexpressibleError`."""
@@ -112,8 +111,8 @@ def _is_bias(module: Module) -> bool:
 
 def _twice(path: str) -> UsageError:
     return UsageError(
-        f"{escape_name(path)!r} is adapted twice, under two names",
-        where=escape_name(path),
+        f"{path!r} is adapted twice, under two names",
+        where=path,
         hint="an adapter has one module per weight: remove one of them",
     )
 

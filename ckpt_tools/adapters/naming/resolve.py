@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ckpt_tools.adapters.naming.architecture import Architecture, Part
 from ckpt_tools.adapters.naming.rule import Match
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 _ROOTS = ("", "diffusion_model.", "model.diffusion_model.")
 """What may stand in front of a native path."""
@@ -72,12 +71,12 @@ def place(path: str, architecture: Architecture) -> Place:
         return found[0]
     if not found:
         raise UsageError(
-            f"{escape_name(path)!r} is no module of {architecture.title} that ckpt knows",
-            where=escape_name(path),
+            f"{path!r} is no module of {architecture.title} that ckpt knows",
+            where=path,
             hint="is it an adapter of another model? --architecture names the right one",
         )
     shown = " or ".join(f"{each.part.component}.{each.native}" for each in found)
-    raise UsageError(f"{escape_name(path)!r} can mean {shown}", where=escape_name(path))
+    raise UsageError(f"{path!r} can mean {shown}", where=path)
 
 
 def is_language_model_path(path: str) -> bool:
@@ -110,5 +109,5 @@ def unflatten(path: str, base_names: Collection[str]) -> str:
     found = table.get(flat)
     if found is None:
         problem = "is the name of two modules of the base" if flat in table else "is the name of no module of the base"
-        raise UsageError(f"{escape_name(path)!r} {problem}", where=escape_name(path))
+        raise UsageError(f"{path!r} {problem}", where=path)
     return found

@@ -16,7 +16,6 @@ from ckpt_tools.adapters.adapter import AdapterModule, Sourced
 from ckpt_tools.adapters.delta import scale_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array, is_finite
-from ckpt_tools.text import escape_name
 
 Module = AdapterModule[Array]
 """With its factors loaded."""
@@ -36,9 +35,7 @@ class InexpressibleError(UsageError):
 def refuse(module: Module, reason: str, hint: str | None = None) -> InexpressibleError:
     """Return the error that `module` cannot be written, and why."""
     kind = "DoRA" if module.is_dora else module.family
-    return InexpressibleError(
-        f"{escape_name(module.path)!r} ({kind}) cannot be written: {reason}", where=escape_name(module.path), hint=hint
-    )
+    return InexpressibleError(f"{module.path!r} ({kind}) cannot be written: {reason}", where=module.path, hint=hint)
 
 
 def with_scale(module: Module, factors: Mapping[str, Array], scale: float) -> Module:

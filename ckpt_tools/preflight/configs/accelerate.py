@@ -184,9 +184,8 @@ def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
 
 
 def _no_type() -> Finding:
-    return Finding(
+    return Finding.error(
         code="missing-key",
-        severity="error",
         where="distributed_type",
         what="distributed_type is missing, and accelerate refuses a file without it",
         hint="distributed_type: FSDP",
@@ -194,9 +193,8 @@ def _no_type() -> Finding:
 
 
 def _no_processes(count: int) -> Finding:
-    return Finding(
+    return Finding.error(
         code="wrong-type",
-        severity="error",
         where="num_processes",
         what=f"{count} processes start nothing",
         hint="num_processes: how many ranks there are on all machines together",

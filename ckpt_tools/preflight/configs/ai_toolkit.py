@@ -201,9 +201,8 @@ def _not_one(count: int) -> Finding:
 
 
 def _unknown_nodes() -> Finding:
-    return Finding(
+    return Finding.info(
         code="unknown-value",
-        severity="info",
         where=f"{_PROCESS}.train.fsdp_sharding",
         what="hybrid shards inside a machine, and the config does not say how many ranks a machine has: no mesh",
         hint="fsdp_sharding: full shards over all ranks",

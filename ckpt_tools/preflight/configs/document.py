@@ -74,7 +74,7 @@ def read_document(path: str) -> Document:
         return _commands(path, text)
     raise UnreadableError(
         "this is neither YAML, JSON or TOML with keys, nor a command line",
-        where=escape_name(path),
+        where=path,
         hint="give the config that the trainer reads, with its usual ending",
     )
 
@@ -83,16 +83,14 @@ def _commands(path: str, text: str) -> Document:
     try:
         script = read_script(text)
     except ValueError as error:
-        raise UnreadableError(
-            f"this is not a shell script that can be read: {error}", where=escape_name(path)
-        ) from None
+        raise UnreadableError(f"this is not a shell script that can be read: {error}", where=path) from None
     return Document(path=path, commands=script.commands, assumed=script.assumed)
 
 
 def _mapping(path: str, kind: str, values: object) -> Document:
     if not isinstance(values, dict):
         found = "nothing" if values is None else "a list" if isinstance(values, list) else "a single value"
-        raise UnreadableError(f"expected {kind} with keys, found {found}", where=escape_name(path))
+        raise UnreadableError(f"expected {kind} with keys, found {found}", where=path)
     return Document(path=path, values=values)
 
 
@@ -115,7 +113,7 @@ def parse_json(text: str, path: str) -> object:
         values: object = json.loads(text, object_pairs_hook=_unique)
         _check_depth(values, 0)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"not JSON: {_first_line(error)}", where=escape_name(path)) from None
+        raise UnreadableError(f"not JSON: {_first_line(error)}", where=path) from None
     return values
 
 
@@ -136,12 +134,12 @@ def _check_depth(value: object, depth: int) -> None:
 
 def _parse_toml(text: str, path: str) -> object:
     if text.count(".") > _MAX_DOTS:
-        raise LimitError(f"more than {_MAX_DOTS} dots, in keys and elsewhere", where=escape_name(path))
+        raise LimitError(f"more than {_MAX_DOTS} dots, in keys and elsewhere", where=path)
     try:
         values: object = tomllib.loads(text)
         _check_depth(values, 0)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"not TOML: {_first_line(error)}", where=escape_name(path)) from None
+        raise UnreadableError(f"not TOML: {_first_line(error)}", where=path) from None
     return values
 
 
@@ -149,7 +147,7 @@ def _parse_yaml(text: str, path: str) -> object:
     try:
         return load_yaml(text, full=True)
     except ValueError as error:
-        raise UnreadableError(f"not YAML: {_first_line(error)}", where=escape_name(path)) from None
+        raise UnreadableError(f"not YAML: {_first_line(error)}", where=path) from None
 
 
 def _first_line(error: Exception) -> str:

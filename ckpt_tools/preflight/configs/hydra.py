@@ -14,7 +14,6 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.placement.plain_yaml import MAX_NODES, load_yaml
 from ckpt_tools.preflight.configs.config import join_path
 from ckpt_tools.preflight.configs.options import is_variable
-from ckpt_tools.text import escape_name
 
 _OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_]\w*(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 _GROUP = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/.\-]*=.*", re.DOTALL)
@@ -84,11 +83,10 @@ def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), grou
             added.add(path)
         if not _put(values, parts, _value(match["value"] or "")):
             findings.append(
-                Finding(
+                Finding.error(
                     code="wrong-type",
-                    severity="error",
-                    where=escape_name(path),
-                    what=f"{escape_name(path)} is set below an option that has a value of its own",
+                    where=path,
+                    what=f"{path} is set below an option that has a value of its own",
                     hint="remove one of the two",
                 )
             )

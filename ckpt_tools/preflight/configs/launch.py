@@ -12,7 +12,6 @@ from itertools import pairwise
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.configs.options import is_variable
-from ckpt_tools.text import escape_name
 
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 _NODES = ("--nnodes",)
@@ -59,10 +58,9 @@ def programs(command: Sequence[str]) -> tuple[str, ...]:
 
 def several_commands(path: str) -> Finding:
     """Return the finding on a script that starts more than one trainer."""
-    return Finding(
+    return Finding.warning(
         code="several-commands",
-        severity="warning",
-        where=escape_name(path),
+        where=path,
         what="the script starts more than one trainer; the first one is checked",
         hint="check each in a file of its own",
     )
@@ -79,10 +77,9 @@ def lost_options(commands: Iterable[Sequence[str]], is_option: Callable[[str], b
     if not lost:
         return ()
     return (
-        Finding(
+        Finding.error(
             code="lost-option",
-            severity="error",
-            where=escape_name(lost[0]),
+            where=lost[0],
             what="the line before it ends the command (a comment, or no backslash): the shell runs it on its own",
             hint="move the comment above the command, and end each line with a backslash",
         ),

@@ -274,10 +274,9 @@ def _is_option(word: str) -> bool:
 
 def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
     found = " ".join(escape_name(word) for word in taken[:4]) or "none"
-    return Finding(
+    return Finding.error(
         code="wrong-type",
-        severity="error",
-        where=escape_name(f"--{name}"),
+        where=f"--{name}",
         what=f"expected {expected}, found {found}",
         hint=f"--{name} takes {expected}",
     )
@@ -288,9 +287,8 @@ def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Findin
     old = sorted(options_before_dots(script).intersection(values))
     new = sorted(options_with_dots("").intersection(values))
     if old and new:
-        yield Finding(
+        yield Finding.error(
             code="mixed-options",
-            severity="error",
             where=f"--{old[0]}",
             what=f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
             hint="use the names of one version",
@@ -298,9 +296,8 @@ def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Findin
     for name in sorted(options_of_others(script).intersection(values)):
         ending = name.rpartition(".")[2]
         same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
-        yield Finding(
+        yield Finding.error(
             code="unknown-key",
-            severity="error",
             where=f"--{name}",
             what=f"train_{script} has no such option, in no release: argparse stops at it",
             hint=f"write --{same}" if same is not None else "remove it",

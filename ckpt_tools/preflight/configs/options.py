@@ -250,19 +250,17 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
     if words:
         shown = ", ".join(words[:_MAX_FOLDED]) + (", …" if len(words) > _MAX_FOLDED else "")
         findings.append(
-            Finding(
+            Finding.warning(
                 code="unread-options",
-                severity="warning",
                 where=words[0],
                 what=f"options that are not in the file, and not checked: whatever {shown} may stand for",
                 hint="write them in its place",
             )
         )
     findings += [
-        Finding(
+        Finding.warning(
             code="unknown-value",
-            severity="warning",
-            where=escape_name(path),
+            where=path,
             what=f"{_shown(values, path)}is not in the file: what it says is not checked",
             hint="write the value itself",
         )
@@ -271,10 +269,9 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
     if options.variables:
         shown = ", ".join(escape_name(path) for path in options.variables[:6])
         findings.append(
-            Finding(
+            Finding.info(
                 code="unknown-value",
-                severity="info",
-                where=escape_name(options.variables[0]),
+                where=options.variables[0],
                 what=f"left to variables, and of no weight for what is checked: {shown}"
                 + (", …" if len(options.variables) > 6 else ""),
             )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.text import escape_name
 
 _MAX_DEPTH = 6
 
@@ -212,7 +211,7 @@ def refuse_others(document: Document) -> None:
     """
     for other in OTHERS:
         if _is_of(document, other):
-            raise NotReadError(other.name, where=escape_name(document.path))
+            raise NotReadError(other.name, where=document.path)
 
 
 def _is_of(document: Document, other: Other) -> bool:

@@ -15,7 +15,6 @@ from ckpt_tools.preflight.configs.options import check_variables, option_names
 from ckpt_tools.preflight.configs.others import refuse_others
 from ckpt_tools.preflight.configs.schema import Section
 from ckpt_tools.preflight.spec import Framework
-from ckpt_tools.text import escape_name
 
 Reader = Callable[[Document, int | None], Reading]
 Detector = Callable[[Document], bool]
@@ -31,7 +30,7 @@ def _of_values(
 
     def reads(document: Document, world_size: int | None) -> Reading:
         if document.values is None:
-            raise UsageError("expected a file with keys, found a command line", where=escape_name(document.path))
+            raise UsageError("expected a file with keys, found a command line", where=document.path)
         return read(document.values, world_size=world_size)
 
     return detects, reads
@@ -48,7 +47,7 @@ def _read_verl(document: Document, world_size: int | None) -> Reading:
 
 def _read_openrlhf(document: Document, world_size: int | None) -> Reading:
     if document.values is not None:
-        raise UsageError("expected a command line, found a file with keys", where=escape_name(document.path))
+        raise UsageError("expected a command line, found a file with keys", where=document.path)
     return openrlhf.read(document, world_size=world_size)
 
 
@@ -142,7 +141,7 @@ def _check_named(document: Document, values: Mapping[str, object], framework: Fr
     read = f"reads {len(known)}" if known else "reads none"
     raise UsageError(
         f"{framework} {read} of the {len(values)} keys of this file",
-        where=escape_name(document.path),
+        where=document.path,
         hint=f"this looks like a config of {' or of '.join(others)}: --framework {others[0]}"
         if others
         else f"give the config that {framework} reads",
@@ -160,6 +159,6 @@ def detect(document: Document) -> Framework:
         return found[0]
     raise UsageError(
         f"this looks like a config of {' and of '.join(found)}" if found else "this looks like no trainer's config",
-        where=escape_name(document.path),
+        where=document.path,
         hint=f"say whose it is: --framework {'|'.join(found or _FRAMEWORKS)}",
     )

@@ -202,9 +202,8 @@ def _wrong_type(problem: Any, spell: Spell) -> Finding:  # noqa: ANN401 - pydant
     else:
         expected = "a list" if kind == "list_type" else "a mapping of options"
     where = escape_name(spell(join_path(*problem["loc"])))
-    return Finding(
+    return Finding.error(
         code="wrong-type",
-        severity="error",
         where=where,
         what=f"expected {expected}, found {describe(problem['input'])}",
         hint=f"{where}: {expected}",

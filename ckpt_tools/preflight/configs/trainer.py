@@ -30,7 +30,6 @@ from ckpt_tools.preflight.configs.mesh import build_mesh
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate, words
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
-from ckpt_tools.text import escape_name
 
 DEFAULTS = PluginDefaults(
     version=2,
@@ -211,11 +210,10 @@ def _with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[st
             except CkptError as error:
                 problem = error.what
                 break
-    finding = Finding(
+    finding = Finding.error(
         code="missing-file",
-        severity="error",
         where=SECTION,
-        what=f"{escape_name(name)}: {problem}; its options count as not given",
+        what=f"{name}: {problem}; its options count as not given",
         hint="name a JSON file, or write its options below fsdp_config",
     )
     return {key: value for key, value in values.items() if key != SECTION}, (finding,)
@@ -235,11 +233,10 @@ def _fsdp_words(value: object) -> tuple[tuple[str, ...] | None, tuple[Finding, .
     else:
         items = ("",)
     findings = tuple(
-        Finding(
+        Finding.error(
             code="unknown-value",
-            severity="error",
             where="fsdp",
-            what=f"{escape_name(item)!r} is not an option of fsdp: Trainer stops at it",
+            what=f"{item!r} is not an option of fsdp: Trainer stops at it",
             hint="fsdp: true, and the rest in fsdp_config",
         )
         for item in items

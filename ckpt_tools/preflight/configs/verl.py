@@ -44,7 +44,6 @@ from ckpt_tools.preflight.configs.verl_schema import (
 )
 from ckpt_tools.preflight.configs.verl_sft import read_sft
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.text import escape_name
 
 _ACTOR = "actor_rollout_ref.actor"
 _GROUPS = ("model_engine", "engine", "optim")
@@ -131,7 +130,7 @@ def read(document: Document, *, world_size: int | None) -> Reading:
     try:
         values, unknown = resolve(tree)
     except ValueError as error:
-        raise LimitError(str(error), where=escape_name(document.path)) from None
+        raise LimitError(str(error), where=document.path) from None
     bases = bases_of(values)
     is_megatron = any("megatron" in word for word in (*command, *bases) if word.startswith(("--config-name", "ppo_")))
     if _is_sft(values) or _starts_sft(document):

@@ -259,7 +259,7 @@ def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
             finding = Finding(
                 code=one.id,
                 severity=one.severity,
-                where=escape_name(violation.key),
+                where=violation.key,
                 what=violation.what,
                 hint=violation.fix,
             )
