@@ -46,16 +46,20 @@ def escape_message(text: str) -> str:
 
     A word has at most `MAX_SHOWN_CHARS` characters and the whole `MAX_MESSAGE_CHARS`. Escaping twice changes nothing.
     """
-    text = text[:MAX_MESSAGE_CHARS]
+    text = _shorten(text)[:MAX_MESSAGE_CHARS]
     if not (text.isascii() and text.isprintable()):
-        text = _escape_all(text)[:MAX_MESSAGE_CHARS]
-    return _LONG_WORD.sub(lambda word: word[0][: MAX_SHOWN_CHARS - 1] + "…", text)
+        text = _shorten(_escape_all(text))[:MAX_MESSAGE_CHARS]
+    return text
 
 
 def first_few(names: Collection[str], limit: int = 3) -> str:
     """List up to `limit` names, escaped, and how many more there are: "a, b, c and 4 more"."""
     shown = ", ".join(escape_name(name) for name in islice(names, limit))
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _shorten(text: str) -> str:
+    return _LONG_WORD.sub(lambda word: word[0][: MAX_SHOWN_CHARS - 1] + "…", text)
 
 
 def _escape_all(text: str) -> str:

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.text import display_width, escape_name
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.text import display_width, escape_message, escape_name, first_few
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,25 @@ def test_escape_name_any_text_is_printable_and_encodable(text: str) -> None:
 @pytest.mark.parametrize(("text", "columns"), [("abc", 3), ("权重", 4), ("wö", 2), ("e\u0301", 1), ("", 0)])
 def test_display_width_known_text_counts_columns(text: str, columns: int) -> None:
     assert display_width(text) == columns
+
+
+def test_message_that_quotes_names_is_safe_bounded_and_keeps_its_end():
+    long = "x" * 100_000
+    said = escape_message(f"tensor {long!r} of '\x1b[2J\u202e' is not here")
+    assert said.endswith(r"of '\x1b[2J\u202e' is not here")
+    assert len(said) < 1200
+    assert escape_message(said) == said
+    assert len(escape_message("\x1b " * 100_000)) <= 8192
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, ""), (1, "t0"), (3, "t0, t1, t2"), (5, "t0, t1, t2 and 2 more")])
+def test_first_few_names_and_how_many_more(count: int, expected: str):
+    assert first_few([f"t{i}" for i in range(count)]) == expected
+
+
+def test_errors_and_findings_make_names_safe_themselves():
+    error = UnreadableError("tensor '\x1b[2J'", where="a\nb", hint="\u202e")
+    finding = Finding.warning("code", "a\nb", "tensor '\x1b[2J'", "\u202e")
+    for shown in (error, finding):
+        assert (shown.what, shown.where, shown.hint) == (r"tensor '\x1b[2J'", r"a\x0ab", r"\u202e")
+    assert str(error) == r"tensor '\x1b[2J'; at: a\x0ab; hint: \u202e"
