@@ -42,7 +42,7 @@ QUICK = frozenset(
 
 
 def cases(names: Iterable[str]) -> list[object]:
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,7 @@ def test_smoke_that_is_ended_leaves_no_process(tmp_path, number, code):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_smoke_under_torchrun_runs_in_its_ranks_and_speaks_once(small, tmp_path, free_port):
     done = run(tmp_path, "smoke", small, "--json", "--steps", "1", command=[*TORCHRUN, free_port, "-m", "ckpt_tools"])
     assert done.returncode == 0, done.stderr
@@ -201,7 +201,7 @@ def test_smoke_under_torchrun_runs_in_its_ranks_and_speaks_once(small, tmp_path,
     assert [phase["name"] for phase in document["phases"] if phase["ok"]] == list(PHASES)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("factory", "code"), [("Hangs", "hang"), ("CustomMethod", "custom-method")])
 def test_smoke_under_torchrun_reports_what_breaks(tmp_path, free_port, factory, code):
     argv = ["smoke", "--factory", f"smoke.factories:{factory}", "--json", "--timeout", "8"]

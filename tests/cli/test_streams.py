@@ -46,7 +46,7 @@ CLOSED = ("inspect", "gather", "diff", "merge-lora", "--help")
 """Commands of which stderr is closed and stdout full; of the others it is the other way round."""
 QUICK = ("shard", "gather", "verify", "diff", "--help")
 """Commands that every run tries: each is a process of its own, and the others print by the same way."""
-EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 WRITERS = ("shard", "gather", "reshard", "export-lora", "merge-lora")
 
 

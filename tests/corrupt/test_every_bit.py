@@ -19,7 +19,7 @@ def test_every_seventh_bit_is_found_or_changes_nothing(recipe: str) -> None:
     assert (NAMES in tally) == (recipe == "flat")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_bit_is_found_or_changes_nothing(recipe: str) -> None:
     with memory_directory() as root:
