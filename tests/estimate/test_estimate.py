@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import toys
 from estimate.steps import CONFIG
 
 from ckpt_tools import api
@@ -154,23 +155,7 @@ def test_weights_without_config_are_answered_from_their_headers(tmp_path):
 
 
 def test_model_that_cannot_run_without_data_falls_back_and_says_why(tmp_path):
-    import transformers as t
-
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = t.LlavaConfig(
-        text_config=t.LlamaConfig(**text, vocab_size=64, num_key_value_heads=2),
-        vision_config=t.CLIPVisionConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=8,
-            patch_size=4,
-            projection_dim=16,
-        ),
-        image_token_index=60,
-        architectures=["LlavaForConditionalGeneration"],
-    )
+    config = toys.config_of("llava", architectures=["LlavaForConditionalGeneration"])
     model = write(tmp_path / "llava", json.loads(config.to_json_string(use_diff=False)))
     found = api.estimate(model, mesh="dp_shard=2", seq_len=64)
     (case,) = found.cases

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import toys
 import transformers
 from names.worlds import config_beside, loading_problems, save_live, tiny
 
@@ -113,11 +114,7 @@ RIGHT = {
 def llama(tmp_path_factory):
     """A model, its state dict, and a directory with its config."""
     root = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    model = toys.build("llama", num_hidden_layers=3)
     transformers.utils.logging.disable_progress_bar()
     return model, model.state_dict(), config_beside(model, root / "assets"), root
 
