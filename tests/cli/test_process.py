@@ -112,6 +112,7 @@ def large(tmp_path: Path) -> Path:
     return path.parent
 
 
+@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_leaves_no_destination_and_the_next_run_completes(large: Path, tmp_path: Path, number: int) -> None:
     argv = [str(SCRIPTS / "ckpt"), "shard", str(large), str(tmp_path / "out"), "--mesh", "dp_shard=2", "-j", "1"]
@@ -135,6 +136,7 @@ def test_signal_leaves_no_destination_and_the_next_run_completes(large: Path, tm
     assert api.verify(tmp_path / "out", level="structure").ok
 
 
+@pytest.mark.full
 def test_two_writers_of_one_destination_make_one(large: Path, tmp_path: Path) -> None:
     argv = [str(SCRIPTS / "ckpt"), "shard", str(large), str(tmp_path / "out"), "--mesh", "dp_shard=2", "--json"]
     processes = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, int]] = {
 """Command line, exit code with streams that work."""
 CLOSED = ("inspect", "gather", "diff", "merge-lora", "--help")
 """Commands of which stderr is closed and stdout full; of the others it is the other way round."""
-QUICK = ("shard", "gather", "verify", "diff", "--help")
+QUICK = ("shard", "verify", "--help")
 """Commands that every run tries: each is a process of its own, and the others print by the same way."""
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 WRITERS = ("shard", "gather", "reshard", "export-lora", "merge-lora")
@@ -111,6 +111,7 @@ def test_stdout_that_takes_nothing_is_an_error_that_says_what_is_done(
     assert staging_left(tmp_path) == []
 
 
+@pytest.mark.full(but=["--json"])
 @pytest.mark.parametrize("options", ["", "--json"])
 def test_neither_stream_takes_anything_and_the_destination_is_complete(
     directory: Path, tmp_path: Path, options: str

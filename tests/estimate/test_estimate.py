@@ -61,6 +61,7 @@ def test_dtype_of_frozen_parameters_where_none_are_frozen_is_refused(capsys):
     assert main(["estimate", *FIGURES, "--frozen-dtype", "f32", "--lora"]) == 0
 
 
+@pytest.mark.full
 def test_llama_7b_takes_half_a_minute_and_less_than_a_gigabyte(tmp_path):
     model = write(tmp_path / "llama", LLAMA_7B)
     script = (
@@ -87,6 +88,7 @@ def test_llama_7b_takes_half_a_minute_and_less_than_a_gigabyte(tmp_path):
     assert abs(case["difference"]) < 0.05
 
 
+@pytest.mark.full
 def test_nothing_fits_exits_3_and_the_advice_fits_when_followed(tmp_path, capsys):
     model = write(tmp_path / "model", CONFIG)
     # What the device needs for itself is 1128 MiB; that leaves 12 MiB for a model that takes 20.
@@ -154,6 +156,7 @@ def test_weights_without_config_are_answered_from_their_headers(tmp_path):
     assert api.estimate(tmp_path).params == found.params
 
 
+@pytest.mark.full
 def test_model_that_cannot_run_without_data_falls_back_and_says_why(tmp_path):
     config = toys.config_of("llava", architectures=["LlavaForConditionalGeneration"])
     model = write(tmp_path / "llava", json.loads(config.to_json_string(use_diff=False)))
@@ -176,9 +179,11 @@ def test_old_torch_is_named_as_the_reason():
     [
         ("{", UnreadableError, "not valid JSON"),
         ("[]", UnreadableError, None),  # as if there were none, and no weights either
-        ('{"architectures": ["NoSuchModel"]}', UsageError, "no model class"),
+        pytest.param('{"architectures": ["NoSuchModel"]}', UsageError, "no model class", marks=pytest.mark.full),
         (json.dumps(CONFIG | {"quantization_config": {"bits": 4}}), UsageError, "quantised"),
-        (json.dumps(CONFIG | {"num_attention_heads": 0}), UsageError, "does not describe"),
+        pytest.param(
+            json.dumps(CONFIG | {"num_attention_heads": 0}), UsageError, "does not describe", marks=pytest.mark.full
+        ),
     ],
 )
 def test_config_that_builds_nothing_is_an_error(tmp_path, config, error, what):

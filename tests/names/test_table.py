@@ -87,6 +87,7 @@ def test_quantised_side_tensors_belong_to_their_weights():
 SAMPLE = ["BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "Qwen3MoeForCausalLM"]
 
 
+@pytest.mark.full
 def test_the_table_is_that_of_the_installed_transformers():
     import transformers
 

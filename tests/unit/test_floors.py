@@ -37,6 +37,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.full(but=["smoke"])
 @pytest.mark.parametrize(
     ("versions", "arguments", "needed"),
     [
