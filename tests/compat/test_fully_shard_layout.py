@@ -34,6 +34,9 @@ from ckpt_tools.placement.auto_plan import auto_plan
 SMALL = {
     "hidden_size": 24,
     "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 6,
     "vocab_size": 33,
     "tie_word_embeddings": False,
