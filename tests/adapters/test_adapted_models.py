@@ -1,4 +1,4 @@
-"""Small worlds of models and adapters in which ckpt was wrong once: PEFT and transformers say what is right."""
+"""Models and settings of PEFT that are easily got wrong: PEFT and transformers say what is right."""
 
 from __future__ import annotations
 
@@ -343,6 +343,7 @@ def unet():
 CONVOLUTIONS = ["conv1", "conv_shortcut", "downsamplers.0.conv", "attn1.to_q", "conv_in"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dora", "loha", "lokr"])
 def test_convolutions_of_sdxl_are_what_diffusers_loads_and_what_is_merged(tmp_path, unet, kind):
     import peft
