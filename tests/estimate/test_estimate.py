@@ -180,7 +180,9 @@ def test_old_torch_is_named_as_the_reason():
         ("{", UnreadableError, "not valid JSON"),
         ("[]", UnreadableError, None),  # as if there were none, and no weights either
         pytest.param('{"architectures": ["NoSuchModel"]}', UsageError, "no model class", marks=pytest.mark.full),
-        (json.dumps(CONFIG | {"quantization_config": {"bits": 4}}), UsageError, "quantised"),
+        pytest.param(
+            json.dumps(CONFIG | {"quantization_config": {"bits": 4}}), UsageError, "quantised", marks=pytest.mark.full
+        ),
         pytest.param(
             json.dumps(CONFIG | {"num_attention_heads": 0}), UsageError, "does not describe", marks=pytest.mark.full
         ),
@@ -217,6 +219,7 @@ def test_empty_directory_is_not_a_checkpoint(tmp_path, capsys):
     assert "hint" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_interrupted_estimate_leaves_nothing(tmp_path):
     model = write(tmp_path / "llama", LLAMA_7B)
     private = tmp_path / "tmp"

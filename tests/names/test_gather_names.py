@@ -119,6 +119,7 @@ def llama(tmp_path_factory):
     return model, model.state_dict(), config_beside(model, root / "assets"), root
 
 
+@pytest.mark.full(but=["megatron", "adapter", "no-head", "one-tensor", "prefix", "half-a-bias"])
 @pytest.mark.parametrize("case", WRONG)
 def test_names_that_load_as_random_weights_are_refused(llama, tmp_path, capsys, case):
     model, state, assets, _ = llama

@@ -14,6 +14,7 @@ from ckpt_tools.maps.patterns import patterns
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.full
 def test_every_architecture_resolves_to_names():
     table = load_table()
     names = {name: table.expected(name, {}) for name in table.architectures}
