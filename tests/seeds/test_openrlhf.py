@@ -8,6 +8,8 @@ import toys
 from fsdp2.ranks import run_ranks
 from seeds import guide
 
+pytestmark = pytest.mark.full
+
 STEPS, MICRO = 3, 2
 
 
