@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds in CI, no network, marks that say why they skip, a watch on children."""
+"""What every test gets: fixed seeds in CI, no network, the quick tier, why marks skip, a watch on children."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -37,8 +38,50 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+_LEFT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out what is marked `full`, as bin/test alone does")
+
+
+def _leave_out_full(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is marked `full`, but for what the nearest mark names: a test, `test[case]` or a case."""
+    stay, left, named, met = [], [], set(), set()
+    for item in items:
+        mark, case = item.get_closest_marker("full"), getattr(item, "callspec", None)
+        names = {item.name, getattr(item, "originalname", item.name), case.id if case else item.name}
+        but = set(mark.kwargs.get("but", ())) if mark else names
+        (stay if but & names else left).append(item)
+        named.update((item.path.name, name) for name in but)
+        met.update((item.path.name, name) for name in names)
+    if named - met and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"full(but=…) names no test: {sorted(named - met)}")
+    items[:] = stay
+    config.hook.pytest_deselected(items=left)
+    config.stash[_LEFT] = len(left)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of several processes: each collects everything
+        session.config.workeroutput["left"] = session.config.stash.get(_LEFT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_LEFT] = getattr(node, "workeroutput", {}).get("left", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(_LEFT, 0):
+        terminalreporter.write_line(f"The quick tier: {left} more tests run with bin/test --all")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine cannot run, and what nobody asked for."""
+    """Leave out what is not quick, if asked; skip, with the reason, what cannot run here or is not asked for."""
+    if config.getoption("quick"):
+        _leave_out_full(config, items)
     is_asked_for = "root" in (config.getoption("markexpr") or "")
     needs = (
         ("root", lambda: is_asked_for, "mounts file systems: bin/test -m root"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import toys
 
 LLAMA = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 
@@ -181,21 +182,14 @@ def save_dcp(state: dict, path) -> None:
 
 def build(kind: str):
     """A small model with the same random weights in every process."""
-    import transformers as t
-
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(5)
-    if kind == "llama":
-        config = t.LlamaConfig(**small, vocab_size=40, num_key_value_heads=2, attention_bias=True)
-        return t.LlamaForCausalLM(config).eval()
-    if kind == "vit":
-        return t.ViTForImageClassification(t.ViTConfig(**small, image_size=16, patch_size=4, num_labels=3)).eval()
-    if kind == "gpt2":
-        return t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=40, n_positions=16)).eval()
-    config = t.Qwen3MoeConfig(
-        **small, vocab_size=40, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    )
-    return t.Qwen3MoeForCausalLM(config).eval()
+    small = {"intermediate_size": 48, "vocab_size": 40}
+    settings = {
+        "llama": small | {"attention_bias": True},
+        "vit": {"intermediate_size": 48, "image_size": 16},
+        "gpt2": {"vocab_size": 40, "n_positions": 16},
+        "moe": small,
+    }
+    return toys.build("qwen3-moe" if kind == "moe" else kind, seed=5, **settings[kind])
 
 
 def inputs(kind: str) -> dict[str, torch.Tensor]:

@@ -620,6 +620,7 @@ def test_training_checkpoint_is_checked_but_no_loader_reads_it(tmp_path: Path) -
     assert [f.code for f in check_lora(tmp_path / "step-1", loaders=["vllm"]).findings] == ["loader-format"]
 
 
+@pytest.mark.full
 def test_check_imports_no_torch(tmp_path: Path) -> None:
     directory, base = peft_directory(tmp_path / "adapter"), base_directory(tmp_path / "base")
     code = (

@@ -1,6 +1,6 @@
 """`check-lora --base` against the libraries themselves: what they load as it was trained is ok, and nothing else is.
 
-Adapters of 33 kinds of models, healthy and damaged. The bulk is `slow`; a few of every sort always run.
+Adapters of 33 kinds of models, healthy and damaged. The bulk is `full`; a few of every sort always run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ QUICK = frozenset(
 
 
 def cases(names: Iterable[str]) -> list[object]:
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,7 @@ def test_diffusers_ranks_and_alphas_that_differ_keep_their_scales(name: str, tmp
     check(name, modules, to_target(adapter(modules), "diffusers"), tmp_path)
 
 
+@pytest.mark.full(but=["flux1"])
 @pytest.mark.parametrize("name", MODELS)
 def test_diffusers_dora_changes_output_by_its_delta(name: str, tmp_path: Path) -> None:
     modules = [

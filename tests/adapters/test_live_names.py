@@ -30,7 +30,7 @@ NOT_MERGED = {
 
 
 def cases(names: Iterable[str]) -> list[object]:
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 @pytest.fixture(scope="module")

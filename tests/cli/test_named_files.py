@@ -62,7 +62,9 @@ ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_pr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=pytest.mark.full) if name == "smoke --model" else name for name in COMMANDS]
+)
 def test_what_is_no_file_is_refused_at_once(command: str, kind: str, tmp_path: Path, capsys) -> None:
     odd = tmp_path / "odd.json"
     KINDS[kind](odd)

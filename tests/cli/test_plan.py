@@ -70,6 +70,7 @@ def test_sharding_writes_what_its_plan_says(verb: str, options: dict, run: Path,
     assert expected == {name: on_disk[name] for name in expected}
 
 
+@pytest.mark.full
 def test_sharding_with_torch_s_writer_writes_the_files_of_its_plan(tmp_path: Path) -> None:
     source = write_model(tmp_path / "model")
     planned = api.shard(source, tmp_path / "out", mesh="dp_shard=2", engine="dtensor", dry_run=True)

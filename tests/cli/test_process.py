@@ -59,6 +59,7 @@ def test_whole_walk_through_the_script(model: Path, tmp_path: Path) -> None:
     assert files_of(tmp_path / "back") == files_of(model)
 
 
+@pytest.mark.full
 def test_exit_codes_reach_the_shell(model: Path, tmp_path: Path) -> None:
     assert _run("shard", model, tmp_path / "x").returncode == 2
     assert _run("inspect", tmp_path / "gone").returncode == 4
@@ -72,6 +73,7 @@ def test_json_of_an_error_is_on_stderr_alone(tmp_path: Path) -> None:
     assert json.loads(done.stderr)["exit_code"] == 4
 
 
+@pytest.mark.full
 def test_output_in_an_ascii_locale_is_no_traceback(tmp_path: Path) -> None:
     model = write_model(
         tmp_path / "mod\u00e8le", {"\u00fcber.w\u00e9ight\U0001f600": tensor("F32", 4), "z\x1b[31m": tensor("U8", 2)}
@@ -84,6 +86,7 @@ def test_output_in_an_ascii_locale_is_no_traceback(tmp_path: Path) -> None:
         assert "\x1b" not in done.stdout
 
 
+@pytest.mark.full
 def test_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", {f"layers.{i}.weight": tensor("U8", 1) for i in range(4000)})
     process = subprocess.Popen(
@@ -112,6 +115,7 @@ def large(tmp_path: Path) -> Path:
     return path.parent
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_leaves_no_destination_and_the_next_run_completes(large: Path, tmp_path: Path, number: int) -> None:
     argv = [str(SCRIPTS / "ckpt"), "shard", str(large), str(tmp_path / "out"), "--mesh", "dp_shard=2", "-j", "1"]
@@ -135,6 +139,7 @@ def test_signal_leaves_no_destination_and_the_next_run_completes(large: Path, tm
     assert api.verify(tmp_path / "out", level="structure").ok
 
 
+@pytest.mark.full
 def test_two_writers_of_one_destination_make_one(large: Path, tmp_path: Path) -> None:
     argv = [str(SCRIPTS / "ckpt"), "shard", str(large), str(tmp_path / "out"), "--mesh", "dp_shard=2", "--json"]
     processes = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
@@ -144,6 +149,7 @@ def test_two_writers_of_one_destination_make_one(large: Path, tmp_path: Path) ->
     assert api.verify(tmp_path / "out", level="structure").ok
 
 
+@pytest.mark.full
 def test_file_that_shrinks_while_it_is_read_is_an_error(large: Path, tmp_path: Path) -> None:
     argv = [str(SCRIPTS / "ckpt"), "shard", str(large), str(tmp_path / "out"), "--mesh", "dp_shard=2", "-j", "1"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

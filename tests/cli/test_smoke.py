@@ -83,6 +83,7 @@ def test_smoke_of_sound_weights_prints_one_document_and_imports_no_torch_itself(
     assert done.stderr == ""
 
 
+@pytest.mark.full
 def test_smoke_of_a_flipped_byte_names_the_file_and_prints_a_table(small, tmp_path):
     api.shard(small, tmp_path / "dcp", mesh="dp_shard=2")
     file = tmp_path / "dcp" / "__1_0.distcp"
@@ -130,6 +131,7 @@ def test_smoke_with_an_impossible_option_is_refused(capsys, argv, what):
     assert what in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_smoke_finds_what_breaks_a_factory_of_the_current_directory(tmp_path):
     (tmp_path / "mine.py").write_text("from smoke.factories import CustomMethod\n")
     (tmp_path / "torch.py").write_text("raise SystemExit('imported from the current directory')\n")
@@ -158,6 +160,7 @@ def is_alive(pid):
     return state != "Z"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 130)]
 )
@@ -191,7 +194,7 @@ def test_smoke_that_is_ended_leaves_no_process(tmp_path, number, code):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_smoke_under_torchrun_runs_in_its_ranks_and_speaks_once(small, tmp_path, free_port):
     done = run(tmp_path, "smoke", small, "--json", "--steps", "1", command=[*TORCHRUN, free_port, "-m", "ckpt_tools"])
     assert done.returncode == 0, done.stderr
@@ -201,7 +204,7 @@ def test_smoke_under_torchrun_runs_in_its_ranks_and_speaks_once(small, tmp_path,
     assert [phase["name"] for phase in document["phases"] if phase["ok"]] == list(PHASES)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("factory", "code"), [("Hangs", "hang"), ("CustomMethod", "custom-method")])
 def test_smoke_under_torchrun_reports_what_breaks(tmp_path, free_port, factory, code):
     argv = ["smoke", "--factory", f"smoke.factories:{factory}", "--json", "--timeout", "8"]

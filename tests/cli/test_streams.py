@@ -44,9 +44,9 @@ CASES: dict[str, tuple[str, int]] = {
 """Command line, exit code with streams that work."""
 CLOSED = ("inspect", "gather", "diff", "merge-lora", "--help")
 """Commands of which stderr is closed and stdout full; of the others it is the other way round."""
-QUICK = ("shard", "gather", "verify", "diff", "--help")
+QUICK = ("shard", "verify", "--help")
 """Commands that every run tries: each is a process of its own, and the others print by the same way."""
-EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 WRITERS = ("shard", "gather", "reshard", "export-lora", "merge-lora")
 
 
@@ -111,6 +111,7 @@ def test_stdout_that_takes_nothing_is_an_error_that_says_what_is_done(
     assert staging_left(tmp_path) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", ["", "--json"])
 def test_neither_stream_takes_anything_and_the_destination_is_complete(
     directory: Path, tmp_path: Path, options: str
@@ -130,10 +131,12 @@ def test_json_that_could_not_be_written_is_json_on_stderr(directory: Path, tmp_p
     assert "is complete" in document["error"]["hint"]
 
 
+@pytest.mark.full
 def test_quiet_conversion_needs_no_stdout(directory: Path, tmp_path: Path) -> None:
     assert run(directory, f"shard model {tmp_path / 'out'} --mesh dp_shard=2 -q", ">&-") == (0, "")
 
 
+@pytest.mark.full
 def test_reader_that_left_hears_nothing_but_of_what_is_complete(directory: Path, tmp_path: Path) -> None:
     # `true` ends before ckpt has begun to print.
     code, said = run(directory, "inspect model", "| true")
@@ -146,6 +149,7 @@ def test_reader_that_left_hears_nothing_but_of_what_is_complete(directory: Path,
     assert said.count("\n") == 1
 
 
+@pytest.mark.full
 def test_data_never_lands_in_a_stream_that_was_closed(directory: Path, tmp_path: Path) -> None:
     run(directory, f"shard model {tmp_path / 'out'} --mesh dp_shard=2", "<&- >&- 2>&-")
     run(directory, f"gather {tmp_path / 'out'} {tmp_path / 'back'}", "<&- >&- 2>&-")

@@ -116,6 +116,7 @@ rules:
 """
 
 
+@pytest.mark.full
 def test_save_with_dtensor_hsdp_loads_and_has_the_predicted_table(model, tmp_path):
     source, expected = model
     mesh = Mesh((("dp_replicate", 2), ("dp_shard", 2)))
@@ -133,6 +134,7 @@ def test_save_with_dtensor_fsdp_tp_loads_and_has_the_predicted_table(model, tmp_
     assert_saved(source, tmp_path / "out", mesh, placements, expected)
 
 
+@pytest.mark.full
 def test_save_with_dtensor_renamed_tensors_without_fsdp_are_found_by_their_bytes(model, tmp_path):
     source, expected = model
     renamed = replace(source, tensors=tuple(replace(entry, fqn=f"model.{entry.fqn}") for entry in source.tensors))
@@ -143,6 +145,7 @@ def test_save_with_dtensor_renamed_tensors_without_fsdp_are_found_by_their_bytes
     assert_saved(renamed, tmp_path / "out", mesh, placements, expected)
 
 
+@pytest.mark.full
 def test_save_with_dtensor_every_dtype_comes_back_bit_by_bit(tmp_path):
     raw = torch.arange(256, dtype=torch.uint8).repeat(2).reshape(8, 64)
     tensors = {name: (raw % 2 == 0 if name == "bool" else raw.view(getattr(torch, name))).clone() for name in EXOTIC}
@@ -163,6 +166,7 @@ def test_save_with_dtensor_every_dtype_comes_back_bit_by_bit(tmp_path):
         assert torch.equal(item.view(torch.uint8), f4.view(torch.uint8)[:, offset[1] : offset[1] + 3])
 
 
+@pytest.mark.full
 def test_save_with_dtensor_truncated_file_fails_with_the_rank_s_reason(tmp_path):
     save_file({"a": numbers(64, 64)}, tmp_path / "m.safetensors")
     source = describe(tmp_path, "m.safetensors")
@@ -175,6 +179,7 @@ def test_save_with_dtensor_truncated_file_fails_with_the_rank_s_reason(tmp_path)
     assert caught.value.where is not None
 
 
+@pytest.mark.full
 def test_save_with_dtensor_missing_file_fails_without_waiting_for_the_timeout(tmp_path):
     save_file({"a": numbers(4)}, tmp_path / "m.safetensors")
     source = describe(tmp_path, "m.safetensors")
@@ -209,6 +214,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_save_with_dtensor_killed_rank_ends_the_others(tmp_path):
     save_file({"a": numbers(4)}, tmp_path / "m.safetensors")
     script = tmp_path / "script.py"
@@ -265,6 +271,7 @@ save_with_dtensor(describe(directory, "m.safetensors"), str(directory / "out"), 
 """
 
 
+@pytest.mark.full
 def test_save_with_dtensor_under_torchrun_is_one_rank(tmp_path):
     save_file({"a": numbers(5, 2)}, tmp_path / "m.safetensors")
     script = tmp_path / "script.py"

@@ -13,6 +13,8 @@ from ckpt_tools.formats.dcp import parse_rank
 from ckpt_tools.formats.manifest import MANIFEST_NAME, parse_manifest
 from ckpt_tools.formats.opening import open_path
 
+pytestmark = pytest.mark.full
+
 RULES = """
 version: 1
 rules:

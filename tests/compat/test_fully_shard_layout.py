@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+import toys
 import transformers
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -60,43 +61,25 @@ rules:
 
 
 def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    return toys.build("llama", **SMALL)
 
 
 def qwen2():
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, layer_types=["full_attention"] * 2))
+    return toys.build("qwen2", **SMALL)
 
 
 def qwen3_moe():
-    config = transformers.Qwen3MoeConfig(
-        **SMALL, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=7, decoder_sparse_step=1
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
+    return toys.build("qwen3-moe", **SMALL, num_experts=5, moe_intermediate_size=7)
 
 
 def bert():
-    config = transformers.BertConfig(
-        hidden_size=20,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=30,
-        max_position_embeddings=9,
-    )
-    return transformers.BertModel(config)
+    odd = {"hidden_size": 20, "intermediate_size": 12, "vocab_size": 30, "max_position_embeddings": 9}
+    return toys.build("bert", **odd).bert
 
 
 def t5():
-    config = transformers.T5Config(
-        d_model=18,
-        d_kv=6,
-        d_ff=20,
-        num_layers=2,
-        num_heads=3,
-        vocab_size=31,
-        relative_attention_num_buckets=8,
-    )
-    return transformers.T5ForConditionalGeneration(config)
+    odd = {"d_model": 18, "d_kv": 6, "d_ff": 20, "num_heads": 3, "vocab_size": 31}
+    return toys.build("t5", **odd, relative_attention_num_buckets=8)
 
 
 def convnext():

@@ -84,6 +84,7 @@ def fill(command, made, tmp_path):
     return [part.format(made=made, out=tmp_path) for part in command]
 
 
+@pytest.mark.full(but=["help", "inspect-dcp", "shard"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_imports_no_torch(made, tmp_path, name):
     modules = modules_after(*fill(COMMANDS[name], made, tmp_path))
@@ -93,6 +94,7 @@ def test_command_imports_no_torch(made, tmp_path, name):
         assert "numpy" not in modules
 
 
+@pytest.mark.full
 def test_command_that_casts_to_float16_imports_torch(made, tmp_path):
     # The control: the probe sees what it looks for.
     modules = modules_after("shard", made / "hf", tmp_path / "out", "--mesh", "dp_shard=2", "--dtype", "f16")

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 MIB = 1 << 20
 LAYER_NBYTES = 20 * MIB
 LIMIT_BYTES = 200 * MIB

@@ -94,12 +94,14 @@ def loaded(written, llama_dir, tmp_path_factory, run_world, models):
     return json.loads((directory / "out.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", MESHES, ids=name_of)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_dcp_load_into_spread_model_is_bitwise_equal(loaded, name, axes):
     assert loaded[f"{name}@{name_of(axes)}"] == []
 
 
+@pytest.mark.full
 def test_dcp_load_control_of_another_model_is_noticed(loaded):
     assert {"lm_head.weight", "model.layers.1.mlp.up_proj.weight"} < set(loaded["control"])
 

@@ -21,6 +21,8 @@ from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.opening import open_path
 
+pytestmark = pytest.mark.full
+
 # Checkpoint → the full tensors that torch put together when it was saved.
 MODELS = {
     "nested": "fsdp",  # {"model": …, "optimizer": …, more}

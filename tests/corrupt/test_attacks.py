@@ -29,6 +29,7 @@ def corpus() -> Iterator[Corpus]:
         shutil.rmtree(corpus.root)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", GROUPS)
 def test_attacks_are_refused_or_harmless(corpus: Corpus, group: str, record_property) -> None:
     report = run_group(corpus, group)
@@ -132,6 +133,7 @@ def _watched(tmp_path: Path, deed: str) -> list[list[str]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "deed", "event"), [(kind, deed, event) for kind, deeds in DEEDS.items() for deed, event in deeds.items()]
 )

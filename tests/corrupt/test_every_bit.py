@@ -9,6 +9,7 @@ from corrupt.every_bit import NAMES, RECIPES, documented, sweep
 from samples import memory_directory
 
 
+@pytest.mark.full(but=["flat"])
 @pytest.mark.parametrize("recipe", ["flat", "nested", "by ckpt"])
 def test_every_seventh_bit_is_found_or_changes_nothing(recipe: str) -> None:
     with memory_directory() as root:
@@ -19,7 +20,7 @@ def test_every_seventh_bit_is_found_or_changes_nothing(recipe: str) -> None:
     assert (NAMES in tally) == (recipe == "flat")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_bit_is_found_or_changes_nothing(recipe: str) -> None:
     with memory_directory() as root:

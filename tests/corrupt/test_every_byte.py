@@ -18,6 +18,7 @@ def _tensors_of(metadata: bytes) -> object:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_byte_flipped_is_found_as_documented(layout: str) -> None:
     passed = []

@@ -93,6 +93,7 @@ def test_every_flip_of_a_document_is_found(root: Path, name: str) -> None:
     assert not [outcome for outcome in seen if outcome[0] == "ok"], seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("manifest", "mask"), [(True, 0x01), (False, 0x80)])
 def test_every_flip_of_an_item_is_found_or_harmless(root: Path, manifest: bool, mask: int) -> None:
     run = shard_model(root, "dp_shard=2", TENSORS)
@@ -121,6 +122,7 @@ def test_every_flip_of_an_item_is_found_or_harmless(root: Path, manifest: bool, 
     assert seen[("ok", "refused")] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["gathered", "downloaded"])
 def test_every_flip_of_safetensors_is_found_as_far_as_it_can_be(root: Path, source: str) -> None:
     """Without a manifest nothing records a checksum of safetensors' data: then the header's damages are found."""

@@ -66,6 +66,7 @@ def judge(world, name):
     return answer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BY_NAME)
 def test_config_that_names_a_loader_is_refused_before_anything_is_built(world, name):
     error = judge(world, f"named: {name}")["error"]
@@ -74,11 +75,13 @@ def test_config_that_names_a_loader_is_refused_before_anything_is_built(world, n
     assert error["hint"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BY_NAME)
 def test_config_that_names_a_loader_is_harmless_where_the_table_does_not_know_it(world, name):
     judge(world, f"table off: {name}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*BY_DEED, *NESTED, *LATE])
 def test_loader_of_tomorrow_is_stopped_by_walls(world, name):
     deed = name.removeprefix("deed-")

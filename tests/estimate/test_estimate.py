@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import toys
 from estimate.steps import CONFIG
 
 from ckpt_tools import api
@@ -60,6 +61,7 @@ def test_dtype_of_frozen_parameters_where_none_are_frozen_is_refused(capsys):
     assert main(["estimate", *FIGURES, "--frozen-dtype", "f32", "--lora"]) == 0
 
 
+@pytest.mark.full
 def test_llama_7b_takes_half_a_minute_and_less_than_a_gigabyte(tmp_path):
     model = write(tmp_path / "llama", LLAMA_7B)
     script = (
@@ -86,6 +88,7 @@ def test_llama_7b_takes_half_a_minute_and_less_than_a_gigabyte(tmp_path):
     assert abs(case["difference"]) < 0.05
 
 
+@pytest.mark.full
 def test_nothing_fits_exits_3_and_the_advice_fits_when_followed(tmp_path, capsys):
     model = write(tmp_path / "model", CONFIG)
     # What the device needs for itself is 1128 MiB; that leaves 12 MiB for a model that takes 20.
@@ -153,24 +156,9 @@ def test_weights_without_config_are_answered_from_their_headers(tmp_path):
     assert api.estimate(tmp_path).params == found.params
 
 
+@pytest.mark.full
 def test_model_that_cannot_run_without_data_falls_back_and_says_why(tmp_path):
-    import transformers as t
-
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = t.LlavaConfig(
-        text_config=t.LlamaConfig(**text, vocab_size=64, num_key_value_heads=2),
-        vision_config=t.CLIPVisionConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=8,
-            patch_size=4,
-            projection_dim=16,
-        ),
-        image_token_index=60,
-        architectures=["LlavaForConditionalGeneration"],
-    )
+    config = toys.config_of("llava", architectures=["LlavaForConditionalGeneration"])
     model = write(tmp_path / "llava", json.loads(config.to_json_string(use_diff=False)))
     found = api.estimate(model, mesh="dp_shard=2", seq_len=64)
     (case,) = found.cases
@@ -191,9 +179,13 @@ def test_old_torch_is_named_as_the_reason():
     [
         ("{", UnreadableError, "not valid JSON"),
         ("[]", UnreadableError, None),  # as if there were none, and no weights either
-        ('{"architectures": ["NoSuchModel"]}', UsageError, "no model class"),
-        (json.dumps(CONFIG | {"quantization_config": {"bits": 4}}), UsageError, "quantised"),
-        (json.dumps(CONFIG | {"num_attention_heads": 0}), UsageError, "does not describe"),
+        pytest.param('{"architectures": ["NoSuchModel"]}', UsageError, "no model class", marks=pytest.mark.full),
+        pytest.param(
+            json.dumps(CONFIG | {"quantization_config": {"bits": 4}}), UsageError, "quantised", marks=pytest.mark.full
+        ),
+        pytest.param(
+            json.dumps(CONFIG | {"num_attention_heads": 0}), UsageError, "does not describe", marks=pytest.mark.full
+        ),
     ],
 )
 def test_config_that_builds_nothing_is_an_error(tmp_path, config, error, what):
@@ -227,6 +219,7 @@ def test_empty_directory_is_not_a_checkpoint(tmp_path, capsys):
     assert "hint" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_interrupted_estimate_leaves_nothing(tmp_path):
     model = write(tmp_path / "llama", LLAMA_7B)
     private = tmp_path / "tmp"

@@ -8,6 +8,8 @@ from fsdp2.ranks import run_ranks
 
 from ckpt_tools.estimate import formula
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 

@@ -45,6 +45,7 @@ def _run(*argv: object, limit: str = "true", **options) -> subprocess.CompletedP
 # Limits
 
 
+@pytest.mark.full(but=["70000"])
 @pytest.mark.parametrize("nbytes", [1000, 4000, 70_000, 300_000, 1_000_000])
 def test_file_size_limit_is_an_error_that_names_the_file(server, large, large_reference, tmp_path, nbytes):
     argv = ("shard", large, tmp_path / "out", "--mesh", "dp_shard=4")
@@ -101,6 +102,7 @@ def test_too_few_open_files_are_an_error_that_says_what_to_raise(tmp_path):
     assert codes == {0, 1}
 
 
+@pytest.mark.full
 def test_address_space_that_is_too_small_is_an_error_and_not_half_a_checkpoint(
     server, large, large_reference, tmp_path
 ):
@@ -125,6 +127,7 @@ def test_address_space_that_is_too_small_is_an_error_and_not_half_a_checkpoint(
 # Signals
 
 
+@pytest.mark.full(but=["3"])
 @pytest.mark.parametrize("seed", range(14))
 def test_signal_at_a_random_time_leaves_nothing_or_all(large, large_reference, tmp_path, seed):
     chance = random.Random(seed)
@@ -173,6 +176,7 @@ def _remove(file: Path) -> None:
     file.unlink()
 
 
+@pytest.mark.full(but=["gather-_truncate"])
 @pytest.mark.parametrize("change", [_truncate, _replace, _write_over, _remove])
 @pytest.mark.parametrize("verb", OPTIONS)
 def test_source_that_changes_at_any_read_is_refused(server, sources, case, verb, change, record_property):
@@ -252,6 +256,7 @@ def test_source_without_permission_names_the_file(server, sources, case):
 # Rivals
 
 
+@pytest.mark.full(but=["2"])
 @pytest.mark.parametrize("number", [2, 10])
 def test_concurrent_writers_exactly_one_wins(server: Server, large, large_reference, tmp_path, number):
     for i in range(4):
@@ -263,6 +268,7 @@ def test_concurrent_writers_exactly_one_wins(server: Server, large, large_refere
         assert_clean(tmp_path)
 
 
+@pytest.mark.full
 def test_concurrent_overwriters_leave_a_whole_one(server: Server, large, large_reference, tmp_path):
     out = tmp_path / "out"
     api.shard(large, out, mesh="dp_shard=2")
@@ -275,6 +281,7 @@ def test_concurrent_overwriters_leave_a_whole_one(server: Server, large, large_r
         assert_clean(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 def test_rival_that_runs_while_another_is_stopped_at_any_call(
     server, sources, references, case, overwrite, record_property

@@ -122,6 +122,7 @@ class Sweep:
         assert staging_left(case) == []
 
 
+@pytest.mark.full(but=["fails-gather-true"])
 @pytest.mark.parametrize(("kind", "verb", "overwrite"), SWEEPS, ids=lambda value: str(value).lower())
 def test_sweep_every_call_nothing_is_lost(server, sources, references, case, kind, verb, overwrite, record_property):
     sweep = Sweep(server, sources, references, verb)
@@ -131,6 +132,7 @@ def test_sweep_every_call_nothing_is_lost(server, sources, references, case, kin
     print(f"{verb} {kind} overwrite={overwrite}: {dict(sweep.points)}, exit codes {dict(sweep.codes)}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("kind", ["fails", "killed", "interrupted"])
 def test_sweep_file_system_without_exclusive_renames_nothing_is_lost(
@@ -143,6 +145,7 @@ def test_sweep_file_system_without_exclusive_renames_nothing_is_lost(
     assert sweep.points["rename"] == (2 if overwrite else 1)
 
 
+@pytest.mark.full
 def test_sweep_file_system_without_locks_nothing_is_lost(server, sources, references, case, record_property):
     sweep = Sweep(server, sources, references, "shard")
     sweep.sweep(case, overwrite=True, deny=NO_LOCKS, error=errno.EIO, only="mkdir write fsync renameat2")

@@ -621,10 +621,9 @@ def garbage_that_differs_by_rank(mesh):
 
 
 def _llama(**options):
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import toys
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=32, **sizes, **options))
+    return toys.build("llama", **{"hidden_size": 16, "vocab_size": 32, "num_key_value_heads": 4} | options).train()
 
 
 @silently("load-plain", "head.weight")

@@ -1,85 +1,28 @@
-"""Small models of real architectures, with random weights, and one training loop for all of them."""
+"""Toy models as they are trained on ranks, and one training loop for all of them."""
 
 from __future__ import annotations
 
 import torch
+import toys
 
-
-def config_of(kind):
-    """A tiny config of an architecture; imports transformers."""
-    import transformers as t
-
-    text = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 61,
-        "max_position_embeddings": 64,
-    }
-    if kind in ("llama", "llama-tied"):
-        # 63 rows: an uneven cut on two ranks and on four.
-        return t.LlamaConfig(
-            **text | {"vocab_size": 64 if kind == "llama" else 63},
-            num_key_value_heads=2,
-            tie_word_embeddings=kind == "llama-tied",
-        )
-    if kind == "llama-one-head":
-        return t.LlamaConfig(**text | {"vocab_size": 64}, num_key_value_heads=1)
-    if kind == "qwen3-moe":
-        return t.Qwen3MoeConfig(
-            **text, num_key_value_heads=2, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8
-        )
-    if kind == "llava":
-        return t.LlavaConfig(
-            text_config=t.LlamaConfig(**text, num_key_value_heads=2),
-            vision_config=t.CLIPVisionConfig(
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                image_size=8,
-                patch_size=4,
-                projection_dim=16,
-            ),
-            image_token_index=60,
-            image_seq_length=4,
-        )
-    if kind == "bert":
-        return t.BertConfig(**text)
-    if kind == "t5":
-        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 61}
-        return t.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    raise ValueError(kind)
-
-
-def class_of(kind):
-    """The model class of an architecture."""
-    import transformers as t
-
-    name = {
-        "llama": "LlamaForCausalLM",
-        "llama-tied": "LlamaForCausalLM",
-        "llama-one-head": "LlamaForCausalLM",
-        "qwen3-moe": "Qwen3MoeForCausalLM",
-        "llava": "LlavaForConditionalGeneration",
-        "bert": "BertForMaskedLM",
-        "t5": "T5ForConditionalGeneration",
-    }[kind]
-    return getattr(t, name)
+# 61 and 63 rows: an uneven cut on two ranks and on four.
+KINDS = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"vocab_size": 63, "tie_word_embeddings": True}),
+    "llama-one-head": ("llama", {"num_key_value_heads": 1}),
+    "qwen3-moe": ("qwen3-moe", {"vocab_size": 61}),
+    "llava": ("llava", {"text_config": toys.KINDS["llava"][2]["text_config"] | {"vocab_size": 61}}),
+    "bert": ("bert", {"vocab_size": 61, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "t5": ("t5", {"vocab_size": 61, "dropout_rate": 0.0}),
+}
+"""Kind of toy, and what is other than there: no dropout."""
 
 
 def build(kind, device="meta"):
     """A model of an architecture; on the CPU with the same random weights every time."""
-    config = config_of(kind)
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
+    name, settings = KINDS[kind]
     with torch.device(device):
-        model = class_of(kind)(config)
-    return model.train()
+        return toys.build(name, **settings, attn_implementation="eager").train()
 
 
 def batch_of(kind, step, rank=0, size=2):

@@ -7,6 +7,8 @@ import torch
 from fsdp2 import models
 from fsdp2.ranks import run_ranks
 
+pytestmark = pytest.mark.full
+
 KINDS = ("llama", "llama-tied", "qwen3-moe", "llava", "bert", "t5")
 BLOCKS = {"llama": 2, "llama-tied": 2, "qwen3-moe": 2, "llava": 5, "bert": 2, "t5": 4}
 TIED = {

@@ -29,6 +29,7 @@ def said_of_healthy(tmp_path_factory):
     return {ranks: run_ranks(ranks, healthy.run_healthy, path, timeout=120) for ranks in (4, 2)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("build", [*healthy.PLAIN, *healthy.TRANSFORMERS], ids=lambda build: build.__name__)
 def test_audit_healthy_model_in_every_phase_finds_nothing(said_of_healthy, build):
     for said in said_of_healthy[4 if build in healthy.PLAIN else 2]:

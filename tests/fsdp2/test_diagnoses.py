@@ -46,6 +46,7 @@ def test_audit_silently_broken_model_finds_that_and_nothing_else(said_by_rank, n
         assert all(finding.severity == "error" and finding.hint == CATALOGUE[code].fix for finding in found)
 
 
+@pytest.mark.full(but=["rank-skip"])
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_diagnose_ranks_that_disagree_is_told_from_their_traces(tmp_path, name):
     traces = tmp_path / "traces"
@@ -76,6 +77,7 @@ def _diagnose_text_on_bagel(rank, world_size, text):
     return diagnose(AssertionError(text), model=model, phase="backward")
 
 
+@pytest.mark.full
 def test_diagnose_state_dict_in_forward_with_int_reshard_is_mid_forward():
     for found, text in run_ranks(4, _reshard_to_two):
         assert "Expects to be in one of" in text

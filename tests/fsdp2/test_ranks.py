@@ -39,6 +39,7 @@ def test_rank_that_raises_is_named_with_its_place():
     assert "in fail_on_one" in caught.value.trace
 
 
+@pytest.mark.full
 def test_rank_that_hangs_is_ended_and_shows_where():
     results = run_ranks(2, hang_on_one, timeout=4, check=False)
     assert isinstance(results[1], RankLost)

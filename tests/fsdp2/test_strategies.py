@@ -16,6 +16,8 @@ from fsdp2.ranks import run_ranks
 from ckpt_tools import api
 from ckpt_tools.description.layout import parse_mesh
 
+pytestmark = pytest.mark.full
+
 NUM_STEPS = 3
 CASES = {
     "full_shard": ("dp_shard=4", "hf"),

@@ -67,6 +67,7 @@ def clipped(tmp_path_factory):
     return run_ranks(4, clip, directory, timeout=200)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MESHES)
 def test_clip_is_that_of_the_unsharded_model(clipped, name):
     mesh = parse_mesh(MESHES[name][1])
@@ -86,6 +87,7 @@ def test_clip_is_that_of_the_unsharded_model(clipped, name):
             assert (gradients[fqn] - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), fqn
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ACCUMULATED)
 def test_accumulation_without_sync_gives_the_same_gradients(clipped, name):
     synced, local, kept = clipped[0][name][1]

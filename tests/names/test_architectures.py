@@ -11,7 +11,7 @@ from ckpt_tools import api
 from ckpt_tools.errors import UsageError
 
 QUICK = ["Qwen3MoeForCausalLM", "ViTForImageClassification", "LlavaForConditionalGeneration"]
-SLOW = [
+FULL = [
     "AlbertForMaskedLM",
     "BartForConditionalGeneration",
     "BertForMaskedLM",
@@ -55,7 +55,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
 @pytest.mark.filterwarnings("ignore")  # transformers' own, of toy configs
 def test_names_are_accepted_exactly_when_they_load(tmp_path, name):
     model = tiny(name)

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import toys
 import transformers
 from names.worlds import config_beside, loading_problems, save_live, tiny
 
@@ -113,15 +114,12 @@ RIGHT = {
 def llama(tmp_path_factory):
     """A model, its state dict, and a directory with its config."""
     root = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    model = toys.build("llama", num_hidden_layers=3)
     transformers.utils.logging.disable_progress_bar()
     return model, model.state_dict(), config_beside(model, root / "assets"), root
 
 
+@pytest.mark.full(but=["megatron", "adapter", "no-head", "one-tensor", "prefix", "half-a-bias"])
 @pytest.mark.parametrize("case", WRONG)
 def test_names_that_load_as_random_weights_are_refused(llama, tmp_path, capsys, case):
     model, state, assets, _ = llama

@@ -14,6 +14,7 @@ from ckpt_tools.maps.patterns import patterns
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.full
 def test_every_architecture_resolves_to_names():
     table = load_table()
     names = {name: table.expected(name, {}) for name in table.architectures}
@@ -87,6 +88,7 @@ def test_quantised_side_tensors_belong_to_their_weights():
 SAMPLE = ["BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "Qwen3MoeForCausalLM"]
 
 
+@pytest.mark.full
 def test_the_table_is_that_of_the_installed_transformers():
     import transformers
 

@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import toys
+
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.preflight.configs import read_config
@@ -55,12 +57,8 @@ def test_guide_shows_what_is_said_of_a_config_that_is_not_read(tmp_path, capsys,
 
 
 def test_guide_shows_what_is_wrong_with_the_names_of_a_checkpoint(tmp_path, monkeypatch):
-    import transformers
-    from smoke.makers import TEXT
-
     monkeypatch.chdir(tmp_path)
-    small = transformers.LlamaConfig(**TEXT, num_key_value_heads=2)
-    transformers.LlamaForCausalLM(small).save_pretrained("tiny-llama")
+    toys.save("llama", "tiny-llama", num_hidden_layers=3)
     api.shard("tiny-llama", "run", mesh="dp_shard=4")
     (tmp_path / "accelerate.yaml").write_text(config())
     spec = read_config("accelerate.yaml").spec

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import toys
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -33,14 +34,11 @@ from ckpt_tools.processes import child as children
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A Llama, a Llama with shared embeddings, a mixture of experts and a BERT, as transformers saves them."""
-    import transformers
-    from smoke.makers import TEXT, make
+    from smoke.makers import make
 
     directory = tmp_path_factory.mktemp("models")
     make(directory, "llama", "moe", "bert")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2, tie_word_embeddings=True)
-    transformers.LlamaForCausalLM(config).save_pretrained(directory / "tied")
+    toys.save("llama", directory / "tied", num_hidden_layers=3, tie_word_embeddings=True)
     return directory
 
 

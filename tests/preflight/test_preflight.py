@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+import toys
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -50,13 +50,7 @@ RIGHT = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A small Llama as transformers saves it."""
-    import transformers
-    from smoke.makers import TEXT
-
-    directory = tmp_path_factory.mktemp("models") / "llama"
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, num_key_value_heads=2)).save_pretrained(directory)
-    return directory
+    return toys.save("llama", tmp_path_factory.mktemp("models") / "llama", num_hidden_layers=3)
 
 
 def write(tmp_path, fsdp=None, **changes):

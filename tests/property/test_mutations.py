@@ -25,6 +25,7 @@ def test_seeds_of_every_parser_are_accepted(name: str) -> None:
     assert accepted == [True] * (len(accepted) - 1) + [name != "item"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=1500, deadline=None)
 @given(which=st.integers(0, 99), operations=OPERATIONS)
@@ -44,6 +45,7 @@ def test_every_truncation_is_accepted_soundly_or_refused(name: str) -> None:
             assert not any(accepted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["safetensors", "metadata", "item"])
 def test_every_bit_flipped_is_accepted_soundly_or_refused(name: str) -> None:
     """What passes, stock torch and safetensors read as we do: zip attributes, dates, memory formats and all."""

@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from seeds import guide
 from torch import nn
 
+pytestmark = pytest.mark.full
+
 WIDTH = 16
 _TARGETS = ["qkv", "proj", "linear1", "linear2"]
 # Start values that do something: with the default ones the first output is the base model's.

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from seeds import bagel_model as small
 from seeds import guide
 
+pytestmark = pytest.mark.full
+
 RANKS = 2
 
 

@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from seeds import guide
 from torch import nn
 
+pytestmark = pytest.mark.full
+
 WIDTH, VOCAB, STEPS = 16, 32, 8
 MESHES = {
     "FULL_SHARD": "dp_shard=4",

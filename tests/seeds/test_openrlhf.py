@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import toys
 from fsdp2.ranks import run_ranks
 from seeds import guide
+
+pytestmark = pytest.mark.full
 
 STEPS, MICRO = 3, 2
 
 
 def config():
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        tie_word_embeddings=False,
-        attn_implementation="eager",
-    )
+    return toys.config_of("llama", tie_word_embeddings=False, attn_implementation="eager")
 
 
 def batches(step, rank):

@@ -13,6 +13,8 @@ from seeds import guide
 
 from ckpt_tools.errors import UnreadableError, UsageError
 
+pytestmark = pytest.mark.full
+
 BLOCKS = "ResidualBlock,TransformerBlock"
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": ["a", "b"], "init_lora_weights": False}
 KINDS = {"uint8": (torch.uint8, True), "bfloat16": (torch.bfloat16, True), "single": (torch.uint8, False)}

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools.errors import UnreadableError, UsageError
 
+pytestmark = pytest.mark.full(but=["test_broken_model_gets_its_diagnosis[CustomMethod]", "test_missing_key_is_found"])
+
 
 def codes(report):
     return [finding.code for finding in report.findings if finding.severity == "error"]
@@ -33,7 +35,9 @@ def damaged(models, tmp_path, change, kind="llama"):
 @pytest.mark.parametrize(
     ("factory", "code", "phase", "where", "what"),
     [
-        ("CustomMethod", "custom-method", "forward", "layers.0", "layers.0.run(...) was called"),
+        pytest.param(
+            "CustomMethod", "custom-method", "forward", "layers.0", "layers.0.run(...) was called", id="CustomMethod"
+        ),
         ("DotForward", "dot-forward", "forward", "layers.0", "layers.0.forward(...) was called"),
         ("DoubleWrap", "double-wrap", "shard", "forward_train", "forward → forward_train"),
         ("KeywordModel", "opaque-output", "backward", "(root)", "Output"),

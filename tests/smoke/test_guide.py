@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "smoke.md").read_text(encoding="utf-8")
 
 

@@ -27,12 +27,14 @@ def write(directory, config):
     return str(directory)
 
 
+@pytest.mark.full
 def test_model_that_has_no_limit_of_positions_runs(farm, tmp_path):
     report = farm.smoke(model=write(tmp_path / "model", XLNET), steps=1)
     assert report.ok, report.findings
     assert report.reload_same_world.bitwise
 
 
+@pytest.mark.full
 def test_model_that_fails_by_itself_is_no_finding_about_fsdp(farm, tmp_path):
     """The class takes this config, and no batch: an embedding without rows."""
     with pytest.raises(UsageError, match="BertForMaskedLM fails by itself, unsharded") as caught:
@@ -50,6 +52,7 @@ def test_model_that_ckpt_cannot_feed_is_no_finding():
         HfRecipe(BERT, "config.json").batch(torch.nn.Linear(1, 1), 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("deed", ["unpickle", "popen", "connect", "import_file", "c_open"])
 def test_deed_in_a_rank_ends_the_run_with_what_it_tried(farm, tmp_path, deed, late):
@@ -68,6 +71,7 @@ def test_deed_in_a_rank_ends_the_run_with_what_it_tried(farm, tmp_path, deed, la
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.full
 def test_factory_is_the_users_own_code_and_has_no_walls(farm, tmp_path):
     (tmp_path / "own.txt").write_text("16")
     (tmp_path / "own_factory.py").write_text(

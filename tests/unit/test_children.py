@@ -200,6 +200,7 @@ def test_child_that_is_killed_is_reported_with_what_to_do(number, what, hint):
     assert caught.value.__notes__ == ["the last word"]
 
 
+@pytest.mark.full
 def test_child_whose_library_crashes_says_where():
     with pytest.raises(CkptError, match="was ended by SIGSEGV") as caught:
         result_of(crash)
@@ -207,17 +208,20 @@ def test_child_whose_library_crashes_says_where():
     assert "in crash" in caught.value.__notes__[0]
 
 
+@pytest.mark.full(but=["7"])
 @pytest.mark.parametrize("status", [0, 7])
 def test_child_that_leaves_without_an_answer_is_an_error(status):
     with pytest.raises(CkptError, match=f"has failed: exit status {status}"):
         result_of(leave, {"status": status})
 
 
+@pytest.mark.full
 def test_child_whose_answer_is_cut_short_is_an_error():
     with pytest.raises(CkptError, match="has left an answer that cannot be read"):
         result_of(cut_short)
 
 
+@pytest.mark.full
 def test_silent_child_past_its_deadline_is_ended():
     start = time.monotonic()
     with child(sleep) as started:
@@ -235,20 +239,24 @@ def test_deaf_child_past_its_deadline_is_killed():
         assert not is_alive(started._process.pid)
 
 
+@pytest.mark.full
 def test_child_that_writes_rubbish_still_answers():
     assert result_of(print_rubbish) == {"fine": True}
 
 
+@pytest.mark.full
 def test_child_that_writes_much_still_answers_much():
     assert result_of(print_much) == {"text": "ä" * BIG}
 
 
+@pytest.mark.full
 def test_child_that_writes_much_and_fails_is_told_by_the_end_alone():
     with pytest.raises(CkptError, match="RuntimeError: at last") as caught:
         result_of(print_much_and_fail)
     assert len(caught.value.__notes__[0]) < 5000
 
 
+@pytest.mark.full
 def test_child_lives_apart_from_terminal_torchrun_and_network(monkeypatch, tmp_path):
     here = {"RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "x", "CKPT_JSON": "1"}
     for name, value in (here | {"OMP_NUM_THREADS": "64", "MY_RANK": "kept"}).items():
@@ -274,6 +282,7 @@ def test_environment_with_gpus_leaves_those_that_the_caller_may_see(monkeypatch)
     assert environment("/x")["CUDA_VISIBLE_DEVICES"] == ""
 
 
+@pytest.mark.full(but=["True"])
 @pytest.mark.parametrize("wait", [True, False])
 def test_child_takes_what_it_has_started_with_it(tmp_path, wait):
     file = tmp_path / "pids"
@@ -294,6 +303,7 @@ with Child(f"test_children:{sys.argv[2]}", {"file": sys.argv[3], "wait": True}, 
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_parent_that_is_ended_leaves_no_process_and_no_file(tmp_path, private, number):
     command = [sys.executable, "-c", PARENT, os.path.dirname(__file__), "be_family", str(tmp_path / "pids")]
@@ -309,6 +319,7 @@ def test_parent_that_is_ended_leaves_no_process_and_no_file(tmp_path, private, n
             process.kill()
 
 
+@pytest.mark.full
 def test_parent_that_is_killed_takes_a_plain_child_with_it_at_once(tmp_path, private):
     command = [sys.executable, "-c", PARENT, os.path.dirname(__file__), "be_alone", str(tmp_path / "pids")]
     with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(private)}) as process:
@@ -330,6 +341,7 @@ def test_interrupt_while_a_child_is_awaited_ends_it_at_once():
     assert not is_alive(started._process.pid)
 
 
+@pytest.mark.full
 def test_child_of_a_thread_that_blocks_signals_still_ends():
     def work():
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -37,6 +37,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.full(but=["smoke"])
 @pytest.mark.parametrize(
     ("versions", "arguments", "needed"),
     [
@@ -57,6 +58,7 @@ def test_torch_that_is_too_old_is_named_at_start(tmp_path: Path, model: Path, ve
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_torch_that_is_too_old_does_not_matter_where_none_is_needed(tmp_path: Path, model: Path):
     versions = {"torch": "2.1.0", "transformers": "4.40.0"}
     for arguments in (("shard", model, tmp_path / "dcp", "--mesh", "dp_shard=2"), ("verify", tmp_path / "dcp"),

@@ -63,6 +63,7 @@ def test_lock_gives_what_the_package_asks_for(python: str):
         assert requirement.specifier.contains(version), requirement
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_PIP, reason="this environment was made without pip")
 def test_lock_with_another_hash_is_refused_by_pip(tmp_path: Path):
     """What bin/setup asks pip for, on a file of our own."""

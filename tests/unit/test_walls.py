@@ -128,6 +128,7 @@ def test_numbers_and_names_of_real_models_pass(name):
     check_config(LLAMA | json.loads(json.dumps(REAL[name])), "config.json")
 
 
+@pytest.mark.full
 def test_default_configs_of_transformers_pass():
     """Every config class says of itself what is normal; those of timm and detectron2 are refused by name."""
     transformers = pytest.importorskip("transformers")
@@ -230,6 +231,7 @@ def test_limits_hold(kind, out, code, tmp_path, monkeypatch):
     assert (done.stdout, done.returncode) == (out, code), done.stderr
 
 
+@pytest.mark.full
 def test_tensor_parallel_plan_imports_its_libraries_before_the_walls_stand():
     # PyTorch's builds for GPUs start ldconfig when they are imported.
     code = """

@@ -124,6 +124,7 @@ def run(tmp_path_factory):
     return directory
 
 
+@pytest.mark.full
 def test_accelerate_4206_pickle_of_rank_0_is_not_opened_and_its_trap_is_named(run, tmp_path, capsys):
     """accelerate#4206: FULL_STATE_DICT of an adapter under FSDP2 held rank 0's slice of every tensor."""
     (tmp_path / "step").mkdir()
@@ -136,6 +137,7 @@ def test_accelerate_4206_pickle_of_rank_0_is_not_opened_and_its_trap_is_named(ru
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_accelerate_4206_slices_of_one_rank_are_no_adapter(run, tmp_path, capsys):
     """accelerate#4206: taken out of the pickle, half of every factor looks like an adapter."""
     source = save_peft(tmp_path / "adapter")
@@ -487,6 +489,7 @@ def test_diffusers_14088_alphas_under_flux2_own_names_are_refused_there_and_bake
 # A sharded checkpoint is no adapter
 
 
+@pytest.mark.full
 def test_llamafactory_3573_sharded_checkpoint_becomes_an_adapter(run, tmp_path, capsys, trained):
     """LlamaFactory#3573: PEFT finds no adapter_config.json in pytorch_model_fsdp_0, and with one, no weights."""
     checkpoint = run / "checkpoint-2000"
@@ -514,6 +517,7 @@ def test_llamafactory_3573_sharded_checkpoint_becomes_an_adapter(run, tmp_path, 
     assert (code, document["config"]["lora_alpha"]["source"]) == (0, "adapter_config.json")
 
 
+@pytest.mark.full
 def test_axolotl_3294_sharded_checkpoint_is_merged_directly(run, tmp_path, capsys, trained, untouched):
     """axolotl#3294: merge-lora after FSDP2 training finds no adapter that it could load."""
     from transformers import AutoModelForCausalLM
@@ -645,6 +649,7 @@ def sparse_base(file):
     return file
 
 
+@pytest.mark.full
 def test_peft_1939_merge_stays_far_below_the_size_of_the_base(tmp_path):
     """peft#1939: merge_and_unload holds the base and more; a 70B model ended in the out-of-memory killer."""
     directory = tmp_path / "adapter"

@@ -1,4 +1,4 @@
-"""Small worlds of models and adapters in which ckpt was wrong once: PEFT and transformers say what is right."""
+"""Models and settings of PEFT that are easily got wrong: PEFT and transformers say what is right."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint
+import toys
 from adapters.image_models import sdxl, sdxl_inputs
 from adapters.peft_world import randomise
 from adapters.test_merge import TOLERANCE, save_model
@@ -15,28 +16,21 @@ from adapters.test_merge import TOLERANCE, save_model
 from ckpt_tools import api
 from ckpt_tools.errors import CkptError, UsageError
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+SMALL = {"intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 40}
+KINDS = {
+    "llama": ("llama", SMALL | {"attention_bias": True}),
+    "tied": ("llama", SMALL | {"tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3-moe", SMALL),
+    "mixtral": ("mixtral", SMALL),
+    "gpt_neox": ("gpt-neox", SMALL),
+    "bert": ("bert-classifier", SMALL),
+    "vit": ("vit", {"intermediate_size": 48, "num_hidden_layers": 1, "image_size": 16}),
+}
 
 
 def build(kind: str):
-    import transformers as t
-
-    torch.manual_seed(0)
-    language = {**SMALL, "vocab_size": 40, "num_key_value_heads": 2}
-    if kind == "qwen3_moe":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-        return t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**language, **experts)).eval()
-    if kind == "vit":
-        return t.ViTForImageClassification(t.ViTConfig(**SMALL, image_size=16, patch_size=4, num_labels=3)).eval()
-    if kind == "bert":
-        return t.BertForSequenceClassification(t.BertConfig(**SMALL, vocab_size=40, num_labels=3)).eval()
-    if kind == "gpt_neox":
-        return t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**SMALL, vocab_size=40)).eval()
-    if kind == "tied":
-        return t.LlamaForCausalLM(t.LlamaConfig(**language, tie_word_embeddings=True)).eval()
-    if kind == "mixtral":
-        return t.MixtralForCausalLM(t.MixtralConfig(**language, num_local_experts=4)).eval()
-    return t.LlamaForCausalLM(t.LlamaConfig(**language, attention_bias=True)).eval()
+    name, settings = KINDS[kind]
+    return toys.build(name, **settings)
 
 
 def answers(model) -> torch.Tensor:
@@ -349,6 +343,7 @@ def unet():
 CONVOLUTIONS = ["conv1", "conv_shortcut", "downsamplers.0.conv", "attn1.to_q", "conv_in"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dora", "loha", "lokr"])
 def test_convolutions_of_sdxl_are_what_diffusers_loads_and_what_is_merged(tmp_path, unet, kind):
     import peft

@@ -1,0 +1,130 @@
+"""Merges into bases with ties and of other dtypes: what cannot be said in their weights is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from adapters.families import save_dcp
+from adapters.test_merge import adapt, assert_merged, configs, llama, save_model, tensors_of
+from safetensors.torch import save_file
+
+from ckpt_tools import api
+from ckpt_tools.cli import main
+from ckpt_tools.errors import UsageError
+
+
+def embedding_config(**options):
+    from peft import LoraConfig
+
+    return LoraConfig(**({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "embed_tokens"]} | options))
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(7)[None]).logits
+
+
+def adapted_logits(model, adapter) -> torch.Tensor:
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return logits(PeftModel.from_pretrained(copy.deepcopy(model), adapter))
+
+
+# Tied embeddings
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}], ids=["factors", "whole"]
+)
+def test_change_of_a_tied_embedding_is_refused_and_the_hint_gives_what_was_trained(tmp_path, options):
+    from transformers import AutoModelForCausalLM
+
+    model = llama(tie_word_embeddings=True)
+    base = save_model(model, tmp_path / "base")
+    adapt(model, embedding_config(**options), tmp_path / "adapter")
+    with pytest.raises(UsageError, match="ties its head") as caught:
+        api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
+    assert "lm_head a copy" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
+
+    untied = copy.deepcopy(model)
+    untied.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    untied.config.tie_word_embeddings = False
+    api.merge_lora(save_model(untied, tmp_path / "untied"), tmp_path / "adapter", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = adapted_logits(model, tmp_path / "adapter")
+    assert torch.allclose(logits(merged), expected, atol=1e-5)
+    assert not torch.allclose(logits(model), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_tied_pair_stored_twice_in_dcp_is_refused(tmp_path, target):
+    model = llama(tie_word_embeddings=True)
+    save_dcp({"model": model.state_dict()}, tmp_path / "base")
+    adapt(model, embedding_config(target_modules=["q_proj", target]), tmp_path / "adapter")
+    with pytest.raises(UsageError, match="hold the same values"):
+        api.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_pair_that_the_config_calls_untied_merges(tmp_path):
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    base = save_model(model, tmp_path / "base")
+    expected = adapt(model, embedding_config(), tmp_path / "adapter")
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
+    assert_merged(tmp_path / "out", expected, base)
+
+
+def test_untied_dcp_without_a_config_merges(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    model = llama()
+    save_dcp({"model": model.state_dict()}, tmp_path / "base")
+    expected = adapt(model, embedding_config(), tmp_path / "adapter")
+    api.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    state = {"model": {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=tmp_path / "out")
+    assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in state["model"].items())
+
+
+# Arithmetic
+
+
+@pytest.mark.parametrize("family", ["lora", "dora"])
+def test_base_of_float64_is_merged_into(tmp_path, family):
+    model = llama().double()
+    base = save_model(model, tmp_path / "base")
+    expected = adapt(model, configs()[family], tmp_path / "adapter")
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
+    assert_merged(tmp_path / "out", expected, base)
+
+
+def test_sum_with_a_base_of_float64_is_not_rounded(tmp_path):
+    save_file({"a.weight": torch.full((4, 4), 1.0 + 2.0**-40, dtype=torch.float64)}, tmp_path / "base.safetensors")
+    factors = {"a.lora_down.weight": torch.ones(1, 4), "a.lora_up.weight": torch.ones(4, 1), "a.alpha": torch.ones(())}
+    save_file(factors, tmp_path / "adapter.safetensors")
+    api.merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter.safetensors", tmp_path / "out")
+    assert set(tensors_of(tmp_path / "out")["a.weight"].flatten().tolist()) == {2.0 + 2.0**-40}
+
+
+@pytest.mark.parametrize("scale", ["0", "-0.0", "nan", "-inf"])
+def test_scale_that_means_nothing_is_a_usage_error(tmp_path, capsys, scale):
+    model = llama()
+    base = save_model(model, tmp_path / "base")
+    adapt(model, configs()["lora"], tmp_path / "adapter")
+    capsys.readouterr()
+    arguments = ["merge-lora", str(base), str(tmp_path / "adapter"), str(tmp_path / "out"), "--scale", scale, "--json"]
+    assert main(arguments) == 2
+    error = json.loads(capsys.readouterr().err)["error"]
+    assert error["where"] == "--scale"
+    assert not (tmp_path / "out").exists()
