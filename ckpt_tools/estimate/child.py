@@ -11,21 +11,21 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.options import EstimateOptions, parse_options
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.estimate.run import by_formula
-from ckpt_tools.estimate.source import SIZES_HINT, config_path
+from ckpt_tools.estimate.source import SIZES_HINT, config_of
 from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.models.config import read_config
 from ckpt_tools.processes.child import build_behind_walls
-from ckpt_tools.text import escape_name
 
 
 def estimate(job: dict[str, Any]) -> dict[str, object]:
     """Estimate what the "options" of a job say; what `run.start_estimate` calls in a child."""
     start = time.perf_counter()
     options = parse_options(job["options"])
-    config = config_path(options)
+    config = config_of(options)
     try:
         result = by_formula(options) if config is None else _track(options, os.path.abspath(config), job)
     except CkptError as error:
-        # What builds models for smoke runs proposes an option that estimates do not have.
+        # What builds models proposes an option that only `ckpt smoke` has.
         if "--factory" in (error.hint or ""):
             error.hint = SIZES_HINT
         raise
@@ -38,12 +38,12 @@ def _track(options: EstimateOptions, config: str, job: dict[str, Any]) -> Estima
     from ckpt_tools.estimate.evaluate import evaluate, propose
     from ckpt_tools.estimate.model import figures_of, notes_of
     from ckpt_tools.estimate.track import track
-    from ckpt_tools.smoke.options import SmokeOptions
-    from ckpt_tools.smoke.setting import find_recipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
 
     torch.set_num_threads(1)
-    recipe = find_recipe(SmokeOptions(model=config))
-    build_behind_walls(job, subject=f"a {recipe.title}", where=escape_name(config), foreign=(os.path.dirname(config),))
+    found = read_config(config, hint=SIZES_HINT)
+    recipe = HfRecipe(found.values, found.where)
+    build_behind_walls(job, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     figures = figures_of(recipe)
 
     def tracked(case: Any) -> Any:  # noqa: ANN401 - a Case; torch's side is imported here only

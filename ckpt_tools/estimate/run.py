@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpt_tools.estimate.evaluate import evaluate, propose
 from ckpt_tools.estimate.options import Case, EstimateOptions
 from ckpt_tools.estimate.report import Estimate, estimate_from_json
-from ckpt_tools.estimate.source import config_path, find_figures
+from ckpt_tools.estimate.source import config_of, find_figures
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.processes.child import Child
 
@@ -31,7 +31,7 @@ def run_estimate(options: EstimateOptions) -> Estimate:
         UnreadableError: A checkpoint without a config that cannot be described.
     """
     start = time.perf_counter()
-    if config_path(options) is None:
+    if config_of(options) is None:
         result = by_formula(options)
     else:
         with start_estimate(options) as child:

@@ -13,6 +13,7 @@ from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, RefusedConfigError, UnreadableError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.models.config import config_path
 from ckpt_tools.preflight.comparison import Comparison, ModelView, comparison_from_json, facts_from_json
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
 from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
@@ -335,8 +336,7 @@ def look_at_model(
         raise
     except CkptError as error:
         return ModelView(facts=read_facts(model), why_not=error.what)
-    named = os.path.join(model, "config.json") if os.path.isdir(model) else model
-    facts = replace(facts_from_json(answer["facts"]), where=escape_name(named))
+    facts = replace(facts_from_json(answer["facts"]), where=config_path(model))
     if "unbuilt" in answer:
         return ModelView(facts=facts, why_not=answer["unbuilt"])
     described = answer["model"]

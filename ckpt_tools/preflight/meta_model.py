@@ -23,15 +23,16 @@ from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
+from ckpt_tools.models.config import ModelConfig
+from ckpt_tools.models.hf_recipe import HfRecipe
+from ckpt_tools.models.recipe import call, loss_of
 from ckpt_tools.placement import Rule, find_tp_plan, place_tensors, tp_plan_rules
 from ckpt_tools.preflight.comparison import facts_to_json
 from ckpt_tools.preflight.model_classes import build_on_meta
-from ckpt_tools.preflight.model_facts import ModelFacts, complete, read_facts, read_values
+from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, complete, read_facts
 from ckpt_tools.preflight.names_match import without_peft
 from ckpt_tools.preflight.reads import count_reads, reads_to_json
 from ckpt_tools.processes.child import build_behind_walls
-from ckpt_tools.smoke.hf_recipe import HfRecipe
-from ckpt_tools.smoke.recipe import call, loss_of
 from ckpt_tools.text import escape_name
 
 _ADAPTER = re.compile(
@@ -59,27 +60,28 @@ def compare(job: Mapping[str, Any]) -> dict[str, object]:
     paths = [path for path in (job["config"], job.get("checkpoint")) if path is not None]
     with ExitStack() as stack:
         facts = read_facts(job["config"])
-        values, where = read_values(job["config"])
+        config = checked_config(job["config"])
         opened = stack.enter_context(open_path(job["checkpoint"])) if len(paths) > 1 else None
-        cuts = [(path, read_values(path)[0]) for path in job.get("cuts") or ()]
+        cuts = [(path, checked_config(path)) for path in job.get("cuts") or ()]
         # All is read. From here on nothing of the model's is opened.
         foreign = tuple(path if os.path.isdir(path) else os.path.dirname(path) for path in paths)
-        build_behind_walls(job, subject=f"a {escape_name(facts.architecture or 'model')}", where=where, foreign=foreign)
-        facts = complete(facts, build_on_meta(values, where=where))
-        return _describe(job, facts, values, opened, cuts)
+        subject = f"a {facts.architecture or 'model'}"
+        build_behind_walls(job, subject=subject, where=config.where, foreign=foreign)
+        facts = complete(facts, build_on_meta(config))
+        return _describe(job, facts, config, opened, cuts)
 
 
 def _describe(
     job: Mapping[str, Any],
     facts: ModelFacts,
-    values: Mapping[str, object],
+    config: ModelConfig,
     opened: Opened | None,
-    cuts: Sequence[tuple[str, Mapping[str, object]]],
+    cuts: Sequence[tuple[str, ModelConfig]],
 ) -> dict[str, object]:
     told = facts_to_json(facts)
     try:
         with torch.device("meta"):
-            model = HfRecipe(values, facts.where).build()
+            model = HfRecipe(config.values, config.where).build()
     except RefusedConfigError:
         raise
     except UsageError as error:
@@ -93,9 +95,9 @@ def _describe(
         "ties": tied_groups(model),
     }
     if opened is not None:
-        described |= _match(model, job, values, opened)
+        described |= _match(model, job, config.values, opened)
     if cuts and num_elems > job["max_elems"]:
-        described["trial"] = _try_cuts(cuts, facts.where, job["max_elems"])
+        described["trial"] = _try_cuts(cuts, config.where, job["max_elems"])
     return {"facts": told, "model": described}
 
 
@@ -103,12 +105,12 @@ def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _try_cuts(cuts: Sequence[tuple[str, Mapping[str, object]]], where: str, max_elems: int) -> dict[str, object]:
+def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str, max_elems: int) -> dict[str, object]:
     """Find the first config that makes a model which is small enough and runs forward and backward by itself."""
     reasons: list[str] = []
-    for path, values in cuts:
+    for path, cut in cuts:
         try:
-            recipe = HfRecipe(values, where)
+            recipe = HfRecipe(cut.values, where)
             with torch.device("meta"):
                 num_elems = _count(recipe.build())
             if num_elems > max_elems:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.errors import RefusedConfigError, UsageError
+from ckpt_tools.models.config import ModelConfig
 from ckpt_tools.preflight.model_facts import Built
 
 EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 
 
-def build_on_meta(values: Mapping[str, object], *, where: str) -> Built | None:
+def build_on_meta(config: ModelConfig) -> Built | None:
     """Return what the model that a config.json describes is made of; nothing is allocated.
 
     Returns:
@@ -23,14 +23,14 @@ def build_on_meta(values: Mapping[str, object], *, where: str) -> Built | None:
     try:
         import torch
 
-        from ckpt_tools.smoke.hf_recipe import HfRecipe
+        from ckpt_tools.models.hf_recipe import HfRecipe
     except ModuleNotFoundError:
         return None
-    plain: dict[str, Any] = dict(values)
+    plain: dict[str, Any] = dict(config.values)
     plain.pop("quantization_config", None)  # classes and names of modules are those of the plain model
     try:
         with torch.device("meta"):
-            model: Any = HfRecipe(plain, where).build()
+            model: Any = HfRecipe(plain, config.where).build()
     except RefusedConfigError:
         raise
     except UsageError:

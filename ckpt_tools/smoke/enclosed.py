@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.smoke.hf_recipe import HfRecipe
+from ckpt_tools.models.hf_recipe import HfRecipe
 from ckpt_tools.smoke.journal import Journal
 from ckpt_tools.smoke.machine import free_memory
 from ckpt_tools.smoke.setting import Setting

@@ -17,11 +17,11 @@ from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.compare import compare_ranks
 from ckpt_tools.fsdp2.watch import watch
 from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.models.recipe import Batch, call, has_loss, loss_of
 from ckpt_tools.smoke import blueprint as blueprints
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, local_bytes, missing_for_dcp
 from ckpt_tools.smoke.machine import free_memory
-from ckpt_tools.smoke.recipe import Batch, call, has_loss, loss_of
 from ckpt_tools.smoke.reference import Reference, make_optimizer, on_device
 from ckpt_tools.smoke.run import Run, Skipped
 from ckpt_tools.text import escape_name

@@ -16,9 +16,9 @@ from ckpt_tools.fsdp2.load import targets_of
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
+from ckpt_tools.models.hf_recipe import HfRecipe, stopped
+from ckpt_tools.models.recipe import Batch, Recipe, call, loss_of
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.hf_recipe import HfRecipe, stopped
-from ckpt_tools.smoke.recipe import Batch, Recipe, call, loss_of
 from ckpt_tools.text import escape_name
 
 LEARNING_RATE = 1e-3

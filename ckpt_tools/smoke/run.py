@@ -22,9 +22,9 @@ from ckpt_tools.fsdp2 import ShardedPlan
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.methods import DOUBLE_WRAP
 from ckpt_tools.fsdp2.watch import Watch
+from ckpt_tools.models.recipe import Batch
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.journal import Journal
-from ckpt_tools.smoke.recipe import Batch
 from ckpt_tools.smoke.reference import Reference, failure_alone
 from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.text import escape_name

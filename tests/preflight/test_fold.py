@@ -230,10 +230,11 @@ CLASSES = {
 
 def try_cuts(paths, scratch):
     """What the child does once it is behind its walls."""
+    from ckpt_tools.models.config import read_config
     from ckpt_tools.preflight.meta_model import _try_cuts
     from ckpt_tools.walls import Walls, behind_walls
 
-    cuts = [(path, json.loads((Path(path) / "config.json").read_text())) for path in paths]
+    cuts = [(path, read_config(path)) for path in paths]
     with behind_walls(Walls(subject="a cut model", where="config.json", scratch=str(scratch))):
         return _try_cuts(cuts, "config.json", MAX_ELEMS)
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.smoke.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
+from ckpt_tools.models.parameters import replace_parameters
+from ckpt_tools.models.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
 from ckpt_tools.text import escape_name
 from ckpt_tools.walls import check_config, demand_walls
 from ckpt_tools.walls.audit import HINT
@@ -164,17 +165,8 @@ class HfRecipe(Recipe):
 
 def _follow_device(model: nn.Module) -> None:
     """Move to meta what a class makes elsewhere when all is to be there: XLNet's legacy constructors ask nobody."""
-    if torch.get_default_device().type != "meta":
-        return
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):  # noqa: SLF001 - setattr would register it anew
-            if parameter is None or parameter.is_meta:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                made[id(parameter)].__dict__.update(parameter.__dict__)
-            module._parameters[name] = made[id(parameter)]  # noqa: SLF001
+    if torch.get_default_device().type == "meta":
+        replace_parameters(model, lambda parameter: None if parameter.is_meta else parameter.detach().to("meta"))
 
 
 def stopped(error: Exception, title: str, where: str) -> UsageError | None:
