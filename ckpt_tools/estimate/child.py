@@ -8,31 +8,30 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.estimate.options import EstimateOptions, parse_options
+from ckpt_tools.estimate.options import EstimateOptions
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.estimate.run import by_formula
 from ckpt_tools.estimate.source import SIZES_HINT, config_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.config import read_config
-from ckpt_tools.processes.child import build_behind_walls
+from ckpt_tools.processes.child import Here, build_behind_walls
 
 
-def estimate(job: dict[str, Any]) -> dict[str, object]:
-    """Estimate what the "options" of a job say; what `run.start_estimate` calls in a child."""
+def estimate(options: EstimateOptions, here: Here) -> Estimate:
+    """Estimate; what `run.start_estimate` calls in a child."""
     start = time.perf_counter()
-    options = parse_options(job["options"])
     config = config_of(options)
     try:
-        result = by_formula(options) if config is None else _track(options, os.path.abspath(config), job)
+        result = by_formula(options) if config is None else _track(options, os.path.abspath(config), here)
     except CkptError as error:
         # What builds models proposes an option that only `ckpt smoke` has.
         if "--factory" in (error.hint or ""):
             error.hint = SIZES_HINT
         raise
-    return replace(result, seconds=time.perf_counter() - start).to_json()
+    return replace(result, seconds=time.perf_counter() - start)
 
 
-def _track(options: EstimateOptions, config: str, job: dict[str, Any]) -> Estimate:
+def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
     import torch
 
     from ckpt_tools.estimate.evaluate import evaluate, propose
@@ -43,7 +42,7 @@ def _track(options: EstimateOptions, config: str, job: dict[str, Any]) -> Estima
     torch.set_num_threads(1)
     found = read_config(config, hint=SIZES_HINT)
     recipe = HfRecipe(found.values, found.where)
-    build_behind_walls(job, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
+    build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     figures = figures_of(recipe)
 
     def tracked(case: Any) -> Any:  # noqa: ANN401 - a Case; torch's side is imported here only

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
@@ -101,11 +100,6 @@ class Case:
         return asdict(self) | {"mesh": str(self.mesh)}
 
 
-def case_from_json(document: Mapping[str, object]) -> Case:
-    """Return what `Case.to_json` wrote."""
-    return Case(**{**document, "mesh": parse_mesh(str(document["mesh"]))})  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateOptions:
     """What `ckpt estimate` is asked.
@@ -175,10 +169,6 @@ class EstimateOptions:
             raise UsageError("nothing to estimate: neither with nor without activation checkpointing")
         cases_of(self)
 
-    def to_text(self) -> str:
-        """Return it as text for another process."""
-        return json.dumps(asdict(self) | {"case": self.case.to_json()})
-
 
 def _check_source(options: EstimateOptions) -> None:
     figures = {"--params": options.params, "--layers": options.layers, "--hidden": options.hidden}
@@ -209,14 +199,6 @@ def _check_count(option: str, value: int) -> None:
 def _check_world(world: int) -> None:
     if not 1 <= world <= MAX_WORLD_SIZE:
         raise UsageError(f"{world} ranks are no world", hint=f"--world-size takes 1 to {MAX_WORLD_SIZE}")
-
-
-def parse_options(text: str) -> EstimateOptions:
-    """Return what `EstimateOptions.to_text` wrote."""
-    document = json.loads(text)
-    for name in ("strategies", "activation_checkpointing"):
-        document[name] = tuple(document[name])
-    return EstimateOptions(**{**document, "case": case_from_json(document["case"])})
 
 
 def parse_strategy(text: str) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from ckpt_tools.estimate.margin import Margin
-from ckpt_tools.estimate.options import Case, case_from_json
+from ckpt_tools.estimate.options import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,30 +163,3 @@ class Estimate:
             "seconds": round(self.seconds, 3),
             "peak_rss_bytes": self.peak_rss_bytes,
         }
-
-
-def estimate_from_json(document: Mapping[str, Any]) -> Estimate:
-    """Return the estimate that `Estimate.to_json` wrote."""
-    return Estimate(
-        model=document["model"],
-        params=document["params"],
-        cases=tuple(map(_case, document["strategies"])),
-        gpu_memory=document["gpu_memory"],
-        proposals=tuple(Proposal(what=item["what"], estimate=_case(item)) for item in document["proposals"]),
-        notes=tuple(document["notes"]),
-        seconds=document["seconds"],
-        peak_rss_bytes=document["peak_rss_bytes"],
-    )
-
-
-def _case(document: Mapping[str, Any]) -> CaseEstimate:
-    margin = {name: value for name, value in document["margin"].items() if name != "total"}
-    return CaseEstimate(
-        case=case_from_json(document["case"]),
-        formula=Memory(**document["formula"]),
-        tracked=None if document["tracked"] is None else Memory(**document["tracked"]),
-        why_not_tracked=document["why_not_tracked"],
-        margin=Margin(**margin),
-        fits=document["fits"],
-        doubt=document["doubt"],
-    )

@@ -14,12 +14,12 @@ from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, RefusedConfigError, UnreadableError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.models.config import config_path
-from ckpt_tools.preflight.comparison import Comparison, ModelView, comparison_from_json, facts_from_json
+from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
 from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import check_names, is_native_titan
-from ckpt_tools.preflight.reads import RankReads, reads_from_json
+from ckpt_tools.preflight.reads import RankReads, Reads
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.processes.child import Child
 from ckpt_tools.text import escape_name
@@ -180,25 +180,19 @@ def _check(
         and is_native_titan(map(strip_wrappers, comparison.left))
     ):
         not_checked.append("names and shapes: the checkpoint has torchtitan's own names, config.json transformers'")
-    reads = view.reads
-    counted: tuple[RankReads, ...] = ()
-    if reads is None and comparison.found:
+    reads = view.reads or Reads()
+    if view.reads is None and comparison.found:
         not_checked.append("what each rank reads: the config's mesh is not known")
-    elif reads is not None and "unknown" in reads:
-        not_checked.append(f"what each rank reads: {reads['unknown']}")
-    elif reads is not None and "refused" in reads:
-        refused = reads["refused"]
-        findings.append(
-            Finding.warning(
-                code="checkpoint-mesh",
-                where=where,
-                what=f"the checkpoint cannot be cut for {mesh}: {refused['what']}",
-                hint=refused["hint"],
-            )
+    elif reads.unknown is not None:
+        not_checked.append(f"what each rank reads: {reads.unknown}")
+    elif reads.refused is not None:
+        what, hint = reads.refused
+        finding = Finding.warning(
+            code="checkpoint-mesh", where=where, what=f"the checkpoint cannot be cut for {mesh}: {what}", hint=hint
         )
-    elif reads is not None and mesh is not None and comparison.found:
-        counted = reads_from_json(reads)
-        findings += check_mesh(checkpoint, counted, where=where, saved=saved, mesh=mesh, spec=spec)
+        findings.append(finding)
+    elif mesh is not None and reads.ranks:
+        findings += check_mesh(checkpoint, reads.ranks, where=where, saved=saved, mesh=mesh, spec=spec)
     if spec.mesh is not None and spec.mesh.size("pp") > 1:
         not_checked.append("which stage of the pipeline reads what: the reads are those of a rank with every layer")
     return CheckpointMatch(
@@ -208,7 +202,7 @@ def _check(
         verify=verified,
         view=view,
         mesh=_text(saved),
-        reads=counted,
+        reads=reads.ranks,
     )
 
 
@@ -322,22 +316,19 @@ def look_at_model(
         UnreadableError: The config cannot be read at all.
         RefusedConfigError: Nothing may be built of it.
     """
-    job = {
-        "config": os.path.abspath(model),
-        "checkpoint": None if checkpoint is None else os.path.abspath(checkpoint),
-        "mesh": _text(mesh),
-        "cuts": [os.path.abspath(path) for path in cuts],
-        "max_elems": max_elems,
-    }
+    job = Look(
+        config=os.path.abspath(model),
+        checkpoint=None if checkpoint is None else os.path.abspath(checkpoint),
+        mesh=mesh,
+        cuts=tuple(os.path.abspath(path) for path in cuts),
+        max_elems=max_elems,
+    )
     try:
-        with Child(COMPARE, job, does="describes the model", walled=True) as child:
-            answer = child.result()
+        with Child(COMPARE, job, ModelView, does="describes the model", walled=True) as child:
+            view = child.result()
     except (UnreadableError, RefusedConfigError):
         raise
     except CkptError as error:
         return ModelView(facts=read_facts(model), why_not=error.what)
-    facts = replace(facts_from_json(answer["facts"]), where=config_path(model))
-    if "unbuilt" in answer:
-        return ModelView(facts=facts, why_not=answer["unbuilt"])
-    described = answer["model"]
-    return ModelView(facts=facts, comparison=comparison_from_json(described), reads=described.get("reads"))
+    # As the user wrote it, not as the child was told.
+    return view if view.facts is None else replace(view, facts=replace(view.facts, where=config_path(model)))

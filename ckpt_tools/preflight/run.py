@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.estimate.report import estimate_from_json
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_spec, write_cuts
@@ -241,14 +240,14 @@ def _check_memory(
     flight: _Flight,
     spec: ParallelSpec,
     question: MemoryQuestion,
-    estimating: Child | None,
+    estimating: Child[Estimate] | None,
     gpu_memory: int | None,
 ) -> Estimate | None:
     if estimating is None:
         check.why_not = question.why_not
         return None
     try:
-        found = estimate_from_json(estimating.result())
+        found = estimating.result()
     except CkptError as error:
         check.why_not = error.what
         return None

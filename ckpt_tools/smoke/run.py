@@ -23,8 +23,8 @@ from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.methods import DOUBLE_WRAP
 from ckpt_tools.fsdp2.watch import Watch
 from ckpt_tools.models.recipe import Batch
+from ckpt_tools.processes.journal import Journal
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.journal import Journal
 from ckpt_tools.smoke.reference import Reference, failure_alone
 from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.text import escape_name
@@ -78,6 +78,8 @@ class Run:
     loss: torch.Tensor | None = None
     losses: list[float] = field(default_factory=list)
     """Of this run, mean over ranks, by step."""
+    reference_losses: list[float] = field(default_factory=list)
+    """The same without sharding, on rank 0."""
     saved_loss: float = math.nan
     saved_path: str = ""
     num_errors: int = 0

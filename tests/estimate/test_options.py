@@ -6,7 +6,8 @@ import pytest
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Case, EstimateOptions
-from ckpt_tools.estimate.options import STRATEGIES, cases_of, parse_options, parse_strategy
+from ckpt_tools.estimate.options import STRATEGIES, cases_of, parse_strategy
+from ckpt_tools.processes import wire
 
 SIZES = {"params": 7 * 10**9, "layers": 32, "hidden": 4096}
 
@@ -70,7 +71,7 @@ def test_options_survive_the_way_to_another_process():
     options = EstimateOptions(
         model="m", mesh="dp_replicate=2,dp_shard=4", strategies=("all",), gpu_memory=80, case=Case(lora=4, seq_len=9)
     )
-    assert parse_options(options.to_text()) == options
+    assert wire.loads(EstimateOptions, wire.dumps(options)) == options
 
 
 @pytest.mark.parametrize(

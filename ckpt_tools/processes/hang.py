@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.smoke.journal import RankLog
+from ckpt_tools.processes.journal import RankLog
 from ckpt_tools.text import escape_name
 
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Self
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.processes.child import describe_end, die_with_parent
-from ckpt_tools.smoke.hang import MAX_STACK_CHARS, describe_hang, parse_stack
-from ckpt_tools.smoke.journal import Journal, RankLog, events_path, read_events
+from ckpt_tools.processes.child import Here, describe_end, die_with_parent
+from ckpt_tools.processes.hang import MAX_STACK_CHARS, describe_hang, parse_stack
+from ckpt_tools.processes.journal import Journal, RankLog, events_path, read_events
 from ckpt_tools.text import escape_name
 
 _POLL_S = 0.05
@@ -33,23 +34,27 @@ class Outcome:
 
 
 class World:
-    """Ranks on this machine.
+    """Ranks on this machine; use as a context, after which none is left.
 
     Args:
         directory: Private; the ranks' journals, stacks and output go there.
         world_size: Number of ranks.
         function: What a rank does, given its number and its journal; True for success.
+        relief: What to do when the machine runs out of memory.
     """
 
-    def __init__(self, directory: str, world_size: int, function: Callable[[int, Journal], bool]) -> None:
+    def __init__(
+        self, directory: str, world_size: int, function: Callable[[int, Journal], bool], *, relief: str
+    ) -> None:
         self._directory = directory
         self._world_size = world_size
         self._function = function
+        self._relief = relief
         self._pids: dict[int, int] = {}
         self._status: dict[int, int] = {}
         os.makedirs(directory, exist_ok=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         """Fork the ranks. Nothing may have started a thread in this process."""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -59,6 +64,10 @@ class World:
             if pid == 0:
                 self._be_rank(rank, parent)
             self._pids[rank] = pid
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._kill()
 
     def _be_rank(self, rank: int, parent: int) -> None:
         try:
@@ -83,19 +92,19 @@ class World:
         finally:
             os._exit(1)
 
-    def watch(self, timeout_s: float, tick: Callable[[], None]) -> Outcome:
+    def watch(self, here: Here, *, timeout_s: float | None) -> Outcome:
         """Wait until all ranks have ended, or one has failed and the others had their grace, or nobody goes on.
 
         Args:
-            timeout_s: Seconds without any event before the ranks count as hanging.
-            tick: Called often; may raise to end everything.
+            here: Of this process, which ends with its parent.
+            timeout_s: Seconds without any event before the ranks count as hanging; None waits for ever.
         """
-        outcome = Outcome(logs=self.read_logs())
+        outcome = Outcome(logs=self._read_logs())
         last_count, last_event = -1, time.monotonic()
         deadline: float | None = None
         while self._collect():
-            tick()
-            outcome.logs = self.read_logs()
+            die_with_parent(here.parent, signal.SIGTERM)
+            outcome.logs = self._read_logs()
             count = sum(len(log.events) for log in outcome.logs.values())
             now = time.monotonic()
             if count != last_count:
@@ -105,13 +114,13 @@ class World:
                 deadline = now + _GRACE_S
             if deadline is not None and now > deadline:
                 break
-            if deadline is None and now - last_event > timeout_s:
+            if deadline is None and timeout_s is not None and now - last_event > timeout_s:
                 self._add_hang(outcome, timeout_s)
                 break
             time.sleep(_POLL_S)
         running = [rank for rank in self._pids if rank not in self._status]
-        self.kill()
-        outcome.logs = self.read_logs()
+        self._kill()
+        outcome.logs = self._read_logs()
         for rank, status in self._status.items():
             if rank not in running and not outcome.logs[rank].has_said and status:
                 outcome.findings.append(self._death(rank, status, outcome.logs[rank]))
@@ -140,7 +149,7 @@ class World:
         outcome.findings.append(describe_hang(outcome.logs, frames, running, timeout_s))
 
     def _death(self, rank: int, status: int, log: RankLog) -> Finding:
-        how, hint = describe_end(os.waitstatus_to_exitcode(status), "try fewer ranks, or a smaller model")
+        how, hint = describe_end(os.waitstatus_to_exitcode(status), self._relief)
         phase = log.phase or log.last_phase or "start"
         tail = self._tail(rank)
         return Finding.error(
@@ -157,14 +166,14 @@ class World:
             return escape_name(lines[-1][:300]) if lines else ""
         return ""
 
-    def read_logs(self) -> dict[int, RankLog]:
+    def _read_logs(self) -> dict[int, RankLog]:
         """Return what every rank has reported so far."""
         return {
             rank: RankLog(rank=rank, events=read_events(events_path(self._directory, rank)))
             for rank in range(self._world_size)
         }
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """End every rank, and wait until it is gone."""
         for rank, pid in self._pids.items():
             if rank not in self._status:
