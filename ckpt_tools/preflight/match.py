@@ -11,13 +11,13 @@ from ckpt_tools.description.checkpoint import Checkpoint, Finding
 from ckpt_tools.description.infer import infer_mesh
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
-from ckpt_tools.errors import CkptError, RefusedConfigError, UnreadableError
+from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.models.config import config_path
 from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
 from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
-from ckpt_tools.preflight.model_facts import read_facts
+from ckpt_tools.preflight.model_facts import checked_config, read_facts
 from ckpt_tools.preflight.names_match import check_names, is_native_titan
 from ckpt_tools.preflight.reads import RankReads, Reads
 from ckpt_tools.preflight.spec import ParallelSpec
@@ -30,15 +30,6 @@ _MODEL_CHILDREN = ("pytorch_model_fsdp_0", "model")
 """Where accelerate puts the model inside of a checkpoint of its own."""
 _VERL_CHILD = "actor"
 """Where verl puts the policy inside of a global_step_N."""
-_FOREIGN = (
-    "a verl checkpoint",
-    "a DeepSpeed checkpoint",
-    "a torch_checkpointing checkpoint",
-    "a directory of per-rank pickles",
-    "accelerate's pickle of a whole model",
-    "only pickled weights",
-)
-"""How `formats.detect` begins to speak of layouts that some trainer reads, and ckpt does not."""
 _OPTIMIZER_CHILD = "optimizer_0"
 _OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
 _SAMPLE_BYTES = 1 << 16
@@ -120,7 +111,7 @@ def check_checkpoint(
             return _check(opened, path, spec, model, resumes, cuts, max_elems)
     except UnreadableError as error:
         view = ModelView() if model is None else look_at_model(model, cuts=cuts, max_elems=max_elems)
-        if error.what.startswith(_FOREIGN):  # the trainer's own, and perhaps just right
+        if isinstance(error, ForeignLayoutError):  # the trainer's own, and perhaps just right
             unread = f"the checkpoint {where}: {error.what}" + (f" ({error.hint})" if error.hint else "")
             return CheckpointMatch(path=path, findings=(), not_checked=(unread,), view=view)
         finding = Finding.error(
@@ -329,6 +320,6 @@ def look_at_model(
     except (UnreadableError, RefusedConfigError):
         raise
     except CkptError as error:
-        return ModelView(facts=read_facts(model), why_not=error.what)
+        return ModelView(facts=read_facts(checked_config(model)), why_not=error.what)
     # As the user wrote it, not as the child was told.
     return view if view.facts is None else replace(view, facts=replace(view.facts, where=config_path(model)))

@@ -27,13 +27,13 @@ from ckpt_tools.models.hf_recipe import HfRecipe
 from ckpt_tools.models.recipe import call, loss_of
 from ckpt_tools.placement import Rule, find_tp_plan, place_tensors, tp_plan_rules
 from ckpt_tools.preflight.comparison import Comparison, FoundTensor, Kind, Look, ModelTensor, ModelView, Trial
-from ckpt_tools.preflight.model_classes import build_on_meta
-from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, complete, read_facts
+from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, read_facts
 from ckpt_tools.preflight.names_match import without_peft
 from ckpt_tools.preflight.reads import Reads, count_reads
 from ckpt_tools.processes.child import Here, build_behind_walls
 from ckpt_tools.text import escape_name
 
+EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 _ADAPTER = re.compile(
     r"(^|[._])(lora_(A|B|E|down|up|embedding_[AB]|magnitude_vector|mid)|hada_|lokr_|oft_|boft_|dora_)"
 )
@@ -48,15 +48,14 @@ def compare(look: Look, here: Here) -> ModelView:
     """
     paths = [path for path in (look.config, look.checkpoint) if path is not None]
     with ExitStack() as stack:
-        facts = read_facts(look.config)
         config = checked_config(look.config)
+        facts = read_facts(config)
         opened = None if look.checkpoint is None else stack.enter_context(open_path(look.checkpoint))
         cuts = [(path, checked_config(path)) for path in look.cuts]
         # All is read. From here on nothing of the model's is opened.
         foreign = tuple(path if os.path.isdir(path) else os.path.dirname(path) for path in paths)
         subject = f"a {facts.architecture or 'model'}"
         build_behind_walls(here, subject=subject, where=config.where, foreign=foreign)
-        facts = complete(facts, build_on_meta(config))
         return _describe(look, facts, config, opened, cuts)
 
 
@@ -67,9 +66,13 @@ def _describe(
     opened: Opened | None,
     cuts: Sequence[tuple[str, ModelConfig]],
 ) -> ModelView:
+    # Classes and names of modules are those of the plain model, which is none that can be trained from these weights.
+    plain = {key: value for key, value in config.values.items() if key != "quantization_config"}
     try:
         with torch.device("meta"):
-            model = HfRecipe(config.values, config.where).build()
+            model = HfRecipe(plain, config.where).build()
+        facts = _completed(facts, model)
+        HfRecipe(config.values, config.where)
     except RefusedConfigError:
         raise
     except UsageError as error:
@@ -88,6 +91,18 @@ def _describe(
     if cuts and num_elems > look.max_elems:
         comparison = replace(comparison, trial=_try_cuts(cuts, config.where, look.max_elems))
     return ModelView(facts=facts, comparison=comparison, reads=reads)
+
+
+def _completed(facts: ModelFacts, model: nn.Module) -> ModelFacts:
+    """Return facts with what the built model shows in place of what the config says."""
+    ends = [getattr(getattr(model, name, lambda: None)(), "weight", None) for name in EMBEDDINGS]
+    return replace(
+        facts,
+        blocks=tuple(sorted(getattr(model, "_no_split_modules", None) or ())) or facts.blocks,
+        module_classes=tuple(dict.fromkeys(type(module).__name__ for module in model.modules())),
+        shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        tied_embeddings=ends[0] is not None and ends[0] is ends[1],
+    )
 
 
 def _count(model: nn.Module) -> int:

@@ -127,17 +127,8 @@ class ModelFacts:
         return (self.num_experts or 0) > 1
 
 
-def read_facts(model: str) -> ModelFacts:
-    """Read what a model's config and the headers of its weights say; `match.look_at_model` builds it for more.
-
-    Args:
-        model: A directory with config.json, or the file.
-
-    Raises:
-        UnreadableError: No config.json, or it is not a JSON object.
-        RefusedConfigError: Nothing may be built of it.
-    """
-    config = checked_config(model)
+def read_facts(config: ModelConfig) -> ModelFacts:
+    """Return what a config and the headers of the weights beside it say; `match.look_at_model` builds it for more."""
     directory, name = os.path.split(config.where)
     shapes = _stored_shapes(directory) if name == CONFIG_NAME else {}
     return replace(facts_of(config.values, where=config.where), shapes=shapes, stored=frozenset(shapes))
@@ -180,33 +171,6 @@ def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> Model
         dtype=_word(values, "dtype") or _word(values, "torch_dtype") or _word(text, "dtype"),
         quantization=_quantization(values.get("quantization_config")),
         blocks=_BLOCKS.get(model_type or "", ()),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """What a model built on meta shows."""
-
-    blocks: tuple[str, ...]
-    """`_no_split_modules`."""
-    module_classes: tuple[str, ...]
-    """Classes of its modules, without doubles."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """FQN → shape of its parameters; tied ones once."""
-    tied_embeddings: bool
-    """Are embeddings and head one parameter?"""
-
-
-def complete(facts: ModelFacts, built: Built | None) -> ModelFacts:
-    """Return facts with what the built model shows in place of what the config says."""
-    if built is None:
-        return facts
-    return replace(
-        facts,
-        blocks=built.blocks or facts.blocks,
-        module_classes=built.module_classes,
-        shapes=built.shapes,
-        tied_embeddings=built.tied_embeddings,
     )
 
 

@@ -33,6 +33,15 @@ class Place:
         return f"{escape_name(self.name)} ({escape_name(os.path.basename(self.file))}:{self.line})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """Ranks that do not go on."""
+
+    finding: Finding
+    culprits: tuple[int, ...]
+    """Ranks that do not wait for the others, but do something else."""
+
+
 def parse_stack(text: str) -> tuple[Place, ...]:
     """Return the frames of the main thread in a dump of `faulthandler`, innermost first."""
     threads: list[tuple[bool, list[Place]]] = []
@@ -62,8 +71,8 @@ def own_place(frames: tuple[Place, ...]) -> Place | None:
 
 def describe_hang(
     logs: Mapping[int, RankLog], stacks: Mapping[int, tuple[Place, ...]], hanging: Mapping[int, bool], timeout_s: float
-) -> Finding:
-    """Return the finding that ranks did not go on.
+) -> Hang:
+    """Say where ranks did not go on.
 
     Args:
         logs: What every rank has reported.
@@ -95,9 +104,5 @@ def describe_hang(
         hint = "if it is only slow, give it more time: --timeout SECONDS; -v shows all stacks"
     else:
         hint = "every rank waits, for different things: do all ranks make the same calls? -v shows all stacks"
-    return Finding.error(
-        code="hang",
-        where=where,
-        what=f"no rank went on for {timeout_s:g} s: {'; '.join(parts)}",
-        hint=hint,
-    )
+    what = f"no rank went on for {timeout_s:g} s: {'; '.join(parts)}"
+    return Hang(finding=Finding.error(code="hang", where=where, what=what, hint=hint), culprits=tuple(culprits))

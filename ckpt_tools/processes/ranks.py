@@ -31,6 +31,10 @@ class Outcome:
     findings: list[Finding] = field(default_factory=list)
     stacks: dict[int, str] = field(default_factory=dict)
     """After a hang."""
+    has_parted: bool = False
+    """Ranks waited for each other in different places, or aborted: gloo does when they send what does not fit."""
+    has_lost_rank: bool = False
+    """A rank was ended from outside, or has crashed."""
 
 
 class World:
@@ -124,6 +128,9 @@ class World:
         for rank, status in self._status.items():
             if rank not in running and not outcome.logs[rank].has_said and status:
                 outcome.findings.append(self._death(rank, status, outcome.logs[rank]))
+                has_aborted = os.waitstatus_to_exitcode(status) == -signal.SIGABRT
+                outcome.has_parted |= has_aborted
+                outcome.has_lost_rank |= not has_aborted
         return outcome
 
     def _collect(self) -> bool:
@@ -146,7 +153,9 @@ class World:
             with suppress(OSError), open(self._file(rank, "stacks"), encoding="utf-8", errors="replace") as file:
                 outcome.stacks[rank] = file.read(MAX_STACK_CHARS)
         frames = {rank: parse_stack(text) for rank, text in outcome.stacks.items()}
-        outcome.findings.append(describe_hang(outcome.logs, frames, running, timeout_s))
+        hang = describe_hang(outcome.logs, frames, running, timeout_s)
+        outcome.findings.append(hang.finding)
+        outcome.has_parted = not hang.culprits
 
     def _death(self, rank: int, status: int, log: RankLog) -> Finding:
         how, hint = describe_end(os.waitstatus_to_exitcode(status), self._relief)

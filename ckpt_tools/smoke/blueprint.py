@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -196,8 +196,3 @@ def cut(setting: Setting, fit: Fit) -> Recipe:
     if fit.num_layers is None:
         return setting.recipe
     return setting.recipe.shallower(fit.num_layers) or setting.recipe
-
-
-def with_options(setting: Setting, **changes: object) -> Setting:
-    """Return `setting` with other values."""
-    return replace(setting, **changes)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.processes.child import Here
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.processes.ranks import Outcome, World
-from ckpt_tools.smoke.assemble import assemble, first_error, is_abort
+from ckpt_tools.smoke.assemble import assemble, first_error
 from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, Saved
 from ckpt_tools.smoke.options import SmokeOptions
 
@@ -58,16 +58,13 @@ def launch(job: Launch, here: Here) -> Launched:
         saved = other.saved_by(setting, reloading, first.logs[0])
         second = _run_world(reloading, here, RELOAD_NAME, saved)
     report = assemble(
+        setting,
         first.logs,
-        source=options.label,
-        model=setting.recipe.title,
-        mesh=str(setting.mesh),
-        strategy=setting.policy.strategy,
-        device=str(first.logs[0].fact("device", str) or options.device),
-        findings=[*first.findings, *_of_traces(here.directory, first), *(second.findings if second else [])],
+        [*first.findings, *_of_traces(here.directory, first), *(second.findings if second else [])],
         stacks=first.stacks or (second.stacks if second else {}),
         reload_logs=second.logs if second else None,
         reload_skipped=why_not,
+        has_lost_rank=first.has_lost_rank or (second is not None and second.has_lost_rank),
     )
     return Launched(report=report)
 
@@ -134,9 +131,7 @@ def is_sound(outcome: Outcome) -> bool:
 def _of_traces(directory: str, outcome: Outcome) -> list[Finding]:
     """Return where ranks parted, when they did not all come to an end."""
     traces = os.path.join(directory, WORLD_NAME, "traces")
-    # A rank that does something else entirely, or was ended from outside, has not parted: it has only stopped.
-    parted = [f for f in outcome.findings if (f.code == "hang" and not f.where.startswith("rank")) or is_abort(f)]
-    if not parted or not os.path.isdir(traces):
+    if not outcome.has_parted or not os.path.isdir(traces):
         return []
     from ckpt_tools.fsdp2.compare import compare_traces
     from ckpt_tools.fsdp2.watch import read_traces

@@ -20,7 +20,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.fsdp2 import ShardedPlan
 from ckpt_tools.fsdp2.diagnose import diagnose
-from ckpt_tools.fsdp2.methods import DOUBLE_WRAP
+from ckpt_tools.fsdp2.methods import DOUBLE_WRAP, DoubleWrapError
 from ckpt_tools.fsdp2.watch import Watch
 from ckpt_tools.models.recipe import Batch
 from ckpt_tools.processes.journal import Journal
@@ -171,7 +171,7 @@ def _made(value: T | None, phase: str) -> T:
 def _is_argument(error: CkptError, phase: str) -> bool:
     if isinstance(error, RefusedConfigError):
         return True
-    if phase not in _ARGUMENT_PHASES or error.what.startswith(DOUBLE_WRAP):
+    if phase not in _ARGUMENT_PHASES or isinstance(error, DoubleWrapError):
         return False
     return isinstance(error, UsageError) or error.exit_code != UsageError.exit_code
 
@@ -179,7 +179,7 @@ def _is_argument(error: CkptError, phase: str) -> bool:
 def explain(error: BaseException, model: nn.Module | None, phase: str) -> Finding:
     """Return the finding that an exception of a phase comes to."""
     if isinstance(error, CkptError):
-        code = DOUBLE_WRAP if error.what.startswith(DOUBLE_WRAP) else f"{phase}-failed"
+        code = DOUBLE_WRAP if isinstance(error, DoubleWrapError) else f"{phase}-failed"
         return Finding.error(
             code=code,
             where=error.where or f"phase {phase}",

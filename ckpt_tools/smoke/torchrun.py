@@ -12,18 +12,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.processes import wire
 from ckpt_tools.processes.hang import Place, describe_hang
@@ -95,7 +93,7 @@ def run_in_torchrun(
         if error is not None:
             raise error
         logs = board.collect(setting.timeout_s if done else _GRACE_S)
-        report = _report(setting, logs)
+        report = assemble(setting, logs)
         if rank == 0 and done:
             report = _with_reload(report, setting, logs, run_local)
         if rank == 0:
@@ -106,35 +104,15 @@ def run_in_torchrun(
         return replace(report, is_primary=rank == 0)
 
 
-def _report(
-    setting: Setting,
-    logs: dict[int, RankLog],
-    findings: Sequence[Finding] = (),
-    stacks: dict[int, str] | None = None,
-    **others: Any,  # noqa: ANN401 - arguments of `assemble`
-) -> SmokeReport:
-    return assemble(
-        logs,
-        source=setting.options.label,
-        model=setting.recipe.title,
-        mesh=str(setting.mesh),
-        strategy=setting.policy.strategy,
-        device=str(logs[0].fact("device", str) or setting.options.device),
-        findings=findings,
-        stacks=stacks,
-        **others,
-    )
-
-
 def _with_reload(report: SmokeReport, setting: Setting, logs: dict[int, RankLog], run_local: RunLocal) -> SmokeReport:
     """Return the report with the phase that needs ranks of its own, which the launcher starts."""
     if not report.ok:
         return report
     reloading, why_not = other.setting_for(setting, logs[0])
     if reloading is None:
-        return _report(setting, logs, reload_skipped=why_not)
+        return assemble(setting, logs, reload_skipped=why_not)
     result = run_local(Launch(options=reloading.options, saved=other.saved_by(setting, reloading, logs[0])))
-    return _report(setting, logs, result.findings, reload_logs=result.logs)
+    return assemble(setting, logs, result.findings, reload_logs=result.logs)
 
 
 class _ToldJournal(Journal):
@@ -271,9 +249,9 @@ class _Guard:
             findings = []
             if is_hanging and not any(log.has_said for log in logs.values()):
                 running = {rank: bool(frames) for rank, frames in places.items()}
-                findings.append(describe_hang(logs, places, running, self._setting.timeout_s))
+                findings.append(describe_hang(logs, places, running, self._setting.timeout_s).finding)
             with suppress(CkptError), aside():
-                self._on_abandoned(_report(self._setting, logs, findings, stacks))
+                self._on_abandoned(assemble(self._setting, logs, findings, stacks=stacks))
             sys.stdout.flush()
             sys.stderr.flush()
             shutil.rmtree(self._private, ignore_errors=True)
