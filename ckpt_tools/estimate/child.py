@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import RefusedConfigError
 from ckpt_tools.estimate.options import EstimateOptions
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.estimate.run import by_formula
@@ -23,10 +23,8 @@ def estimate(options: EstimateOptions, here: Here) -> Estimate:
     config = config_of(options)
     try:
         result = by_formula(options) if config is None else _track(options, os.path.abspath(config), here)
-    except CkptError as error:
-        # What builds models proposes an option that only `ckpt smoke` has.
-        if "--factory" in (error.hint or ""):
-            error.hint = SIZES_HINT
+    except RefusedConfigError as error:
+        error.hint = SIZES_HINT  # there is no --factory here
         raise
     return replace(result, seconds=time.perf_counter() - start)
 
@@ -41,7 +39,7 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
 
     torch.set_num_threads(1)
     found = read_config(config, hint=SIZES_HINT)
-    recipe = HfRecipe(found.values, found.where)
+    recipe = HfRecipe(found.values, found.where, otherwise=SIZES_HINT)
     build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     figures = figures_of(recipe)
 

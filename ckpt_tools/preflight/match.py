@@ -105,17 +105,16 @@ def check_checkpoint(
         max_elems: Parameters from which on it is large.
     """
     path = _locate(path)
-    where = escape_name(path)
     try:
         with open_path(path) as opened:
             return _check(opened, path, spec, model, resumes, cuts, max_elems)
     except UnreadableError as error:
         view = ModelView() if model is None else look_at_model(model, cuts=cuts, max_elems=max_elems)
         if isinstance(error, ForeignLayoutError):  # the trainer's own, and perhaps just right
-            unread = f"the checkpoint {where}: {error.what}" + (f" ({error.hint})" if error.hint else "")
+            unread = f"the checkpoint {escape_name(path)}: {error.what}" + (f" ({error.hint})" if error.hint else "")
             return CheckpointMatch(path=path, findings=(), not_checked=(unread,), view=view)
         finding = Finding.error(
-            code="checkpoint-unreadable", where=error.where or where, what=error.what, hint=error.hint
+            code="checkpoint-unreadable", where=error.where or path, what=error.what, hint=error.hint
         )
         return CheckpointMatch(path=path, findings=(finding,), view=view)
 
@@ -138,7 +137,7 @@ def _check(
     cuts: Sequence[str],
     max_elems: int,
 ) -> CheckpointMatch:
-    where = escape_name(path)
+    where = path
     checkpoint = opened.checkpoint
     verified = verify(opened, level="structure", num_workers=1)
     findings = list(verified.findings)
@@ -239,7 +238,7 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
                 continue
             count = min(a.span.nbytes, b.span.nbytes, _SAMPLE_BYTES)
             one, two = (opened.source.read(chunk.span.file, chunk.span.offset, count) for chunk in (a, b))
-            names = f"{escape_name(first.fqn)} and {escape_name(other.fqn)}"
+            names = f"{first.fqn} and {other.fqn}"
             if one != two:
                 yield Finding.error(
                     code="checkpoint-tied",

@@ -92,7 +92,7 @@ def describe_hang(
         place = own_place(frames) or (frames[0] if frames else None)
         at = f", called from {place}" if collective is not None and place is not None else ""
         if collective is not None:
-            parts.append(f"rank {rank} waits in phase {phase} for the others in {escape_name(collective)}{at}")
+            parts.append(f"rank {rank} waits in phase {phase} for the others in {collective}{at}")
         else:
             culprits.append(rank)
             parts.append(f"rank {rank} is in phase {phase} in {place or 'native code'}, not in a collective")

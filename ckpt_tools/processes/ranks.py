@@ -16,7 +16,6 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.processes.child import Here, describe_end, die_with_parent
 from ckpt_tools.processes.hang import MAX_STACK_CHARS, describe_hang, parse_stack
 from ckpt_tools.processes.journal import Journal, RankLog, events_path, read_events
-from ckpt_tools.text import escape_name
 
 _POLL_S = 0.05
 _GRACE_S = 4.0
@@ -172,7 +171,7 @@ class World:
         """Return the last line that a rank has printed."""
         with suppress(OSError), open(self._file(rank, "log"), encoding="utf-8", errors="replace") as file:
             lines = [line.strip() for line in file.read()[-4096:].splitlines() if line.strip()]
-            return escape_name(lines[-1][:300]) if lines else ""
+            return lines[-1][:300] if lines else ""
         return ""
 
     def _read_logs(self) -> dict[int, RankLog]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 def dumps(value: object) -> str:
-    """Return a value as JSON: of JSON's own types, tuples, sets, mappings, and dataclasses of these.
+    """Return a value as JSON: of JSON's own types, tuples, sets, mappings, paths, and dataclasses of these.
 
     Infinite numbers and NaN are written as Python reads them again.
     """
@@ -45,6 +46,8 @@ def _plain(value: object) -> object:
         return {name: getattr(value, name) for name in _hints(type(value))}
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if isinstance(value, frozenset | set):
         return sorted(value)
     raise TypeError(f"a {type(value).__name__} does not cross between processes")

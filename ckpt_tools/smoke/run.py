@@ -27,7 +27,6 @@ from ckpt_tools.processes.journal import Journal
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.reference import Reference, failure_alone
 from ckpt_tools.smoke.setting import Setting
-from ckpt_tools.text import escape_name
 
 _ARGUMENT_PHASES = ("start", "build", "shard")
 """Phases in which a UsageError means the options, not the model's behaviour."""
@@ -190,7 +189,7 @@ def explain(error: BaseException, model: nn.Module | None, phase: str) -> Findin
     if found.id != "unknown":
         return found.to_finding()
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {escape_name(first)}"
+    text = f"{type(error).__name__}: {first}"
     return Finding.error(code=f"{phase}-failed", where=found.module or found.call or f"phase {phase}", what=text)
 
 

@@ -105,7 +105,7 @@ def _find_mesh(options: SmokeOptions, policy: Policy | None, world_size: int | N
     elif policy is not None and policy.strategy == "hybrid_shard":
         nproc = nproc or 2 * DEFAULT_RANKS
         if nproc % 2:
-            raise UsageError(f"hybrid_shard needs an even number of ranks, not {nproc}", hint="or say --mesh")
+            raise UsageError(f"hybrid_shard needs an even number of ranks, not {nproc}", hint="or give --mesh")
         mesh = Mesh((("dp_replicate", 2), ("dp_shard", nproc // 2)))
     else:
         axis = "dp_replicate" if policy is not None and policy.strategy == "no_shard" else "dp_shard"

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -67,6 +68,10 @@ def test_value_comes_back_as_it_was(value):
     found = wire.loads(type(value), wire.dumps(value))
     assert found == value
     assert type(found) is type(value)
+
+
+def test_path_comes_back_as_text():
+    assert wire.loads(Outer, wire.dumps(Outer(path=Path("/a")))).path == "/a"
 
 
 def test_number_that_is_none_comes_back():
