@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -74,18 +75,7 @@ def figures_of(recipe: Recipe) -> Figures:
         block = model.get_submodule(name)
         matrices = [sides for module in block.modules() if (sides := _sides(module)) is not None]
         kinds[block_of((tuple(p.shape) for p in block.parameters()), 1, matrices)] += 1
-    blocks = tuple(
-        Block(
-            count=count,
-            params=kind.params,
-            matrices=kind.matrices,
-            outputs=kind.outputs,
-            matrix_sides=kind.matrix_sides,
-            hidden=kind.hidden,
-            widest=kind.widest,
-        )
-        for kind, count in kinds.items()
-    )
+    blocks = tuple(replace(kind, count=count) for kind, count in kinds.items())
     get_output = getattr(model, "get_output_embeddings", None)
     output = get_output() if callable(get_output) else None
     weight = getattr(output, "weight", None)

@@ -34,10 +34,6 @@ class Memory:
     at_peak: Mapping[str, int] = field(default_factory=dict)
     """What `peak` is made of: the five above, and "step", what the optimizer's step needs for itself."""
 
-    def to_json(self) -> dict[str, object]:
-        """Return it as JSON holds it."""
-        return asdict(self) | {"at_peak": dict(self.at_peak)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseEstimate:
@@ -82,9 +78,9 @@ class CaseEstimate:
             "label": self.case.label,
             "case": self.case.to_json(),
             "method": "formula" if self.tracked is None else "tracked",
-            "per_rank": self.per_rank.to_json(),
-            "formula": self.formula.to_json(),
-            "tracked": None if self.tracked is None else self.tracked.to_json(),
+            "per_rank": asdict(self.per_rank),
+            "formula": asdict(self.formula),
+            "tracked": None if self.tracked is None else asdict(self.tracked),
             "difference": self.difference,
             "why_not_tracked": self.why_not_tracked,
             "margin": self.margin.to_json(),
@@ -153,7 +149,7 @@ class Estimate:
         return {
             "model": self.model,
             "params": self.params,
-            "per_rank": self.per_rank.to_json(),
+            "per_rank": asdict(self.per_rank),
             "strategies": [case.to_json() for case in self.cases],
             "gpu_memory": self.gpu_memory,
             "fits": self.fits,

@@ -180,16 +180,6 @@ def start_estimate(question: MemoryQuestion) -> AbstractContextManager[Child[Est
     return run.start_estimate(question.options)
 
 
-def estimate_memory(question: MemoryQuestion) -> Estimate | None:
-    """Run the estimate, and wait for it.
-
-    Raises:
-        CkptError: The model cannot be estimated.
-    """
-    with start_estimate(question) as child:
-        return None if child is None else child.result()
-
-
 def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:
     """Return what an estimate means for the run: an error when it does not fit."""
     if estimate.fits is not False or estimate.gpu_memory is None:

@@ -62,11 +62,15 @@ class World:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        for rank in range(self._world_size):
-            pid = os.fork()
-            if pid == 0:
-                self._be_rank(rank, parent)
-            self._pids[rank] = pid
+        try:
+            for rank in range(self._world_size):
+                pid = os.fork()
+                if pid == 0:
+                    self._be_rank(rank, parent)
+                self._pids[rank] = pid
+        except BaseException:  # the system forks no more, or somebody has lost patience
+            self._kill()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
