@@ -6,7 +6,8 @@
     ├── UsageError                 exit 2   options, impossible meshes or rules
     │   └── RefusedConfigError     exit 2   a config.json that ckpt does not build a model of
     ├── UnreadableError            exit 4   not a complete, readable checkpoint
-    │   └── LimitError             exit 4   readable perhaps, but beyond a safety limit
+    │   ├── LimitError             exit 4   readable perhaps, but beyond a safety limit
+    │   └── ForeignLayoutError     exit 4   a trainer's own layout, which ckpt does not read
     └── DestinationExistsError     exit 5   the destination is already there
 
 Findings (exit 3) are values, not errors: see `checkpoint.Finding`.
@@ -83,6 +84,10 @@ class LimitError(UnreadableError):
     """The source asks for more than a documented safety limit allows."""
 
     code = "limit"
+
+
+class ForeignLayoutError(UnreadableError):
+    """The source is in a layout that some trainer reads, and ckpt does not."""
 
 
 class DestinationExistsError(CkptError):

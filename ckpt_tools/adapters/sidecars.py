@@ -15,6 +15,7 @@ from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -75,9 +76,9 @@ def base_config(base: Opened) -> Mapping[str, object]:
     Raises:
         UnreadableError: It is not a JSON object.
     """
-    if base.checkpoint.format == "safetensors" or not any(a.file == "config.json" for a in base.checkpoint.assets):
+    if base.checkpoint.format == "safetensors" or not any(a.file == CONFIG_NAME for a in base.checkpoint.assets):
         return {}
-    return read_json(base.source, "config.json")
+    return config_in(base.source).values
 
 
 def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: Mapping[str, str]) -> Sidecars:

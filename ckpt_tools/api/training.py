@@ -36,7 +36,7 @@ def smoke(
     Args:
         source: A checkpoint of any format; without one the weights are random.
         model: A config.json, or the directory that holds it; beside the weights by default.
-        factory: "pkg.mod:callable" that builds the model instead (see `ckpt_tools.smoke.builtin`).
+        factory: "pkg.mod:callable" that builds the model instead (see `ckpt_tools.models.builtin`).
         mesh: For example "dp_shard=2,tp=2"; dp_shard over all ranks by default.
         nproc: Number of ranks.
         device: "auto", "cpu" or "cuda".

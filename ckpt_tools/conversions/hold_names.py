@@ -6,7 +6,6 @@ written that it would load so, unless the model that the names come from was lik
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,9 +14,9 @@ from ckpt_tools.description.checkpoint import Asset
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
-from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps import Expected, Held, common_prefix, folded, hold, is_adapter, load_table, origins_of, tied
-from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
+from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
@@ -43,20 +42,15 @@ def claim_of(assets: Sequence[tuple[Source, Asset]]) -> Claim | None:
     """Return what the config.json among `assets` names; None when nothing does.
 
     Raises:
-        UnreadableError: It is not JSON.
+        UnreadableError: It is not a JSON object, or too long.
     """
     found = next(((source, asset) for source, asset in assets if asset.file == CONFIG_NAME), None)
     if found is None:
         return None
-    try:
-        config = json.loads(read_document(found[0], CONFIG_NAME, MAX_CONFIG_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError("not JSON", where=CONFIG_NAME) from error
-    if not isinstance(config, dict):
+    config = config_in(found[0])
+    if config.architecture is None:
         return None
-    listed = config.get("architectures")
-    name = listed[0] if isinstance(listed, list) and listed else config.get("_class_name")  # diffusers' word for it
-    return Claim(architecture=name, config=config, source=found[0]) if isinstance(name, str) else None
+    return Claim(architecture=config.architecture, config=config.values, source=found[0])
 
 
 def ties_in(assets: Sequence[tuple[Source, Asset]]) -> Ties:
@@ -86,7 +80,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
     try:
         claim = claim_of(job.assets)
     except UnreadableError as error:
-        job.not_checked = (f"names were not held against an architecture: {CONFIG_NAME} is {error.what}",)
+        job.not_checked = (f"names were not held against an architecture: {error.what}",)
         return
     if claim is None:
         if is_adapter(names):

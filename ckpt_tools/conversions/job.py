@@ -17,7 +17,8 @@ from ckpt_tools.formats.detect import detect
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, read_document
-from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES, restate_dtype
+from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
+from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.moving.plan import check_names
 from ckpt_tools.moving.read import Edit

@@ -11,16 +11,15 @@ from ckpt_tools.conversions.job import Job, cast_target
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import Mesh, Placement, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
-from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats import dcp
-from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.models.config import config_beside
 from ckpt_tools.placement import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
 
-_CONFIG_NAME = "config.json"
 _MAX_RULES_BYTES = 16 << 20
 _PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """Directories that accelerate and transformers' Trainer put into that of a step."""
@@ -113,20 +112,14 @@ def _read_text(path: str) -> str:
 
 
 def _read_config(opened: Opened) -> Mapping[str, object]:
-    try:
-        text = read_document(opened.source, _CONFIG_NAME, _MAX_RULES_BYTES)
-    except LimitError:
-        raise
-    except CkptError as error:
+    config = config_beside(opened.source)
+    if config is None:
         raise UsageError(
             "--tp-plan auto needs the model's config.json beside the weights",
             where=opened.source.root,
             hint="copy it there, or write the rules yourself with --rules",
-        ) from error
-    document = parse_json(text, what=_CONFIG_NAME, where=escape_name(opened.source.root))
-    if not isinstance(document, dict):
-        raise UnreadableError("config.json is not a JSON object")
-    return document
+        )
+    return config.values
 
 
 def sharding_job(

@@ -7,43 +7,40 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.errors import CkptError
-from ckpt_tools.estimate.options import EstimateOptions, parse_options
+from ckpt_tools.errors import RefusedConfigError
+from ckpt_tools.estimate.options import EstimateOptions
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.estimate.run import by_formula
-from ckpt_tools.estimate.source import SIZES_HINT, config_path
+from ckpt_tools.estimate.source import SIZES_HINT, config_of
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.processes.child import build_behind_walls
-from ckpt_tools.text import escape_name
+from ckpt_tools.models.config import read_config
+from ckpt_tools.processes.child import Here, build_behind_walls
 
 
-def estimate(job: dict[str, Any]) -> dict[str, object]:
-    """Estimate what the "options" of a job say; what `run.start_estimate` calls in a child."""
+def estimate(options: EstimateOptions, here: Here) -> Estimate:
+    """Estimate; what `run.start_estimate` calls in a child."""
     start = time.perf_counter()
-    options = parse_options(job["options"])
-    config = config_path(options)
+    config = config_of(options)
     try:
-        result = by_formula(options) if config is None else _track(options, os.path.abspath(config), job)
-    except CkptError as error:
-        # What builds models for smoke runs proposes an option that estimates do not have.
-        if "--factory" in (error.hint or ""):
-            error.hint = SIZES_HINT
+        result = by_formula(options) if config is None else _track(options, os.path.abspath(config), here)
+    except RefusedConfigError as error:
+        error.hint = SIZES_HINT  # there is no --factory here
         raise
-    return replace(result, seconds=time.perf_counter() - start).to_json()
+    return replace(result, seconds=time.perf_counter() - start)
 
 
-def _track(options: EstimateOptions, config: str, job: dict[str, Any]) -> Estimate:
+def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
     import torch
 
     from ckpt_tools.estimate.evaluate import evaluate, propose
     from ckpt_tools.estimate.model import figures_of, notes_of
     from ckpt_tools.estimate.track import track
-    from ckpt_tools.smoke.options import SmokeOptions
-    from ckpt_tools.smoke.setting import find_recipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
 
     torch.set_num_threads(1)
-    recipe = find_recipe(SmokeOptions(model=config))
-    build_behind_walls(job, subject=f"a {recipe.title}", where=escape_name(config), foreign=(os.path.dirname(config),))
+    found = read_config(config, hint=SIZES_HINT)
+    recipe = HfRecipe(found.values, found.where, otherwise=SIZES_HINT)
+    build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     figures = figures_of(recipe)
 
     def tracked(case: Any) -> Any:  # noqa: ANN401 - a Case; torch's side is imported here only

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckpt_tools.estimate.figures import Block, Figures, block_of
 from ckpt_tools.estimate.options import Case
 from ckpt_tools.fsdp2 import Precision, add_lora, find_blocks, parse_policy, shard_model
+from ckpt_tools.fsdp2.linear_layers import linear_layers
 from ckpt_tools.fsdp2.mesh import TP_AXIS
-from ckpt_tools.smoke.blueprint import linear_layers
-from ckpt_tools.smoke.hf_recipe import max_positions
-from ckpt_tools.smoke.recipe import BATCH_SIZE, Batch, Recipe
+from ckpt_tools.models.hf_recipe import max_positions
+from ckpt_tools.models.parameters import replace_parameters
+from ckpt_tools.models.recipe import BATCH_SIZE, Batch, Recipe
 
 _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -56,18 +58,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, recipe: Recipe, case: Case) -> Non
 
 def cast(model: nn.Module, dtype: torch.dtype, *, trained: bool = False) -> None:
     """Give the floating-point parameters of `model` (only the trained ones, if so) this dtype; ties stay."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):  # noqa: SLF001 - setattr would register it anew
-            if parameter is None or not parameter.is_floating_point() or parameter.dtype == dtype:
-                continue
-            if trained and not parameter.requires_grad:
-                continue
-            if id(parameter) not in made:
-                other = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-                other.__dict__.update(parameter.__dict__)
-                made[id(parameter)] = other
-            module._parameters[name] = made[id(parameter)]  # noqa: SLF001
+
+    def make(parameter: nn.Parameter) -> torch.Tensor | None:
+        is_meant = parameter.is_floating_point() and (parameter.requires_grad or not trained)
+        return parameter.detach().to(dtype) if is_meant and parameter.dtype != dtype else None
+
+    replace_parameters(model, make)
 
 
 def figures_of(recipe: Recipe) -> Figures:
@@ -79,18 +75,7 @@ def figures_of(recipe: Recipe) -> Figures:
         block = model.get_submodule(name)
         matrices = [sides for module in block.modules() if (sides := _sides(module)) is not None]
         kinds[block_of((tuple(p.shape) for p in block.parameters()), 1, matrices)] += 1
-    blocks = tuple(
-        Block(
-            count=count,
-            params=kind.params,
-            matrices=kind.matrices,
-            outputs=kind.outputs,
-            matrix_sides=kind.matrix_sides,
-            hidden=kind.hidden,
-            widest=kind.widest,
-        )
-        for kind, count in kinds.items()
-    )
+    blocks = tuple(replace(kind, count=count) for kind, count in kinds.items())
     get_output = getattr(model, "get_output_embeddings", None)
     output = get_output() if callable(get_output) else None
     weight = getattr(output, "weight", None)

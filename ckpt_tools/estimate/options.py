@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
@@ -101,11 +100,6 @@ class Case:
         return asdict(self) | {"mesh": str(self.mesh)}
 
 
-def case_from_json(document: Mapping[str, object]) -> Case:
-    """Return what `Case.to_json` wrote."""
-    return Case(**{**document, "mesh": parse_mesh(str(document["mesh"]))})  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateOptions:
     """What `ckpt estimate` is asked.
@@ -144,7 +138,7 @@ class EstimateOptions:
         case = self.case
         for option, value in (("--seq-len", case.seq_len), ("--batch-size", case.batch_size)):
             if value < 1:
-                raise UsageError(f"{option} {value} is nothing to train on", hint=f"{option} takes 1 or more")
+                raise UsageError(f"{option} must be at least 1, got {value}")
             _check_count(option, value)
         for option, dtype in (
             ("--param-dtype", case.param_dtype),
@@ -163,21 +157,17 @@ class EstimateOptions:
                 f"the state of {case.optimizer!r} is not known", hint=f"--optimizer takes {', '.join(OPTIMIZERS)}"
             )
         if case.lora is not None and case.lora < 1:
-            raise UsageError(f"adapters of rank {case.lora} are none", hint="--lora-rank takes for example 16")
+            raise UsageError(f"--lora-rank must be at least 1, got {case.lora}", hint="for example --lora-rank 16")
         _check_count("--lora-rank", case.lora or 1)
         if case.quantize not in (None, "nf4"):
             raise UsageError(f"{case.quantize!r} is not a quantisation", hint="--quantize takes nf4")
         if case.quantize is not None and case.lora is None:
             raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
         if self.gpu_memory is not None and self.gpu_memory < 1:
-            raise UsageError(f"a device of {self.gpu_memory} bytes holds nothing", hint="--gpu-memory takes 80GB")
+            raise UsageError("--gpu-memory must be positive", hint="for example --gpu-memory 80GB")
         if not self.activation_checkpointing:
             raise UsageError("nothing to estimate: neither with nor without activation checkpointing")
         cases_of(self)
-
-    def to_text(self) -> str:
-        """Return it as text for another process."""
-        return json.dumps(asdict(self) | {"case": self.case.to_json()})
 
 
 def _check_source(options: EstimateOptions) -> None:
@@ -186,7 +176,7 @@ def _check_source(options: EstimateOptions) -> None:
     if options.model is not None:
         extra = given + (["--vocab"] if options.vocab is not None else [])
         if extra:
-            raise UsageError(f"MODEL says what {', '.join(extra)} would say", hint="drop one of them")
+            raise UsageError(f"MODEL and {', '.join(extra)} both describe the model", hint="drop one of them")
         return
     if len(given) < len(figures):
         missing = [name for name in figures if name not in given]
@@ -195,28 +185,21 @@ def _check_source(options: EstimateOptions) -> None:
             hint="name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096",
         )
     for name, value in (*figures.items(), ("--vocab", options.vocab)):
-        if value is not None and value < (0 if name == "--vocab" else 1):
-            raise UsageError(f"{name} {value} describes no model")
+        least = 0 if name == "--vocab" else 1
+        if value is not None and value < least:
+            raise UsageError(f"{name} must be at least {least}, got {value}")
         if value is not None:
             _check_count(name, value)
 
 
 def _check_count(option: str, value: int) -> None:
     if value > MAX_COUNT:
-        raise UsageError(f"{option} is too large", hint=f"at most {MAX_COUNT}")
+        raise UsageError(f"{option} must be at most {MAX_COUNT}")
 
 
 def _check_world(world: int) -> None:
     if not 1 <= world <= MAX_WORLD_SIZE:
-        raise UsageError(f"{world} ranks are no world", hint=f"--world-size takes 1 to {MAX_WORLD_SIZE}")
-
-
-def parse_options(text: str) -> EstimateOptions:
-    """Return what `EstimateOptions.to_text` wrote."""
-    document = json.loads(text)
-    for name in ("strategies", "activation_checkpointing"):
-        document[name] = tuple(document[name])
-    return EstimateOptions(**{**document, "case": case_from_json(document["case"])})
+        raise UsageError(f"--world-size must be 1 to {MAX_WORLD_SIZE}, got {world}")
 
 
 def parse_strategy(text: str) -> str:
@@ -319,6 +302,6 @@ def mesh_for(strategy: str, given: Mesh | None, world: int, *, strict: bool) -> 
     if not strategy.startswith("hybrid"):
         return Mesh(((wanted[0], num), *tail))
     if num % 2:
-        raise UsageError(f"hybrid_shard needs an even number of ranks, not {num}", hint="or say --mesh")
+        raise UsageError(f"hybrid_shard needs an even number of ranks, not {num}", hint="or give --mesh")
     shard = NODE_SIZE if num > NODE_SIZE and num % NODE_SIZE == 0 else num // 2
     return Mesh((("dp_replicate", num // shard), ("dp_shard", shard), *tail))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from ckpt_tools.estimate.margin import Margin
-from ckpt_tools.estimate.options import Case, case_from_json
+from ckpt_tools.estimate.options import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +33,6 @@ class Memory:
     """Held in host memory instead (offload)."""
     at_peak: Mapping[str, int] = field(default_factory=dict)
     """What `peak` is made of: the five above, and "step", what the optimizer's step needs for itself."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as JSON holds it."""
-        return asdict(self) | {"at_peak": dict(self.at_peak)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +78,9 @@ class CaseEstimate:
             "label": self.case.label,
             "case": self.case.to_json(),
             "method": "formula" if self.tracked is None else "tracked",
-            "per_rank": self.per_rank.to_json(),
-            "formula": self.formula.to_json(),
-            "tracked": None if self.tracked is None else self.tracked.to_json(),
+            "per_rank": asdict(self.per_rank),
+            "formula": asdict(self.formula),
+            "tracked": None if self.tracked is None else asdict(self.tracked),
             "difference": self.difference,
             "why_not_tracked": self.why_not_tracked,
             "margin": self.margin.to_json(),
@@ -154,7 +149,7 @@ class Estimate:
         return {
             "model": self.model,
             "params": self.params,
-            "per_rank": self.per_rank.to_json(),
+            "per_rank": asdict(self.per_rank),
             "strategies": [case.to_json() for case in self.cases],
             "gpu_memory": self.gpu_memory,
             "fits": self.fits,
@@ -164,30 +159,3 @@ class Estimate:
             "seconds": round(self.seconds, 3),
             "peak_rss_bytes": self.peak_rss_bytes,
         }
-
-
-def estimate_from_json(document: Mapping[str, Any]) -> Estimate:
-    """Return the estimate that `Estimate.to_json` wrote."""
-    return Estimate(
-        model=document["model"],
-        params=document["params"],
-        cases=tuple(map(_case, document["strategies"])),
-        gpu_memory=document["gpu_memory"],
-        proposals=tuple(Proposal(what=item["what"], estimate=_case(item)) for item in document["proposals"]),
-        notes=tuple(document["notes"]),
-        seconds=document["seconds"],
-        peak_rss_bytes=document["peak_rss_bytes"],
-    )
-
-
-def _case(document: Mapping[str, Any]) -> CaseEstimate:
-    margin = {name: value for name, value in document["margin"].items() if name != "total"}
-    return CaseEstimate(
-        case=case_from_json(document["case"]),
-        formula=Memory(**document["formula"]),
-        tracked=None if document["tracked"] is None else Memory(**document["tracked"]),
-        why_not_tracked=document["why_not_tracked"],
-        margin=Margin(**margin),
-        fits=document["fits"],
-        doubt=document["doubt"],
-    )

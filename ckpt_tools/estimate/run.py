@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ckpt_tools.estimate.evaluate import evaluate, propose
 from ckpt_tools.estimate.options import Case, EstimateOptions
-from ckpt_tools.estimate.report import Estimate, estimate_from_json
-from ckpt_tools.estimate.source import config_path, find_figures
+from ckpt_tools.estimate.report import Estimate
+from ckpt_tools.estimate.source import config_of, find_figures
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.processes.child import Child
 
@@ -31,18 +31,18 @@ def run_estimate(options: EstimateOptions) -> Estimate:
         UnreadableError: A checkpoint without a config that cannot be described.
     """
     start = time.perf_counter()
-    if config_path(options) is None:
+    if config_of(options) is None:
         result = by_formula(options)
     else:
         with start_estimate(options) as child:
-            result = estimate_from_json(child.result(None))
+            result = child.result(None)
     return replace(result, seconds=time.perf_counter() - start)
 
 
-def start_estimate(options: EstimateOptions) -> Child:
-    """Return a process that estimates, to be entered; its result is an `Estimate` as JSON."""
+def start_estimate(options: EstimateOptions) -> Child[Estimate]:
+    """Return a process that estimates, to be entered."""
     relief = "end what else runs, or let the formula answer alone (--params, --layers, --hidden)"
-    return Child(ESTIMATE, {"options": options.to_text()}, does="estimates", relief=relief, walled=True)
+    return Child(ESTIMATE, options, Estimate, does="estimates", relief=relief, walled=True)
 
 
 def by_formula(options: EstimateOptions) -> Estimate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 from ckpt_tools.description.transform import is_optimizer
@@ -10,17 +9,15 @@ from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_from_shapes
 from ckpt_tools.estimate.options import EstimateOptions
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.models.config import config_path, read_config
 from ckpt_tools.text import escape_name
 
-CONFIG_NAME = "config.json"
 SIZES_HINT = "name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096"
 """What says how large a model is."""
-_MAX_CONFIG_BYTES = 16 << 20
 
 
-def config_path(options: EstimateOptions) -> str | None:
-    """Return the config.json that `options.model` means, None when there is none.
+def config_of(options: EstimateOptions) -> str | None:
+    """Return the path of the config.json that `options.model` means, None when there is none.
 
     Raises:
         UsageError: There is nothing at all, or something that cannot be read.
@@ -29,8 +26,8 @@ def config_path(options: EstimateOptions) -> str | None:
     if path is None:
         return None
     if os.path.isdir(path):
-        config = os.path.join(path, CONFIG_NAME)
-        return config if os.path.isfile(config) and _names_architecture(config) else None
+        file = config_path(path)
+        return file if os.path.isfile(file) and _names_architecture(file) else None
     if not os.path.exists(path):
         raise UsageError(
             "there is no such file or directory",
@@ -39,23 +36,12 @@ def config_path(options: EstimateOptions) -> str | None:
         )
     if not path.endswith(".json") or path.endswith(".index.json"):
         return None
-    _read(path)  # transformers, which reads it, would wait for a pipe
     return path
 
 
-def _names_architecture(config: str) -> bool:
+def _names_architecture(path: str) -> bool:
     """Is it a config of transformers? One of diffusers, beside its weights, is not: then these answer."""
-    try:
-        document = json.loads(_read(config))
-    except (ValueError, RecursionError):
-        return True  # building the model says what is wrong with it
-    return isinstance(document, dict) and bool(document.get("architectures"))
-
-
-def _read(path: str) -> bytes:
-    return read_named_file(
-        path, what="the model's config", max_bytes=_MAX_CONFIG_BYTES, refusal=UsageError, hint=SIZES_HINT
-    )
+    return bool(read_config(path, hint=SIZES_HINT).values.get("architectures"))
 
 
 def find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...]]:

@@ -30,7 +30,7 @@ from ckpt_tools.estimate.report import Memory
 from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh
 from ckpt_tools.fsdp2.local import assemble
-from ckpt_tools.smoke.recipe import Batch, Recipe
+from ckpt_tools.models.recipe import Batch, Recipe
 
 _CPU = torch.device("cpu")
 _GROUPS = {

@@ -24,6 +24,7 @@ def parse_json(
     where: str | None,
     max_bytes: int = MAX_JSON_BYTES,
     max_containers: int = MAX_JSON_CONTAINERS,
+    infinite: bool = False,
 ) -> object:
     """Return what a JSON text says.
 
@@ -33,9 +34,10 @@ def parse_json(
         where: Its file, escaped, for messages.
         max_bytes: Longest text that is read.
         max_containers: Most objects and arrays, brackets inside of strings included.
+        infinite: Take NaN and Infinity for numbers, as Python and transformers write them.
 
     Raises:
-        UnreadableError: Not JSON, a key twice in one object, NaN or Infinity, or nested too deep.
+        UnreadableError: Not JSON, a key twice in one object, NaN or Infinity (unless `infinite`), or nested too deep.
         LimitError: Longer than `max_bytes`, or more than `max_containers`.
     """
     if len(text) > max_bytes:
@@ -50,7 +52,7 @@ def parse_json(
         return json.loads(
             text.decode("utf-8"),
             object_pairs_hook=_unique_object,
-            parse_constant=_refuse_constant,
+            parse_constant=None if infinite else _refuse_constant,
             parse_int=_parse_whole if b"-0" in text else None,  # the hook takes time
         )
     except UnicodeDecodeError as error:

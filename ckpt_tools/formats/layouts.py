@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import ForeignLayoutError, UnreadableError
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.hf import INDEX_SUFFIX
 from ckpt_tools.text import escape_name
@@ -101,7 +101,7 @@ def _is_pickled(head: bytes) -> bool:
 
 
 def _pickled(path: str) -> UnreadableError:
-    return UnreadableError("only pickled weights, which ckpt does not execute", where=path, hint=_CONVERT)
+    return ForeignLayoutError("only pickled weights, which ckpt does not execute", where=path, hint=_CONVERT)
 
 
 def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> UnreadableError | None:
@@ -124,24 +124,24 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
         )
     if any(re.fullmatch(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt", name) for name in top):
         what = "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute"
-        return UnreadableError(what, where=path, hint=_verl_hint(files, path))
+        return ForeignLayoutError(what, where=path, hint=_verl_hint(files, path))
     if (way_out := _deepspeed_hint(files, path)) is not None:
-        return UnreadableError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=way_out)
+        return ForeignLayoutError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=way_out)
     if "metadata.pkl" in top:
-        return UnreadableError(
+        return ForeignLayoutError(
             "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read",
             where=path,
             hint="save with torch.distributed.checkpoint, or export safetensors from the trainer",
         )
     if any(re.fullmatch(r"pytorch_model_fsdp(_\d+)?\.bin", name) for name in top):
-        return UnreadableError(
+        return ForeignLayoutError(
             "accelerate's pickle of a whole model (FULL_STATE_DICT), which ckpt does not execute",
             where=path,
             hint="save with SHARDED_STATE_DICT: ckpt reads its pytorch_model_fsdp_0. Of an adapter under FSDP2, older "
             "accelerate put rank 0's part alone into this file",
         )
     if any(re.fullmatch(r"pytorch_model_fsdp.*\.bin|.*_rank\d+\.bin", name) for name in top):
-        return UnreadableError(
+        return ForeignLayoutError(
             "a directory of per-rank pickles (use_dcp=False), which ckpt does not execute",
             where=path,
             hint="save with SHARDED_STATE_DICT and DCP, or FULL_STATE_DICT and safetensors",

@@ -20,6 +20,10 @@ DOUBLE_WRAP = "double-wrap"
 """The diagnosis of a method that is registered and that forward dispatches to."""
 
 
+class DoubleWrapError(UsageError):
+    """A method is registered, and forward dispatches to it."""
+
+
 def find_methods(model: nn.Module, methods: Methods, units: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Return FQN → methods to register, after checking that each can be.
 
@@ -79,7 +83,7 @@ def check_method(fqn: str, module: nn.Module, method: str, registered: Collectio
     for other in registered:
         path = path or (dispatch_path(type(module), other, method) if other != method else None)
     if path is not None:
-        raise UsageError(
+        raise DoubleWrapError(
             f"{DOUBLE_WRAP}: {' → '.join(path)} runs inside {path[0]}, which gathers and releases the parameters too; "
             "the inner release would leave backward with SHARDED parameters",
             where=where,

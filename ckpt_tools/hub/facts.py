@@ -6,16 +6,13 @@ import os
 from collections.abc import Collection, Mapping
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.opening import read_document, read_file
+from ckpt_tools.formats.opening import read_file
 from ckpt_tools.hub.card import CardFacts, hub_id_of
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
 from ckpt_tools.hub.load_code import LoadFacts
+from ckpt_tools.models.config import config_in
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
-
-MAX_CONFIG_BYTES = 8 << 20
-"""A config above this size is refused."""
 
 _TASKS = {
     "CAUSAL_LM": ("AutoModelForCausalLM", "text-generation"),
@@ -65,9 +62,7 @@ def facts_of(source: Source, chosen: Collection[str], kind: Kind) -> CardFacts:
 
 
 def _config(source: Source, name: str) -> Mapping[str, object]:
-    text = read_document(source, name, MAX_CONFIG_BYTES)
-    found = parse_json(text, what="the config", where=escape_name(name), max_bytes=MAX_CONFIG_BYTES)
-    return found if isinstance(found, dict) else {}
+    return config_in(source, name).values
 
 
 def _text(value: object) -> str | None:

@@ -1,114 +1,97 @@
-"""A model's `config.json`: the dtype that it gives its weights, said anew with every other byte as it was.
+"""A model's config.json: the one way to read it.
 
-Source: transformers writes `dtype` (`torch_dtype` before 4.56) into the config and into its sub-configs, and loads in
-that dtype when asked for `dtype="auto"`, whatever the files hold.
+It is read as strictly as every other JSON that nobody vouches for, but for infinite numbers, which transformers writes
+(Mamba's `time_step_limit`).
 """
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from ckpt_tools.description.dtypes import DType
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats._json import parse_json
+from ckpt_tools.formats.opening import read_document
+from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.storage.source import Source
 
 CONFIG_NAME = "config.json"
 """Its name beside the weights."""
 MAX_CONFIG_BYTES = 16 << 20
-"""Longer ones are no configs of models."""
-_KEYS = ("dtype", "torch_dtype")
-_FLOATS = ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
-"""What a config may call the dtypes that `--dtype` casts; others ("auto", float8) are about something else."""
-_PREFIX = "torch."
-_OTHER_CONFIG = "quantization_config"
-"""Says how weights are packed; its dtypes are not theirs."""
-_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]:,]')
+"""Longer ones are no configs of models: real ones have some kilobytes, a megabyte with many labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restated:
-    """A config that names another dtype."""
+class ModelConfig:
+    """A config.json."""
 
-    text: bytes
-    before: tuple[str, ...]
-    """What it said, each once."""
-
-
-@dataclass(slots=True)
-class _Container:
-    """An object or array that is being passed."""
-
-    is_object: bool
-    name: str
-    """The key under which it lies; empty in an array."""
-    key: str | None = None
-    """The key that was read, once there is one."""
-    has_colon: bool = False
-    is_model: bool = False
-    """It has a `model_type`."""
-    found: list[tuple[int, int, str]] = field(default_factory=list)
-    """(start, end, value) of what names a dtype in it and in its sub-configs."""
+    values: Mapping[str, Any]
+    where: str
+    """Its path, for messages."""
 
     @property
-    def is_config(self) -> bool:
-        """Transformers' names of sub-configs end in `_config`, or they are configs of models themselves."""
-        return self.name != _OTHER_CONFIG and (self.is_model or self.name.endswith("_config"))
+    def architecture(self) -> str | None:
+        """The model's class: the first of transformers' `architectures`, else diffusers' `_class_name`."""
+        listed = self.values.get("architectures")
+        name = listed[0] if isinstance(listed, list) and listed else self.values.get("_class_name")
+        return name if isinstance(name, str) else None
 
 
-def restate_dtype(text: bytes, dtype: DType) -> Restated | None:
-    """Return a config with `dtype` wherever it and its sub-configs name that of the weights; None when it says so.
+def config_path(model: str) -> str:
+    """Return the path of the config.json that `model` names: the file, or the directory that holds it."""
+    return os.path.join(model, CONFIG_NAME) if os.path.isdir(model) else model
 
-    Everything else stays as it is, order and white space included, and so do values that name no type of `--dtype`.
+
+def read_config(model: str, *, hint: str | None = None) -> ModelConfig:
+    """Read the config.json that a user names.
+
+    Args:
+        model: The file, or the directory that holds it.
+        hint: What to do when it is not there.
 
     Raises:
-        UnreadableError: Not JSON.
+        UsageError: There is no such file.
+        UnreadableError: It is not a JSON object, or too long.
+    """
+    path = config_path(model)
+    text = read_named_file(path, what="the model's config", max_bytes=MAX_CONFIG_BYTES, refusal=UsageError, hint=hint)
+    return parse_config(text, where=path)
+
+
+def config_in(source: Source, name: str = CONFIG_NAME) -> ModelConfig:
+    """Read the config.json of a directory that is open.
+
+    Raises:
+        UnreadableError: There is none, or it is not a JSON object, or too long.
+    """
+    where = os.path.join(source.root, name)
+    return parse_config(read_document(source, name, MAX_CONFIG_BYTES), where=where)
+
+
+def config_beside(source: Source) -> ModelConfig | None:
+    """Read the config.json of a directory that is open; None when there is none.
+
+    Raises:
+        UnreadableError: It is not a JSON object, or too long.
     """
     try:
-        document = text.decode()
-        json.loads(document)  # as leniently as transformers: Infinity, and the last of equal keys
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise UnreadableError(f"not JSON: {reason}", where=CONFIG_NAME) from error
-    parts: list[str] = []
-    before: list[str] = []
-    position = 0
-    for start, end, value in sorted(_dtypes(document)):
-        prefix = _PREFIX if value.startswith(_PREFIX) else ""
-        wanted = f"{prefix}{dtype.torch_name}"
-        if value != wanted:
-            parts += [document[position:start], f'"{wanted}"']
-            before.append(value)
-            position = end
-    if not before:
-        return None
-    return Restated(text="".join([*parts, document[position:]]).encode(), before=tuple(dict.fromkeys(before)))
+        return config_in(source)
+    except UnreadableError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return None
+        raise
 
 
-def _dtypes(document: str) -> list[tuple[int, int, str]]:
-    """Return (start, end, value) of every string that names the weights' dtype, quotes included; one pass."""
-    root = _Container(is_object=False, name="")
-    stack = [root]
-    for token in _TOKEN.finditer(document):
-        text, top = token.group(), stack[-1]
-        match text[0]:
-            case "{" | "[":
-                name = top.key or "" if top.is_object else ""
-                stack.append(_Container(is_object=text == "{", name=name))
-            case "}" | "]":
-                stack.pop()
-                # What lies in an array or in an object of other meaning is passed over; the root is the config.
-                if top.is_object and (stack[-1] is root or (stack[-1].is_object and top.is_config)):
-                    stack[-1].found += top.found
-            case ":":
-                top.has_colon = True
-            case ",":
-                top.key, top.has_colon = None, False
-            case _ if top.is_object and not top.has_colon:
-                top.key = str(json.loads(text))
-                top.is_model = top.is_model or top.key == "model_type"
-            case _ if top.is_object and top.key in _KEYS:
-                value = str(json.loads(text))
-                if value.removeprefix(_PREFIX) in _FLOATS:
-                    top.found.append((token.start(), token.end(), value))
-    return root.found
+def parse_config(text: bytes, *, where: str) -> ModelConfig:
+    """Return what the text of a config.json says.
+
+    Raises:
+        UnreadableError: It is not a JSON object.
+    """
+    name = os.path.basename(where)
+    values = parse_json(text, what=name, where=where, infinite=True)
+    if not isinstance(values, dict):
+        raise UnreadableError(f"{name} is not a JSON object", where=where)
+    return ModelConfig(values=values, where=where)

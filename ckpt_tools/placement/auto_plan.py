@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
 
 from ckpt_tools.placement import TpPlan, check_quantization, find_tp_plan, import_model_class
-from ckpt_tools.processes.child import Child, build_behind_walls
-from ckpt_tools.text import escape_name
+from ckpt_tools.processes.child import Child, Here, build_behind_walls
 from ckpt_tools.walls import check_config
 
 RESOLVE = "ckpt_tools.placement.auto_plan:resolve"
 """What runs in the child."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the child is asked."""
+
+    config: Mapping[str, object]
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What it says."""
+
+    plan: TpPlan | None
 
 
 def auto_plan(config: Mapping[str, object], directory: str) -> TpPlan | None:
@@ -26,21 +39,19 @@ def auto_plan(config: Mapping[str, object], directory: str) -> TpPlan | None:
     Raises:
         UsageError: Transformers does not know the model, or has no plan for it; or the config is refused.
     """
-    check_config(config, escape_name(directory))
+    check_config(config, directory)
     check_quantization(config)
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         return None
-    job = {"config": dict(config), "model": directory}
-    with Child(RESOLVE, job, does="finds the tensor-parallel plan", walled=True) as child:
-        found = child.result()["plan"]
-    return None if found is None else TpPlan(**found | {"may_lack": frozenset(found["may_lack"])})
+    job = Question(config=config, directory=directory)
+    with Child(RESOLVE, job, Answer, does="finds the tensor-parallel plan", walled=True) as child:
+        return child.result().plan
 
 
-def resolve(job: Mapping[str, Any]) -> dict[str, object]:
-    """Find the plan for the "config" of a job."""
-    named = job["config"].get("architectures")
-    subject = f"a {escape_name(str(named[0]))}" if isinstance(named, list) and named else "the model"
-    import_model_class(job["config"])
-    build_behind_walls(job, subject=subject, where=escape_name(job["model"]), foreign=(job["model"],))
-    plan = find_tp_plan(job["config"])
-    return {"plan": None if plan is None else asdict(plan) | {"may_lack": sorted(plan.may_lack)}}
+def resolve(job: Question, here: Here) -> Answer:
+    """Find the plan; what `auto_plan` calls in a child."""
+    named = job.config.get("architectures")
+    subject = f"a {named[0]}" if isinstance(named, list) and named else "the model"
+    import_model_class(job.config)
+    build_behind_walls(here, subject=subject, where=job.directory, foreign=(job.directory,))
+    return Answer(plan=find_tp_plan(job.config))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from ckpt_tools.preflight.model_facts import ModelFacts, Quantization
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.preflight.model_facts import ModelFacts
+from ckpt_tools.preflight.reads import Reads
 
 Kind = Literal["parameter", "buffer", "transient"]
 
@@ -46,7 +48,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A model, and which of a checkpoint's tensors belong to it (what `meta_model.compare` says)."""
+    """A model, and which of a checkpoint's tensors belong to it."""
 
     title: str
     """Class of the model."""
@@ -71,6 +73,21 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a process with torch is to look at. Paths are absolute."""
+
+    config: str
+    """A config.json, or its directory."""
+    checkpoint: str | None
+    """To compare names and shapes with."""
+    mesh: Mesh | None
+    """Of the ranks that read it."""
+    cuts: tuple[str, ...]
+    """Smaller configs, tried in order when the model has more than `max_elems` parameters."""
+    max_elems: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
     """What a process with torch has seen of a model."""
 
@@ -78,47 +95,7 @@ class ModelView:
     """For the rules; None when there is no config that can be read."""
     comparison: Comparison | None = None
     """Its tensors, and those of a checkpoint; None when the model cannot be built."""
-    reads: Mapping[str, Any] | None = None
-    """What ranks read of the checkpoint (`reads_to_json`), or under "refused" or "unknown" why that is not known."""
+    reads: Reads | None = None
+    """What ranks read of the checkpoint; None when it was not asked."""
     why_not: str = ""
     """Why there is no comparison."""
-
-
-def facts_to_json(facts: ModelFacts) -> dict[str, object]:
-    """Return facts for another process."""
-    return asdict(facts) | {"stored": sorted(facts.stored)}
-
-
-def facts_from_json(document: Mapping[str, Any]) -> ModelFacts:
-    """Return what `facts_to_json` wrote."""
-    values = dict(document)
-    for name in ("intermediate_sizes", "blocks", "module_classes"):
-        values[name] = None if values[name] is None else tuple(values[name])
-    packed = values["quantization"]
-    values["quantization"] = None if packed is None else Quantization(**packed)
-    values["shapes"] = {name: tuple(shape) for name, shape in values["shapes"].items()}
-    values["stored"] = frozenset(values["stored"])
-    return ModelFacts(**values)
-
-
-def comparison_from_json(document: Mapping[str, Any]) -> Comparison:
-    """Return what `meta_model.compare` described."""
-    refused = document.get("refused")
-    return Comparison(
-        title=document["title"],
-        base_prefix=document["base_prefix"],
-        num_elems=document["num_elems"],
-        tensors={
-            name: ModelTensor(dtype=t["dtype"], shape=tuple(t["shape"]), kind=t["kind"])
-            for name, t in document["tensors"].items()
-        },
-        ties=tuple(map(tuple, document["ties"])),
-        found={
-            name: FoundTensor(dtype=t["dtype"], shape=tuple(t["shape"]), fqns=tuple(t["fqns"]))
-            for name, t in document.get("found", {}).items()
-        },
-        left=tuple(document.get("left", ())),
-        adapters=tuple(document.get("adapters", ())),
-        refused=None if refused is None else (refused["what"], refused["hint"]),
-        trial=Trial(**document["trial"]) if "trial" in document else None,
-    )

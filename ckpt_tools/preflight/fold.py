@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.models.config import config_path, read_config
 from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.smoke import SmokeOptions
-from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
 
 MAX_RANKS = 4
@@ -35,7 +34,6 @@ _NOT_RUN = {
     "sp": "sequence parallelism",
 }
 _DTYPES = ("bf16", "f16", "f32")
-_MAX_CONFIG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,14 +224,14 @@ def write_cuts(model: str, directory: str) -> tuple[str, ...]:
 
     Raises:
         UsageError: The config cannot be read.
-        UnreadableError: It is no JSON object.
+        UnreadableError: It is not a JSON object.
     """
-    config = _read_config(model)
+    config = read_config(model).values
     paths = []
     for name, cut in (("narrow", shrink_config(config)), ("shallow", cut_depth(config))):
         path = os.path.join(directory, name)
         os.makedirs(path, exist_ok=True)
-        with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
+        with open(config_path(path), "w", encoding="utf-8") as file:
             json.dump(cut, file)
         paths.append(path)
     return tuple(paths)
@@ -241,16 +239,4 @@ def write_cuts(model: str, directory: str) -> tuple[str, ...]:
 
 def describe_chosen(model: str, chosen: str) -> str:
     """Say how the config in `chosen` differs from the model's."""
-    return describe_cut(_read_config(model), _read_config(chosen))
-
-
-def _read_config(model: str) -> dict[str, object]:
-    path = os.path.join(model, "config.json") if os.path.isdir(model) else model
-    content = read_named_file(path, what="the model's config", max_bytes=_MAX_CONFIG_BYTES, refusal=UsageError)
-    try:
-        document = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"config.json is not valid JSON: {error}", where=path) from error
-    if not isinstance(document, dict):
-        raise UnreadableError("config.json is not a JSON object", where=path)
-    return document
+    return describe_cut(read_config(model).values, read_config(chosen).values)

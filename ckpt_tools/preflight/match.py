@@ -11,14 +11,15 @@ from ckpt_tools.description.checkpoint import Checkpoint, Finding
 from ckpt_tools.description.infer import infer_mesh
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
-from ckpt_tools.errors import CkptError, RefusedConfigError, UnreadableError
+from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.preflight.comparison import Comparison, ModelView, comparison_from_json, facts_from_json
+from ckpt_tools.models.config import config_path
+from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
 from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
-from ckpt_tools.preflight.model_facts import read_facts
+from ckpt_tools.preflight.model_facts import checked_config, read_facts
 from ckpt_tools.preflight.names_match import check_names, is_native_titan
-from ckpt_tools.preflight.reads import RankReads, reads_from_json
+from ckpt_tools.preflight.reads import RankReads, Reads
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.processes.child import Child
 from ckpt_tools.text import escape_name
@@ -29,15 +30,6 @@ _MODEL_CHILDREN = ("pytorch_model_fsdp_0", "model")
 """Where accelerate puts the model inside of a checkpoint of its own."""
 _VERL_CHILD = "actor"
 """Where verl puts the policy inside of a global_step_N."""
-_FOREIGN = (
-    "a verl checkpoint",
-    "a DeepSpeed checkpoint",
-    "a torch_checkpointing checkpoint",
-    "a directory of per-rank pickles",
-    "accelerate's pickle of a whole model",
-    "only pickled weights",
-)
-"""How `formats.detect` begins to speak of layouts that some trainer reads, and ckpt does not."""
 _OPTIMIZER_CHILD = "optimizer_0"
 _OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
 _SAMPLE_BYTES = 1 << 16
@@ -113,17 +105,16 @@ def check_checkpoint(
         max_elems: Parameters from which on it is large.
     """
     path = _locate(path)
-    where = escape_name(path)
     try:
         with open_path(path) as opened:
             return _check(opened, path, spec, model, resumes, cuts, max_elems)
     except UnreadableError as error:
         view = ModelView() if model is None else look_at_model(model, cuts=cuts, max_elems=max_elems)
-        if error.what.startswith(_FOREIGN):  # the trainer's own, and perhaps just right
-            unread = f"the checkpoint {where}: {error.what}" + (f" ({error.hint})" if error.hint else "")
+        if isinstance(error, ForeignLayoutError):  # the trainer's own, and perhaps just right
+            unread = f"the checkpoint {escape_name(path)}: {error.what}" + (f" ({error.hint})" if error.hint else "")
             return CheckpointMatch(path=path, findings=(), not_checked=(unread,), view=view)
         finding = Finding.error(
-            code="checkpoint-unreadable", where=error.where or where, what=error.what, hint=error.hint
+            code="checkpoint-unreadable", where=error.where or path, what=error.what, hint=error.hint
         )
         return CheckpointMatch(path=path, findings=(finding,), view=view)
 
@@ -146,7 +137,7 @@ def _check(
     cuts: Sequence[str],
     max_elems: int,
 ) -> CheckpointMatch:
-    where = escape_name(path)
+    where = path
     checkpoint = opened.checkpoint
     verified = verify(opened, level="structure", num_workers=1)
     findings = list(verified.findings)
@@ -179,25 +170,19 @@ def _check(
         and is_native_titan(map(strip_wrappers, comparison.left))
     ):
         not_checked.append("names and shapes: the checkpoint has torchtitan's own names, config.json transformers'")
-    reads = view.reads
-    counted: tuple[RankReads, ...] = ()
-    if reads is None and comparison.found:
+    reads = view.reads or Reads()
+    if view.reads is None and comparison.found:
         not_checked.append("what each rank reads: the config's mesh is not known")
-    elif reads is not None and "unknown" in reads:
-        not_checked.append(f"what each rank reads: {reads['unknown']}")
-    elif reads is not None and "refused" in reads:
-        refused = reads["refused"]
-        findings.append(
-            Finding.warning(
-                code="checkpoint-mesh",
-                where=where,
-                what=f"the checkpoint cannot be cut for {mesh}: {refused['what']}",
-                hint=refused["hint"],
-            )
+    elif reads.unknown is not None:
+        not_checked.append(f"what each rank reads: {reads.unknown}")
+    elif reads.refused is not None:
+        what, hint = reads.refused
+        finding = Finding.warning(
+            code="checkpoint-mesh", where=where, what=f"the checkpoint cannot be cut for {mesh}: {what}", hint=hint
         )
-    elif reads is not None and mesh is not None and comparison.found:
-        counted = reads_from_json(reads)
-        findings += check_mesh(checkpoint, counted, where=where, saved=saved, mesh=mesh, spec=spec)
+        findings.append(finding)
+    elif mesh is not None and reads.ranks:
+        findings += check_mesh(checkpoint, reads.ranks, where=where, saved=saved, mesh=mesh, spec=spec)
     if spec.mesh is not None and spec.mesh.size("pp") > 1:
         not_checked.append("which stage of the pipeline reads what: the reads are those of a rank with every layer")
     return CheckpointMatch(
@@ -207,7 +192,7 @@ def _check(
         verify=verified,
         view=view,
         mesh=_text(saved),
-        reads=counted,
+        reads=reads.ranks,
     )
 
 
@@ -253,7 +238,7 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
                 continue
             count = min(a.span.nbytes, b.span.nbytes, _SAMPLE_BYTES)
             one, two = (opened.source.read(chunk.span.file, chunk.span.offset, count) for chunk in (a, b))
-            names = f"{escape_name(first.fqn)} and {escape_name(other.fqn)}"
+            names = f"{first.fqn} and {other.fqn}"
             if one != two:
                 yield Finding.error(
                     code="checkpoint-tied",
@@ -321,23 +306,19 @@ def look_at_model(
         UnreadableError: The config cannot be read at all.
         RefusedConfigError: Nothing may be built of it.
     """
-    job = {
-        "config": os.path.abspath(model),
-        "checkpoint": None if checkpoint is None else os.path.abspath(checkpoint),
-        "mesh": _text(mesh),
-        "cuts": [os.path.abspath(path) for path in cuts],
-        "max_elems": max_elems,
-    }
+    job = Look(
+        config=os.path.abspath(model),
+        checkpoint=None if checkpoint is None else os.path.abspath(checkpoint),
+        mesh=mesh,
+        cuts=tuple(os.path.abspath(path) for path in cuts),
+        max_elems=max_elems,
+    )
     try:
-        with Child(COMPARE, job, does="describes the model", walled=True) as child:
-            answer = child.result()
+        with Child(COMPARE, job, ModelView, does="describes the model", walled=True) as child:
+            view = child.result()
     except (UnreadableError, RefusedConfigError):
         raise
     except CkptError as error:
-        return ModelView(facts=read_facts(model), why_not=error.what)
-    named = os.path.join(model, "config.json") if os.path.isdir(model) else model
-    facts = replace(facts_from_json(answer["facts"]), where=escape_name(named))
-    if "unbuilt" in answer:
-        return ModelView(facts=facts, why_not=answer["unbuilt"])
-    described = answer["model"]
-    return ModelView(facts=facts, comparison=comparison_from_json(described), reads=described.get("reads"))
+        return ModelView(facts=read_facts(checked_config(model)), why_not=error.what)
+    # As the user wrote it, not as the child was told.
+    return view if view.facts is None else replace(view, facts=replace(view.facts, where=config_path(model)))

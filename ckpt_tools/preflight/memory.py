@@ -13,7 +13,6 @@ from itertools import pairwise
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run
-from ckpt_tools.estimate.report import estimate_from_json
 from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.processes.child import Child
@@ -174,21 +173,11 @@ def _optimizer(spec: ParallelSpec, notes: list[str]) -> str:
     return "adamw"
 
 
-def start_estimate(question: MemoryQuestion) -> AbstractContextManager[Child | None]:
+def start_estimate(question: MemoryQuestion) -> AbstractContextManager[Child[Estimate] | None]:
     """Start the estimate, beside whatever else is done; leaving the context ends it."""
     if question.options is None:
         return nullcontext()
     return run.start_estimate(question.options)
-
-
-def estimate_memory(question: MemoryQuestion) -> Estimate | None:
-    """Run the estimate, and wait for it.
-
-    Raises:
-        CkptError: The model cannot be estimated.
-    """
-    with start_estimate(question) as child:
-        return None if child is None else estimate_from_json(child.result())
 
 
 def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:

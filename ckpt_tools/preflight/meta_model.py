@@ -1,6 +1,6 @@
 """The model on the meta device, beside the names of a checkpoint. Imports torch: for a process of its own.
 
-`compare` is what `match.look_at_model` calls in a child, and reads the answer of.
+`compare` is what `match.look_at_model` calls in a child.
 """
 
 from __future__ import annotations
@@ -11,104 +11,110 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME
-from ckpt_tools.description.layout import Shard, parse_mesh
+from ckpt_tools.description.layout import Mesh, Shard
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
+from ckpt_tools.models.config import ModelConfig
+from ckpt_tools.models.hf_recipe import HfRecipe
+from ckpt_tools.models.recipe import call, loss_of
 from ckpt_tools.placement import Rule, find_tp_plan, place_tensors, tp_plan_rules
-from ckpt_tools.preflight.comparison import facts_to_json
-from ckpt_tools.preflight.model_classes import build_on_meta
-from ckpt_tools.preflight.model_facts import ModelFacts, complete, read_facts, read_values
+from ckpt_tools.preflight.comparison import Comparison, FoundTensor, Kind, Look, ModelTensor, ModelView, Trial
+from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, read_facts
 from ckpt_tools.preflight.names_match import without_peft
-from ckpt_tools.preflight.reads import count_reads, reads_to_json
-from ckpt_tools.processes.child import build_behind_walls
-from ckpt_tools.smoke.hf_recipe import HfRecipe
-from ckpt_tools.smoke.recipe import call, loss_of
+from ckpt_tools.preflight.reads import Reads, count_reads
+from ckpt_tools.processes.child import Here, build_behind_walls
 from ckpt_tools.text import escape_name
 
+EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 _ADAPTER = re.compile(
     r"(^|[._])(lora_(A|B|E|down|up|embedding_[AB]|magnitude_vector|mid)|hada_|lokr_|oft_|boft_|dora_)"
 )
 
 
-def compare(job: Mapping[str, Any]) -> dict[str, object]:
+def compare(look: Look, here: Here) -> ModelView:
     """Describe the model of a config.json, and hold a checkpoint's names against it.
-
-    Args:
-        job: "config": the file or its directory; "checkpoint": a path or None; "mesh": the config's mesh or None;
-            "cuts": smaller configs, tried in order when the model has more than "max_elems" parameters.
-
-    Returns:
-        "facts" of the model for the rules, and "model", or "unbuilt" with the reason. Of the model: "title",
-        "base_prefix", "num_elems", "tensors" (name → dtype, shape, kind: parameter, buffer or transient, a buffer that
-        is never saved), "ties" and "trial". Of the checkpoint: "found" (name of the model → dtype, shape and FQNs),
-        "left" (FQNs that the model does not have), "adapters" (FQNs), and "reads".
 
     Raises:
         UnreadableError: No config, or the checkpoint cannot be opened.
         RefusedConfigError: Nothing may be built of the config.
     """
-    paths = [path for path in (job["config"], job.get("checkpoint")) if path is not None]
+    paths = [path for path in (look.config, look.checkpoint) if path is not None]
     with ExitStack() as stack:
-        facts = read_facts(job["config"])
-        values, where = read_values(job["config"])
-        opened = stack.enter_context(open_path(job["checkpoint"])) if len(paths) > 1 else None
-        cuts = [(path, read_values(path)[0]) for path in job.get("cuts") or ()]
+        config = checked_config(look.config)
+        facts = read_facts(config)
+        opened = None if look.checkpoint is None else stack.enter_context(open_path(look.checkpoint))
+        cuts = [(path, checked_config(path)) for path in look.cuts]
         # All is read. From here on nothing of the model's is opened.
         foreign = tuple(path if os.path.isdir(path) else os.path.dirname(path) for path in paths)
-        build_behind_walls(job, subject=f"a {escape_name(facts.architecture or 'model')}", where=where, foreign=foreign)
-        facts = complete(facts, build_on_meta(values, where=where))
-        return _describe(job, facts, values, opened, cuts)
+        subject = f"a {facts.architecture or 'model'}"
+        build_behind_walls(here, subject=subject, where=config.where, foreign=foreign)
+        return _describe(look, facts, config, opened, cuts)
 
 
 def _describe(
-    job: Mapping[str, Any],
+    look: Look,
     facts: ModelFacts,
-    values: Mapping[str, object],
+    config: ModelConfig,
     opened: Opened | None,
-    cuts: Sequence[tuple[str, Mapping[str, object]]],
-) -> dict[str, object]:
-    told = facts_to_json(facts)
+    cuts: Sequence[tuple[str, ModelConfig]],
+) -> ModelView:
+    # Classes and names of modules are those of the plain model, which is none that can be trained from these weights.
+    plain = {key: value for key, value in config.values.items() if key != "quantization_config"}
     try:
         with torch.device("meta"):
-            model = HfRecipe(values, facts.where).build()
+            model = HfRecipe(plain, config.where).build()
+        facts = _completed(facts, model)
+        HfRecipe(config.values, config.where)
     except RefusedConfigError:
         raise
     except UsageError as error:
-        return {"facts": told, "unbuilt": error.what}
+        return ModelView(facts=facts, why_not=error.what)
     num_elems = _count(model)
-    described: dict[str, object] = {
-        "title": type(model).__name__,
-        "base_prefix": _base_prefix(model),
-        "num_elems": num_elems,
-        "tensors": _tensors(model),
-        "ties": tied_groups(model),
-    }
+    comparison = Comparison(
+        title=type(model).__name__,
+        base_prefix=_base_prefix(model),
+        num_elems=num_elems,
+        tensors=_tensors(model),
+        ties=tied_groups(model),
+    )
+    reads = None
     if opened is not None:
-        described |= _match(model, job, values, opened)
-    if cuts and num_elems > job["max_elems"]:
-        described["trial"] = _try_cuts(cuts, facts.where, job["max_elems"])
-    return {"facts": told, "model": described}
+        comparison, reads = _match(comparison, model, look.mesh, config, opened)
+    if cuts and num_elems > look.max_elems:
+        comparison = replace(comparison, trial=_try_cuts(cuts, config.where, look.max_elems))
+    return ModelView(facts=facts, comparison=comparison, reads=reads)
+
+
+def _completed(facts: ModelFacts, model: nn.Module) -> ModelFacts:
+    """Return facts with what the built model shows in place of what the config says."""
+    ends = [getattr(getattr(model, name, lambda: None)(), "weight", None) for name in EMBEDDINGS]
+    return replace(
+        facts,
+        blocks=tuple(sorted(getattr(model, "_no_split_modules", None) or ())) or facts.blocks,
+        module_classes=tuple(dict.fromkeys(type(module).__name__ for module in model.modules())),
+        shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        tied_embeddings=ends[0] is not None and ends[0] is ends[1],
+    )
 
 
 def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _try_cuts(cuts: Sequence[tuple[str, Mapping[str, object]]], where: str, max_elems: int) -> dict[str, object]:
+def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str, max_elems: int) -> Trial:
     """Find the first config that makes a model which is small enough and runs forward and backward by itself."""
     reasons: list[str] = []
-    for path, values in cuts:
+    for path, cut in cuts:
         try:
-            recipe = HfRecipe(values, where)
+            recipe = HfRecipe(cut.values, where)
             with torch.device("meta"):
                 num_elems = _count(recipe.build())
             if num_elems > max_elems:
@@ -123,9 +129,9 @@ def _try_cuts(cuts: Sequence[tuple[str, Mapping[str, object]]], where: str, max_
             reasons.append(f"cut down it fails by itself: {escape_name(what)}")
             continue
         if math.isfinite(loss.item()):
-            return {"path": path, "num_elems": num_elems}
+            return Trial(path=path, num_elems=num_elems)
         reasons.append(f"cut down its loss is {loss.item()}")
-    return {"path": None, "why": "; ".join(reasons)}
+    return Trial(path=None, why="; ".join(reasons))
 
 
 def _base_prefix(model: nn.Module) -> str:
@@ -134,14 +140,14 @@ def _base_prefix(model: nn.Module) -> str:
     return f"{name}." if isinstance(name, str) and name else ""
 
 
-def _tensors(model: nn.Module) -> dict[str, object]:
+def _tensors(model: nn.Module) -> dict[str, ModelTensor]:
     saved = set(model.state_dict(keep_vars=True))
-    found: dict[str, object] = {}
+    found: dict[str, ModelTensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[name] = {"dtype": _dtype(parameter), "shape": list(parameter.shape), "kind": "parameter"}
+        found[name] = ModelTensor(dtype=_dtype(parameter), shape=tuple(parameter.shape), kind="parameter")
     for name, tensor in model.named_buffers(remove_duplicate=False):
-        kind = "buffer" if name in saved else "transient"
-        found[name] = {"dtype": _dtype(tensor), "shape": list(tensor.shape), "kind": kind}
+        kind: Kind = "buffer" if name in saved else "transient"
+        found[name] = ModelTensor(dtype=_dtype(tensor), shape=tuple(tensor.shape), kind=kind)
     return found
 
 
@@ -149,30 +155,30 @@ def _dtype(tensor: torch.Tensor) -> str:
     return BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")].name
 
 
-def _match(model: nn.Module, job: Mapping[str, Any], values: Mapping[str, object], opened: Opened) -> dict[str, object]:
-    adapters = [entry.fqn for entry in opened.checkpoint.tensors if _ADAPTER.search(entry.fqn)]
+def _match(
+    comparison: Comparison, model: nn.Module, mesh: Mesh | None, config: ModelConfig, opened: Opened
+) -> tuple[Comparison, Reads | None]:
+    """Return the comparison with what the checkpoint has for the model, and what ranks read of it."""
+    adapters = tuple(entry.fqn for entry in opened.checkpoint.tensors if _ADAPTER.search(entry.fqn))
+    comparison = replace(comparison, adapters=adapters)
     plain, original = _without_peft(opened.checkpoint, set(adapters))
     names = tuple(model.state_dict(keep_vars=True))
     try:
         wholes, left = match_names(plain, model, names, "auto")
     except UsageError as error:
-        return {"refused": {"what": error.what, "hint": error.hint}, "adapters": adapters}
+        return replace(comparison, refused=(error.what, error.hint)), None
     found = {
-        name: {
-            "dtype": whole.dtype.name,
-            "shape": list(whole.shape),
-            "fqns": [original[piece.entry.fqn] for piece in whole.pieces],
-        }
+        name: FoundTensor(
+            dtype=whole.dtype.name,
+            shape=tuple(whole.shape),
+            fqns=tuple(original[piece.entry.fqn] for piece in whole.pieces),
+        )
         for name, whole in wholes.items()
     }
     used = {piece.entry.fqn for whole in wholes.values() for piece in whole.pieces}
     entries = [entry for entry in plain.tensors if entry.fqn in used]
-    return {
-        "found": found,
-        "left": [original[fqn] for fqn in left],
-        "adapters": adapters,
-        "reads": _reads(job, values, opened.checkpoint, entries) if entries else None,
-    }
+    reads = _reads(mesh, config.values, opened.checkpoint, entries) if mesh is not None and entries else None
+    return replace(comparison, found=found, left=tuple(original[fqn] for fqn in left)), reads
 
 
 def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoint, dict[str, str]]:
@@ -193,23 +199,17 @@ def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoin
     return replace(checkpoint, tensors=tuple(tensors)), original
 
 
-def _reads(
-    job: Mapping[str, Any], values: Mapping[str, object], checkpoint: Checkpoint, entries: Sequence[TensorEntry]
-) -> dict[str, object] | None:
-    if job.get("mesh") is None:
-        return None
-    mesh = parse_mesh(job["mesh"])
+def _reads(mesh: Mesh, values: Mapping[str, object], checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> Reads:
     try:
         rules = _tp_rules(values, entries) if mesh.size("tp") > 1 else ()
     except CkptError as error:
-        return {"unknown": error.what}
+        return Reads(unknown=error.what)
     try:
         placed = place_tensors([entry for entry in entries if math.prod(entry.shape)], mesh, rules)
     except CkptError as error:
-        return {"refused": {"what": error.what, "hint": error.hint}}
+        return Reads(refused=(error.what, error.hint))
     placements = {fqn: {a: cut for a, cut in cuts.items() if isinstance(cut, Shard)} for fqn, cuts in placed.items()}
-    whole_items = checkpoint.format == "dcp"
-    return reads_to_json(count_reads(entries, mesh, placements, whole_items=whole_items))
+    return Reads(ranks=count_reads(entries, mesh, placements, whole_items=checkpoint.format == "dcp"))
 
 
 def _tp_rules(values: Mapping[str, object], entries: Sequence[TensorEntry]) -> tuple[Rule, ...]:

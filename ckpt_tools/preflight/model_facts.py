@@ -11,16 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ckpt_tools.errors import CkptError, UnreadableError
-from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.opening import open_path, read_document
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.opening import open_path
+from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, config_in, config_path
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
 from ckpt_tools.walls import check_config
-
-CONFIG_NAME = "config.json"
-MAX_CONFIG_BYTES = 16_000_000
-"""Longest config.json that is read; real ones have some kilobytes."""
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -83,7 +78,7 @@ class ModelFacts:
     """What is known of a model without its weights. None: the config does not say."""
 
     where: str
-    """The config.json, escaped."""
+    """The path of the config.json."""
     architecture: str | None = None
     """The model class."""
     model_type: str | None = None
@@ -132,61 +127,36 @@ class ModelFacts:
         return (self.num_experts or 0) > 1
 
 
-def read_facts(model: str) -> ModelFacts:
-    """Read what a model's config and the headers of its weights say; `match.look_at_model` builds it for more.
-
-    Args:
-        model: A directory with config.json, or the file.
-
-    Raises:
-        UnreadableError: No config.json, or it is not a JSON object.
-        RefusedConfigError: Nothing may be built of it.
-    """
-    values, where = read_values(model)
-    directory, name = _located(model)
+def read_facts(config: ModelConfig) -> ModelFacts:
+    """Return what a config and the headers of the weights beside it say; `match.look_at_model` builds it for more."""
+    directory, name = os.path.split(config.where)
     shapes = _stored_shapes(directory) if name == CONFIG_NAME else {}
-    return replace(facts_of(values, where=where), shapes=shapes, stored=frozenset(shapes))
+    return replace(facts_of(config.values, where=config.where), shapes=shapes, stored=frozenset(shapes))
 
 
-def _located(model: str) -> tuple[str, str]:
-    return (model, CONFIG_NAME) if os.path.isdir(model) else os.path.split(os.path.abspath(model))
-
-
-def read_values(model: str) -> tuple[dict[str, object], str]:
-    """Return the content of a config.json, and its name for messages.
+def checked_config(model: str) -> ModelConfig:
+    """Read the config.json that `model` names, or holds; links that lead out of its directory are not followed.
 
     Raises:
         UnreadableError: No config.json, or it is not a JSON object.
         RefusedConfigError: Nothing may be built of it.
     """
-    directory, name = _located(model)
-    if not os.path.lexists(os.path.join(directory, name)):
-        raise UnreadableError(
-            f"no {name} here",
-            where=model,
-            hint="pass the directory that the model was downloaded to",
-        )
+    directory, name = os.path.split(config_path(os.path.abspath(model)))
     with Source(directory) as source:
-        text = read_document(source, name, MAX_CONFIG_BYTES)
-    where = escape_name(os.path.join(directory, name))
-    values = parse_json(text, what="the config", where=where)
-    if not isinstance(values, dict):
-        raise UnreadableError("the config is not a JSON object", where=where)
-    check_config(values, where)
-    return values, where
+        config = config_in(source, name)
+    check_config(config.values, config.where)
+    return config
 
 
 def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> ModelFacts:
-    """Return what a parsed config.json alone says."""
+    """Return what a config.json alone says."""
     text = _text_part(values)
-    names = values.get("architectures") or values.get("_class_name")
-    architecture = names[0] if isinstance(names, list) and names else names
     heads = _whole(text, _HEADS)
     model_type = _word(text, "model_type")
     tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     return ModelFacts(
         where=where,
-        architecture=architecture if isinstance(architecture, str) else None,
+        architecture=ModelConfig(values=values, where=where).architecture,
         model_type=_word(values, "model_type"),
         num_layers=_whole(text, _LAYERS),
         hidden_size=_whole(text, _HIDDEN),
@@ -201,33 +171,6 @@ def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> Model
         dtype=_word(values, "dtype") or _word(values, "torch_dtype") or _word(text, "dtype"),
         quantization=_quantization(values.get("quantization_config")),
         blocks=_BLOCKS.get(model_type or "", ()),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """What a model built on meta shows."""
-
-    blocks: tuple[str, ...]
-    """`_no_split_modules`."""
-    module_classes: tuple[str, ...]
-    """Classes of its modules, without doubles."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """FQN → shape of its parameters; tied ones once."""
-    tied_embeddings: bool
-    """Are embeddings and head one parameter?"""
-
-
-def complete(facts: ModelFacts, built: Built | None) -> ModelFacts:
-    """Return facts with what the built model shows in place of what the config says."""
-    if built is None:
-        return facts
-    return replace(
-        facts,
-        blocks=built.blocks or facts.blocks,
-        module_classes=built.module_classes,
-        shapes=built.shapes,
-        tied_embeddings=built.tied_embeddings,
     )
 
 

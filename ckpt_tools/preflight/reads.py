@@ -9,7 +9,7 @@ Source: `FileSystemReader.read_data` and `HuggingFaceStorageReader._process_read
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.layout import BoxIndex, Mesh, Placement
@@ -31,6 +31,17 @@ class RankReads:
     """Bytes of its own boxes."""
     read_bytes: int
     """Bytes that are read for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """What the ranks of a mesh read, or why that is not known."""
+
+    ranks: tuple[RankReads, ...] = ()
+    refused: tuple[str, str | None] | None = None
+    """Why the checkpoint cannot be cut for the mesh, and a hint."""
+    unknown: str | None = None
+    """Why nothing says how it would be cut."""
 
 
 def count_reads(
@@ -76,14 +87,3 @@ def count_reads(
         RankReads(rank=rank, num_files=len(files[rank]), needed_bytes=needed[rank], read_bytes=read[rank])
         for rank in ranks
     )
-
-
-def reads_to_json(reads: Sequence[RankReads]) -> dict[str, object]:
-    """Return the reads for another process, or for a report."""
-    return {"ranks": [asdict(one) for one in reads]}
-
-
-def reads_from_json(document: Mapping[str, object]) -> tuple[RankReads, ...]:
-    """Return what `reads_to_json` wrote."""
-    rows = document["ranks"]
-    return tuple(RankReads(**row) for row in rows) if isinstance(rows, list) else ()

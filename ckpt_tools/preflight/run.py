@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.estimate.report import estimate_from_json
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
 from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, start_estimate
-from ckpt_tools.preflight.model_facts import read_facts
+from ckpt_tools.preflight.model_facts import checked_config, facts_of
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
@@ -230,7 +229,7 @@ def _question(spec: ParallelSpec, sources: Sources, gpu_memory: int | None) -> M
     if sources.model is None:
         return MemoryQuestion(options=None, why_not="there is no config.json of the model")
     try:
-        positions = read_facts(sources.model).max_positions
+        positions = facts_of(checked_config(sources.model).values).max_positions
         return ask(spec, model=sources.model, gpu_memory=gpu_memory, max_positions=positions)
     except CkptError as error:
         return MemoryQuestion(options=None, why_not=error.what)
@@ -241,14 +240,14 @@ def _check_memory(
     flight: _Flight,
     spec: ParallelSpec,
     question: MemoryQuestion,
-    estimating: Child | None,
+    estimating: Child[Estimate] | None,
     gpu_memory: int | None,
 ) -> Estimate | None:
     if estimating is None:
         check.why_not = question.why_not
         return None
     try:
-        found = estimate_from_json(estimating.result())
+        found = estimating.result()
     except CkptError as error:
         check.why_not = error.what
         return None

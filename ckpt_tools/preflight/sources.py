@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.models.config import CONFIG_NAME, config_path, read_config
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import escape_name
-
-CONFIG_NAME = "config.json"
-_MAX_CONFIG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +42,7 @@ def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, che
 
     Raises:
         UsageError: What was passed is not there, or is no model.
+        UnreadableError: The model's config.json is not a JSON object.
     """
     if checkpoint is not None and not os.path.lexists(checkpoint):
         raise UsageError("there is no such checkpoint", where=checkpoint, hint="--checkpoint takes a path")
@@ -110,7 +107,7 @@ def _cached(name: str) -> str | None:
 
 def _described(directory: str, missing: list[str], *, passed: bool) -> str | None:
     """Return `directory` when its config.json describes a transformers model; say what it is otherwise."""
-    path = os.path.join(directory, CONFIG_NAME) if os.path.isdir(directory) else directory
+    path = config_path(directory)
     where = escape_name(directory)
     if os.path.isfile(os.path.join(directory, "model_index.json")):
         missing.append(f"the model's classes, names and shapes: {where} is a diffusers pipeline")
@@ -124,23 +121,13 @@ def _described(directory: str, missing: list[str], *, passed: bool) -> str | Non
             )
         missing.append(f"the model's classes, names and shapes: there is no config.json in {where}")
         return None
-    document = _read(path)
-    if not isinstance(document, dict):
-        raise UsageError("config.json is not a JSON object", where=where)
+    document = read_config(path).values
     if not document.get("architectures"):
         kind = document.get("_class_name")
         what = f"describes a {escape_name(kind)} of diffusers" if isinstance(kind, str) else "names no architecture"
         missing.append(f"the model's classes, names and shapes: {where} {what}, and transformers builds none")
         return None
     return directory
-
-
-def _read(path: str) -> object:
-    content = read_named_file(path, what="the model's config", max_bytes=_MAX_CONFIG_BYTES, refusal=UsageError)
-    try:
-        return json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"config.json is not valid JSON: {error}", where=path) from error
 
 
 def _has_weights(directory: str) -> bool:

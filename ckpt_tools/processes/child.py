@@ -18,14 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
-from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, StorageError
+from ckpt_tools.processes import wire
+from ckpt_tools.processes.wire import error_from_json, error_to_json
 from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.text import escape_name
 from ckpt_tools.walls import Limits, Walls, raise_walls
@@ -65,15 +68,30 @@ os._exit(0)  # the answer is there; libraries take their time to say goodbye, or
 """
 
 
-class Child:
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """Where a child finds itself."""
+
+    directory: str
+    """Private to it and the caller."""
+    parent: int
+    """The caller's process."""
+
+
+class Child(Generic[A]):
     """A call of "module:function" in a process of its own; use as a context, which ends it whatever happens.
 
     It has one thread for computing, no network for model hubs, nothing of torchrun, and writes below a directory that
     is removed. The thread that enters the context has to live as long as it: the child ends with that thread.
 
     Args:
-        function: Of this package: takes one mapping, of what JSON holds, and returns one.
-        job: Its argument. Beside this it finds there "directory", which is `Child.directory`, and "parent", a pid.
+        function: Of this package: takes a job and a `Here`, annotated, and returns an answer. What crosses is what
+            `wire` takes.
+        job: Its first argument.
+        answer: The type of what it returns.
         does: What the process does, for errors: "the process that …".
         relief: What to do when the machine runs out of memory.
         gpu: May it see GPUs?
@@ -86,7 +104,8 @@ class Child:
     def __init__(
         self,
         function: str,
-        job: Mapping[str, object],
+        job: object,
+        answer: type[A],
         *,
         does: str,
         relief: str = "end what else runs, and try again",
@@ -95,6 +114,7 @@ class Child:
     ) -> None:
         self._function = function
         self._job = job
+        self._answer = answer
         self._name = f"the process that {does}"
         self._relief = relief
         self._gpu = gpu
@@ -119,9 +139,9 @@ class Child:
     def _start(self) -> None:
         # Not the current directory, which may be somebody's checkpoint, with a torch.py in it.
         path = [entry for entry in sys.path if entry and not (self._walled and _is_here(entry))]
-        job = {"function": self._function, "job": dict(self._job), "path": path, "parent": os.getpid()}
+        job = {"function": self._function, "job": self._job, "path": path, "parent": os.getpid()}
         with open(os.path.join(self.directory, "job.json"), "w", encoding="utf-8") as file:
-            json.dump(job, file)
+            file.write(wire.dumps(job))
         with open(os.path.join(self.directory, _LOG_NAME), "wb") as log, hold_signals():
             self._process = subprocess.Popen(  # noqa: S603 - this Python, with arguments of our own
                 [sys.executable, "-P", "-X", "faulthandler", "-c", _BOOT, self.directory],
@@ -140,9 +160,7 @@ class Child:
         finally:
             self._private.cleanup()
 
-    def result(
-        self, timeout_s: float | None = TIMEOUT_S, *, on_wait: Callable[[], None] | None = None
-    ) -> dict[str, Any]:
+    def result(self, timeout_s: float | None = TIMEOUT_S, *, on_wait: Callable[[], None] | None = None) -> A:
         """Wait for what the function returns.
 
         Args:
@@ -166,7 +184,7 @@ class Child:
             time.sleep(_POLL_S)
         self._end()
         try:
-            return read_answer(self.directory)
+            return read_answer(self.directory, self._answer)
         except FileNotFoundError:
             returncode = self._process.returncode
             what, hint = describe_end(returncode, self._relief)
@@ -237,10 +255,12 @@ def serve(directory: str, job: Mapping[str, Any]) -> None:
     die_with_parent(job["parent"], signal.SIGTERM)
     warnings.simplefilter("ignore")
     module, _, name = job["function"].partition(":")
-    told = {**job["job"], "directory": directory, "parent": job["parent"]}
+    function = getattr(importlib.import_module(module), name)
+    kind = next(iter(typing.get_type_hints(function).values()))
     answer: dict[str, object]
     try:
-        answer = {"result": getattr(importlib.import_module(module), name)(told)}
+        here = Here(directory=directory, parent=job["parent"])
+        answer = {"result": function(wire.build(kind, job["job"]), here)}
     except CkptError as error:
         answer = {"error": error_to_json(error)}
     _leave(directory, answer)
@@ -249,26 +269,25 @@ def serve(directory: str, job: Mapping[str, Any]) -> None:
 def _leave(directory: str, answer: Mapping[str, object]) -> None:
     path = os.path.join(directory, _RESULT_NAME)
     with open(path + ".part", "w", encoding="utf-8") as file:
-        json.dump(answer, file)
+        file.write(wire.dumps(answer))
     os.replace(path + ".part", path)
 
 
-def build_behind_walls(job: Mapping[str, Any], *, subject: str, where: str, foreign: tuple[str, ...]) -> None:
+def build_behind_walls(here: Here, *, subject: str, where: str, foreign: tuple[str, ...]) -> None:
     """Raise the walls around this child, before it builds a model; what it has to read it has read.
 
     Args:
-        job: What the child was told.
+        here: Of this child.
         subject: The model, for errors.
         where: Its config, for errors.
         foreign: Directories of the model and of its checkpoint.
     """
-    directory: str = job["directory"]
 
     def leave(error: CkptError) -> NoReturn:
-        _leave(directory, {"error": error_to_json(error)})
+        _leave(here.directory, {"error": error_to_json(error)})
         os._exit(0)
 
-    walls = Walls(subject=subject, where=where, scratch=directory, foreign=foreign, on_breach=leave)
+    walls = Walls(subject=subject, where=where, scratch=here.directory, foreign=foreign, on_breach=leave)
     raise_walls(walls, Limits(memory_bytes=_BUILD_BYTES, cpu_s=_BUILD_CPU_S))
 
 
@@ -309,32 +328,20 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def read_answer(directory: str) -> dict[str, Any]:
+def read_answer(directory: str, kind: type[A]) -> A:
     """Return what the child of a directory has answered.
 
     Raises:
         CkptError: What the function raised.
         FileNotFoundError: There is no answer.
-        ValueError: It is none.
+        ValueError: It is not one of this type.
     """
     with open(os.path.join(directory, _RESULT_NAME), encoding="utf-8") as file:
         answer = json.load(file)
     if "error" in answer:
         raise error_from_json(answer["error"])
-    result: dict[str, Any] = answer["result"]
+    result: A = wire.build(kind, answer["result"])
     return result
-
-
-def error_to_json(error: CkptError) -> dict[str, str | None]:
-    """Return an error as another process can be told it."""
-    return {"class": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
-
-
-def error_from_json(parts: Mapping[str, Any]) -> CkptError:
-    """Return the error that another process has told."""
-    kind = getattr(errors, parts["class"], CkptError)
-    error: CkptError = kind(parts["what"], where=parts["where"], hint=parts["hint"])
-    return error
 
 
 def describe_end(returncode: int, relief: str) -> tuple[str, str | None]:

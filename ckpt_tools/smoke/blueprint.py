@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,9 +15,11 @@ from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2 import LoadReport, load_checkpoint
+from ckpt_tools.fsdp2.linear_layers import linear_layers
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
-from ckpt_tools.smoke.recipe import Recipe
+from ckpt_tools.models.parameters import replace_parameters
+from ckpt_tools.models.recipe import Recipe
 from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.units import format_size
 
@@ -99,25 +101,6 @@ class Blueprint:
         return base_name(fqn)
 
 
-def linear_layers(model: nn.Module) -> list[str]:
-    """Return the FQNs of the linear layers that get adapters: all but the output layer and layers that share weights.
-
-    Raises:
-        UsageError: There is none.
-    """
-    get_output = getattr(model, "get_output_embeddings", None)
-    output = get_output() if callable(get_output) else None
-    shared = {fqn.rpartition(".")[0] for group in tied_groups(model) for fqn in group}
-    found = [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not output and name not in shared and name
-    ]
-    if not found:
-        raise UsageError("--lora finds no linear layer to adapt", where=type(model).__name__)
-    return found
-
-
 def adopt_dtypes(model: nn.Module, source: str) -> None:
     """Give the parameters of a model on meta the dtypes that the checkpoint stores them in; what is shared stays so."""
     names = {strip_wrappers(fqn): fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
@@ -129,20 +112,12 @@ def adopt_dtypes(model: nn.Module, source: str) -> None:
         parameter = model.get_parameter(names[name])
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
             wanted.setdefault(id(parameter), dtype)
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for key, present in list(module._parameters.items()):  # noqa: SLF001 - setattr would register it anew
-            if present is None or wanted.get(id(present), present.dtype) == present.dtype:
-                continue
-            if id(present) not in made:
-                made[id(present)] = _cast(present, wanted[id(present)])
-            module._parameters[key] = made[id(present)]  # noqa: SLF001
 
+    def cast(parameter: nn.Parameter) -> torch.Tensor | None:
+        dtype = wanted.get(id(parameter), parameter.dtype)
+        return None if dtype == parameter.dtype else parameter.detach().to(dtype)
 
-def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    result = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-    result.__dict__.update(parameter.__dict__)
-    return result
+    replace_parameters(model, cast)
 
 
 def write_random(recipe: Recipe, directory: str) -> None:
@@ -221,8 +196,3 @@ def cut(setting: Setting, fit: Fit) -> Recipe:
     if fit.num_layers is None:
         return setting.recipe
     return setting.recipe.shallower(fit.num_layers) or setting.recipe
-
-
-def with_options(setting: Setting, **changes: object) -> Setting:
-    """Return `setting` with other values."""
-    return replace(setting, **changes)  # type: ignore[arg-type]

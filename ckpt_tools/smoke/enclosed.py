@@ -10,18 +10,19 @@ from typing import NoReturn
 import torch
 
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.smoke.hf_recipe import HfRecipe
-from ckpt_tools.smoke.journal import Journal
+from ckpt_tools.models.hf_recipe import HfRecipe
+from ckpt_tools.processes.journal import Journal
+from ckpt_tools.processes.ranks import Outcome
 from ckpt_tools.smoke.machine import free_memory
+from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.setting import Setting
-from ckpt_tools.smoke.world import Outcome
 from ckpt_tools.walls import Limits, Walls, behind_walls, raise_walls
 
 _EXIT = 3
 
 
 def enclose(
-    setting: Setting, journal: Journal, *, scratch: str, device: torch.device, saved: dict[str, object] | None = None
+    setting: Setting, journal: Journal, *, scratch: str, device: torch.device, saved: Saved | None = None
 ) -> None:
     """Raise the walls around this process, for the rest of its life: a breach is its last event.
 
@@ -70,9 +71,9 @@ def enclosed(setting: Setting, *, scratch: str) -> AbstractContextManager[None]:
     )
 
 
-def _sources(setting: Setting, saved: dict[str, object] | None) -> tuple[str, ...]:
+def _sources(setting: Setting, saved: Saved | None) -> tuple[str, ...]:
     own = () if setting.options.source is None else (os.path.abspath(setting.options.source),)
-    return (*own, *(str(saved[key]) for key in ("source", "path") if saved is not None and saved.get(key)))
+    return own if saved is None else (*own, *(path for path in (saved.source, saved.path) if path))
 
 
 def _foreign(setting: Setting) -> tuple[str, ...]:

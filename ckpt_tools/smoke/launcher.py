@@ -8,23 +8,24 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import signal
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
-from ckpt_tools.processes.child import die_with_parent
-from ckpt_tools.smoke.assemble import assemble, first_error, is_abort
-from ckpt_tools.smoke.journal import RELOAD_NAME, WORLD_NAME, Journal
-from ckpt_tools.smoke.options import SmokeOptions, parse_options
-from ckpt_tools.smoke.world import Outcome, World
+from ckpt_tools.processes.child import Here
+from ckpt_tools.processes.journal import Journal
+from ckpt_tools.processes.ranks import Outcome, World
+from ckpt_tools.smoke.assemble import assemble, first_error
+from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, Saved
+from ckpt_tools.smoke.options import SmokeOptions
 
 if TYPE_CHECKING:
     from ckpt_tools.smoke.setting import Setting
 
+_RELIEF = "try fewer ranks, or a smaller model"
 _PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -35,33 +36,19 @@ _PRELOAD = (
 )
 
 
-def launch(job: dict[str, Any]) -> dict[str, Any]:
-    """Do a job; no rank is left when this returns.
-
-    Args:
-        job: The "options"; what was "saved" by others and is to be reloaded, or None; and what a child is told.
-    """
-    worlds: list[World] = []
-    try:
-        return _run(job, worlds)
-    finally:
-        for world in worlds:
-            world.kill()
-
-
-def _run(job: dict[str, Any], worlds: list[World]) -> dict[str, Any]:
-    options = parse_options(job["options"])
+def launch(job: Launch, here: Here) -> Launched:
+    """Do a job; no rank is left when this returns."""
+    options = job.options
     preload(options)
     from ckpt_tools.smoke import other
     from ckpt_tools.smoke.setting import resolve
 
     setting = resolve(options)
-    _try(setting, job, worlds)
-    if job["saved"] is not None:  # the ranks that trained are torchrun's
-        outcome = _run_world(setting, job, RELOAD_NAME, worlds, job["saved"])
-        findings = [asdict(finding) for finding in outcome.findings]
-        return {"events": {rank: log.events for rank, log in outcome.logs.items()}, "findings": findings}
-    first = _run_world(setting, job, WORLD_NAME, worlds)
+    _try(setting, here)
+    if job.saved is not None:
+        outcome = _run_world(setting, here, RELOAD_NAME, job.saved)
+        return Launched(logs=outcome.logs, findings=tuple(outcome.findings))
+    first = _run_world(setting, here, WORLD_NAME)
     error = first_error(first.logs)
     if error is not None:
         raise error
@@ -69,20 +56,17 @@ def _run(job: dict[str, Any], worlds: list[World]) -> dict[str, Any]:
     reloading, why_not = other.setting_for(setting, first.logs[0])
     if reloading is not None and is_sound(first):
         saved = other.saved_by(setting, reloading, first.logs[0])
-        second = _run_world(reloading, job, RELOAD_NAME, worlds, saved)
+        second = _run_world(reloading, here, RELOAD_NAME, saved)
     report = assemble(
+        setting,
         first.logs,
-        source=options.label,
-        model=setting.recipe.title,
-        mesh=str(setting.mesh),
-        strategy=setting.policy.strategy,
-        device=str(first.logs[0].fact("device") or options.device),
-        findings=[*first.findings, *_of_traces(job["directory"], first), *(second.findings if second else [])],
+        [*first.findings, *_of_traces(here.directory, first), *(second.findings if second else [])],
         stacks=first.stacks or (second.stacks if second else {}),
         reload_logs=second.logs if second else None,
         reload_skipped=why_not,
+        has_lost_rank=first.has_lost_rank or (second is not None and second.has_lost_rank),
     )
-    return {"report": report.to_json()}
+    return Launched(report=report)
 
 
 def preload(options: SmokeOptions) -> None:
@@ -97,18 +81,13 @@ def preload(options: SmokeOptions) -> None:
     warnings.simplefilter("ignore")
 
 
-def _try(setting: Setting, job: dict[str, Any], worlds: list[World]) -> None:
+def _try(setting: Setting, here: Here) -> None:
     """Build the model once on meta: a config that cannot be meant is refused before any rank starts."""
     from ckpt_tools.smoke.enclosed import judge_trial, try_build
 
     if setting.options.factory is None:
         # In a process of its own, behind walls: this one starts others.
-        world = World(
-            os.path.join(job["directory"], "trial"), 1, lambda _, journal: try_build(setting, journal, job["directory"])
-        )
-        worlds.append(world)
-        world.start()
-        outcome = world.watch(setting.timeout_s, lambda: die_with_parent(job["parent"], signal.SIGTERM))
+        outcome = _watch(setting, here, "trial", 1, lambda _, journal: try_build(setting, journal, here.directory))
         error = first_error(outcome.logs) or judge_trial(setting, outcome)
         if error is not None:
             raise error
@@ -117,12 +96,15 @@ def _try(setting: Setting, job: dict[str, Any], worlds: list[World]) -> None:
     gc.freeze()
 
 
-def _run_world(
-    setting: Setting, job: dict[str, Any], name: str, worlds: list[World], saved: dict[str, object] | None = None
-) -> Outcome:
+def _watch(setting: Setting, here: Here, name: str, size: int, function: Callable[[int, Journal], bool]) -> Outcome:
+    with World(os.path.join(here.directory, name), size, function, relief=_RELIEF) as world:
+        return world.watch(here, timeout_s=setting.timeout_s)
+
+
+def _run_world(setting: Setting, here: Here, name: str, saved: Saved | None = None) -> Outcome:
     from ckpt_tools.smoke.rank import run_rank
 
-    private = os.path.join(job["directory"], name)
+    private = os.path.join(here.directory, name)
     size = setting.mesh.world_size
 
     def be_rank(rank: int, journal: Journal) -> bool:
@@ -132,16 +114,13 @@ def _run_world(
             num_local=size,
             local_rank=rank,
             directory=private,
-            scratch=job["directory"],
+            scratch=here.directory,
             journal=journal,
             rendezvous=os.path.join(private, "rendezvous"),
             saved=saved,
         )
 
-    world = World(private, size, be_rank)
-    worlds.append(world)
-    world.start()
-    return world.watch(setting.timeout_s, lambda: die_with_parent(job["parent"], signal.SIGTERM))
+    return _watch(setting, here, name, size, be_rank)
 
 
 def is_sound(outcome: Outcome) -> bool:
@@ -152,9 +131,7 @@ def is_sound(outcome: Outcome) -> bool:
 def _of_traces(directory: str, outcome: Outcome) -> list[Finding]:
     """Return where ranks parted, when they did not all come to an end."""
     traces = os.path.join(directory, WORLD_NAME, "traces")
-    # A rank that does something else entirely, or was ended from outside, has not parted: it has only stopped.
-    parted = [f for f in outcome.findings if (f.code == "hang" and not f.where.startswith("rank")) or is_abort(f)]
-    if not parted or not os.path.isdir(traces):
+    if not outcome.has_parted or not os.path.isdir(traces):
         return []
     from ckpt_tools.fsdp2.compare import compare_traces
     from ckpt_tools.fsdp2.watch import read_traces

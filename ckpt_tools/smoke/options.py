@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
@@ -103,15 +102,6 @@ class SmokeOptions:
     def label(self) -> str:
         """What is tried, for headings."""
         return self.source or self.model or self.factory or "the built-in model"
-
-    def to_text(self) -> str:
-        """Return it as text for another process."""
-        return json.dumps(asdict(self))
-
-
-def parse_options(text: str) -> SmokeOptions:
-    """Return what `SmokeOptions.to_text` wrote."""
-    return SmokeOptions(**json.loads(text))
 
 
 def absolute(path: str | None) -> str | None:

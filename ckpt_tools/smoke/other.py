@@ -8,7 +8,8 @@ from dataclasses import replace
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.fsdp2 import Policy
 from ckpt_tools.fsdp2.mesh import TP_AXIS
-from ckpt_tools.smoke.journal import RankLog
+from ckpt_tools.processes.journal import RankLog
+from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.setting import Setting
 
 _FSDP_AXES = ("dp_shard", "dp_replicate")
@@ -35,8 +36,8 @@ def setting_for(setting: Setting, log: RankLog) -> tuple[Setting | None, str]:
         log: Of its rank 0.
     """
     mesh = other_mesh(setting.mesh)
-    devices = log.fact("num_devices")
-    if log.fact("device") == "cuda" and isinstance(devices, int) and devices < mesh.world_size:
+    devices = log.fact("num_devices", int)
+    if log.fact("device", str) == "cuda" and devices is not None and devices < mesh.world_size:
         return None, f"a world of {mesh.world_size} needs as many GPUs, and there are {devices}"
     policy = setting.policy
     if policy.strategy == "hybrid_shard" and len([n for n, _ in mesh.axes if n != TP_AXIS]) < 2:
@@ -45,14 +46,13 @@ def setting_for(setting: Setting, log: RankLog) -> tuple[Setting | None, str]:
     return replace(setting, mesh=mesh, policy=policy, options=options), ""
 
 
-def saved_by(setting: Setting, reloading: Setting, log: RankLog) -> dict[str, object]:
+def saved_by(setting: Setting, reloading: Setting, log: RankLog) -> Saved:
     """Return what the other world has to know of the save."""
-    saved = log.fact("saved")
-    loss = saved["loss"] if isinstance(saved, dict) else math.nan
-    return {
-        "path": saved["path"] if isinstance(saved, dict) else "",
-        "loss": loss,
-        "source": log.fact("source"),
-        "num_layers": log.fact("num_layers"),
-        "is_exact": setting.mesh.size(TP_AXIS) == reloading.mesh.size(TP_AXIS),
-    }
+    loss = log.fact("saved_loss", float)
+    return Saved(
+        path=log.fact("saved_path", str) or "",
+        loss=math.nan if loss is None else loss,
+        source=log.fact("source", str) or "",
+        num_layers=log.fact("num_layers", int),
+        is_exact=setting.mesh.size(TP_AXIS) == reloading.mesh.size(TP_AXIS),
+    )

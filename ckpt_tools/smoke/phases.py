@@ -17,12 +17,13 @@ from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.compare import compare_ranks
 from ckpt_tools.fsdp2.watch import watch
 from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.models.recipe import Batch, call, has_loss, loss_of
 from ckpt_tools.smoke import blueprint as blueprints
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, local_bytes, missing_for_dcp
 from ckpt_tools.smoke.machine import free_memory
-from ckpt_tools.smoke.recipe import Batch, call, has_loss, loss_of
 from ckpt_tools.smoke.reference import Reference, make_optimizer, on_device
+from ckpt_tools.smoke.report import RankMemory
 from ckpt_tools.smoke.run import Run, Skipped
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -254,18 +255,14 @@ def check_loss(run: Run, where: str, value: float, expected: float) -> bool:
     if run.rank:
         return True
     tolerance = tolerances_of(run).loss
-    run.journal.fact("reference_losses", [*_reference_losses(run), expected])
+    run.reference_losses.append(expected)
+    run.journal.fact("reference_losses", tuple(run.reference_losses))
     difference = abs(value - expected) / max(1.0, abs(expected))
     if difference <= tolerance or (math.isnan(value) and math.isnan(expected)):  # "not-finite" says the latter
         return True
     what = f"{value:.9g}, the unsharded reference has {expected:.9g} ({difference:.1e} off, allowed {tolerance:.0e})"
     run.error("wrong-loss", where, what, "does every rank run the whole of forward, and nothing outside of it?")
     return False
-
-
-def _reference_losses(run: Run) -> list[float]:
-    values = [e["value"] for e in run.journal.events if e["kind"] == "fact" and e["name"] == "reference_losses"]
-    return list(values[-1]) if values else []
 
 
 def backward(run: Run) -> str:
@@ -351,16 +348,14 @@ def _measure(run: Run) -> None:
     state = [
         value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
     ]
-    run.journal.fact(
-        "memory",
-        {
-            "rank": run.rank,
-            "params": local_bytes(iter(parameters)),
-            "grads": local_bytes(p.grad for p in parameters if p.grad is not None),
-            "optimizer": local_bytes(iter(state)),
-            "peak": torch.cuda.max_memory_allocated() if run.device.type == "cuda" else peak_rss_bytes(),
-        },
+    memory = RankMemory(
+        rank=run.rank,
+        params=local_bytes(iter(parameters)),
+        grads=local_bytes(p.grad for p in parameters if p.grad is not None),
+        optimizer=local_bytes(iter(state)),
+        peak=torch.cuda.max_memory_allocated() if run.device.type == "cuda" else peak_rss_bytes(),
     )
+    run.journal.fact("memory", memory)
 
 
 def evaluate(run: Run, model: nn.Module) -> float:
@@ -382,7 +377,8 @@ def save(run: Run) -> str:
     save_checkpoint(run.model, run.optimizer, run.saved_path)
     dist.barrier()
     if run.rank == 0:
-        run.journal.fact("saved", {"path": run.saved_path, "loss": run.saved_loss})
+        run.journal.fact("saved_path", run.saved_path)
+        run.journal.fact("saved_loss", run.saved_loss)
     files = [os.path.join(run.saved_path, name) for name in os.listdir(run.saved_path)]
     total = sum(os.path.getsize(path) for path in files)
     return f"{format_size(total)} in {len(files)} files"

@@ -16,10 +16,11 @@ from torch.distributed.distributed_c10d import Store
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.fsdp2 import build_device_mesh
+from ckpt_tools.processes.journal import Journal
 from ckpt_tools.smoke import phases, reload
 from ckpt_tools.smoke.enclosed import enclose, enclosed
-from ckpt_tools.smoke.journal import Journal
 from ckpt_tools.smoke.machine import choose_device
+from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.run import Run, Stopped, explain, run_phases
 from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.walls import Breach
@@ -56,7 +57,7 @@ def run_rank(
     journal: Journal,
     rendezvous: str | None = None,
     store: Store | None = None,
-    saved: dict[str, object] | None = None,
+    saved: Saved | None = None,
 ) -> bool:
     """Run one rank in this process; what happens is in its journal.
 
@@ -149,10 +150,6 @@ def _begin(
     )
 
 
-def _reload(run: Run, *, saved: dict[str, object]) -> str:
-    num_layers = saved.get("num_layers")
-    reload.rebuild(run, str(saved["source"]), num_layers if isinstance(num_layers, int) else None)
-    loss = saved["loss"]
-    if not isinstance(loss, float):
-        raise TypeError("the loss of the save is no number")
-    return reload.other_world(run, str(saved["path"]), loss, is_exact=bool(saved["is_exact"]))
+def _reload(run: Run, *, saved: Saved) -> str:
+    reload.rebuild(run, saved.source, saved.num_layers)
+    return reload.other_world(run, saved.path, saved.loss, is_exact=saved.is_exact)

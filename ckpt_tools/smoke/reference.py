@@ -16,10 +16,9 @@ from ckpt_tools.fsdp2.load import targets_of
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
+from ckpt_tools.models.hf_recipe import FEEDS_ITSELF, HfRecipe, stopped
+from ckpt_tools.models.recipe import Batch, Recipe, call, loss_of
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.hf_recipe import HfRecipe, stopped
-from ckpt_tools.smoke.recipe import Batch, Recipe, call, loss_of
-from ckpt_tools.text import escape_name
 
 LEARNING_RATE = 1e-3
 """Of every smoke run."""
@@ -104,12 +103,12 @@ def failure_alone(recipe: Recipe, seed: int) -> UsageError | None:
     except UsageError as error:
         return error
     except Exception as error:  # noqa: BLE001 - whatever a model does
-        text = escape_name(str(error).strip().partition("\n")[0])
+        text = str(error).strip().partition("\n")[0]
         return stopped(error, recipe.title, recipe.where) or UsageError(
             f"a {recipe.title} fails by itself, unsharded, on the batch that ckpt makes for it: "
             f"{type(error).__name__}: {text}",
             where=recipe.where,
-            hint="use --factory pkg.mod:callable, whose model has example_batch(batch_size, seq_len)",
+            hint=FEEDS_ITSELF,
         )
     return None
 

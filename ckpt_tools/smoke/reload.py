@@ -13,6 +13,7 @@ from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.checks import MAX_FINDINGS, differing_states, differing_tensors
 from ckpt_tools.smoke.phases import apply_sharding, evaluate, tolerances_of
 from ckpt_tools.smoke.reference import make_optimizer
+from ckpt_tools.smoke.report import ReloadResult
 from ckpt_tools.smoke.run import Run
 
 _HINT = "does the model keep state that is in no parameter and no buffer?"
@@ -59,7 +60,7 @@ def judge(run: Run, fact: str, value: float, saved: float, *, is_exact: bool) ->
     tolerance = 0.0 if is_exact and run.device.type == "cpu" else tolerances_of(run).loss
     ok = bitwise or abs(value - saved) <= tolerance * max(1.0, abs(saved))
     if run.rank == 0:
-        result = {"ok": ok, "mesh": str(run.setting.mesh), "loss": value, "saved_loss": saved, "bitwise": bitwise}
+        result = ReloadResult(ok=ok, mesh=str(run.setting.mesh), loss=value, saved_loss=saved, bitwise=bitwise)
         if math.isfinite(value) and math.isfinite(saved):
             run.journal.fact(fact, result)
         if not ok:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from ckpt_tools.description.checkpoint import Finding
 
@@ -147,38 +146,3 @@ def _json(reload: ReloadResult | None) -> dict[str, object] | None:
 def _number(value: float | None) -> float | None:
     """Return what JSON can hold: it has no NaN and no infinity."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _float(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _reload(fields: Mapping[str, Any] | None) -> ReloadResult | None:
-    if fields is None:
-        return None
-    numbers = {"loss": _float(fields["loss"]), "saved_loss": _float(fields["saved_loss"])}
-    return ReloadResult(**{**fields, **numbers})
-
-
-def report_from_json(document: Mapping[str, Any]) -> SmokeReport:
-    """Return the report that `SmokeReport.to_json` wrote."""
-    reload = document["reload"]
-    return SmokeReport(
-        source=document["source"],
-        model=document["model"],
-        world_size=document["world_size"],
-        mesh=document["mesh"],
-        strategy=document["strategy"],
-        device=document["device"],
-        phases=tuple(PhaseResult(**phase) for phase in document["phases"]),
-        findings=tuple(Finding(**finding) for finding in document["findings"]),
-        losses=tuple(map(_float, document["losses"])),
-        reference_losses=tuple(map(_float, document["reference_losses"])),
-        max_grad_error=document["max_grad_error"],
-        tolerances=document["tolerances"],
-        reload_same_world=_reload(reload["same_world"]),
-        reload_other_world=_reload(reload["other_world"]),
-        memory=tuple(RankMemory(**memory) for memory in document["memory"]),
-        notes=tuple(document["notes"]),
-        stacks={int(rank): text for rank, text in document["stacks"].items()},
-    )

@@ -20,14 +20,13 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.fsdp2 import ShardedPlan
 from ckpt_tools.fsdp2.diagnose import diagnose
-from ckpt_tools.fsdp2.methods import DOUBLE_WRAP
+from ckpt_tools.fsdp2.methods import DOUBLE_WRAP, DoubleWrapError
 from ckpt_tools.fsdp2.watch import Watch
+from ckpt_tools.models.recipe import Batch
+from ckpt_tools.processes.journal import Journal
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.journal import Journal
-from ckpt_tools.smoke.recipe import Batch
 from ckpt_tools.smoke.reference import Reference, failure_alone
 from ckpt_tools.smoke.setting import Setting
-from ckpt_tools.text import escape_name
 
 _ARGUMENT_PHASES = ("start", "build", "shard")
 """Phases in which a UsageError means the options, not the model's behaviour."""
@@ -78,6 +77,8 @@ class Run:
     loss: torch.Tensor | None = None
     losses: list[float] = field(default_factory=list)
     """Of this run, mean over ranks, by step."""
+    reference_losses: list[float] = field(default_factory=list)
+    """The same without sharding, on rank 0."""
     saved_loss: float = math.nan
     saved_path: str = ""
     num_errors: int = 0
@@ -169,7 +170,7 @@ def _made(value: T | None, phase: str) -> T:
 def _is_argument(error: CkptError, phase: str) -> bool:
     if isinstance(error, RefusedConfigError):
         return True
-    if phase not in _ARGUMENT_PHASES or error.what.startswith(DOUBLE_WRAP):
+    if phase not in _ARGUMENT_PHASES or isinstance(error, DoubleWrapError):
         return False
     return isinstance(error, UsageError) or error.exit_code != UsageError.exit_code
 
@@ -177,7 +178,7 @@ def _is_argument(error: CkptError, phase: str) -> bool:
 def explain(error: BaseException, model: nn.Module | None, phase: str) -> Finding:
     """Return the finding that an exception of a phase comes to."""
     if isinstance(error, CkptError):
-        code = DOUBLE_WRAP if error.what.startswith(DOUBLE_WRAP) else f"{phase}-failed"
+        code = DOUBLE_WRAP if isinstance(error, DoubleWrapError) else f"{phase}-failed"
         return Finding.error(
             code=code,
             where=error.where or f"phase {phase}",
@@ -188,7 +189,7 @@ def explain(error: BaseException, model: nn.Module | None, phase: str) -> Findin
     if found.id != "unknown":
         return found.to_finding()
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {escape_name(first)}"
+    text = f"{type(error).__name__}: {first}"
     return Finding.error(code=f"{phase}-failed", where=found.module or found.call or f"phase {phase}", what=text)
 
 

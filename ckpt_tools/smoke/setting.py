@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,21 +10,19 @@ import torch
 
 from ckpt_tools.description.layout import Mesh, parse_mesh
 from ckpt_tools.description.transform import strip_wrappers
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import NF4_TORCH, refuse_older
-from ckpt_tools.formats.opening import Opened, open_path, read_document
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2 import Policy, Precision, parse_policy
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS
-from ckpt_tools.smoke.hf_recipe import HfRecipe
+from ckpt_tools.models.config import ModelConfig, config_beside, read_config
+from ckpt_tools.models.hf_recipe import HfRecipe
+from ckpt_tools.models.recipe import ModuleRecipe, Recipe
 from ckpt_tools.smoke.options import DEFAULT_RANKS, SmokeOptions
-from ckpt_tools.smoke.recipe import ModuleRecipe, Recipe
-from ckpt_tools.storage.named_file import read_named_file
-from ckpt_tools.text import escape_name
 
-CONFIG_NAME = "config.json"
 DEFAULT_TIMEOUT_S = 120.0
 """Of a phase, for a model of no size."""
-_MAX_CONFIG_BYTES = 16 << 20
+_MODEL_HINT = "--model takes a config.json, or the directory that holds one"
 _SLOW_BYTES_PER_S = 20e6
 """What a phase does at least with a model: read it from a network disk, or compute with it on a busy machine."""
 _DTYPES: Mapping[str, torch.dtype | None] = {
@@ -109,7 +105,7 @@ def _find_mesh(options: SmokeOptions, policy: Policy | None, world_size: int | N
     elif policy is not None and policy.strategy == "hybrid_shard":
         nproc = nproc or 2 * DEFAULT_RANKS
         if nproc % 2:
-            raise UsageError(f"hybrid_shard needs an even number of ranks, not {nproc}", hint="or say --mesh")
+            raise UsageError(f"hybrid_shard needs an even number of ranks, not {nproc}", hint="or give --mesh")
         mesh = Mesh((("dp_replicate", 2), ("dp_shard", nproc // 2)))
     else:
         axis = "dp_replicate" if policy is not None and policy.strategy == "no_shard" else "dp_shard"
@@ -136,48 +132,30 @@ def find_recipe(options: SmokeOptions) -> Recipe:
     if options.factory is not None:
         return ModuleRecipe(options.factory)
     if options.model is not None:
-        path = os.path.join(options.model, CONFIG_NAME) if os.path.isdir(options.model) else options.model
-        return _from_config(_read_file(path), escape_name(path))
+        return _recipe_of(read_config(options.model, hint=_MODEL_HINT))
     if options.source is None:
         return ModuleRecipe()
     with open_path(options.source) as opened:
-        try:
-            content = read_document(opened.source, CONFIG_NAME, _MAX_CONFIG_BYTES)
-        except CkptError as error:
-            if _is_builtin(opened):
-                return ModuleRecipe()
-            raise UsageError(
-                "nothing says what model this is: there is no config.json beside the weights",
-                where=options.source,
-                hint="add --model DIR (with a config.json), or --factory pkg.mod:callable",
-            ) from error
-        return _from_config(content, escape_name(os.path.join(options.source, CONFIG_NAME)))
+        config = config_beside(opened.source)
+        if config is not None:
+            return _recipe_of(config)
+        if _is_builtin(opened):
+            return ModuleRecipe()
+        raise UsageError(
+            "nothing says what model this is: there is no config.json beside the weights",
+            where=options.source,
+            hint="add --model DIR (with a config.json), or --factory pkg.mod:callable",
+        )
+
+
+def _recipe_of(config: ModelConfig) -> Recipe:
+    return HfRecipe(config.values, config.where)
 
 
 def _is_builtin(opened: Opened) -> bool:
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in ModuleRecipe().build().state_dict().items()}
     return {strip_wrappers(entry.fqn): entry.shape for entry in opened.checkpoint.tensors} == wanted
-
-
-def _read_file(path: str) -> bytes:
-    return read_named_file(
-        path,
-        what="the model's config",
-        max_bytes=_MAX_CONFIG_BYTES,
-        refusal=UsageError,
-        hint="--model takes a config.json, or the directory that holds one",
-    )
-
-
-def _from_config(content: bytes, where: str) -> Recipe:
-    try:
-        document = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"config.json is not valid JSON: {error}", where=where) from error
-    if not isinstance(document, dict):
-        raise UnreadableError("config.json is not a JSON object", where=where)
-    return HfRecipe(document, where)
 
 
 def refuse_absent(options: SmokeOptions) -> None:

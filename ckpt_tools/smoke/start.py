@@ -8,17 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.processes.child import Child
+from ckpt_tools.processes.journal import events_path, read_events
 from ckpt_tools.smoke.assemble import merge
-from ckpt_tools.smoke.journal import RELOAD_NAME, WORLD_NAME, events_path, read_events
+from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched
 from ckpt_tools.smoke.options import SmokeOptions, absolute
-from ckpt_tools.smoke.report import PhaseResult, SmokeReport, report_from_json
+from ckpt_tools.smoke.report import PhaseResult, SmokeReport
 from ckpt_tools.units import format_size
 
 OnPhase = Callable[[str, str], None]
@@ -69,12 +69,14 @@ def run_smoke(
             options,
             on_phase=on_phase,
             on_abandoned=lambda report: speak(check.add_to(replace(report, source=label))),
-            run_local=lambda others, saved: run_local(others, saved=saved),
+            run_local=run_local,
         )
         return check.add_to(replace(report, source=label))
     check = SourceCheck(options)
-    result = run_local(options, on_phase=on_phase)
-    return check.add_to(replace(report_from_json(result["report"]), source=label))
+    launched = run_local(Launch(options=options), on_phase=on_phase)
+    if launched.report is None:
+        raise RuntimeError("the launcher has returned no report")
+    return check.add_to(replace(launched.report, source=label))
 
 
 def _print_findings(report: SmokeReport) -> None:
@@ -131,15 +133,12 @@ class SourceCheck:
         return replace(report, phases=(phase, *report.phases[1:]), findings=merge([*self._findings, *report.findings]))
 
 
-def run_local(
-    options: SmokeOptions, *, saved: dict[str, Any] | None = None, on_phase: OnPhase | None = None
-) -> dict[str, Any]:
+def run_local(job: Launch, *, on_phase: OnPhase | None = None) -> Launched:
     """Run the launcher, which watches the ranks, and return what it found.
 
     Raises:
         CkptError: What it raised, or that it ended without a word.
     """
-    job = {"options": options.to_text(), "saved": saved}
     relief = "try fewer ranks, or --memory"
     told = [0, 0]
 
@@ -148,10 +147,10 @@ def run_local(
         for number, name in enumerate((WORLD_NAME, RELOAD_NAME)):
             events = read_events(events_path(os.path.join(child.directory, name), 0))
             for event in events[told[number] :]:
-                if on_phase is not None and event["kind"] in ("phase", "done"):
-                    state = "begun" if event["kind"] == "phase" else "done" if event["ok"] else "failed"
-                    on_phase(event["name"], state)
+                if on_phase is not None and event.kind in ("phase", "done"):
+                    on_phase(event.name, "begun" if event.kind == "phase" else "done" if event.ok else "failed")
             told[number] = len(events)
 
-    with Child(LAUNCH, job, does="starts the ranks", relief=relief, gpu=True, walled=options.factory is None) as child:
+    is_walled = job.options.factory is None
+    with Child(LAUNCH, job, Launched, does="starts the ranks", relief=relief, gpu=True, walled=is_walled) as child:
         return child.result(None, on_wait=follow)

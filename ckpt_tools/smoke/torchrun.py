@@ -6,30 +6,29 @@ it leaves what it knows in torchrun's store, rank 0 reports, and the process end
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.processes import wire
+from ckpt_tools.processes.hang import Place, describe_hang
+from ckpt_tools.processes.journal import Event, Journal, RankLog
 from ckpt_tools.smoke import other
 from ckpt_tools.smoke.assemble import assemble, first_error
-from ckpt_tools.smoke.hang import Place, describe_hang
-from ckpt_tools.smoke.journal import Event, Journal, RankLog
+from ckpt_tools.smoke.messages import Launch, Launched
 from ckpt_tools.smoke.options import SmokeOptions
 from ckpt_tools.smoke.rank import run_rank
 from ckpt_tools.smoke.report import SmokeReport
@@ -38,8 +37,8 @@ from ckpt_tools.walls import aside
 
 OnPhase = Callable[[str, str], None]
 OnReport = Callable[[SmokeReport], None]
-RunLocal = Callable[[SmokeOptions, dict[str, Any]], dict[str, Any]]
-"""Runs the world that reloads, and returns its events and findings."""
+RunLocal = Callable[[Launch], Launched]
+"""Runs the world that reloads."""
 _POLL_S = 0.2
 _GRACE_S = 5.0
 """What the other ranks get to say what they know once one has failed."""
@@ -94,7 +93,7 @@ def run_in_torchrun(
         if error is not None:
             raise error
         logs = board.collect(setting.timeout_s if done else _GRACE_S)
-        report = _report(setting, logs)
+        report = assemble(setting, logs)
         if rank == 0 and done:
             report = _with_reload(report, setting, logs, run_local)
         if rank == 0:
@@ -105,37 +104,15 @@ def run_in_torchrun(
         return replace(report, is_primary=rank == 0)
 
 
-def _report(
-    setting: Setting,
-    logs: dict[int, RankLog],
-    findings: Sequence[Finding] = (),
-    stacks: dict[int, str] | None = None,
-    **others: Any,  # noqa: ANN401 - arguments of `assemble`
-) -> SmokeReport:
-    return assemble(
-        logs,
-        source=setting.options.label,
-        model=setting.recipe.title,
-        mesh=str(setting.mesh),
-        strategy=setting.policy.strategy,
-        device=str(logs[0].fact("device") or setting.options.device),
-        findings=findings,
-        stacks=stacks,
-        **others,
-    )
-
-
 def _with_reload(report: SmokeReport, setting: Setting, logs: dict[int, RankLog], run_local: RunLocal) -> SmokeReport:
     """Return the report with the phase that needs ranks of its own, which the launcher starts."""
     if not report.ok:
         return report
     reloading, why_not = other.setting_for(setting, logs[0])
     if reloading is None:
-        return _report(setting, logs, reload_skipped=why_not)
-    result = run_local(reloading.options, other.saved_by(setting, reloading, logs[0]))
-    reload_logs = {int(rank): RankLog(rank=int(rank), events=events) for rank, events in result["events"].items()}
-    findings = [Finding(**finding) for finding in result["findings"]]
-    return _report(setting, logs, findings, reload_logs=reload_logs)
+        return assemble(setting, logs, reload_skipped=why_not)
+    result = run_local(Launch(options=reloading.options, saved=other.saved_by(setting, reloading, logs[0])))
+    return assemble(setting, logs, result.findings, reload_logs=result.logs)
 
 
 class _ToldJournal(Journal):
@@ -158,6 +135,15 @@ class _ToldJournal(Journal):
         if self._on_phase is not None:
             with aside():
                 self._on_phase(name, "done" if ok else "failed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    """What a rank leaves for the others."""
+
+    log: RankLog
+    stack: tuple[Place, ...] = ()
+    """Of its main thread, innermost first, when it hung."""
 
 
 class _Board:
@@ -197,24 +183,24 @@ class _Board:
             self.say(key, text)
         return self.wait_for(key, 60.0) or text  # without rank 0 the process group will fail, and say so
 
-    def leave(self, events: list[Event], *, failed: bool, stack: str = "") -> None:
+    def leave(self, events: list[Event], *, failed: bool, stack: tuple[Place, ...] = ()) -> None:
         """Leave everything that this rank knows."""
-        self.say(f"rank-{self.rank}", json.dumps({"events": events, "stack": stack}))
+        left = _Left(log=RankLog(rank=self.rank, events=events), stack=stack)
+        self.say(f"rank-{self.rank}", wire.dumps(left))
         if failed:
             self.say("failed")
 
     def collect(self, timeout_s: float) -> dict[int, RankLog]:
         """Return what every rank has left; rank 0 only."""
-        return {rank: log for rank, (log, _) in self.collect_all(timeout_s).items()}
+        return {rank: left.log for rank, left in self.collect_all(timeout_s).items()}
 
-    def collect_all(self, timeout_s: float) -> dict[int, tuple[RankLog, str]]:
+    def collect_all(self, timeout_s: float) -> dict[int, _Left]:
         """Return rank → what it left, and its stack."""
         deadline = time.monotonic() + timeout_s
-        found: dict[int, tuple[RankLog, str]] = {}
+        found: dict[int, _Left] = {}
         for rank in range(self.world_size):
             text = self.wait_for(f"rank-{rank}", max(0.0, deadline - time.monotonic()))
-            parts: dict[str, Any] = json.loads(text) if text else {"events": [], "stack": ""}
-            found[rank] = (RankLog(rank=rank, events=parts["events"]), parts["stack"])
+            found[rank] = wire.loads(_Left, text) if text else _Left(log=RankLog(rank=rank))
         return found
 
 
@@ -253,19 +239,19 @@ class _Guard:
         """Leave what this rank knows, report on rank 0, and end the process, whatever its main thread does."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented, for debuggers
         frames = [] if frame is None else traceback.extract_stack(frame)[::-1]
-        stack = [[place.filename, str(place.lineno), place.name] for place in frames]
-        self._board.leave(self._journal.events, failed=True, stack=json.dumps(stack))
+        stack = tuple(Place(file=one.filename, line=str(one.lineno), name=one.name) for one in frames)
+        self._board.leave(self._journal.events, failed=True, stack=stack)
         if self._board.rank == 0:
             found = self._board.collect_all(_GRACE_S)
-            logs = {rank: log for rank, (log, _) in found.items()}
-            places = {rank: _places(stack) for rank, (_, stack) in found.items()}
+            logs = {rank: left.log for rank, left in found.items()}
+            places = {rank: left.stack for rank, left in found.items()}
             stacks = {rank: "\n".join(map(str, frames)) for rank, frames in places.items() if frames}
             findings = []
             if is_hanging and not any(log.has_said for log in logs.values()):
                 running = {rank: bool(frames) for rank, frames in places.items()}
-                findings.append(describe_hang(logs, places, running, self._setting.timeout_s))
+                findings.append(describe_hang(logs, places, running, self._setting.timeout_s).finding)
             with suppress(CkptError), aside():
-                self._on_abandoned(_report(self._setting, logs, findings, stacks))
+                self._on_abandoned(assemble(self._setting, logs, findings, stacks=stacks))
             sys.stdout.flush()
             sys.stderr.flush()
             shutil.rmtree(self._private, ignore_errors=True)
@@ -273,7 +259,3 @@ class _Guard:
         else:
             self._board.wait_for("reported", 2 * _GRACE_S)
         os._exit(_EXIT_FINDINGS)
-
-
-def _places(text: str) -> tuple[Place, ...]:
-    return tuple(Place(file=file, line=line, name=name) for file, line, name in json.loads(text or "[]"))

@@ -214,7 +214,7 @@ def _judge_open(standing: _Standing, args: tuple[object, ...]) -> str | None:
     name = os.fsdecode(path)
     owner = standing.owner(name)
     if (isinstance(flags, int) and flags & _WRITES) or (isinstance(mode, str) and set(mode) & set("wax+")):
-        return None if owner == "scratch" or name == os.devnull else f"write {escape_name(name)}"
+        return None if owner == "scratch" or name == os.devnull else f"write {name}"
     if owner in ("code", "system"):
         return None
     reader = _caller_name()
@@ -222,7 +222,7 @@ def _judge_open(standing: _Standing, args: tuple[object, ...]) -> str | None:
         return None
     if owner == "source" and reader.startswith(_READERS):
         return None
-    return f"open {escape_name(name)}"
+    return f"open {name}"
 
 
 def _judge_import(standing: _Standing, args: tuple[object, ...]) -> str | None:
@@ -239,7 +239,7 @@ def _judge_library(standing: _Standing, args: tuple[object, ...]) -> str | None:
     name = os.fsdecode(args[0]) if isinstance(args[0], (str, bytes)) else ""
     if os.sep not in name or standing.owner(name) == "code":
         return None
-    return f"load the library {escape_name(name)}"
+    return f"load the library {name}"
 
 
 def _judge_unpickling(standing: _Standing, args: tuple[object, ...]) -> str | None:  # noqa: ARG001 - as all judges
@@ -248,7 +248,7 @@ def _judge_unpickling(standing: _Standing, args: tuple[object, ...]) -> str | No
         frame = frame.f_back
     if frame is not None and _module_of(frame).startswith(_UNPICKLERS):
         return None
-    return f"unpickle {escape_name(str(args[0]))}.{escape_name(str(args[1]))}"
+    return f"unpickle {args[0]}.{args[1]}"
 
 
 def _judge_change(standing: _Standing, args: tuple[object, ...]) -> str | None:
@@ -258,17 +258,17 @@ def _judge_change(standing: _Standing, args: tuple[object, ...]) -> str | None:
             # Not what a link leads to: that stays as it is.
             parent, name = os.path.split(os.path.abspath(os.path.join(base, os.fsdecode(path))))
             if standing.owner(parent) != "scratch" and standing.owner(os.path.join(parent, name)) != "scratch":
-                return f"change {escape_name(os.fsdecode(path))}"
+                return f"change {os.fsdecode(path)}"
     return None
 
 
 def _judge_process(standing: _Standing, args: tuple[object, ...]) -> str | None:  # noqa: ARG001 - as all judges
-    told = next((escape_name(os.fsdecode(arg)) for arg in args if isinstance(arg, (str, bytes)) and arg), None)
+    told = next((os.fsdecode(arg) for arg in args if isinstance(arg, (str, bytes)) and arg), None)
     return "start a process" + ("" if told is None else f": {told}")
 
 
 def _judge_network(standing: _Standing, args: tuple[object, ...]) -> str | None:  # noqa: ARG001 - as all judges
-    told = [escape_name(str(arg)) for arg in args if isinstance(arg, (str, bytes, tuple))]
+    told = [str(arg) for arg in args if isinstance(arg, (str, bytes, tuple))]
     return "use the network" + (f": {told[0]}" if told else "")
 
 

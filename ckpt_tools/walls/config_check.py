@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckpt_tools.errors import RefusedConfigError
-from ckpt_tools.text import escape_name
 from ckpt_tools.walls.config_names import find_loaders
 from ckpt_tools.walls.config_numbers import MAX_DEPTH, MAX_ITEMS, find_absurd
 
@@ -37,7 +36,7 @@ def check_config(config: Mapping[str, object], where: str) -> None:
 
 
 def _name(path: tuple[str, ...], key: str) -> str:
-    return ".".join(escape_name(name[:100]) for name in (*path, key))
+    return ".".join(name[:100] for name in (*path, key))
 
 
 def _parts(config: Mapping[str, object], where: str) -> Iterator[tuple[tuple[str, ...], Mapping[str, object]]]:
@@ -52,7 +51,7 @@ def _parts(config: Mapping[str, object], where: str) -> Iterator[tuple[tuple[str
                 f"the config is refused: more than {MAX_DEPTH} objects inside each other", where=where
             )
         if len(value) > MAX_ITEMS:
-            name = ".".join(map(escape_name, path)) or "the config"
+            name = ".".join(path) or "the config"
             raise RefusedConfigError(
                 f"the config is refused: {name} has {len(value):,} entries, more than {MAX_ITEMS:,}", where=where
             )

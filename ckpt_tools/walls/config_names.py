@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from ckpt_tools.text import escape_name
-
 FAMILIES: Mapping[str, tuple[str, str]] = {
     "timm_wrapper": ("TimmWrapper", "timm builds the model, and loads and unpickles files that the config names"),
     "timm_backbone": ("TimmBackbone", "timm builds the model, by a name that may stand for a file or a download"),
@@ -67,7 +65,7 @@ def _unless_in(allowed: frozenset[str]) -> _Refusal:
     def refuse(value: object, part: Mapping[str, object]) -> str:  # noqa: ARG001 - as all refusals
         values = value.values() if isinstance(value, dict) else [value]
         found = next((one for one in values if isinstance(one, str) and one not in allowed), None)
-        return "" if found is None else f"{escape_name(found)}: {_FETCHES}"
+        return "" if found is None else f"{found}: {_FETCHES}"
 
     return refuse
 
@@ -79,13 +77,13 @@ def _anything(why: str) -> _Refusal:
 def _backbone(value: object, part: Mapping[str, object]) -> str:
     if not isinstance(value, str) or isinstance(part.get("backbone_config"), dict):
         return ""
-    return f"{escape_name(value)}: transformers looks such a name up as a path or on the hub, or passes it to timm"
+    return f"{value}: transformers looks such a name up as a path or on the hub, or passes it to timm"
 
 
 def _timm_name(value: object, part: Mapping[str, object]) -> str:  # noqa: ARG001 - as all refusals
     if not isinstance(value, str) or not {":", "/"} & set(value):
         return ""
-    return f"{escape_name(value)}: timm reads such a name as a path or as a repository of the hub"
+    return f"{value}: timm reads such a name as a path or as a repository of the hub"
 
 
 KEYS: Mapping[str, _Refusal] = {

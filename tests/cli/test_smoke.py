@@ -31,7 +31,7 @@ def small(tmp_path_factory):
     import torch
     from safetensors.torch import save_file
 
-    from ckpt_tools.smoke.builtin import SmallTransformer
+    from ckpt_tools.models.builtin import SmallTransformer
 
     path = tmp_path_factory.mktemp("small")
     torch.manual_seed(1)

@@ -190,7 +190,6 @@ def test_save_with_dtensor_missing_file_fails_without_waiting_for_the_timeout(tm
 
 KILLED = """
 import faulthandler, os, signal, sys, threading, time
-from multiprocessing import active_children
 from ckpt_tools.conversions.dtensor import save_with_dtensor
 from ckpt_tools.errors import CkptError
 from ckpt_tools.description.layout import Mesh
@@ -198,10 +197,26 @@ sys.path.insert(0, sys.argv[1])
 from test_dtensor_engine import describe
 from pathlib import Path
 
+def parents():
+    # process: its parent, of all that run
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z":
+            found[int(path.parent.name)] = int(parent)
+    return found
+
+ranks = []
+
 def kill_one():
-    while len(active_children()) < 2:
+    while len(ranks) < 2:
+        of = parents()
+        ranks[:] = [pid for pid, parent in of.items() if of.get(parent) == os.getpid()]
         time.sleep(0.01)
-    os.kill(active_children()[0].pid, signal.SIGKILL)
+    os.kill(ranks[0], signal.SIGKILL)
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)  # says where it hangs, if it does
@@ -210,7 +225,7 @@ if __name__ == "__main__":
     try:
         save_with_dtensor(describe(directory, "m.safetensors"), str(directory / "out"), Mesh((("dp_shard", 2),)), {})
     except CkptError as error:
-        print(error.what, len(active_children()))
+        print(error.what, len(set(ranks) & set(parents())))
 """
 
 

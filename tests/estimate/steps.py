@@ -42,7 +42,7 @@ def case_of(job):
 def predict(rank, world_size, jobs):
     """Return what is tracked without data for each job."""
     from ckpt_tools.estimate.track import track
-    from ckpt_tools.smoke.hf_recipe import HfRecipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
 
     recipe = HfRecipe(CONFIG, "config")
     with behind_walls(walls()):
@@ -52,7 +52,7 @@ def predict(rank, world_size, jobs):
 def sizes(rank, world_size):
     """Return the figures of the model."""
     from ckpt_tools.estimate.model import figures_of
-    from ckpt_tools.smoke.hf_recipe import HfRecipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
 
     with behind_walls(walls()):
         return figures_of(HfRecipe(CONFIG, "config"))
@@ -62,7 +62,7 @@ def notes(rank, world_size, tokens):
     """Return what is said about the model when samples have so many tokens."""
     from ckpt_tools.estimate import Case
     from ckpt_tools.estimate.model import notes_of
-    from ckpt_tools.smoke.hf_recipe import HfRecipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
 
     with behind_walls(walls()):
         return notes_of(HfRecipe(CONFIG, "config"), Case(seq_len=tokens))

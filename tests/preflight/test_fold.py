@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -230,10 +229,11 @@ CLASSES = {
 
 def try_cuts(paths, scratch):
     """What the child does once it is behind its walls."""
+    from ckpt_tools.models.config import read_config
     from ckpt_tools.preflight.meta_model import _try_cuts
     from ckpt_tools.walls import Walls, behind_walls
 
-    cuts = [(path, json.loads((Path(path) / "config.json").read_text())) for path in paths]
+    cuts = [(path, read_config(path)) for path in paths]
     with behind_walls(Walls(subject="a cut model", where="config.json", scratch=str(scratch))):
         return _try_cuts(cuts, "config.json", MAX_ELEMS)
 
@@ -247,10 +247,10 @@ def test_cut_of_a_real_architecture_runs_by_itself(tmp_path, kind):
     config.architectures = [CLASSES[kind]]
     config.save_pretrained(tmp_path / "model")
     trial = try_cuts(write_cuts(str(tmp_path / "model"), str(tmp_path / "cuts")), tmp_path)
-    assert trial["path"] is not None, trial["why"]
-    assert trial["path"].endswith("narrow")
-    assert trial["num_elems"] < 3_000_000
-    assert "→" in describe_chosen(str(tmp_path / "model"), trial["path"])
+    assert trial.path is not None, trial.why
+    assert trial.path.endswith("narrow")
+    assert trial.num_elems < 3_000_000
+    assert "→" in describe_chosen(str(tmp_path / "model"), trial.path)
     heads = json.loads((tmp_path / "cuts" / "narrow" / "config.json").read_text())
     heads = heads.get("text_config", heads)
     kv = heads.get("num_key_value_heads")
@@ -262,8 +262,8 @@ def test_cut_of_a_real_architecture_runs_by_itself(tmp_path, kind):
 def test_cut_that_does_not_run_is_not_chosen(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(llama(architectures=["NoSuchModel"])))
     trial = try_cuts(write_cuts(str(tmp_path), str(tmp_path / "cuts")), tmp_path)
-    assert trial["path"] is None
-    assert "no model class NoSuchModel" in trial["why"]
+    assert trial.path is None
+    assert "no model class NoSuchModel" in trial.why
 
 
 def test_write_cuts_of_no_config_is_refused(tmp_path):

@@ -22,13 +22,13 @@ from ckpt_tools.description.layout import Shard, cut_tensor, parse_mesh
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.placement import place_tensors
 from ckpt_tools.preflight import match
-from ckpt_tools.preflight.comparison import facts_from_json, facts_to_json
 from ckpt_tools.preflight.match import check_checkpoint, look_at_model
 from ckpt_tools.preflight.mesh_match import shard_mesh
-from ckpt_tools.preflight.model_facts import read_facts
+from ckpt_tools.preflight.model_facts import ModelFacts, read_facts
 from ckpt_tools.preflight.reads import count_reads
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 from ckpt_tools.processes import child as children
+from ckpt_tools.processes import wire
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +48,21 @@ def here(monkeypatch):
     from ckpt_tools.preflight import meta_model  # noqa: F401 - imported once, for all copies
 
     class Here(nullcontext):
-        def __init__(self, function, job, *, does, walled):
+        def __init__(self, function, job, answer, *, does, walled):
             assert function == match.COMPARE
             assert walled
             super().__init__(self)
-            self.job = job
+            self.job, self.answer = job, answer
 
         def result(self):
             with tempfile.TemporaryDirectory() as directory:
                 pid = os.fork()
                 if pid == 0:
-                    job = {"function": match.COMPARE, "job": json.loads(json.dumps(self.job)), "parent": os.getppid()}
+                    job = {"function": match.COMPARE, "job": json.loads(wire.dumps(self.job)), "parent": os.getppid()}
                     children.serve(directory, job)
                     os._exit(0)
                 os.waitpid(pid, 0)
-                return children.read_answer(directory)
+                return children.read_answer(directory, self.answer)
 
     monkeypatch.setattr(match, "Child", Here)
 
@@ -499,5 +499,5 @@ def test_look_at_model_counts_parameters_without_a_checkpoint(models):
 
 def test_facts_come_back_from_the_other_process_as_they_were(models):
     facts = look_at_model(str(models / "moe")).facts
-    assert facts_from_json(json.loads(json.dumps(facts_to_json(facts)))) == facts
+    assert wire.loads(ModelFacts, wire.dumps(facts)) == facts
     assert facts.where == read_facts(str(models / "moe")).where

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ckpt_tools.description.layout import parse_mesh
-from ckpt_tools.preflight.memory import ask, blocks_too_small, check_memory, estimate_memory, in_own_words
+from ckpt_tools.preflight.memory import ask, blocks_too_small, check_memory, in_own_words, start_estimate
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 
 
@@ -114,7 +114,8 @@ def test_ask_about_what_is_not_estimated_says_why(fields, word):
     question = ask(spec(**fields), model="model", gpu_memory=None)
     assert question.options is None
     assert word in question.why_not
-    assert estimate_memory(question) is None
+    with start_estimate(question) as child:
+        assert child is None
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,8 @@ def test_what_does_not_fit_is_an_error_with_a_change_that_was_computed(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     # 2 GB hold the margin, and not the activations of eight samples.
     wanted = spec(mesh="dp_shard=2", seq_len=2048, batch_size=8, param_dtype="bf16", keys={"strategy": "fsdp"})
-    estimate = estimate_memory(ask(wanted, model=str(tmp_path), gpu_memory=2 * 10**9))
+    with start_estimate(ask(wanted, model=str(tmp_path), gpu_memory=2 * 10**9)) as child:
+        estimate = child.result()
     (finding,) = check_memory(estimate, wanted)
     assert (finding.code, finding.severity, finding.where) == ("memory-does-not-fit", "error", "fsdp")
     assert estimate.advice is not None

@@ -14,9 +14,10 @@ import sys
 import tempfile
 import traceback
 
+from ckpt_tools.processes import wire
 from ckpt_tools.processes.child import environment, read_answer
+from ckpt_tools.smoke.messages import Launch, Launched
 from ckpt_tools.smoke.options import SmokeOptions
-from ckpt_tools.smoke.report import report_from_json
 from ckpt_tools.smoke.start import LAUNCH
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from smoke.farm import serve; serve()"
@@ -61,9 +62,9 @@ class Farm:
         """
         options.setdefault("timeout_s", 60.0)
         with tempfile.TemporaryDirectory(prefix="farm-") as directory:
-            job = {"options": SmokeOptions(**options).to_text(), "saved": None}
+            job = json.loads(wire.dumps(Launch(options=SmokeOptions(**options))))
             self.call("smoke.farm:launch", directory, str(path or ""), job, plugin)
-            return report_from_json(read_answer(directory)["report"])
+            return read_answer(directory, Launched).report
 
 
 def launch(directory, path, job, plugin):

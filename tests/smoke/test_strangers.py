@@ -46,7 +46,7 @@ def test_model_that_fails_by_itself_is_no_finding_about_fsdp(farm, tmp_path):
 def test_model_that_ckpt_cannot_feed_is_no_finding():
     import torch
 
-    from ckpt_tools.smoke.hf_recipe import HfRecipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
 
     with pytest.raises(UsageError, match="ckpt cannot make a batch for a BertForMaskedLM: AttributeError"):
         HfRecipe(BERT, "config.json").batch(torch.nn.Linear(1, 1), 0)
@@ -75,7 +75,7 @@ def test_deed_in_a_rank_ends_the_run_with_what_it_tried(farm, tmp_path, deed, la
 def test_factory_is_the_users_own_code_and_has_no_walls(farm, tmp_path):
     (tmp_path / "own.txt").write_text("16")
     (tmp_path / "own_factory.py").write_text(
-        "from pathlib import Path\nfrom ckpt_tools.smoke.builtin import SmallTransformer\n"
+        "from pathlib import Path\nfrom ckpt_tools.models.builtin import SmallTransformer\n"
         "def make():\n    Path(__file__).with_name('own.txt').read_text()\n    return SmallTransformer()\n"
     )
     assert farm.smoke(factory="own_factory:make", path=tmp_path, steps=1).ok
@@ -100,7 +100,7 @@ def test_factory_is_the_users_own_code_and_has_no_walls(farm, tmp_path):
     ],
 )
 def test_what_a_class_raises_is_told_as_what_it_was(error, kind, what):
-    from ckpt_tools.smoke.hf_recipe import refusal
+    from ckpt_tools.models.hf_recipe import refusal
 
     found = refusal(error, "LlamaForCausalLM", "config.json")
     assert type(found) is kind
@@ -109,7 +109,7 @@ def test_what_a_class_raises_is_told_as_what_it_was(error, kind, what):
 
 
 def test_cut_that_the_class_refuses_is_ckpts_own(models):
-    from ckpt_tools.smoke.hf_recipe import HfRecipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
     from ckpt_tools.walls import Walls, behind_walls
 
     recipe = HfRecipe(json.loads((models / "llama" / "config.json").read_text()), "config.json").shallower(1)
@@ -122,7 +122,7 @@ def test_cut_that_the_class_refuses_is_ckpts_own(models):
 
 def test_numbers_in_dropout_keep_their_type():
     """Configs are strict: MPT's attn_pdrop is whole, and ESM's token_dropout is no probability."""
-    from ckpt_tools.smoke.hf_recipe import HfRecipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
 
     config = BERT | {"attn_pdrop": 1, "token_dropout": True, "hidden_dropout_prob": 0.1}
     values = HfRecipe(config, "config.json")._values

@@ -12,12 +12,14 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UsageError
-from ckpt_tools.processes.child import Child, describe_end, environment, error_from_json, error_to_json
+from ckpt_tools.processes.child import Child, Here, describe_end, environment
+from ckpt_tools.processes.wire import error_from_json, error_to_json
 
 BIG = 10 << 20
 
@@ -25,67 +27,67 @@ BIG = 10 << 20
 # What children do.
 
 
-def echo(job):
-    return job
+def echo(job: Any, here: Here):
+    return {**job, "parent": here.parent}
 
 
-def refuse(job):
+def refuse(job: Any, here: Here):
     raise LimitError("too much", where="here", hint="less")
 
 
-def fail(job):
+def fail(job: Any, here: Here):
     print("not the reason")
     raise ValueError("the \x1b[31mreason")
 
 
-def die(job):
+def die(job: Any, here: Here):
     print("the last word", flush=True)
     os.kill(os.getpid(), job["number"])
     time.sleep(60)
 
 
-def crash(job):
+def crash(job: Any, here: Here):
     faulthandler._sigsegv()
 
 
-def sleep(job):
+def sleep(job: Any, here: Here):
     time.sleep(60)
 
 
-def sleep_deaf(job):
+def sleep_deaf(job: Any, here: Here):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    Path(job["directory"], "ready").touch()
+    Path(here.directory, "ready").touch()
     time.sleep(60)
 
 
-def leave(job):
+def leave(job: Any, here: Here):
     os._exit(job["status"])
 
 
-def print_rubbish(job):
+def print_rubbish(job: Any, here: Here):
     os.write(1, b'\xff\x00{"result": 1}\n' * 1000)
     os.write(2, b"\xfe" * 100_000)
     return {"fine": True}
 
 
-def print_much(job):
+def print_much(job: Any, here: Here):
     for number in (1, 2):
         for _ in range(10):
             os.write(number, b"x" * (BIG // 10))
     return {"text": "ä" * BIG}
 
 
-def print_much_and_fail(job):
+def print_much_and_fail(job: Any, here: Here):
     os.write(1, b"x" * BIG)
     raise RuntimeError("at last")
 
 
-def cut_short(job):
-    Path(job["directory"], "result.json").write_text('{"result": {"a"')
+def cut_short(job: Any, here: Here):
+    Path(here.directory, "result.json").write_text('{"result": {"a"')
     os._exit(0)
 
 
-def describe(job):
+def describe(job: Any, here: Here):
     return {
         "pid": os.getpid(),
         "parent": os.getppid(),
@@ -103,12 +105,12 @@ def tell(job, *pids):
     part.rename(job["file"])
 
 
-def be_alone(job):
+def be_alone(job: Any, here: Here):
     tell(job, os.getpid())
     time.sleep(60)
 
 
-def be_family(job):
+def be_family(job: Any, here: Here):
     """Have a child that ends when told to and one that does not, tell who they are, and wait."""
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
     mild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -124,7 +126,7 @@ def be_family(job):
 
 
 def child(function, job=None, **options):
-    return Child(f"{__name__}:{function.__name__}", job or {}, does="is tried", **options)
+    return Child(f"{__name__}:{function.__name__}", job or {}, object, does="is tried", **options)
 
 
 def result_of(function, job=None, **options):
@@ -298,7 +300,7 @@ PARENT = """
 import os, sys, tempfile, time
 sys.path[:0] = [sys.argv[1]]
 from ckpt_tools.processes.child import Child
-with Child(f"test_children:{sys.argv[2]}", {"file": sys.argv[3], "wait": True}, does="is tried") as child:
+with Child(f"test_children:{sys.argv[2]}", {"file": sys.argv[3], "wait": True}, object, does="is tried") as child:
     child.result(None)
 """
 

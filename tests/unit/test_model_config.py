@@ -15,7 +15,7 @@ from ckpt_tools import api
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.manifest import parse_manifest
-from ckpt_tools.models.config import restate_dtype
+from ckpt_tools.models.restate import restate_dtype
 
 NESTED = b"""{
    "architectures" : ["A"],

@@ -168,8 +168,8 @@ def test_walls_are_demanded():
 
 def test_model_of_a_config_is_not_built_without_walls():
     pytest.importorskip("transformers")
+    from ckpt_tools.models.hf_recipe import HfRecipe
     from ckpt_tools.placement import find_tp_plan
-    from ckpt_tools.smoke.hf_recipe import HfRecipe
 
     with pytest.raises(RuntimeError, match="without walls"):
         HfRecipe(LLAMA, "config.json").build()

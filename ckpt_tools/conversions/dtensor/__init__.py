@@ -62,17 +62,12 @@ def save_with_dtensor(
         return
     if rank == 0:
         _check_destination(destination)
-    is_ours = not dist.is_initialized()
-    if is_ours:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    try:
-        save_rank(job)
-    except (RuntimeError, CheckpointException) as error:
-        # The latter is a BaseException, which nobody upstairs expects.
-        raise CkptError(describe(error), where=f"rank {rank}") from error
-    finally:
-        if is_ours:
-            dist.destroy_process_group()
+    with join_ranks(mesh, timeout_s=timeout_s):
+        try:
+            save_rank(job)
+        except (RuntimeError, CheckpointException) as error:
+            # The latter is a BaseException, which nobody upstairs expects.
+            raise CkptError(describe(error), where=f"rank {rank}") from error
 
 
 def torchrun_rank(mesh: Mesh) -> int | None:

@@ -49,14 +49,15 @@ def _be_copy(build, config, foreign, scratch, stream, where, timeout_s):
     import signal
 
     from ckpt_tools.errors import CkptError
-    from ckpt_tools.processes.child import build_behind_walls, error_to_json
+    from ckpt_tools.processes.child import Here, build_behind_walls
+    from ckpt_tools.processes.wire import error_to_json
 
     try:
         signal.alarm(timeout_s)
         if stream is not None:
             sys.addaudithook(_logger(stream))
-        job = {"directory": scratch}
-        build_behind_walls(job, subject="the model", where=where, foreign=foreign)
+        here = Here(directory=scratch, parent=os.getppid())
+        build_behind_walls(here, subject="the model", where=where, foreign=foreign)
         sys.audit(STAND)
         try:
             result = {"result": build(config)}

@@ -41,7 +41,7 @@ def build(config):
     """Build on meta, as ckpt does; return the number of parameters."""
     import torch
 
-    from ckpt_tools.smoke.hf_recipe import HfRecipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
 
     with torch.device("meta"):
         model = HfRecipe(config, "config.json").build()
@@ -84,7 +84,7 @@ def main(count):
     import torch  # noqa: F401 - imported once, for all copies
     import transformers  # noqa: F401
 
-    import ckpt_tools.smoke.hf_recipe  # noqa: F401
+    import ckpt_tools.models.hf_recipe  # noqa: F401
 
     built, neither, differ = [], [], []
     start = time.monotonic()

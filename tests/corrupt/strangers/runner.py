@@ -100,7 +100,7 @@ class Canary:
 def _build(config):
     import torch
 
-    from ckpt_tools.smoke.hf_recipe import HfRecipe
+    from ckpt_tools.models.hf_recipe import HfRecipe
 
     with torch.device("meta"):
         model = HfRecipe(config, "config.json").build()
@@ -111,7 +111,7 @@ def _build(config):
 
 def _without_table():
     """Switch the table of names and numbers off in this process: the walls have to hold alone."""
-    from ckpt_tools.smoke import hf_recipe
+    from ckpt_tools.models import hf_recipe
 
     hf_recipe.check_config = lambda config, where: None
 
@@ -123,7 +123,7 @@ def main(root):
     import transformers  # noqa: F401
     from corrupt.strangers.tomorrow import register
 
-    import ckpt_tools.smoke.hf_recipe  # noqa: F401
+    import ckpt_tools.models.hf_recipe  # noqa: F401
 
     register()
     canary = Canary(root)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.smoke.journal import RankLog
+from ckpt_tools.processes.journal import RankLog
 from ckpt_tools.text import escape_name
 
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
@@ -31,6 +31,15 @@ class Place:
 
     def __str__(self) -> str:
         return f"{escape_name(self.name)} ({escape_name(os.path.basename(self.file))}:{self.line})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """Ranks that do not go on."""
+
+    finding: Finding
+    culprits: tuple[int, ...]
+    """Ranks that do not wait for the others, but do something else."""
 
 
 def parse_stack(text: str) -> tuple[Place, ...]:
@@ -62,8 +71,8 @@ def own_place(frames: tuple[Place, ...]) -> Place | None:
 
 def describe_hang(
     logs: Mapping[int, RankLog], stacks: Mapping[int, tuple[Place, ...]], hanging: Mapping[int, bool], timeout_s: float
-) -> Finding:
-    """Return the finding that ranks did not go on.
+) -> Hang:
+    """Say where ranks did not go on.
 
     Args:
         logs: What every rank has reported.
@@ -83,7 +92,7 @@ def describe_hang(
         place = own_place(frames) or (frames[0] if frames else None)
         at = f", called from {place}" if collective is not None and place is not None else ""
         if collective is not None:
-            parts.append(f"rank {rank} waits in phase {phase} for the others in {escape_name(collective)}{at}")
+            parts.append(f"rank {rank} waits in phase {phase} for the others in {collective}{at}")
         else:
             culprits.append(rank)
             parts.append(f"rank {rank} is in phase {phase} in {place or 'native code'}, not in a collective")
@@ -95,9 +104,5 @@ def describe_hang(
         hint = "if it is only slow, give it more time: --timeout SECONDS; -v shows all stacks"
     else:
         hint = "every rank waits, for different things: do all ranks make the same calls? -v shows all stacks"
-    return Finding.error(
-        code="hang",
-        where=where,
-        what=f"no rank went on for {timeout_s:g} s: {'; '.join(parts)}",
-        hint=hint,
-    )
+    what = f"no rank went on for {timeout_s:g} s: {'; '.join(parts)}"
+    return Hang(finding=Finding.error(code="hang", where=where, what=what, hint=hint), culprits=tuple(culprits))

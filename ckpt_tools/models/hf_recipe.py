@@ -13,13 +13,15 @@ from torch import nn
 
 from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.smoke.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
-from ckpt_tools.text import escape_name
+from ckpt_tools.models.parameters import replace_parameters
+from ckpt_tools.models.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
 from ckpt_tools.walls import check_config, demand_walls
 from ckpt_tools.walls.audit import HINT
 from ckpt_tools.walls.config_names import without_code_keys
 
 _USE_FACTORY = "use --factory pkg.mod:callable"
+FEEDS_ITSELF = f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)"
+"""Hint: what to do with a model that ckpt cannot feed."""
 _DEPTH = re.compile(
     r"(num_hidden_layers|num_layers|n_layers?|num_(decoder|encoder)_layers|(encoder|decoder)_layers|depth)"
 )
@@ -34,17 +36,19 @@ class HfRecipe(Recipe):
     Args:
         config: The content of config.json.
         where: Where it came from, for messages.
+        otherwise: What to do instead, for hints, where there is no `--factory`.
 
     Raises:
         UsageError: Transformers is not there, or has no such model; or the config is refused.
     """
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+    def __init__(self, config: Mapping[str, Any], where: str, *, otherwise: str | None = None) -> None:
         check_config(config, where)
+        self._otherwise = otherwise
         self._values: dict[str, Any] = copy.deepcopy(without_code_keys(config))
         self.where = where
         self._check()
-        self._class, self._config_class = _find_classes(self._values, where)
+        self._class, self._config_class = _find_classes(self._values, where, otherwise or _USE_FACTORY)
         self.title = self._class.__name__
         for values in _nested(self._values):
             for key, value in values.items():
@@ -96,31 +100,32 @@ class HfRecipe(Recipe):
         except UsageError:
             raise
         except Exception as error:  # configs may say anything of sizes and tokens
-            text = escape_name(str(error).partition("\n")[0])
+            text = str(error).partition("\n")[0]
             raise UsageError(
                 f"ckpt cannot make a batch for a {self.title}: {type(error).__name__}: {text}",
                 where=self.where,
-                hint=f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)",
+                hint=self._otherwise or FEEDS_ITSELF,
             ) from error
 
     def make_batch(self, model: nn.Module) -> Batch:
         """Draw what the class takes: tokens or pixels, and labels."""
         config: Any = model.config
         names = inspect.signature(type(model).forward).parameters
+        otherwise = self._otherwise or _USE_FACTORY
         batch: Batch = {}
         if "input_ids" in names:
             num_images = _image_tokens(config) if "pixel_values" in names else 0
             batch["input_ids"] = _draw_tokens(config, num_images)
             if num_images:
-                batch["pixel_values"] = _draw_pixels(config.vision_config, self.where)
+                batch["pixel_values"] = _draw_pixels(config.vision_config, self.where, otherwise)
         elif "pixel_values" in names:
-            batch["pixel_values"] = _draw_pixels(config, self.where)
+            batch["pixel_values"] = _draw_pixels(config, self.where, otherwise)
         else:
             takes = ", ".join(list(names)[1:4])
             raise UsageError(
                 f"no batch is known for a {self.title}, whose forward takes {takes}, …",
                 where=self.where,
-                hint=f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)",
+                hint=self._otherwise or FEEDS_ITSELF,
             )
         if "labels" in names and (labels := _draw_labels(self.title, config, batch)) is not None:
             batch["labels"] = labels
@@ -156,7 +161,7 @@ class HfRecipe(Recipe):
             for key, value in part.items():
                 if isinstance(value, list) and len(value) in depths.values():
                     part[key] = value[:num_layers]
-        cut = HfRecipe(values, self.where)
+        cut = HfRecipe(values, self.where, otherwise=self._otherwise)
         cut.is_cut = True
         cut.title = f"{self.title} cut to {num_layers} of {full} layers"
         return cut
@@ -164,22 +169,13 @@ class HfRecipe(Recipe):
 
 def _follow_device(model: nn.Module) -> None:
     """Move to meta what a class makes elsewhere when all is to be there: XLNet's legacy constructors ask nobody."""
-    if torch.get_default_device().type != "meta":
-        return
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):  # noqa: SLF001 - setattr would register it anew
-            if parameter is None or parameter.is_meta:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                made[id(parameter)].__dict__.update(parameter.__dict__)
-            module._parameters[name] = made[id(parameter)]  # noqa: SLF001
+    if torch.get_default_device().type == "meta":
+        replace_parameters(model, lambda parameter: None if parameter.is_meta else parameter.detach().to("meta"))
 
 
 def stopped(error: Exception, title: str, where: str) -> UsageError | None:
     """Return what it means when walls or limits made a model's class raise; None when they have no part in it."""
-    text = escape_name(str(error).strip().partition("\n")[0])
+    text = str(error).strip().partition("\n")[0]
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text:
         return UsageError(f"building a {title} takes more memory than it may: {text or 'MemoryError'}", where=where)
     if isinstance(error, OSError) or "Permission denied" in text:
@@ -194,22 +190,22 @@ def refusal(error: Exception, title: str, where: str) -> UsageError:
     found = stopped(error, title, where)
     if found is not None:
         return found
-    text = escape_name(str(error).strip().partition("\n")[0])
+    text = str(error).strip().partition("\n")[0]
     return UsageError(f"the config does not describe a {title}: {type(error).__name__}: {text}", where=where)
 
 
-def _find_classes(config: Mapping[str, Any], where: str) -> tuple[Any, Any]:
+def _find_classes(config: Mapping[str, Any], where: str, otherwise: str) -> tuple[Any, Any]:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise UsageError("the config names no architecture", where=where, hint=_USE_FACTORY)
-    refuse_older("transformers", f"building a {escape_name(names[0])}")
+        raise UsageError("the config names no architecture", where=where, hint=otherwise)
+    refuse_older("transformers", f"building a {names[0]}")
     try:
         import transformers
     except ModuleNotFoundError as error:
         raise UsageError(
             f"building a {names[0]} needs transformers",
             where=where,
-            hint=f"pip install 'ckpt-tools[hf]', or {_USE_FACTORY}",
+            hint=f"pip install 'ckpt-tools[hf]', or {otherwise}",
         ) from error
     found = getattr(transformers, names[0], None)
     # The name comes from a file: only a model class may be called.
@@ -218,7 +214,7 @@ def _find_classes(config: Mapping[str, Any], where: str) -> tuple[Any, Any]:
         raise UsageError(
             f"transformers {transformers.__version__} has no model class {names[0]}{custom}",
             where=where,
-            hint=_USE_FACTORY,
+            hint=otherwise,
         )
     return found, found.config_class
 
@@ -293,12 +289,12 @@ def max_positions(text: Any) -> int | None:  # noqa: ANN401 - transformers' own
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _draw_pixels(config: Any, where: str) -> torch.Tensor:  # noqa: ANN401 - transformers' own
+def _draw_pixels(config: Any, where: str, otherwise: str) -> torch.Tensor:  # noqa: ANN401 - transformers' own
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         size = (size, size)
     if not isinstance(size, (list, tuple)) or len(size) != 2:
-        raise UsageError("the config does not say how large an image is", where=where, hint=_USE_FACTORY)
+        raise UsageError("the config does not say how large an image is", where=where, hint=otherwise)
     return torch.randn(BATCH_SIZE, getattr(config, "num_channels", 3), *size)
 
 

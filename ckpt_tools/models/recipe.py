@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.smoke.builtin import SmallTransformer
+from ckpt_tools.models.builtin import SmallTransformer
 
 BATCH_SIZE = 2
 """Samples per data-parallel rank."""

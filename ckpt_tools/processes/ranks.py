@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Self
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.processes.child import describe_end, die_with_parent
-from ckpt_tools.smoke.hang import MAX_STACK_CHARS, describe_hang, parse_stack
-from ckpt_tools.smoke.journal import Journal, RankLog, events_path, read_events
-from ckpt_tools.text import escape_name
+from ckpt_tools.processes.child import Here, describe_end, die_with_parent
+from ckpt_tools.processes.hang import MAX_STACK_CHARS, describe_hang, parse_stack
+from ckpt_tools.processes.journal import Journal, RankLog, events_path, read_events
 
 _POLL_S = 0.05
 _GRACE_S = 4.0
@@ -30,35 +30,51 @@ class Outcome:
     findings: list[Finding] = field(default_factory=list)
     stacks: dict[int, str] = field(default_factory=dict)
     """After a hang."""
+    has_parted: bool = False
+    """Ranks waited for each other in different places, or aborted: gloo does when they send what does not fit."""
+    has_lost_rank: bool = False
+    """A rank was ended from outside, or has crashed."""
 
 
 class World:
-    """Ranks on this machine.
+    """Ranks on this machine; use as a context, after which none is left.
 
     Args:
         directory: Private; the ranks' journals, stacks and output go there.
         world_size: Number of ranks.
         function: What a rank does, given its number and its journal; True for success.
+        relief: What to do when the machine runs out of memory.
     """
 
-    def __init__(self, directory: str, world_size: int, function: Callable[[int, Journal], bool]) -> None:
+    def __init__(
+        self, directory: str, world_size: int, function: Callable[[int, Journal], bool], *, relief: str
+    ) -> None:
         self._directory = directory
         self._world_size = world_size
         self._function = function
+        self._relief = relief
         self._pids: dict[int, int] = {}
         self._status: dict[int, int] = {}
         os.makedirs(directory, exist_ok=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         """Fork the ranks. Nothing may have started a thread in this process."""
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        for rank in range(self._world_size):
-            pid = os.fork()
-            if pid == 0:
-                self._be_rank(rank, parent)
-            self._pids[rank] = pid
+        try:
+            for rank in range(self._world_size):
+                pid = os.fork()
+                if pid == 0:
+                    self._be_rank(rank, parent)
+                self._pids[rank] = pid
+        except BaseException:  # the system forks no more, or somebody has lost patience
+            self._kill()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._kill()
 
     def _be_rank(self, rank: int, parent: int) -> None:
         try:
@@ -83,19 +99,19 @@ class World:
         finally:
             os._exit(1)
 
-    def watch(self, timeout_s: float, tick: Callable[[], None]) -> Outcome:
+    def watch(self, here: Here, *, timeout_s: float | None) -> Outcome:
         """Wait until all ranks have ended, or one has failed and the others had their grace, or nobody goes on.
 
         Args:
-            timeout_s: Seconds without any event before the ranks count as hanging.
-            tick: Called often; may raise to end everything.
+            here: Of this process, which ends with its parent.
+            timeout_s: Seconds without any event before the ranks count as hanging; None waits for ever.
         """
-        outcome = Outcome(logs=self.read_logs())
+        outcome = Outcome(logs=self._read_logs())
         last_count, last_event = -1, time.monotonic()
         deadline: float | None = None
         while self._collect():
-            tick()
-            outcome.logs = self.read_logs()
+            die_with_parent(here.parent, signal.SIGTERM)
+            outcome.logs = self._read_logs()
             count = sum(len(log.events) for log in outcome.logs.values())
             now = time.monotonic()
             if count != last_count:
@@ -105,16 +121,19 @@ class World:
                 deadline = now + _GRACE_S
             if deadline is not None and now > deadline:
                 break
-            if deadline is None and now - last_event > timeout_s:
+            if deadline is None and timeout_s is not None and now - last_event > timeout_s:
                 self._add_hang(outcome, timeout_s)
                 break
             time.sleep(_POLL_S)
         running = [rank for rank in self._pids if rank not in self._status]
-        self.kill()
-        outcome.logs = self.read_logs()
+        self._kill()
+        outcome.logs = self._read_logs()
         for rank, status in self._status.items():
             if rank not in running and not outcome.logs[rank].has_said and status:
                 outcome.findings.append(self._death(rank, status, outcome.logs[rank]))
+                has_aborted = os.waitstatus_to_exitcode(status) == -signal.SIGABRT
+                outcome.has_parted |= has_aborted
+                outcome.has_lost_rank |= not has_aborted
         return outcome
 
     def _collect(self) -> bool:
@@ -137,10 +156,12 @@ class World:
             with suppress(OSError), open(self._file(rank, "stacks"), encoding="utf-8", errors="replace") as file:
                 outcome.stacks[rank] = file.read(MAX_STACK_CHARS)
         frames = {rank: parse_stack(text) for rank, text in outcome.stacks.items()}
-        outcome.findings.append(describe_hang(outcome.logs, frames, running, timeout_s))
+        hang = describe_hang(outcome.logs, frames, running, timeout_s)
+        outcome.findings.append(hang.finding)
+        outcome.has_parted = not hang.culprits
 
     def _death(self, rank: int, status: int, log: RankLog) -> Finding:
-        how, hint = describe_end(os.waitstatus_to_exitcode(status), "try fewer ranks, or a smaller model")
+        how, hint = describe_end(os.waitstatus_to_exitcode(status), self._relief)
         phase = log.phase or log.last_phase or "start"
         tail = self._tail(rank)
         return Finding.error(
@@ -154,17 +175,17 @@ class World:
         """Return the last line that a rank has printed."""
         with suppress(OSError), open(self._file(rank, "log"), encoding="utf-8", errors="replace") as file:
             lines = [line.strip() for line in file.read()[-4096:].splitlines() if line.strip()]
-            return escape_name(lines[-1][:300]) if lines else ""
+            return lines[-1][:300] if lines else ""
         return ""
 
-    def read_logs(self) -> dict[int, RankLog]:
+    def _read_logs(self) -> dict[int, RankLog]:
         """Return what every rank has reported so far."""
         return {
             rank: RankLog(rank=rank, events=read_events(events_path(self._directory, rank)))
             for rank in range(self._world_size)
         }
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """End every rank, and wait until it is gone."""
         for rank, pid in self._pids.items():
             if rank not in self._status:
