@@ -75,7 +75,7 @@ def base_config(base: Opened) -> Mapping[str, object]:
     Raises:
         UnreadableError: It is not a JSON object.
     """
-    if base.checkpoint.format == "safetensors" or not any(a.file == "config.json" for a in base.checkpoint.assets):
+    if not any(a.file == "config.json" for a in base.checkpoint.assets):
         return {}
     return read_json(base.source, "config.json")
 

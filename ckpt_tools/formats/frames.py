@@ -13,7 +13,7 @@ from itertools import chain
 import xxhash
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, TensorEntry
-from ckpt_tools.formats.dcp import Reader
+from ckpt_tools.formats.format import Reader
 from ckpt_tools.formats.torch_zip import item_frame
 
 _PIECE_BYTES = 1 << 20

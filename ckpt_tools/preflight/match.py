@@ -13,6 +13,7 @@ from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, RefusedConfigError, UnreadableError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.preflight.comparison import Comparison, ModelView, comparison_from_json, facts_from_json
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
 from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
@@ -37,7 +38,7 @@ _FOREIGN = (
     "accelerate's pickle of a whole model",
     "only pickled weights",
 )
-"""How `formats.detect` begins to speak of layouts that some trainer reads, and ckpt does not."""
+"""How `formats.layouts` begins to speak of layouts that some trainer reads, and ckpt does not."""
 _OPTIMIZER_CHILD = "optimizer_0"
 _OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
 _SAMPLE_BYTES = 1 << 16
@@ -218,7 +219,9 @@ def _check_model(opened: Opened, comparison: Comparison, where: str, spec: Paral
     proposed = "dp_shard=N" if target is None else str(target)
     if target is not None and target.size("tp") > 1:
         proposed += " --tp-plan auto"
-    yield from check_names(comparison, where=where, stored=checkpoint.format, framework=spec.framework, mesh=proposed)
+    yield from check_names(
+        comparison, where=where, by_dcp=opened.format.loads_by_dcp, framework=spec.framework, mesh=proposed
+    )
     yield from check_adapters(
         comparison,
         shapes,
@@ -292,7 +295,7 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, where: str, spec: Parall
 def _saved_mesh(checkpoint: Checkpoint) -> Mesh | None:
     if checkpoint.mesh is not None:
         return checkpoint.mesh
-    inferred = infer_mesh(checkpoint) if checkpoint.format in ("dcp", "hf-sharded") else None
+    inferred = infer_mesh(checkpoint) if format_of(checkpoint).is_sharded else None
     return None if inferred is None else inferred.mesh
 
 

@@ -21,6 +21,7 @@ from ckpt_tools.description.dtypes import BY_TORCH_NAME
 from ckpt_tools.description.layout import Shard, parse_mesh
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.placement import Rule, find_tp_plan, place_tensors, tp_plan_rules
@@ -208,7 +209,7 @@ def _reads(
     except CkptError as error:
         return {"refused": {"what": error.what, "hint": error.hint}}
     placements = {fqn: {a: cut for a, cut in cuts.items() if isinstance(cut, Shard)} for fqn, cuts in placed.items()}
-    whole_items = checkpoint.format == "dcp"
+    whole_items = format_of(checkpoint).loads_by_dcp
     return reads_to_json(count_reads(entries, mesh, placements, whole_items=whole_items))
 
 
