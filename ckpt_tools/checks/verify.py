@@ -187,7 +187,7 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: Find
     if chunk.encoding == "raw":
         return chunk
     try:
-        head = dcp.read_item(chunk.span, opened.source, thorough=True)
+        head = dcp.read_item(chunk.span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
     except CkptError as error:
         findings.error("bad-item", where, f"{name}: {error.what}", error.hint)
         return None

@@ -21,7 +21,7 @@ from ckpt_tools.formats.format import Format, Opened, Reader, read_document
 from ckpt_tools.formats.frames import digest_frames, planned_payloads
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
-from ckpt_tools.formats.torch_zip import ItemHead, check_archive, parse_item
+from ckpt_tools.formats.torch_zip import ItemHead, check_archive, parse_item, parse_own_item
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -40,10 +40,24 @@ def parse_rank(file: str) -> int | None:
     return int(match[1]) if match and len(match[1]) < 10 else None
 
 
-def read_item(span: ByteSpan, reader: Reader, *, thorough: bool = False) -> ItemHead:
-    """Read what the item at `span` says of itself; `thorough` as in `parse_item`."""
+def read_item(
+    span: ByteSpan, dtype: DType, sizes: tuple[int, ...], reader: Reader, *, thorough: bool = False
+) -> ItemHead:
+    """Read what an item says of itself.
+
+    Args:
+        span: The item.
+        dtype: What it should hold; of an item as ckpt itself writes it, nothing needs to be parsed.
+        sizes: As `dtype`.
+        reader: Reads the item's file.
+        thorough: As in `parse_item`.
+
+    Raises:
+        UnreadableError: Not the zip of one tensor.
+    """
     with _located(span):
-        return parse_item(span.nbytes, _reads(span, reader), thorough=thorough)
+        read = _reads(span, reader)
+        return parse_own_item(span.nbytes, dtype, sizes, read) or parse_item(span.nbytes, read, thorough=thorough)
 
 
 def check_blob(span: ByteSpan, reader: Reader, *, content: bool = True) -> bool:
@@ -94,7 +108,7 @@ def resolve(entry: TensorEntry, reader: Reader) -> TensorEntry:
 def _resolve_chunk(entry: TensorEntry, chunk: Chunk, reader: Reader) -> Chunk:
     if chunk.encoding == "raw":
         return chunk
-    head = read_item(chunk.span, reader)
+    head = read_item(chunk.span, entry.dtype, chunk.box.sizes, reader)
     if (problem := item_mismatch(entry.dtype, chunk.box.sizes, head)) is not None:
         raise UnreadableError(
             f"tensor {entry.fqn!r}: {problem}",
