@@ -35,9 +35,8 @@ from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG, read_json
 from ckpt_tools.adapters.suspicions import check_suspicions
 from ckpt_tools.adapters.target_settings import BaseModel
 from ckpt_tools.adapters.values import look_at
-from ckpt_tools.description.checkpoint import Finding, Format, TensorEntry
+from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.errors import StorageError, UsageError
-from ckpt_tools.formats.opening import read_file
 from ckpt_tools.storage.source import Source
 
 __all__ = ["LoraCheck", "check_lora", "to_json"]
@@ -54,7 +53,7 @@ def check_lora(
     loaders: Sequence[str] = (),
     adapter: str | None = None,
     architecture: str | None = None,
-    format: Format | None = None,  # noqa: A002 - the option's name
+    format: str | None = None,  # noqa: A002 - the option's name
 ) -> LoraCheck:
     """Check an adapter: its factors, its names against the base, and what loaders will do with it.
 
@@ -218,13 +217,13 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
     """Return the adapter as a loader finds it; None when it is not in one safetensors file."""
     opened = read.opened
     files = tuple(opened.checkpoint.files)
-    if opened.checkpoint.format not in ("safetensors", "hf") or len(files) != 1:
+    if opened.format.is_training or len(files) != 1:
         return None
     directory = opened.source.root if os.path.isdir(opened.source.root) else os.path.dirname(opened.source.root)
     return AdapterFile(
         file=os.path.basename(files[0]),
         tensors={entry.fqn: TensorHead(shape=entry.shape, dtype=entry.dtype) for entry in opened.checkpoint.tensors},
-        metadata=read_file(opened.source, files[0]).header.metadata,
+        metadata=opened.metadata,
         config=_config(directory),
         siblings=_siblings(directory, files[0]) if os.path.isdir(path) else (),
         is_named=not os.path.isdir(path),

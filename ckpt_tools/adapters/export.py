@@ -40,7 +40,7 @@ from ckpt_tools.adapters.variants import doubt_about, refuse_foreign_shapes, ref
 from ckpt_tools.adapters.write import Item, Output, staged, write
 from ckpt_tools.adapters.write_names import write_names
 from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
-from ckpt_tools.description.checkpoint import Finding, Format, TensorEntry
+from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME, DType
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UsageError
@@ -122,7 +122,7 @@ def export_lora(
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Callable[[int], Progress] | None = None,
-    format: Format | None = None,  # noqa: A002 - the option's name
+    format: str | None = None,  # noqa: A002 - the option's name
 ) -> Export:
     """Export an adapter; reads its tensors and no others.
 

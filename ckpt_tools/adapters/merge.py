@@ -30,7 +30,7 @@ from ckpt_tools.conversions.to_mesh import notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, plain_names
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats import dcp
+from ckpt_tools.formats.dcp_placing import kept_cells, place
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import scan
@@ -189,7 +189,7 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
 
 
 def _job(base: Opened, destination: str, *, dtype: str, max_shard_size: str | None) -> Job:
-    if base.checkpoint.format != "dcp":
+    if not base.format.loads_by_dcp:
         return gathering_job(
             base,
             destination,
@@ -213,13 +213,13 @@ def _dcp_job(base: Opened, destination: str, dtype: str) -> Job:
     model, _ = find_model(base.checkpoint)
     source = replace(model, tensors=tuple(map(base.resolve, model.tensors)), blobs=())
     target = cast_target(source, dtype)
-    grids = {entry.fqn: dcp.kept_cells(entry) for entry in target.tensors}
+    grids = {entry.fqn: kept_cells(entry) for entry in target.tensors}
     kept = {entry.fqn for entry in source.tensors}
     placements = base.checkpoint.placements or {}
     return Job(
         opened=base,
         source=source,
-        target=dcp.place(target.tensors, grids),
+        target=place(target.tensors, grids),
         destination=destination,
         assets=[(base.source, asset) for asset in base.checkpoint.assets],
         dtype=dtype,

@@ -21,10 +21,10 @@ from ckpt_tools.adapters.known import add_settings
 from ckpt_tools.adapters.locate import locate
 from ckpt_tools.adapters.payload import TensorReader
 from ckpt_tools.adapters.sidecars import Sidecars, read_sidecars
-from ckpt_tools.description.checkpoint import Checkpoint, Format, TensorEntry
+from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.opening import Opened, open_path, read_file
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def read_adapter(
     path: str,
     *,
     adapter_name: str | None = None,
-    format: Format | None = None,  # noqa: A002 - the option's name
+    format: str | None = None,  # noqa: A002 - the option's name
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     settings: Mapping[str, Sourced[object]] | None = None,
@@ -82,7 +82,7 @@ def read_adapter(
     """
     location = locate(path, adapter_name)
     with open_path(location.path, format=format) as whole:
-        if whole.checkpoint.format in ("safetensors", "hf") and not whole.checkpoint.tensors:
+        if not whole.format.is_training and not whole.checkpoint.tensors:
             raise UnreadableError(
                 "an empty adapter: there are no tensors in it, and a loader that takes it changes nothing",
                 where=path,
@@ -90,17 +90,15 @@ def read_adapter(
                 "training checkpoint (its DCP directory, or accelerate's pytorch_model_fsdp_0)",
             )
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
-        metadata = _header_metadata(opened)
-        sidecars = read_sidecars(location.sidecars, metadata)
+        sidecars = read_sidecars(location.sidecars, opened.metadata)
         sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})})
         _refuse_type(sidecars, path)
         named = _name(opened, path)
-        is_training = opened.checkpoint.format in ("dcp", "hf-sharded")
         chosen, name = _choose(named, None if location.took_adapter else adapter_name, path)
         adapter = assemble(
             chosen,
             convention=_convention(chosen, sidecars),
-            is_training=is_training,
+            is_training=opened.format.is_training,
             trained=_trained(opened),
             bias=sidecars.peft["bias"].value if "bias" in sidecars.peft else None,
             path=path,
@@ -110,7 +108,7 @@ def read_adapter(
             adapter,
             name=name,
             left_out=_left_out(opened, named, adapter),
-            omitted=_omitted(whole.checkpoint, opened.checkpoint) if include or exclude else frozenset(),
+            omitted=_omitted(whole, opened.checkpoint) if include or exclude else frozenset(),
         )
         yield OpenedAdapter(opened, add_settings(adapter, sidecars, TensorReader(opened).read_scalar))
 
@@ -145,13 +143,6 @@ def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
     return array_of(reader.read(entry), entry.dtype, entry.shape)
 
 
-def _header_metadata(opened: Opened) -> Mapping[str, str]:
-    files = tuple(opened.checkpoint.files)
-    if opened.checkpoint.format not in ("safetensors", "hf") or len(files) != 1:
-        return {}
-    return read_file(opened.source, files[0]).header.metadata
-
-
 def _refuse_type(sidecars: Sidecars, path: str) -> None:
     for fields in (sidecars.peft, *sidecars.components.values()):
         found = fields.get("peft_type")
@@ -172,7 +163,7 @@ def _name(opened: Opened, path: str) -> list[Named]:
     """Name every tensor as a plain model does, adapters' suffixes apart."""
     checkpoint = opened.checkpoint
     prefix = ""
-    if checkpoint.format in ("dcp", "hf-sharded"):
+    if opened.format.is_training:
         checkpoint, prefix = find_model(checkpoint)
     roots: Counter[str] = Counter()
     named = []
@@ -213,9 +204,9 @@ def _cut_root(name: str) -> tuple[str | None, str]:
     return (None, name) if at < 0 else (name[:at], name[at + 1 + len(_PEFT_ROOT) :])
 
 
-def _omitted(whole: Checkpoint, chosen: Checkpoint) -> frozenset[str]:
-    prefix = find_model(chosen)[1] if whole.format in ("dcp", "hf-sharded") else ""
-    model = find_model(whole)[0] if whole.format in ("dcp", "hf-sharded") else whole
+def _omitted(whole: Opened, chosen: Checkpoint) -> frozenset[str]:
+    prefix = find_model(chosen)[1] if whole.format.is_training else ""
+    model = find_model(whole.checkpoint)[0] if whole.format.is_training else whole.checkpoint
     kept = {entry.fqn for entry in chosen.tensors}
     paths = set()
     for entry in model.tensors:
@@ -269,7 +260,7 @@ def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
 
 def _trained(opened: Opened) -> frozenset[str] | None:
     """Return the names that the optimizer has state for, as a plain model has them; None without an optimizer."""
-    states = [entry for entry in opened.checkpoint.tensors if opened.checkpoint.format == "dcp" and is_optimizer(entry)]
+    states = [entry for entry in opened.checkpoint.tensors if opened.format.is_training and is_optimizer(entry)]
     if not states:
         return None
     names = set()
@@ -285,7 +276,7 @@ def _trained(opened: Opened) -> frozenset[str] | None:
 def _left_out(opened: Opened, named: list[Named], adapter: Adapter[TensorEntry]) -> tuple[str, ...]:
     checkpoint = opened.checkpoint
     used = {entry.fqn for module in adapter.modules for entry in module.factors.values()} | set(adapter.unknown)
-    optimizer = sum(map(is_optimizer, checkpoint.tensors)) if checkpoint.format == "dcp" else 0
+    optimizer = sum(map(is_optimizer, checkpoint.tensors)) if opened.format.is_training else 0
     base = len(adapter.base_shapes)
     alphas = sum(item.key is not None and item.key.role == "alpha" for item in named)
     others = len(checkpoint.tensors) - len(used) - optimizer - base - alphas

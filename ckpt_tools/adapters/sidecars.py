@@ -76,7 +76,7 @@ def base_config(base: Opened) -> Mapping[str, object]:
     Raises:
         UnreadableError: It is not a JSON object.
     """
-    if base.checkpoint.format == "safetensors" or not any(a.file == CONFIG_NAME for a in base.checkpoint.assets):
+    if not any(a.file == CONFIG_NAME for a in base.checkpoint.assets):
         return {}
     return config_in(base.source).values
 

@@ -12,7 +12,6 @@ from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import gathering_job, model_beside
 from ckpt_tools.conversions.to_mesh import MeshOptions, sharding_job
-from ckpt_tools.description.checkpoint import Format
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
@@ -37,7 +36,7 @@ def shard(
     dry_run: bool = False,
     num_workers: int | None = None,
     progress: ProgressFactory | None = None,
-    format: Format | None = None,  # noqa: A002
+    format: str | None = None,  # noqa: A002
 ) -> Conversion:
     """Convert full safetensors into a DTensor-sharded DCP checkpoint.
 
@@ -66,7 +65,7 @@ def shard(
         DestinationExistsError: The destination exists.
     """
     with open_path(os.fspath(source), format=format) as opened:
-        if opened.checkpoint.format == "dcp":
+        if opened.format.loads_by_dcp:
             raise UsageError(
                 "the source is already sharded",
                 where=os.fspath(source),
@@ -112,14 +111,14 @@ def reshard(
     dry_run: bool = False,
     num_workers: int | None = None,
     progress: ProgressFactory | None = None,
-    format: Format | None = None,  # noqa: A002
+    format: str | None = None,  # noqa: A002
 ) -> Conversion:
     """Convert a sharded checkpoint for another mesh; optimizer state and non-tensor items come along.
 
     Arguments and errors are those of `shard`. Optimizer state is cut like its parameter.
     """
     with open_path(os.fspath(source), format=format) as opened:
-        if opened.checkpoint.format not in ("dcp", "hf-sharded"):
+        if not opened.format.is_sharded:
             raise UsageError(
                 "the source is not sharded",
                 where=os.fspath(source),
@@ -154,7 +153,7 @@ def gather(
     dry_run: bool = False,
     num_workers: int | None = None,
     progress: ProgressFactory | None = None,
-    format: Format | None = None,  # noqa: A002
+    format: str | None = None,  # noqa: A002
 ) -> Conversion:
     """Convert a sharded checkpoint into full safetensors that transformers loads.
 

@@ -13,7 +13,6 @@ from ckpt_tools.adapters.read import read_adapter
 from ckpt_tools.api.workers import ProgressFactory, default_num_workers
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.conversions.run import run
-from ckpt_tools.description.checkpoint import Format
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 
@@ -36,7 +35,7 @@ def merge_lora(
     dry_run: bool = False,
     num_workers: int | None = None,
     progress: ProgressFactory | None = None,
-    format: Format | None = None,  # noqa: A002
+    format: str | None = None,  # noqa: A002
 ) -> Conversion:
     """Merge an adapter of any family into its base, streaming.
 

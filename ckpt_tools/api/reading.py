@@ -14,7 +14,7 @@ from ckpt_tools.checks.diff import Difference
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.conversions.to_mesh import MeshOptions, find_layout
 from ckpt_tools.description import summarise as inspecting
-from ckpt_tools.description.checkpoint import Checkpoint, Finding, Format
+from ckpt_tools.description.checkpoint import Checkpoint, Finding
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.summarise import Summary
 from ckpt_tools.description.transform import select
@@ -23,7 +23,7 @@ from ckpt_tools.formats.opening import open_path
 from ckpt_tools.text import escape_name
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, format: Format | None = None) -> Checkpoint:  # noqa: A002
+def open_checkpoint(path: str | os.PathLike[str], *, format: str | None = None) -> Checkpoint:  # noqa: A002
     """Describe the checkpoint at `path` from its headers alone.
 
     Args:
@@ -47,7 +47,7 @@ def inspect(
     tp_plan: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    format: Format | None = None,  # noqa: A002
+    format: str | None = None,  # noqa: A002
 ) -> Summary:
     """Summarise a checkpoint from its headers alone.
 
@@ -85,7 +85,7 @@ def verify(
     level: Level = "data",
     num_workers: int | None = None,
     progress: ProgressFactory | None = None,
-    format: Format | None = None,  # noqa: A002
+    format: str | None = None,  # noqa: A002
 ) -> Verification:
     """Check a checkpoint and collect everything that is wrong.
 

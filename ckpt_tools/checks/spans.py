@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from ckpt_tools.checks.manifest import Findings
 from ckpt_tools.description.checkpoint import Chunk
-from ckpt_tools.formats.dcp import ITEM_ALIGNMENT
+from ckpt_tools.formats.dcp_placing import ITEM_ALIGNMENT
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.text import escape_name
 

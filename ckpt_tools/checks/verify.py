@@ -13,7 +13,7 @@ from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, C
 from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats import dcp
-from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import Outcome, Progress, scan
@@ -70,8 +70,7 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
         total = len(checkpoint.tensors) + len(checkpoint.blobs)
         not_checked.append(f"{opened.single_names} of {total} names, which .metadata has only once")
     not_checked += _unknown_places(opened)
-    if checkpoint.format == "hf-sharded":
-        not_checked.append("the global shapes, which this format does not record (taken from the chunks)")
+    not_checked += opened.format.unchecked
     return Verification(
         level=level,
         tensors=len(checkpoint.tensors),
@@ -93,7 +92,7 @@ def _unchecked(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list
 
 
 def _unknown_places(opened: Opened) -> list[str]:
-    if opened.manifest is not None or opened.checkpoint.format != "dcp":
+    if opened.manifest is not None or not opened.format.in_items:
         return []
     files = equal_layouts(opened.checkpoint.tensors)
     if not files:
@@ -124,7 +123,7 @@ def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, lis
     if opened.manifest is not None:
         check_manifest(opened, opened.manifest, findings)
         check_frames(opened, opened.manifest, sound, findings)
-    elif checkpoint.format == "dcp":
+    elif opened.format.in_items:
         check_copies(sound, opened.source, findings)
     return replace(checkpoint, tensors=tuple(resolved)), sound
 
@@ -141,7 +140,7 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: Findings) -> Ten
             problem.kind, "chunk-outside-tensor"
         )
         files = sorted({escape_name(chunk.span.file) for chunk in entry.chunks})
-        findings.error(code, ", ".join(files[:4]) or dcp.METADATA_NAME, f"{name}: {problem.describe(entry.shape)}")
+        findings.error(code, ", ".join(files[:4]) or opened.format.marker, f"{name}: {problem.describe(entry.shape)}")
     chunks = []
     for chunk in entry.chunks:
         if _check_span(opened, chunk.span, name, findings):
@@ -188,7 +187,7 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: Find
     if chunk.encoding == "raw":
         return chunk
     try:
-        head = dcp.read_item(chunk.span, opened.source, thorough=True)
+        head = dcp.read_item(chunk.span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
     except CkptError as error:
         findings.error("bad-item", where, f"{name}: {error.what}", error.hint)
         return None
@@ -196,8 +195,7 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: Find
     if problem is not None:
         findings.error("item-mismatch", where, f"{name}: {problem}")
         return None
-    span = replace(chunk.span, offset=chunk.span.offset + head.payload_offset, nbytes=head.payload_nbytes)
-    return Chunk(box=chunk.box, span=span, strides=head.strides, crc32=head.crc32)
+    return dcp.raw_chunk(chunk, head)
 
 
 def _check_foreign(opened: Opened, findings: Findings) -> None:
@@ -209,9 +207,8 @@ def _check_foreign(opened: Opened, findings: Findings) -> None:
     known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
     if manifest is not None:
         known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
-    suffix = ".distcp" if opened.checkpoint.format == "dcp" else ".safetensors"
     for name, size in opened.source.list_files(max_depth=0 if manifest is None else 3).items():
-        strange = is_weights(name) if manifest is not None else name.endswith(suffix) and size > 0
+        strange = is_weights(name) if manifest is not None else name.endswith(opened.format.suffix) and size > 0
         if strange and name not in known:
             findings.warn(
                 "unreferenced-file",

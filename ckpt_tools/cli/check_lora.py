@@ -11,7 +11,6 @@ from ckpt_tools.adapters.checked import LoraCheck, to_json
 from ckpt_tools.adapters.loaders import LoaderReport
 from ckpt_tools.cli import adapter_options, options
 from ckpt_tools.cli.output import note, print_json, say, say_findings
-from ckpt_tools.cli.values import format_of
 from ckpt_tools.text import escape_name
 
 Source = Annotated[
@@ -50,7 +49,7 @@ def check_lora(
         loaders=loaders or (),
         adapter=adapter,
         architecture=architecture,
-        format=format_of(from_format),
+        format=from_format,
     )
     if json:
         print_json(to_json(result))

@@ -17,7 +17,6 @@ from ckpt_tools.cli import adapter_options, hub_options, options
 from ckpt_tools.cli.output import conversion_json, note, print_conversion, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.push import print_push
 from ckpt_tools.cli.streams import complete
-from ckpt_tools.cli.values import format_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts, hub_id_of
 from ckpt_tools.hub.plan import PushResult
@@ -120,7 +119,7 @@ def export_lora(
             exclude=exclude or (),
             strict=strict,
             progress=factory,
-            format=format_of(from_format),
+            format=from_format,
         )
         result = export(destination, overwrite=overwrite, dry_run=dry_run)
         if push is not None and dry_run and result.ok:

@@ -9,7 +9,6 @@ import typer
 from ckpt_tools import api
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_conversion, progress_of
-from ckpt_tools.cli.values import format_of
 
 MaxShardSize = Annotated[
     str | None,
@@ -87,7 +86,7 @@ def gather(
             dry_run=dry_run,
             num_workers=num_workers,
             progress=factory,
-            format=format_of(from_format),
+            format=from_format,
         )
     print_conversion(result, as_json=json, quiet=quiet, verbose=verbose)
     return 0

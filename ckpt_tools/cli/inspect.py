@@ -11,7 +11,6 @@ from ckpt_tools import api
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_json, terminal_width, use_colour
 from ckpt_tools.cli.render_inspect import By, render
-from ckpt_tools.cli.values import format_of
 from ckpt_tools.description.summarise import to_json
 from ckpt_tools.errors import UsageError
 
@@ -54,7 +53,7 @@ def inspect(
         tp_plan=tp_plan,
         include=include or (),
         exclude=exclude or (),
-        format=format_of(from_format),
+        format=from_format,
     )
     by_fqn = {entry.fqn: entry for entry in summary.tensors}
     unknown = [fqn for fqn in tensor or () if fqn not in by_fqn]

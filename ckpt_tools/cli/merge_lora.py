@@ -10,7 +10,7 @@ from ckpt_tools import api
 from ckpt_tools.cli import adapter_options, options
 from ckpt_tools.cli.gather import MaxShardSize
 from ckpt_tools.cli.output import print_conversion, progress_of
-from ckpt_tools.cli.values import format_of
+from ckpt_tools.formats.table import FORMATS
 
 Base = Annotated[
     str,
@@ -39,7 +39,7 @@ From = Annotated[
     typer.Option(
         "--from",
         envvar="CKPT_FROM",
-        metavar="safetensors|hf|dcp|hf-sharded",
+        metavar="|".join(FORMATS),
         help="Format of BASE; detected by default.",
     ),
 ]
@@ -86,7 +86,7 @@ def merge_lora(
             dry_run=dry_run,
             num_workers=num_workers,
             progress=factory,
-            format=format_of(from_format),
+            format=from_format,
         )
     print_conversion(result, as_json=json, quiet=quiet, verbose=verbose)
     return 0

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ckpt_tools.formats.table import FORMATS
+
 Source = Annotated[str, typer.Argument(metavar="SRC", help="A safetensors file, a model directory or a DCP directory.")]
 Destination = Annotated[str, typer.Argument(metavar="DST", help="Directory to create.")]
 
@@ -52,7 +54,7 @@ From = Annotated[
     typer.Option(
         "--from",
         envvar="CKPT_FROM",
-        metavar="safetensors|hf|dcp|hf-sharded",
+        metavar="|".join(FORMATS),
         help="Format of SRC; detected by default.",
     ),
 ]

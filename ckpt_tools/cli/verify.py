@@ -10,7 +10,6 @@ from ckpt_tools import api
 from ckpt_tools.checks.verify import Level, to_json
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
-from ckpt_tools.cli.values import format_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -47,7 +46,7 @@ def verify(
             level=_level(level),
             num_workers=num_workers,
             progress=factory,
-            format=format_of(from_format),
+            format=from_format,
         )
     if json:
         print_json(to_json(result))

@@ -12,11 +12,10 @@ from ckpt_tools.description.checkpoint import Asset, Checkpoint
 from ckpt_tools.description.dtypes import BY_NAME, DType
 from ckpt_tools.description.layout import Mesh, Placement
 from ckpt_tools.errors import StorageError, UnreadableError, UsageError
-from ckpt_tools.formats.dcp import METADATA_NAME
-from ckpt_tools.formats.detect import detect
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
-from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.formats.opening import Opened, detect, read_document
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.execute import Progress
@@ -123,7 +122,8 @@ class Job:
 def check_claims(job: Job) -> None:
     """Hold what the source says of files and lengths against its files, before anything is made to measure."""
     names = [*job.target.files, *job.documents, MANIFEST_NAME, JOURNAL_NAME, *(asset.file for _, asset in job.assets)]
-    check_names([*names, METADATA_NAME] if job.target.format == "dcp" else names)
+    marker = format_of(job.target).marker
+    check_names([*names, marker] if marker else names)
     for source, asset in job.assets:
         found = source.size(asset.file)
         if found != asset.nbytes:
@@ -204,8 +204,7 @@ def check_separate(opened: Opened, destination: str) -> None:
 
     A source that is one file has no inside: the destination may lie beside it.
     """
-    checkpoint = opened.checkpoint
-    name = next(iter(checkpoint.files)) if checkpoint.format == "safetensors" else ""
+    name = next(iter(opened.checkpoint.files)) if opened.format.is_file else ""
     source = os.path.realpath(os.path.join(opened.source.root, name))
     target = os.path.realpath(destination)
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):

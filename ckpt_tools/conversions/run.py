@@ -23,11 +23,7 @@ from ckpt_tools.conversions.job import (
 from ckpt_tools.description.checkpoint import Asset, Checkpoint
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.formats import dcp
-from ckpt_tools.formats.dcp import METADATA_NAME
-from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
 from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.frames import digest_frames, planned_payloads
 from ckpt_tools.formats.manifest import (
     MANIFEST_NAME,
     UNKNOWN_DIGEST,
@@ -38,6 +34,7 @@ from ckpt_tools.formats.manifest import (
     manifest_bytes,
 )
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.moving.execute import Outcome, execute, scan
 from ckpt_tools.moving.plan import Plan, asset_name, blob_name, plan_assets
@@ -82,12 +79,10 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         return _run_with_dtensor(job, start)
     if job.prepare is not None:
         job.prepare()
-    metadata = b""
-    if job.target.format == "dcp":
-        metadata = build_metadata(job.target.tensors, job.target.blobs)
+    marker = format_of(job.target).build_marker(job.target)
     staging = Staging(job.destination, overwrite=job.overwrite)
     with _kept_or_discarded(staging):
-        staging.begin(fingerprint(job, metadata))
+        staging.begin(fingerprint(job, marker))
         if staging.found_other:
             job.notes.append("removed what an interrupted run with other arguments or of another source had left")
         check_space(needed - staging.allocated_bytes(), job.destination)
@@ -107,7 +102,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         if outcome.bytes_kept:
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
             job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
-        return _finish(job, start, staging, outcome, assets, metadata)
+        return _finish(job, start, staging, outcome, assets, marker)
 
 
 def _planned_files(job: Job) -> list[tuple[str, int]]:
@@ -117,27 +112,27 @@ def _planned_files(job: Job) -> list[tuple[str, int]]:
     own writer those of the data files are.
     """
     assets = {asset.file: FileRecord(nbytes=job.asset_bytes(asset), digest=UNKNOWN_DIGEST) for _, asset in job.assets}
-    metadata = None
-    if job.target.format == "dcp":
-        nbytes = estimate_metadata_bytes(job.target.tensors, job.target.blobs)
-        metadata = FileRecord(nbytes=nbytes, digest=UNKNOWN_DIGEST)
+    kind = format_of(job.target)
+    marker = None
+    if kind.marker:
+        marker = FileRecord(nbytes=kind.estimate_marker_bytes(job.target), digest=UNKNOWN_DIGEST)
     for file in job.opened.checkpoint.files:
         job.opened.source.size(file)  # the manifest names the sources as they were opened
     digests = _NoDigests()
-    frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if job.target.format == "dcp" else {}
-    manifest = manifest_bytes(_manifest(job, {}, digests, assets, metadata, frames), _tensor_records(job, digests))
+    frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if kind.in_items else {}
+    manifest = manifest_bytes(_manifest(job, {}, digests, assets, marker, frames), _tensor_records(job, digests))
     documents = {name: len(content) for name, content in job.documents.items()}
-    return _written_files(job, assets, documents | {MANIFEST_NAME: manifest}, metadata)
+    return _written_files(job, assets, documents | {MANIFEST_NAME: manifest}, marker)
 
 
 def _written_files(
-    job: Job, assets: Mapping[str, FileRecord], documents: Mapping[str, int], metadata: FileRecord | None
+    job: Job, assets: Mapping[str, FileRecord], documents: Mapping[str, int], marker: FileRecord | None
 ) -> list[tuple[str, int]]:
     return [
         *job.target.files.items(),
         *((name, record.nbytes) for name, record in assets.items()),
         *documents.items(),
-        *([(METADATA_NAME, metadata.nbytes)] if metadata is not None else []),
+        *([(format_of(job.target).marker, marker.nbytes)] if marker is not None else []),
     ]
 
 
@@ -189,30 +184,30 @@ def _run_with_dtensor(job: Job, start: float) -> Conversion:
             if staging is None:
                 return _conversion(job, start, [], read=0, written=0, peak=peak_rss_bytes(), published=False)
             job.target = replace(job.target, files=staging.adopt())
-            metadata = staging.take(METADATA_NAME)
+            marker = staging.take(format_of(job.target).marker)
             progress = job.progress(job.source.total_bytes) if job.progress is not None else None
             outcome = scan(job.source.tensors, job.opened.source, num_workers=job.num_workers, progress=progress)
-            return _finish(job, start, staging, outcome, _carry_assets(job, staging), metadata)
+            return _finish(job, start, staging, outcome, _carry_assets(job, staging), marker)
         finally:
             if staging is not None:
                 staging.discard()
 
 
 def _finish(
-    job: Job, start: float, staging: Staging, outcome: Outcome, assets: Mapping[str, FileRecord], metadata: bytes
+    job: Job, start: float, staging: Staging, outcome: Outcome, assets: Mapping[str, FileRecord], marker: bytes
 ) -> Conversion:
     """Write the documents, the commit marker last; check what was written; publish."""
     num_digests = _check_digests(job, outcome)
-    marker = _record(metadata) if metadata else None
+    marked = _record(marker) if marker else None
     tensors = dict(_tensor_records(job, outcome.digests))
-    frames = _frames(job, staging, metadata)
-    manifest = build_manifest(_manifest(job, tensors, outcome.digests, assets, marker, frames))
+    frames = _frames(job, staging, marker)
+    manifest = build_manifest(_manifest(job, tensors, outcome.digests, assets, marked, frames))
     documents = {**job.documents, MANIFEST_NAME: manifest}
     for name, content in documents.items():
         staging.write_document(name, content)
-    if metadata:
-        staging.write_document(METADATA_NAME, metadata)
-    files = _written_files(job, assets, {name: len(content) for name, content in documents.items()}, marker)
+    if marker:
+        staging.write_document(format_of(job.target).marker, marker)
+    files = _written_files(job, assets, {name: len(content) for name, content in documents.items()}, marked)
     _check_result(staging.directory, job.target)
     job.opened.source.check_unchanged()
     staging.publish()
@@ -307,16 +302,10 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
     return count
 
 
-def _frames(job: Job, staging: Staging, metadata: bytes) -> dict[str, str]:
+def _frames(job: Job, staging: Staging, marker: bytes) -> dict[str, str]:
     """Return the digests of what lies around the payloads of the written files; it is little, and is read back."""
-    if job.target.format != "dcp":
-        return {}
     with Source(staging.directory) as written:
-        payloads = planned_payloads(job.target.tensors)
-        if job.use_dtensor:  # torch's frames are not ours: ask the items
-            tensors = (dcp.resolve(entry, written) for entry in parse_metadata(metadata).tensors)
-            payloads = (chunk.span for entry in tensors for chunk in entry.chunks)
-        return digest_frames(job.target.files, payloads, job.target.blobs, written)
+        return format_of(job.target).digest_frames(job.target, written, marker=marker if job.use_dtensor else None)
 
 
 def _tensor_records(job: Job, digests: Mapping[str, str]) -> Iterator[tuple[str, TensorRecord]]:
@@ -333,12 +322,12 @@ def _manifest(
     tensors: Mapping[str, TensorRecord],
     digests: Mapping[str, str],
     assets: Mapping[str, FileRecord],
-    metadata: FileRecord | None,
+    marker: FileRecord | None,
     frames: Mapping[str, str],
 ) -> Manifest:
     documents = {name: _record(content) for name, content in (*job.heads.items(), *job.documents.items())}
-    if metadata is not None:
-        documents[METADATA_NAME] = metadata
+    if marker is not None:
+        documents[format_of(job.target).marker] = marker
     checkpoint = job.opened.checkpoint
     return Manifest(
         writer=f"ckpt {__version__}",

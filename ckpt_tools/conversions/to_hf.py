@@ -14,7 +14,7 @@ from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors
-from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
@@ -75,7 +75,7 @@ def gathering_job(
     target = cast_target(source, dtype)
     files = hf.arrange(target.tensors, max_file_nbytes=parse_size(max_shard_size or DEFAULT_MAX_SHARD_SIZE))
     placed, heads = hf.place(files)
-    documents = {"model" + hf.INDEX_SUFFIX: hf.build_index(files)} if len(files) > 1 else {}
+    documents = {"model" + INDEX_SUFFIX: hf.build_index(files)} if len(files) > 1 else {}
     return Job(
         opened=opened,
         source=source,
@@ -93,7 +93,7 @@ def gathering_job(
 def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
     """Return the model's tensors under their plain names, and {plain name: name in the source}."""
     checkpoint = opened.checkpoint
-    if strip == "none" or (strip == "auto" and checkpoint.format in ("hf", "safetensors")):
+    if strip == "none" or (strip == "auto" and not opened.format.is_training):
         model = replace(checkpoint, blobs=())
         new_name: Callable[[str], str] = str
     elif strip == "auto":
@@ -198,7 +198,7 @@ def _restore(
     return Job(
         opened=opened,
         source=source,
-        target=Checkpoint(root="", format="hf", tensors=tuple(placed), files=sizes),
+        target=Checkpoint(root="", format=hf.FORMAT.name, tensors=tuple(placed), files=sizes),
         destination=destination,
         heads=heads,
         documents=documents,

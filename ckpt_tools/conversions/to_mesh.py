@@ -12,7 +12,7 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import Mesh, Placement, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import dcp
+from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.placement import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
@@ -143,7 +143,7 @@ def sharding_job(
     return Job(
         opened=opened,
         source=source,
-        target=dcp.place(target.tensors, grids, source.blobs),
+        target=place(target.tensors, grids, source.blobs),
         destination=destination,
         assets=[(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)],
         dtype=dtype,
@@ -164,9 +164,4 @@ def notes_on(opened: Opened) -> list[str]:
         notes.append(f"left out, as weights in another format or of another model: {shown}{more}")
     if _PART_OF_STEP.fullmatch(os.path.basename(opened.checkpoint.root)):
         notes.append("one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there")
-    if opened.checkpoint.format == "hf-sharded":
-        notes.append(
-            "this format does not record how many ranks saved it: if the files of the last ones are missing, "
-            "tensors are shorter than they were"
-        )
-    return notes
+    return [*notes, *opened.format.caveats]

@@ -15,7 +15,6 @@ from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, Mesh, Placement
 from ckpt_tools.text import escape_message
 
-Format = Literal["safetensors", "hf", "dcp", "hf-sharded"]
 Encoding = Literal["raw", "torch_zip"]
 Severity = Literal["error", "warning", "info"]
 KeyPath = tuple[str | int, ...]
@@ -83,7 +82,7 @@ class Chunk:
     span: ByteSpan
     """Where the bytes lie: the elements themselves ("raw") or the item around them ("torch_zip")."""
     encoding: Encoding = "raw"
-    """How `span` holds the elements; `formats.dcp.resolve` turns "torch_zip" into "raw"."""
+    """How `span` holds the elements; `Format.resolve` turns "torch_zip" into "raw"."""
     strides: tuple[int, ...] | None = None
     """Strides of the stored elements, in elements; None means row-major."""
     crc32: int | None = None
@@ -144,8 +143,8 @@ class Checkpoint:
 
     root: str
     """Directory that every span's file is relative to."""
-    format: Format
-    """How it is stored."""
+    format: str
+    """How it is stored: a name of `formats.table`."""
     tensors: tuple[TensorEntry, ...]
     """Tensors in the order of their source."""
     blobs: tuple[BlobEntry, ...] = ()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt_tools.description.checkpoint import Asset, BlobEntry, Format, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, BlobEntry, TensorEntry
 from ckpt_tools.description.layout import Mesh, Placement, Replicate
 
 MeshSource = Literal["manifest", "inferred", "overlay"]
@@ -75,7 +75,7 @@ class Summary:
 
     path: str
     """The path as the user wrote it."""
-    format: Format
+    format: str
     """How it is stored."""
     num_tensors: int
     """Tensors."""

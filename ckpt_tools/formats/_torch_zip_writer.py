@@ -46,6 +46,12 @@ class ItemFrame:
             self._after[:after] + crc + self._after[after + 4 :],
         )
 
+    def unseal(self, before: bytes, after: bytes) -> int | None:
+        """Return the CRC-32 in what `seal` has returned; None for any other bytes."""
+        start = self._crc_offsets[0]
+        crc32 = int.from_bytes(before[start : start + 4], "little")
+        return crc32 if self.seal(crc32) == (before, after) else None
+
 
 @lru_cache(maxsize=4096)
 def item_frame(dtype: DType, sizes: tuple[int, ...]) -> ItemFrame:

@@ -5,38 +5,33 @@ Source: torch `distributed/checkpoint/{metadata,filesystem}.py` (2.13).
 
 from __future__ import annotations
 
+import os
 import re
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Protocol, overload
+from dataclasses import replace
 
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
-from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
+from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
+from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.file_names import is_hf_asset, is_step_file, is_weights
+from ckpt_tools.formats.format import Format, Opened, Reader, read_document
+from ckpt_tools.formats.frames import digest_frames, planned_payloads
+from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS
+from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
+from ckpt_tools.formats.torch_zip import ItemHead, check_archive, parse_item, parse_own_item
+from ckpt_tools.storage.journal import JOURNAL_NAME
+from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
 METADATA_NAME = ".metadata"
 """The file that makes a directory a DCP checkpoint; written last."""
-ITEM_ALIGNMENT = 64
-"""Items begin at multiples of this, so that payloads are aligned in the file too."""
+METADATA_LIMITS = DEFAULT_LIMITS
+"""How much a `.metadata` may ask for; looked up whenever one is opened."""
 
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
-
-
-class Reader(Protocol):
-    """What this module needs of storage."""
-
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly these bytes."""
-
-
-def data_file(rank: int) -> str:
-    """Return the name of `rank`'s file."""
-    return f"__{rank}_0.distcp"
 
 
 def parse_rank(file: str) -> int | None:
@@ -45,10 +40,24 @@ def parse_rank(file: str) -> int | None:
     return int(match[1]) if match and len(match[1]) < 10 else None
 
 
-def read_item(span: ByteSpan, reader: Reader, *, thorough: bool = False) -> ItemHead:
-    """Read what the item at `span` says of itself; `thorough` as in `parse_item`."""
+def read_item(
+    span: ByteSpan, dtype: DType, sizes: tuple[int, ...], reader: Reader, *, thorough: bool = False
+) -> ItemHead:
+    """Read what an item says of itself.
+
+    Args:
+        span: The item.
+        dtype: What it should hold; of an item as ckpt itself writes it, nothing needs to be parsed.
+        sizes: As `dtype`.
+        reader: Reads the item's file.
+        thorough: As in `parse_item`.
+
+    Raises:
+        UnreadableError: Not the zip of one tensor.
+    """
     with _located(span):
-        return parse_item(span.nbytes, _reads(span, reader), thorough=thorough)
+        read = _reads(span, reader)
+        return parse_own_item(span.nbytes, dtype, sizes, read) or parse_item(span.nbytes, read, thorough=thorough)
 
 
 def check_blob(span: ByteSpan, reader: Reader, *, content: bool = True) -> bool:
@@ -74,7 +83,7 @@ def _located(span: ByteSpan) -> Iterator[None]:
     except UnreadableError as error:
         if error.where is not None:
             raise
-        where = f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}"
+        where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
         raise UnreadableError(error.what, where=where, hint=error.hint) from error
 
 
@@ -99,7 +108,7 @@ def resolve(entry: TensorEntry, reader: Reader) -> TensorEntry:
 def _resolve_chunk(entry: TensorEntry, chunk: Chunk, reader: Reader) -> Chunk:
     if chunk.encoding == "raw":
         return chunk
-    head = read_item(chunk.span, reader)
+    head = read_item(chunk.span, entry.dtype, chunk.box.sizes, reader)
     if (problem := item_mismatch(entry.dtype, chunk.box.sizes, head)) is not None:
         raise UnreadableError(
             f"tensor {entry.fqn!r}: {problem}",
@@ -107,175 +116,100 @@ def _resolve_chunk(entry: TensorEntry, chunk: Chunk, reader: Reader) -> Chunk:
             hint="the checkpoint is damaged, or was saved by FSDP on top of an uneven tensor-parallel cut of "
             "the same dim, which PyTorch cannot load either",
         )
+    return raw_chunk(chunk, head)
+
+
+def raw_chunk(chunk: Chunk, head: ItemHead) -> Chunk:
+    """Return the chunk with its span on the payload of its item."""
     span = ByteSpan(file=chunk.span.file, offset=chunk.span.offset + head.payload_offset, nbytes=head.payload_nbytes)
     return Chunk(box=chunk.box, span=span, strides=head.strides, crc32=head.crc32)
 
 
-class Cut(Protocol):
-    """How a tensor is cut: `layout.Grid`, or the cells that another checkpoint has."""
+class Dcp(Format):
+    """What `torch.distributed.checkpoint.save` writes, and `shard` and `reshard`."""
 
-    @property
-    def cells(self) -> tuple[tuple[int, Box], ...]:
-        """(rank, box) of every distinct box."""
+    name = "dcp"
+    suffix = ".distcp"
+    is_sharded = True
+    is_training = True
+    in_items = True
+    loads_by_dcp = True
+    marker = METADATA_NAME
 
+    def detects(self, files: Mapping[str, int]) -> bool:
+        """By `.metadata`, without which `dcp.load` finds nothing."""
+        return METADATA_NAME in files
 
-@dataclass(frozen=True, slots=True)
-class KeptCells:
-    """The boxes of a checkpoint, on the ranks that hold them there."""
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+        """Read `.metadata`: the items' own heads are read when somebody asks for their bytes (`resolve`)."""
+        content = read_document(source, METADATA_NAME, METADATA_LIMITS.max_bytes)
+        try:
+            parsed = parse_metadata(content, limits=METADATA_LIMITS)
+        except UnreadableError as error:
+            if error.where is None:
+                error.where = escape_name(os.path.join(source.root, METADATA_NAME))
+            raise
+        used = {chunk.span.file for entry in parsed.tensors for chunk in entry.chunks}
+        used |= {blob.span.file for blob in parsed.blobs}
+        own = {*used, METADATA_NAME, MANIFEST_NAME, JOURNAL_NAME}
+        left_out: tuple[str, ...] = ()
+        if manifest is not None:
+            recorded = tuple(Asset(file=name, nbytes=record.nbytes) for name, record in manifest.assets.items())
+            # The format's own files are never carried along: conversions refuse a manifest that lists them.
+            beside = tuple(asset for asset in recorded if is_weights(asset.file) and asset.file not in own)
+            assets = tuple(asset for asset in recorded if asset not in beside)
+        else:
+            others = [Asset(file=name, nbytes=size) for name, size in files.items() if name not in own]
+            assets = tuple(asset for asset in others if is_hf_asset(asset.file))
+            rest = [asset for asset in others if not is_hf_asset(asset.file)]
+            beside = tuple(asset for asset in rest if is_step_file(asset.file))
+            left_out = tuple(asset.file for asset in rest if not is_step_file(asset.file))
+        # A trainer that saved over the directory has left our manifest behind; its mesh is not this one's.
+        mesh = manifest.mesh if manifest is not None and _is_recorded(manifest, content) else None
+        return Opened(
+            format=self,
+            checkpoint=Checkpoint(
+                root=source.root,
+                format=self.name,
+                tensors=parsed.tensors,
+                blobs=parsed.blobs,
+                assets=assets,
+                mesh=mesh,
+                placements=manifest.placements if manifest is not None and mesh is not None else None,
+                files={name: files[name] for name in sorted(used) if name in files},
+            ),
+            source=source,
+            manifest=manifest,
+            origin=None if manifest is None else manifest.origin,
+            left_out=left_out,
+            beside=beside,
+            single_names=parsed.single_names if manifest is None else 0,
+        )
 
-    cells: tuple[tuple[int, Box], ...]
-    """(rank, box) of every distinct box."""
+    def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
+        """Read the heads of the tensor's items."""
+        return resolve(entry, reader)
 
+    def build_marker(self, target: Checkpoint) -> bytes:
+        """Build `.metadata`."""
+        return build_metadata(target.tensors, target.blobs)
 
-def kept_cells(entry: TensorEntry) -> KeptCells:
-    """Return the distinct chunks of a stored tensor and the ranks of their files; rank 0 where a name says none."""
-    ranks: dict[Box, int] = {}
-    for chunk in entry.chunks:
-        rank = parse_rank(chunk.span.file) or 0
-        ranks[chunk.box] = min(rank, ranks.get(chunk.box, rank))
-    return KeptCells(tuple((rank, box) for box, rank in ranks.items()))
+    def estimate_marker_bytes(self, target: Checkpoint) -> int:
+        """Estimate the length of `.metadata`."""
+        return estimate_metadata_bytes(target.tensors, target.blobs)
 
-
-def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Cut], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
-    """Describe the files that hold `tensors` cut by `grids`: one per rank, items in the tensors' order.
-
-    Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file.
-
-    Args:
-        tensors: What to hold; their chunks are not looked at.
-        grids: FQN → how the mesh cuts it, in logical elements.
-        blobs: Items that are carried along as they are.
-
-    Returns:
-        The destination; every chunk's span is its item.
-
-    Raises:
-        UsageError: A dtype that DCP cannot hold.
-    """
-    names = _FileNames()
-    position = 0
-    placed_blobs = []
-    for blob in blobs:
-        start = _aligned(position)
-        position = start + blob.span.nbytes
-        placed_blobs.append(replace(blob, span=ByteSpan(file=names[0], offset=start, nbytes=blob.span.nbytes)))
-    items = _Items(position)
-    lengths: dict[tuple[int, str], tuple[int, ...]] = {}  # grids and their cells are shared by equal tensors
-    placed = []
-    for number, entry in enumerate(tensors):
-        cells = grids[entry.fqn].cells
-        key = (id(cells), entry.dtype.name)
-        if key not in lengths:
-            lengths[key] = tuple(item_frame(entry.dtype, box.sizes).nbytes for _, box in cells)
-        items.add(cells, lengths[key])
-        placed.append(replace(entry, chunks=PlacedItems(cells, lengths[key], names, items, number)))
-    return Checkpoint(
-        root="",
-        format="dcp",
-        tensors=tuple(placed),
-        blobs=tuple(placed_blobs),
-        files={names[rank]: end for rank, end in sorted(items.ends().items())},
-    )
-
-
-def _aligned(position: int) -> int:
-    return -(-position // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
-
-
-_Cells = tuple[tuple[int, Box], ...]
-
-
-class _Items:
-    """Where the items of all tensors lie in their ranks' files, one after the other in the order of the tensors.
-
-    A plan for thousands of ranks has millions of items, of which most commands need only the sizes of the files. So
-    those come from counting equal tensors, and the items' offsets are found when the first one is asked for.
-
-    Args:
-        start: End of what comes first in the file of rank 0.
-    """
-
-    def __init__(self, start: int) -> None:
-        self._start = start
-        self._parts: list[tuple[_Cells, tuple[int, ...]]] = []
-        self._starts: list[array[int]] = []
-
-    def add(self, cells: _Cells, lengths: tuple[int, ...]) -> None:
-        """Add a tensor: (rank, box) and length of each of its items."""
-        self._parts.append((cells, lengths))
-
-    def ends(self) -> dict[int, int]:
-        """Return the size of every rank's file."""
-        groups: dict[int, list[int]] = {}  # lengths are shared by equal tensors: [first with them, last, how many]
-        for number, (_, lengths) in enumerate(self._parts):
-            group = groups.setdefault(id(lengths), [number, number, 0])
-            group[1] = number
-            group[2] += 1
-        ends: dict[int, int] = {0: self._start} if self._start else {}
-        padding: dict[int, int] = {}  # after the last item so far; the last one of all has none
-        for _, last, count in sorted(groups.values(), key=lambda group: group[1]):
-            for (rank, _), nbytes in zip(*self._parts[last], strict=True):
-                ends[rank] = _aligned(ends.get(rank, 0)) + count * _aligned(nbytes)
-                padding[rank] = _aligned(nbytes) - nbytes
-        return {rank: end - padding.get(rank, 0) for rank, end in ends.items()}
-
-    def starts(self, number: int) -> array[int]:
-        """Return the offset of each item of a tensor."""
-        if not self._starts:
-            ends: dict[int, int] = {0: self._start}
-            found = []
-            for cells, lengths in self._parts:
-                starts = array("Q")
-                for (rank, _), nbytes in zip(cells, lengths, strict=True):
-                    start = _aligned(ends.get(rank, 0))
-                    starts.append(start)
-                    ends[rank] = start + nbytes
-                found.append(starts)
-            self._starts = found
-        return self._starts[number]
+    def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:
+        """Digest items' heads and directories, and the padding between items."""
+        payloads = planned_payloads(target.tensors)
+        if marker is not None:
+            tensors = (resolve(entry, reader) for entry in parse_metadata(marker).tensors)
+            payloads = (chunk.span for entry in tensors for chunk in entry.chunks)
+        return digest_frames(target.files, payloads, target.blobs, reader)
 
 
-class PlacedItems(Sequence[Chunk]):
-    """The items of one tensor in a destination; each `Chunk` is made when it is asked for."""
-
-    __slots__ = ("_cells", "_items", "_lengths", "_names", "_number")
-
-    def __init__(
-        self, cells: _Cells, lengths: tuple[int, ...], names: Mapping[int, str], items: _Items, number: int
-    ) -> None:
-        self._cells = cells
-        self._lengths = lengths
-        self._names = names
-        self._items = items
-        self._number = number
-
-    def __len__(self) -> int:
-        return len(self._cells)
-
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
-
-    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        rank, box = self._cells[index]
-        start = self._items.starts(self._number)[index]
-        span = ByteSpan(file=self._names[rank], offset=start, nbytes=self._lengths[index])
-        return Chunk(box=box, span=span, encoding="torch_zip")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+def _is_recorded(manifest: Manifest, metadata: bytes) -> bool:
+    record = manifest.documents.get(METADATA_NAME)
+    return record is not None and record.nbytes == len(metadata) and record.digest == digest_bytes(metadata)
 
 
-class _FileNames(dict[int, str]):
-    """Rank → file name, each string made once."""
-
-    def __missing__(self, rank: int) -> str:
-        name = self[rank] = data_file(rank)
-        return name
+FORMAT = Dcp()

@@ -7,16 +7,18 @@ no byte out. A frame holds the CRC-32 of its payload, so two files of equal layo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import xxhash
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, TensorEntry
-from ckpt_tools.formats.dcp import Reader
+from ckpt_tools.formats.format import Reader
 from ckpt_tools.formats.torch_zip import item_frame
 
 _PIECE_BYTES = 1 << 20
+_DENSE_BYTES = 16 << 10
+"""Where items are smaller than this on average, reading all of a file takes less than reading around its payloads."""
 
 
 def planned_payloads(tensors: Iterable[TensorEntry]) -> Iterator[ByteSpan]:
@@ -52,13 +54,18 @@ def digest_frames(
     return {name: _digest(name, size, sorted(zip(*spans[name], strict=True)), reader) for name, size in files.items()}
 
 
-def _digest(name: str, size: int, covered: Iterable[tuple[int, int]], reader: Reader) -> str:
+def _digest(name: str, size: int, covered: Sequence[tuple[int, int]], reader: Reader) -> str:
     state = xxhash.xxh3_128()
+    ahead = _PIECE_BYTES if size < len(covered) * _DENSE_BYTES else 0
+    piece, piece_end = memoryview(b""), 0  # what has been read last, and where it ends in the file
     position = 0
     for start, end in (*covered, (size, size)):
         while position < start:
-            nbytes = min(_PIECE_BYTES, start - position)
-            state.update(reader.read(name, position, nbytes))
+            if position >= piece_end:
+                nbytes = min(max(ahead, min(_PIECE_BYTES, start - position)), size - position)
+                piece, piece_end = memoryview(reader.read(name, position, nbytes)), position + nbytes
+            first, nbytes = len(piece) - (piece_end - position), min(piece_end, start) - position
+            state.update(piece[first : first + nbytes])
             position += nbytes
         position = max(position, end)
     return state.hexdigest()

@@ -1,49 +1,31 @@
-"""HF directories: one safetensors file, or several with an index; and the sharded files of DCP's HF writer.
+"""HF directories: one safetensors file, or several with an index.
 
-Sources: huggingface_hub `save_torch_state_dict` and transformers for the index; torch
-`distributed/checkpoint/_hf_utils.py` (2.13) for `DCP_SHARDING_INFO`.
+Source: huggingface_hub `save_torch_state_dict` and transformers for the index.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ckpt_tools.description.checkpoint import (
-    MAX_ELEMS,
-    ByteSpan,
-    Checkpoint,
-    Chunk,
-    TensorEntry,
-    is_plain_path,
-    is_possible_shape,
-)
+from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry, is_plain_path
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats._json import parse_json
-from ckpt_tools.text import escape_name
+from ckpt_tools.formats._json import MAX_JSON_BYTES, parse_json
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_weights
+from ckpt_tools.formats.format import Format, Opened, read_document
+from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
+from ckpt_tools.formats.safetensors import File, read_file
+from ckpt_tools.storage.journal import JOURNAL_NAME
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import first_few
 
-INDEX_SUFFIX = ".safetensors.index.json"
-"""End of an index's name."""
-SHARDING_KEY = "DCP_SHARDING_INFO"
-"""Header metadata of a file that holds chunks instead of whole tensors."""
 HEADER_METADATA = {"format": "pt"}
 """What transformers asks of a header."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class File:
-    """One safetensors file of a directory and its exact header, for giving the same bytes back."""
-
-    name: str
-    """Name relative to the root."""
-    header_text: bytes
-    """The header's JSON, padding included."""
-    header: safetensors.Header
-    """The same, parsed."""
 
 
 def parse_index(text: bytes, *, where: str) -> dict[str, str]:
@@ -90,7 +72,7 @@ def describe(root: str, files: Sequence[File], index: Mapping[str, str] | None) 
         _check_index(tensors, index)
     return Checkpoint(
         root=root,
-        format="hf",
+        format=HfDirectory.name,
         tensors=tuple(tensors.values()),
         files={file.name: file.header.nbytes for file in files},
     )
@@ -100,7 +82,7 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
     for fqn, name in index.items():
         entry = tensors.get(fqn)
         if entry is None or entry.chunks[0].span.file != name:
-            found = "no file has it" if entry is None else f"it is in {escape_name(entry.chunks[0].span.file)}"
+            found = "no file has it" if entry is None else f"it is in {entry.chunks[0].span.file}"
             raise UnreadableError(
                 f"the index puts tensor {fqn!r} into {name}, but {found}",
                 where=name,
@@ -113,60 +95,6 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
                 where=entry.chunks[0].span.file,
                 hint="the file and the index are of different versions: restore both",
             )
-
-
-def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
-    """Describe the files of `HuggingFaceStorageWriter(save_distributed=True)`.
-
-    They record where each chunk lies but not the global shape, which is taken as the hull of the chunks: the
-    exact-tiling check finds a hole, but not a file that was lost from the very end of every tensor.
-    """
-    chunks: dict[str, list[tuple[TensorEntry, tuple[int, ...]]]] = {}
-    for file in files:
-        offsets_of = _parse_sharding(file)
-        for entry in file.header.tensors:
-            chunks.setdefault(entry.fqn, []).append((entry, offsets_of[entry.fqn]))
-    tensors = []
-    for fqn, parts in chunks.items():
-        first = parts[0][0]
-        for entry, offsets in parts:
-            if entry.dtype != first.dtype or len(offsets) != len(first.shape) or len(entry.shape) != len(offsets):
-                raise UnreadableError(
-                    f"tensor {fqn!r} differs in dtype or number of dims between files",
-                    where=entry.chunks[0].span.file,
-                )
-        dims = range(len(first.shape))
-        shape = tuple(max(offsets[d] + entry.shape[d] for entry, offsets in parts) for d in dims)
-        if not is_possible_shape(shape):
-            raise UnreadableError(
-                f"tensor {fqn!r} of shape {list(shape)} is too large to exist",
-                where=first.chunks[0].span.file,
-            )
-        boxes = tuple(replace(entry.chunks[0], box=Box(offsets, entry.shape)) for entry, offsets in parts)
-        tensors.append(replace(first, shape=shape, chunks=boxes))
-    return Checkpoint(
-        root=root,
-        format="hf-sharded",
-        tensors=tuple(tensors),
-        files={file.name: file.header.nbytes for file in files},
-    )
-
-
-def _parse_sharding(file: File) -> dict[str, tuple[int, ...]]:
-    where = escape_name(file.name)
-    # Surrogates that the outer JSON let through are no UTF-8; the inner text then is none either.
-    text = file.header.metadata.get(SHARDING_KEY, "").encode("utf-8", "surrogatepass")
-    table = parse_json(text, what=f"the header's {SHARDING_KEY}", where=where)
-    if not isinstance(table, dict):
-        raise UnreadableError(f"the header's {SHARDING_KEY} is not a JSON object", where=where)
-    parsed = {}
-    for entry in file.header.tensors:
-        fields = table.get(entry.fqn)
-        offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None
-        if not isinstance(offsets, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in offsets):
-            raise UnreadableError(f"{SHARDING_KEY} has no sound offsets for tensor {entry.fqn!r}", where=where)
-        parsed[entry.fqn] = tuple(offsets)
-    return parsed
 
 
 def arrange(
@@ -213,8 +141,90 @@ def place(
             span = ByteSpan(file=name, offset=start, nbytes=entry.nbytes)
             box = Box((0,) * len(entry.shape), entry.shape)
             placed.append(replace(entry, chunks=(Chunk(box=box, span=span),)))
-    return Checkpoint(root="", format="hf", tensors=tuple(placed), files=sizes), headers
+    return Checkpoint(root="", format=HfDirectory.name, tensors=tuple(placed), files=sizes), headers
 
 
-SHARDED_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
-"""Name of a file of DCP's HF writer: rank, number, count."""
+class HfDirectory(Format):
+    """A directory as transformers, diffusers and sentence-transformers save it, its config and tokenizer included."""
+
+    name = "hf"
+    suffix = ".safetensors"
+    counterpart = "safetensors"
+
+    def detects(self, files: Mapping[str, int]) -> bool:
+        """By any safetensors file or index: which of several are meant is decided when they are opened."""
+        return any(name.endswith((self.suffix, INDEX_SUFFIX)) for name in files if "/" not in name)
+
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
+        """Read the index, if there is one, and the header of every file."""
+        index_name, names = _choose_files(files, path)
+        index_text = b"" if index_name is None else read_document(source, index_name, MAX_JSON_BYTES)
+        index = None
+        if index_name is not None:
+            index = parse_index(index_text, where=index_name)
+            names = sorted(set(index.values()))
+            missing = [name for name in names if name not in files]
+            if missing:
+                raise UnreadableError(
+                    f"{len(missing)} of {len(names)} files of the index are missing: {first_few(missing)}",
+                    where=index_name,
+                    hint="download or copy the rest of the model",
+                )
+        opened = [read_file(source, name) for name in names]
+        opened += _without_tensors(source, {name: size for name, size in files.items() if name not in names})
+        own = {*(file.name for file in opened), index_name, MANIFEST_NAME, JOURNAL_NAME}
+        beside = [name for name in files if name not in own]
+        return Opened(
+            format=self,
+            checkpoint=replace(
+                describe(source.root, opened, index),
+                assets=tuple(Asset(file=name, nbytes=files[name]) for name in beside if not is_weights(name)),
+            ),
+            source=source,
+            manifest=manifest,
+            origin=safetensors.origin_of(opened, index_name, index_text),
+            metadata=opened[0].header.metadata if len(opened) == 1 else {},
+            left_out=tuple(name for name in beside if is_weights(name)),
+        )
+
+
+def _without_tensors(source: Source, files: Mapping[str, int]) -> list[File]:
+    """Return the safetensors files that hold a header and nothing else: no index names them, yet they belong here."""
+    found = []
+    for name, nbytes in files.items():
+        if "/" in name or not name.endswith(".safetensors"):
+            continue
+        head = source.read(name, 0, min(nbytes, safetensors.LENGTH_BYTES))
+        if int.from_bytes(head, "little") != nbytes - safetensors.LENGTH_BYTES:
+            continue
+        with contextlib.suppress(UnreadableError):  # what cannot be read is left out, and said
+            file = read_file(source, name)
+            if not file.header.tensors:
+                found.append(file)
+    return found
+
+
+def _choose_files(files: Mapping[str, int], path: str) -> tuple[str | None, list[str]]:
+    """Return (index, []) or (None, the only files) of an HF directory."""
+    top = [name for name in files if "/" not in name]
+    indexes = [name for name in top if name.endswith(INDEX_SUFFIX)]
+    singles = [name for name in top if name.endswith(".safetensors")]
+    for preferred in ("model", "diffusion_pytorch_model"):
+        if preferred + INDEX_SUFFIX in indexes:
+            return preferred + INDEX_SUFFIX, []
+        if preferred + ".safetensors" in singles:
+            return None, [preferred + ".safetensors"]
+    if len(indexes) == 1:
+        return indexes[0], []
+    if len(singles) == 1 and not indexes:
+        return None, singles
+    if not singles and not indexes:
+        raise UnreadableError("no safetensors files here", where=path)
+    raise UnreadableError(
+        f"{len(singles)} safetensors files and {len(indexes)} indexes, and nothing says which belong together",
+        where=path,
+        hint=f"pass one file: {os.path.join(path, (singles or indexes)[0])}, or restore the index",
+    )
+
+
+FORMAT = HfDirectory()

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Mapping
 
 from ckpt_tools.errors import ForeignLayoutError, UnreadableError
 from ckpt_tools.formats.dcp import METADATA_NAME
-from ckpt_tools.formats.hf import INDEX_SUFFIX
-from ckpt_tools.text import escape_name
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, PICKLES
+from ckpt_tools.formats.table import detect_format
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-"""Endings of what `torch.save` writes."""
 _PICKLED = (*PICKLES, ".pkl", ".tar")
 HEAD_BYTES = 96
 """How much of a file tells what it is."""
@@ -40,7 +38,7 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
 
     Args:
         files: Relative name → size.
-        path: The directory, escaped, for messages.
+        path: The directory as the user named it.
     """
     top = [name for name in files if "/" not in name]
     path = path.rstrip("/") or path
@@ -51,14 +49,14 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
     below = _below(files)
     found = sorted((child for child in below if _is_readable(below[child])), key=_step)
     if found:
-        shown = ", ".join(escape_name(name) for name in sorted(found)[-4:])
+        shown = ", ".join(sorted(found)[-4:])
         return UnreadableError(
             f"a directory of checkpoints, not a checkpoint (it holds {shown})",
             where=path,
             hint=f"use {path}/{found[-1]}",
         )
     for child in sorted(below, key=lambda child: (-_step(child)[0], child)):  # the latest; an actor before its critic
-        error = explain(below[child], f"{path}/{escape_name(child)}")
+        error = explain(below[child], f"{path}/{child}")
         if error.hint != _READABLE:
             return error
     if any(name.endswith(_PICKLED) for name in top):
@@ -74,8 +72,8 @@ def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = 
         head: Its first bytes, `HEAD_BYTES` of them where it is that long.
         otherwise: The error for a file whose bytes say nothing.
     """
-    where, name = escape_name(path), os.path.basename(path)
-    directory = escape_name(os.path.dirname(path) or ".")
+    where, name = path, os.path.basename(path)
+    directory = os.path.dirname(path) or "."
     if _is_pickled(head):
         known = _layout({name: 0}, [name], directory) or _pickled(directory)
         return UnreadableError(known.what, where=where, hint=known.hint)
@@ -115,7 +113,7 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
         what = "a DCP checkpoint without .metadata: the save was killed before it finished"
         return UnreadableError(what, where=path, hint=hint)
     if any(name.startswith("pytorch_model_fsdp") for name in directories):
-        child = escape_name(next(name for name in directories if name.startswith("pytorch_model_fsdp")))
+        child = next(name for name in directories if name.startswith("pytorch_model_fsdp"))
         return UnreadableError(
             "an accelerate checkpoint: the model lies in a directory of its own",
             where=path,
@@ -165,8 +163,8 @@ def _deepspeed_hint(files: Mapping[str, int], path: str) -> str | None:
     if not parts:
         return "run its zero_to_fp32.py with --safe_serialization" if "zero_to_fp32.py" in files else None
     if not any(_ZERO.fullmatch(name.rpartition("/")[2]) for name in parts):
-        return f"its weights are the `module` of {escape_name(parts[0])}: {_CONVERT}"
-    tag = escape_name(parts[-1].partition("/")[0])
+        return f"its weights are the `module` of {parts[0]}: {_CONVERT}"
+    tag = parts[-1].partition("/")[0]
     if "/" not in parts[-1]:  # the directory of one tag
         path, tag = os.path.dirname(path) or ".", os.path.basename(path)
     script = f"{path}/zero_to_fp32.py" if "zero_to_fp32.py" in files else "-m deepspeed.utils.zero_to_fp32"
@@ -184,10 +182,9 @@ def _below(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
     return found
 
 
-def _is_readable(files: Iterable[str]) -> bool:
-    return any(
-        name.rpartition("/")[2] == METADATA_NAME or name.endswith((".safetensors", INDEX_SUFFIX)) for name in files
-    )
+def _is_readable(files: Mapping[str, int]) -> bool:
+    """Is there a checkpoint in these files, or in those of a directory below?"""
+    return detect_format(files, is_file=False) is not None or any(map(_is_readable, _below(files).values()))
 
 
 def _step(name: str) -> tuple[int, str]:

@@ -20,7 +20,7 @@ from ckpt_tools.description.dtypes import BY_NAME, DType
 from ckpt_tools.description.layout import Mesh, Placement, parse_placement
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.hf import INDEX_SUFFIX
+from ckpt_tools.formats.file_names import INDEX_SUFFIX
 from ckpt_tools.text import escape_name
 
 MANIFEST_NAME = "ckpt_manifest.json"

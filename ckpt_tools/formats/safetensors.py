@@ -1,4 +1,4 @@
-"""The safetensors format: header bytes to tensors and back.
+"""The safetensors format: header bytes to tensors and back, and a path that is one such file.
 
 Source: https://huggingface.co/docs/safetensors/index#format and `tensor.rs` (0.8): 8 bytes of little-endian
 header length N, N bytes of JSON, then the data without holes. Offsets count from the end of the header.
@@ -7,15 +7,27 @@ header length N, N bytes of JSON, then the data without holes. Offsets count fro
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry, fqn_problem, is_possible_shape
+from ckpt_tools.description.checkpoint import (
+    ByteSpan,
+    Checkpoint,
+    Chunk,
+    TensorEntry,
+    fqn_problem,
+    is_possible_shape,
+)
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats._json import MAX_JSON_BYTES, parse_json
+from ckpt_tools.formats.format import Format, Opened
+from ckpt_tools.formats.layouts import HEAD_BYTES, explain_file
+from ckpt_tools.formats.manifest import Manifest, Origin
+from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
 MAX_HEADER_BYTES = MAX_JSON_BYTES
@@ -38,6 +50,18 @@ class Header:
     """The free-form `__metadata__` table."""
     nbytes: int
     """Bytes of the whole file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """One safetensors file of a directory and its exact header, for giving the same bytes back."""
+
+    name: str
+    """Name relative to the root."""
+    header_text: bytes
+    """The header's JSON, padding included."""
+    header: Header
+    """The same, parsed."""
 
 
 def parse_length(first: bytes, *, where: str) -> int:
@@ -184,3 +208,75 @@ def build_header(
 def data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
     """Return `tensors` as the reference implementation lays them out: widest dtype first, then by name."""
     return sorted(tensors, key=lambda entry: (-entry.dtype.bits, entry.fqn))
+
+
+def read_file(source: Source, name: str) -> File:
+    """Read and parse the header of one safetensors file.
+
+    Raises:
+        UnreadableError: Not a safetensors file, or a damaged one.
+    """
+    path = os.path.join(source.root, name)
+    nbytes = source.size(name)
+    try:
+        length = _parse_length_within(source.read(name, 0, min(nbytes, LENGTH_BYTES)), nbytes, where=path)
+    except UnreadableError as error:
+        raise explain_file(path, source.read(name, 0, min(nbytes, HEAD_BYTES)), otherwise=error) from error
+    text = source.read(name, LENGTH_BYTES, length)
+    return File(name=name, header_text=text, header=parse_header(text, file=name, file_nbytes=nbytes))
+
+
+def _parse_length_within(first: bytes, nbytes: int, *, where: str) -> int:
+    length = parse_length(first, where=where)
+    if LENGTH_BYTES + length > nbytes:
+        raise UnreadableError(
+            f"the header claims {length} bytes, the file has {nbytes}",
+            where=where,
+            hint="the file is truncated or not a safetensors file",
+        )
+    return length
+
+
+def origin_of(files: Sequence[File], index_name: str | None = None, index_text: bytes = b"") -> Origin | None:
+    """Return what gives these files back byte for byte; None for an index that is not UTF-8."""
+    try:
+        return Origin(
+            headers={file.name: file.header_text.decode() for file in files},
+            index_name=index_name,
+            index_text=None if index_name is None else index_text.decode(),
+        )
+    except UnicodeDecodeError:
+        return None
+
+
+class Safetensors(Format):
+    """One safetensors file by itself; nothing beside it belongs to it."""
+
+    name = "safetensors"
+    suffix = ".safetensors"
+    is_file = True
+    counterpart = "hf"
+
+    def detects(self, files: Mapping[str, int]) -> bool:
+        """By the end of its name."""
+        return all(name.endswith(self.suffix) for name in files)
+
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+        """Read its header."""
+        (name,) = files
+        file = read_file(source, name)
+        return Opened(
+            format=self,
+            checkpoint=Checkpoint(
+                root=source.root,
+                format=self.name,
+                tensors=file.header.tensors,
+                files={name: file.header.nbytes},
+            ),
+            source=source,
+            origin=origin_of([file]),
+            metadata=file.header.metadata,
+        )
+
+
+FORMAT = Safetensors()

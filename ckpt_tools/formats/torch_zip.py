@@ -20,7 +20,7 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_tensor import PickledTensor, parse_tensor_pickle
 from ckpt_tools.formats._torch_zip_writer import ItemFrame, item_frame
 
-__all__ = ["ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item"]
+__all__ = ["ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item", "parse_own_item"]
 
 Read = Callable[[int, int], bytes]
 """(offset, nbytes) → exactly these bytes of the item."""
@@ -136,6 +136,32 @@ def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemH
     if thorough:
         _check_entries(item, entries, f"{root}version", records[0], bounds)
     return _head(item, records[0], pickled, bounds)
+
+
+def parse_own_item(item_nbytes: int, dtype: DType, sizes: tuple[int, ...], read: Read) -> ItemHead | None:
+    """Return what `parse_item` would of an item whose frame is, byte for byte, the one that ckpt writes; else None."""
+    if dtype.torch_name is None or (dtype.pack > 1 and (not sizes or sizes[-1] % dtype.pack)):
+        return None
+    frame = item_frame(dtype, sizes)
+    if frame.nbytes != item_nbytes:
+        return None
+    end = frame.payload_offset + frame.payload_nbytes
+    if item_nbytes <= 4 * _WINDOW:
+        item = read(0, item_nbytes)
+        before, after = item[: frame.payload_offset], item[end:]
+    else:
+        before, after = read(0, frame.payload_offset), read(end, item_nbytes - end)
+    crc32 = frame.unseal(before, after)
+    if crc32 is None:
+        return None
+    return ItemHead(
+        dtype=dtype,
+        shape=sizes,
+        strides=None,
+        payload_offset=frame.payload_offset,
+        payload_nbytes=frame.payload_nbytes,
+        crc32=crc32 if crc32 or not frame.payload_nbytes else None,
+    )
 
 
 def check_archive(nbytes: int, read: Read, *, content: bool = True) -> bool:

@@ -6,22 +6,17 @@ Shape legend: a box has offsets and sizes in elements of the global tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from isal import isal_zlib
 
-from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
-from ckpt_tools.description.layout import Box, BoxIndex, split_blocks
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.description.layout import Box
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.moving.plan import check_complete, chunk_index
-from ckpt_tools.moving.read import Buffers, Read, read_block
-from ckpt_tools.moving.strides import is_contiguous, row_major
+from ckpt_tools.moving.boxes import BytesReader
 from ckpt_tools.text import escape_name
-
-_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +63,6 @@ def as_whole(entry: TensorEntry) -> Whole:
     return Whole(shape=entry.shape, dtype=entry.dtype, pieces=(piece,))
 
 
-class _Target(Buffers):
-    """Buffers whose first one is the memory that shall be filled, so that nothing is copied twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.target = memoryview(b"")
-        self._scratch = bytearray()
-
-    def get(self, which: int, nbytes: int, *, shift: int = 0) -> memoryview:
-        if which == 0:
-            return self.target[shift : shift + nbytes]
-        if len(self._scratch) < shift + nbytes:
-            self._scratch = bytearray(shift + nbytes)
-        return memoryview(self._scratch)[shift : shift + nbytes]
-
-
 class BoxReader:
     """Reads boxes of the tensors of one open checkpoint.
 
@@ -92,12 +71,12 @@ class BoxReader:
     """
 
     def __init__(self, opened: Opened) -> None:
-        self._opened = opened
-        self._indexes: dict[str, BoxIndex[Chunk]] = {}
-        self._buffers = Buffers()
-        self._into = _Target()
-        self.bytes_read = 0
+        self._bytes = BytesReader(opened)
+
+    @property
+    def bytes_read(self) -> int:
         """Payload bytes read so far."""
+        return self._bytes.bytes_read
 
     def read(self, whole: Whole, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """Return the elements of `box` as a contiguous tensor on the CPU, cast to `dtype`.
@@ -130,73 +109,12 @@ class BoxReader:
                 f"tensor {entry.fqn!r} is {entry.dtype.name} in the checkpoint and {dtype.name} in the "
                 "model; only floating-point types are cast",
             )
-        result = torch.empty(box.sizes, dtype=getattr(torch, str(dtype.torch_name)))
-        if not result.numel():
-            return result
-        memory: memoryview = result.reshape(-1).view(torch.uint8).numpy().data
-        entry = self._restrict(entry, box)
-        plain = chunk_index(entry)
-        rows: BoxIndex[Chunk] | None = None
-        reads: list[Read] = []
-        position = 0
-        for block in split_blocks(box.sizes, dtype.bits, block_bytes=_BLOCK_BYTES):
-            part = Box(tuple(o + b for o, b in zip(box.offsets, block.offsets, strict=True)), block.sizes)
-            nbytes = dtype.num_bytes(block.num_elems)
-            target = memory[position : position + nbytes]
-            chunks = plain
-            if not all(is_contiguous(own, chunk.box) for chunk, own in plain.overlaps(part)):
-                # `read_block` takes a block's part of a row-major chunk for one run; columns are many.
-                rows = rows or chunk_index(replace(entry, chunks=tuple(map(_with_strides, entry.chunks))))
-                chunks = rows
-            if entry.dtype is dtype:
-                self._into.target = target
-                _, done, count = read_block(entry, chunks, dtype, part, self._opened.source, self._into)
-            else:
-                content, done, count = read_block(entry, chunks, dtype, part, self._opened.source, self._buffers)
-                target[:] = content
-            reads += done
-            self.bytes_read += count
-            position += nbytes
-        _check_crcs(entry, reads)
-        return result
-
-    def _restrict(self, entry: TensorEntry, box: Box) -> TensorEntry:
-        """Return `entry` with the chunks that `box` needs, on their raw bytes; only their headers are read."""
         if entry.dtype.torch_name is None or entry.dtype.pack > 1:
             raise UsageError(f"tensor {entry.fqn!r}: a model cannot take {entry.dtype.name} elements")
-        index = self._indexes.get(entry.fqn)
-        if index is None:
-            check_complete(entry)
-            index = self._indexes[entry.fqn] = chunk_index(entry)
-        needed = tuple(chunk for chunk, _ in index.overlaps(box))
-        return self._opened.resolve(replace(entry, chunks=needed))
-
-
-def _with_strides(chunk: Chunk) -> Chunk:
-    """Say of a row-major chunk what its strides are, so that any part of it can be read run by run."""
-    return chunk if chunk.strides is not None else replace(chunk, strides=row_major(chunk.box.sizes))
-
-
-def _check_crcs(entry: TensorEntry, reads: Sequence[Read]) -> None:
-    """Hold every chunk that was read whole against the CRC-32 that its writer recorded."""
-    parts: dict[Chunk, list[Read]] = {}
-    for read in reads:
-        if read.crc32 is not None:
-            parts.setdefault(read.chunk, []).append(read)
-    for chunk, runs in parts.items():
-        crc32 = total = 0
-        for run in sorted(runs, key=lambda read: read.start):
-            if run.start != total or run.crc32 is None:
-                break
-            crc32 = isal_zlib.crc32_combine(crc32, run.crc32, run.nbytes)
-            total += run.nbytes
-        if total == chunk.span.nbytes and crc32 != chunk.crc32:
-            raise UnreadableError(
-                f"tensor {entry.fqn!r} is damaged: CRC-32 of its bytes is {crc32:08x}, its writer "
-                f"recorded {chunk.crc32:08x}",
-                where=f"{chunk.span.file}, bytes {chunk.span.offset}..",
-                hint="restore the file from where it was copied, or save the checkpoint again",
-            )
+        result = torch.empty(box.sizes, dtype=getattr(torch, str(dtype.torch_name)))
+        if result.numel():
+            self._bytes.read_into(entry, box, dtype, result.reshape(-1).view(torch.uint8).numpy().data)
+        return result
 
 
 def _pairs(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:

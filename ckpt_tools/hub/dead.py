@@ -7,7 +7,7 @@ import re
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.hf import File
+from ckpt_tools.formats.safetensors import File
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 

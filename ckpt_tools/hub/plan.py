@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.file_names import is_weights
 
 State = Literal["new", "changed", "unchanged", "ignored", "deleted"]
 """ignored: the repository's .gitignore leaves the file out. deleted: on the hub only, and asked to go."""

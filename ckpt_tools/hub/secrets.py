@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.formats.safetensors import MAX_HEADER_BYTES
 from ckpt_tools.hub.plan import LocalFile
 from ckpt_tools.hub.secret_rules import SECRET_RULES, SecretRule

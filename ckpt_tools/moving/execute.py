@@ -16,11 +16,21 @@ from isal import isal_zlib
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Blocks, Box, BoxIndex
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, chunk_index, group_by_tensor
-from ckpt_tools.moving.read import ALIGNMENT, Buffers, Edit, Read, edit_block, read_block
+from ckpt_tools.moving.read import (
+    ALIGNMENT,
+    Buffers,
+    Checksums,
+    Edit,
+    Parts,
+    Read,
+    combine_crcs,
+    edit_block,
+    read_block,
+)
 from ckpt_tools.moving.strides import byte_box, is_contiguous, move, start_of
 from ckpt_tools.moving.threads import Crew
 from ckpt_tools.storage.journal import BlockRecord
@@ -31,8 +41,6 @@ Progress = Callable[[int], None]
 """Called with the number of logical bytes that have been moved since the last call; from any thread."""
 OnDamage = Callable[[TensorEntry, CkptError], None]
 """Called with what is wrong with a tensor's bytes; returning means: go on with the next block."""
-
-_CRC_PASS_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -49,9 +57,6 @@ class Outcome:
     """Logical bytes that an interrupted run had written, and that were read back and found right."""
     chunks_checked: int = 0
     """Source chunks whose CRC-32 was held against their writer's."""
-
-
-_Parts = list[tuple[int, int, int]]  # (offset, nbytes, crc32)
 
 
 class _Task:
@@ -71,8 +76,8 @@ class _Task:
         written = {copy.box: copy.box.num_elems for _, copy in copies}
         self.whole = not copies or sum(written.values()) == entry.num_elems
         self.block_digests = bytearray(BLOCK_DIGEST_BYTES * len(self.blocks))
-        self.read_parts: dict[Chunk, _Parts] = {}
-        self.written_parts: list[_Parts] = [[] for _ in copies]
+        self.checksums = Checksums()
+        self.written_parts: list[Parts] = [[] for _ in copies]
         self.remaining = max(1, len(self.blocks))
         self.damaged = False
         self.unedited: dict[int, bytes] = {}
@@ -82,9 +87,7 @@ class _Task:
         """Remember the digest of a block and what was read for it."""
         at = BLOCK_DIGEST_BYTES * index
         self.block_digests[at : at + BLOCK_DIGEST_BYTES] = digest
-        for read in reads:
-            if read.crc32 is not None:
-                self.read_parts.setdefault(read.chunk, []).append((read.start, read.nbytes, read.crc32))
+        self.checksums.add(reads)
 
 
 class _Run:
@@ -287,11 +290,11 @@ class _Run:
             with self._lock:
                 self.outcome.source_digests[task.entry.fqn] = digest_tensor(parts)
 
-    def _seal(self, file: str, copy: Copy, parts: _Parts) -> None:
+    def _seal(self, file: str, copy: Copy, parts: Parts) -> None:
         if copy.encoding == "raw" or (copy.nbytes and not parts):
             return
         frame = item_frame(copy.dtype, copy.box.sizes)
-        crc32, total = _combine(parts)
+        crc32, total = combine_crcs(parts)
         if total != copy.nbytes:
             raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=file)
         before, after = frame.seal(crc32)
@@ -303,41 +306,9 @@ class _Run:
 
     def _check_sources(self, task: _Task) -> None:
         for chunk, _ in task.chunks.overlaps(Box((0,) * len(task.entry.shape), task.entry.shape)):
-            if chunk.crc32 is None:
-                continue
-            parts = task.read_parts.get(chunk, []) if chunk.strides is None else self._crc_pass(chunk)
-            crc32, total = _combine(parts)
-            if total != chunk.span.nbytes:
-                continue  # a plan for some of the files reads some of the bytes
-            if crc32 != chunk.crc32:
-                span = chunk.span
-                raise UnreadableError(
-                    f"tensor {task.entry.fqn!r} is damaged: CRC-32 of its bytes is {crc32:08x}, "
-                    f"its writer recorded {chunk.crc32:08x}",
-                    where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
-                    hint="restore the file from where it was copied, or save the checkpoint again",
-                )
-            with self._lock:
-                self.outcome.chunks_checked += 1
-
-    def _crc_pass(self, chunk: Chunk) -> _Parts:
-        """Read a strided chunk once more, in the order of its bytes."""
-        span, crc32 = chunk.span, 0
-        for start in range(0, span.nbytes, _CRC_PASS_BYTES):
-            nbytes = min(_CRC_PASS_BYTES, span.nbytes - start)
-            crc32 = isal_zlib.crc32(self.source.read(span.file, span.offset + start, nbytes), crc32)
-        return [(0, span.nbytes, crc32)]
-
-
-def _combine(parts: _Parts) -> tuple[int, int]:
-    """Return the CRC-32 of the concatenated parts, and their bytes up to the first hole."""
-    crc32 = total = 0
-    for offset, nbytes, part in sorted(parts):
-        if offset != total:
-            return crc32, -1
-        crc32 = isal_zlib.crc32_combine(crc32, part, nbytes)
-        total += nbytes
-    return crc32, total
+            if task.checksums.check(task.entry, chunk, self.source):
+                with self._lock:
+                    self.outcome.chunks_checked += 1
 
 
 def execute(

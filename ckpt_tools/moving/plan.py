@@ -79,7 +79,7 @@ class Plan:
     """
 
     source: Checkpoint
-    """Chunks are raw (see `formats.dcp.resolve`)."""
+    """Chunks are raw (see `Opened.resolve`)."""
     target: Checkpoint
     """Tensors with the source's FQNs and shapes; dtypes may differ (casts)."""
     heads: Mapping[str, bytes]
@@ -155,7 +155,7 @@ def plan_copies(
     """Plan every chunk of `destination` out of `source`.
 
     Args:
-        source: Chunks must be raw (see `formats.dcp.resolve`).
+        source: Chunks must be raw (see `Opened.resolve`).
         destination: Tensors with the source's FQNs and shapes; dtypes may differ (casts).
         heads: File → fixed bytes at its beginning.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from isal import isal_zlib
@@ -15,12 +15,13 @@ from ckpt_tools.description.layout import Box, BoxIndex
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.moving.casting import cast
 from ckpt_tools.moving.plan import blocks_of, chunk_index
-from ckpt_tools.moving.strides import StridedPart, byte_box, is_contiguous, move, start_of
+from ckpt_tools.moving.strides import StridedPart, byte_box, is_contiguous, move, row_major, start_of
 from ckpt_tools.storage.source import Source
 
 ALIGNMENT = 64
 """Bytes of a cache line: positions that differ by a multiple of it are aligned alike."""
 _WORTH_ALIGNING_BYTES = 64 << 10
+_CRC_PASS_BYTES = 4 << 20
 
 
 class Buffers:
@@ -92,6 +93,63 @@ class Read(NamedTuple):
     """CRC-32 of the run, when the chunk's writer recorded one."""
 
 
+Parts = list[tuple[int, int, int]]
+"""(first byte, bytes, CRC-32) of runs of one payload, in any order."""
+
+
+def combine_crcs(parts: Parts) -> tuple[int, int]:
+    """Return the CRC-32 of the concatenated parts and their bytes; -1 bytes when there is a hole."""
+    crc32 = total = 0
+    for start, nbytes, part in sorted(parts):
+        if start != total:
+            return crc32, -1
+        crc32 = isal_zlib.crc32_combine(crc32, part, nbytes)
+        total += nbytes
+    return crc32, total
+
+
+class Checksums:
+    """CRC-32s of what was read of a tensor's chunks, to be held against those that their writer recorded."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Parts] = {}  # by the chunk's id: its hash takes longer than the look-up
+
+    def add(self, reads: Iterable[Read]) -> None:
+        """Remember what was read; the chunks must live as long as this."""
+        for read in reads:
+            if read.crc32 is not None:
+                self._parts.setdefault(id(read.chunk), []).append((read.start, read.nbytes, read.crc32))
+
+    def check(self, entry: TensorEntry, chunk: Chunk, source: Source) -> bool:
+        """Return whether a chunk's bytes were held against a CRC-32: not when none is known, or a part was not read.
+
+        A chunk with strides is read once more, in the order of its bytes.
+
+        Raises:
+            UnreadableError: They are not what was written.
+        """
+        if chunk.crc32 is None:
+            return False
+        span = chunk.span
+        if chunk.strides is None:
+            crc32, total = combine_crcs(self._parts.get(id(chunk), []))
+        else:
+            crc32, total = 0, span.nbytes
+            for start in range(0, total, _CRC_PASS_BYTES):
+                nbytes = min(_CRC_PASS_BYTES, total - start)
+                crc32 = isal_zlib.crc32(source.read(span.file, span.offset + start, nbytes), crc32)
+        if total != span.nbytes:
+            return False
+        if crc32 != chunk.crc32:
+            raise UnreadableError(
+                f"tensor {entry.fqn!r} is damaged: CRC-32 of its bytes is {crc32:08x}, "
+                f"its writer recorded {chunk.crc32:08x}",
+                where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
+                hint="restore the file from where it was copied, or save the checkpoint again",
+            )
+        return True
+
+
 def read_block(
     entry: TensorEntry, chunks: BoxIndex[Chunk], dtype: DType, block: Box, source: Source, buffers: Buffers
 ) -> tuple[memoryview, list[Read], int]:
@@ -101,7 +159,7 @@ def read_block(
         entry: The tensor; its chunks are raw.
         chunks: Index of its chunks.
         dtype: What the result is cast to, when it is not the tensor's.
-        block: A canonical block.
+        block: A box; of a canonical block, any row-major chunk holds one run.
         source: Where the bytes are.
         buffers: Memory for the result, which is valid until their next use.
 
@@ -116,8 +174,12 @@ def read_block(
     reads: list[Read] = []
     total = 0
     for chunk, part in chunks.overlaps(block):
-        if chunk.strides is not None:
-            total += _read_strided(chunk, part, block, entry.dtype.num_bytes(1), source, content, buffers)
+        strides = chunk.strides
+        if strides is None and not is_contiguous(part, chunk.box):
+            strides = row_major(chunk.box.sizes)
+        if strides is not None:
+            strided = StridedPart(part, chunk.box, strides, entry.dtype.num_bytes(1))
+            total += _read_strided(chunk, strided, block, source, content, buffers)
             reads.append(Read(chunk, 0, 0, None))
             continue
         piece = byte_box(part, entry.dtype)
@@ -165,9 +227,8 @@ def _to_front(scratch: memoryview, buffers: Buffers) -> memoryview:
 
 
 def _read_strided(
-    chunk: Chunk, part: Box, block: Box, itemsize: int, source: Source, content: memoryview, buffers: Buffers
+    chunk: Chunk, strided: StridedPart, block: Box, source: Source, content: memoryview, buffers: Buffers
 ) -> int:
-    strided = StridedPart(part, chunk.box, chunk.strides or (), itemsize)
     runs = buffers.get(1, strided.nbytes)
     position = 0
     for offset, nbytes in strided.runs():

@@ -13,6 +13,7 @@ from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import config_path
 from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
@@ -203,7 +204,9 @@ def _check_model(opened: Opened, comparison: Comparison, where: str, spec: Paral
     proposed = "dp_shard=N" if target is None else str(target)
     if target is not None and target.size("tp") > 1:
         proposed += " --tp-plan auto"
-    yield from check_names(comparison, where=where, stored=checkpoint.format, framework=spec.framework, mesh=proposed)
+    yield from check_names(
+        comparison, where=where, by_dcp=opened.format.loads_by_dcp, framework=spec.framework, mesh=proposed
+    )
     yield from check_adapters(
         comparison,
         shapes,
@@ -277,7 +280,7 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, where: str, spec: Parall
 def _saved_mesh(checkpoint: Checkpoint) -> Mesh | None:
     if checkpoint.mesh is not None:
         return checkpoint.mesh
-    inferred = infer_mesh(checkpoint) if checkpoint.format in ("dcp", "hf-sharded") else None
+    inferred = infer_mesh(checkpoint) if format_of(checkpoint).is_sharded else None
     return None if inferred is None else inferred.mesh
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ckpt_tools.description.checkpoint import Checkpoint, Finding
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.preflight.reads import RankReads
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.units import format_size
@@ -56,7 +57,7 @@ def check_mesh(
     """
     if not reads:
         return
-    if checkpoint.format in ("hf", "safetensors") and spec.framework != "torchtitan":
+    if not format_of(checkpoint).is_sharded and spec.framework != "torchtitan":
         yield _whole_read(checkpoint, where, mesh, spec)
         return
     files = max(one.num_files for one in reads)
@@ -69,7 +70,7 @@ def check_mesh(
         f"{format_size(read)} for the {format_size(needed)} that it keeps"
     )
     hint = None
-    if checkpoint.format == "dcp" and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
+    if format_of(checkpoint).loads_by_dcp and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
         plan = " --tp-plan auto" if mesh.size("tp") > 1 else ""
         hint = f"loads faster after: ckpt reshard {where} NEW --mesh {mesh}{plan}"
     yield Finding.info(code="checkpoint-mesh", where=where, what=what, hint=hint)

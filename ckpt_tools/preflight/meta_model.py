@@ -20,6 +20,7 @@ from ckpt_tools.description.dtypes import BY_TORCH_NAME
 from ckpt_tools.description.layout import Mesh, Shard
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.models.config import ModelConfig
@@ -209,7 +210,8 @@ def _reads(mesh: Mesh, values: Mapping[str, object], checkpoint: Checkpoint, ent
     except CkptError as error:
         return Reads(refused=(error.what, error.hint))
     placements = {fqn: {a: cut for a, cut in cuts.items() if isinstance(cut, Shard)} for fqn, cuts in placed.items()}
-    return Reads(ranks=count_reads(entries, mesh, placements, whole_items=checkpoint.format == "dcp"))
+    whole_items = format_of(checkpoint).loads_by_dcp
+    return Reads(ranks=count_reads(entries, mesh, placements, whole_items=whole_items))
 
 
 def _tp_rules(values: Mapping[str, object], entries: Sequence[TensorEntry]) -> tuple[Rule, ...]:

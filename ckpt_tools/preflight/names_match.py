@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckpt_tools.description.checkpoint import Finding, Format, Severity
+from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.description.transform import WRAPPERS, strip_wrappers
 from ckpt_tools.preflight.comparison import Comparison
 from ckpt_tools.preflight.spec import Framework
@@ -30,7 +30,7 @@ def check_names(
     comparison: Comparison,
     *,
     where: str,
-    stored: Format,
+    by_dcp: bool,
     framework: Framework,
     mesh: str,
 ) -> Iterator[Finding]:
@@ -39,7 +39,7 @@ def check_names(
     Args:
         comparison: Model and checkpoint.
         where: The checkpoint, for messages.
-        stored: Its format.
+        by_dcp: It is one that `dcp.load` reads, and not transformers.
         framework: Who loads it.
         mesh: For proposed commands.
     """
@@ -50,8 +50,8 @@ def check_names(
     if not comparison.found:
         yield from _nothing(comparison, where, framework)
         return
-    yield from _check_prefix(comparison, where, stored, framework, mesh)
-    yield from _check_missing(comparison, where, stored)
+    yield from _check_prefix(comparison, where, framework, mesh, by_dcp=by_dcp)
+    yield from _check_missing(comparison, where, by_dcp=by_dcp)
     yield from _check_left(comparison, where)
     yield from _check_shapes(comparison, where)
 
@@ -128,13 +128,14 @@ def _roots(comparison: Comparison) -> tuple[str | None, str | None, bool]:
 def _check_prefix(
     comparison: Comparison,
     where: str,
-    stored: Format,
     framework: Framework,
     mesh: str,
+    *,
+    by_dcp: bool,
 ) -> Iterator[Finding]:
     extra, lacking, wrapped = _roots(comparison)
     by_peft = any(without_peft(fqn) != fqn for found in comparison.found.values() for fqn in found.fqns)
-    if by_peft and stored != "dcp":
+    if by_peft and not by_dcp:
         yield make_finding(
             "checkpoint-prefix",
             "error",
@@ -142,7 +143,7 @@ def _check_prefix(
             "names are those of a PEFT model (base_model.model., base_layer.), and no model is loaded from them",
             f"take the base model as the model, and its adapter out of this: ckpt export-lora {where} NEW --to peft",
         )
-    if stored == "dcp":
+    if by_dcp:
         yield from _check_dcp_root(extra, lacking, where, framework, mesh)
     elif lacking is not None and lacking != comparison.base_prefix:
         yield make_finding(
@@ -161,12 +162,12 @@ def _check_prefix(
             f"ckpt gather {where} NEW --strip-prefix {extra}",
         )
     if wrapped:
-        severity: Severity = "warning" if stored == "dcp" else "error"
+        severity: Severity = "warning" if by_dcp else "error"
         fqns = [fqn for found in comparison.found.values() for fqn in found.fqns]
         at_root = next((w for w in WRAPPERS if all(fqn.startswith(w) for fqn in fqns)), None)
         hint = "save the model that the wrappers hold: accelerator.unwrap_model(model).state_dict()"
-        if stored == "dcp" or at_root is not None:
-            hint = f"ckpt gather {where} NEW --strip-prefix {'auto' if stored == 'dcp' else at_root}"
+        if by_dcp or at_root is not None:
+            hint = f"ckpt gather {where} NEW --strip-prefix {'auto' if by_dcp else at_root}"
         yield make_finding(
             "checkpoint-prefix",
             severity,
@@ -215,7 +216,7 @@ def _check_dcp_root(
     )
 
 
-def _check_missing(comparison: Comparison, where: str, stored: Format) -> Iterator[Finding]:
+def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Iterator[Finding]:
     absent = [name for name, t in comparison.tensors.items() if name not in comparison.found and t.kind != "transient"]
     tied = {name: group for group in comparison.ties for name in group}
     told = [name for name in absent if name in tied and any(other in comparison.found for other in tied[name])]
@@ -239,7 +240,7 @@ def _check_missing(comparison: Comparison, where: str, stored: Format) -> Iterat
     if not missing:
         return
     output = any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing)
-    if is_head and stored != "dcp" and not output:
+    if is_head and not by_dcp and not output:
         yield make_finding(
             "checkpoint-missing-key",
             "warning",

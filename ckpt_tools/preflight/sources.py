@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.detect import is_weights
+from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.models.config import CONFIG_NAME, config_path, read_config
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name

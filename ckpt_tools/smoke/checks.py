@@ -50,7 +50,7 @@ def missing_for_dcp(model: nn.Module, source: str) -> Finding | None:
     `load_checkpoint` maps names: tied weights that a file holds once, and what transformers renames or fuses.
     """
     with open_path(source) as opened:
-        if opened.checkpoint.format != "dcp":
+        if not opened.format.loads_by_dcp:
             return None
         inside, prefix = find_model(opened.checkpoint)
     stored = {strip_wrappers(entry.fqn) for entry in inside.tensors}

@@ -11,8 +11,6 @@ import resource
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -44,9 +42,8 @@ class Descriptors:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # file → [descriptor, users]
 
-    @contextmanager
-    def use(self, file: str) -> Iterator[int]:
-        """Lend the descriptor of `file`, opening it when needed."""
+    def use(self, file: str) -> Lease:
+        """Lend the descriptor of `file` to a `with`, opening it when needed."""
         with self._lock:
             slot = self._open.get(file)
             if slot is None:
@@ -55,11 +52,7 @@ class Descriptors:
             else:
                 self._open.move_to_end(file)
             slot[1] += 1
-        try:
-            yield slot[0]
-        finally:
-            with self._lock:
-                slot[1] -= 1
+        return Lease(self._lock, slot)
 
     def _close_idle(self) -> None:
         if len(self._open) < self._limit:
@@ -76,6 +69,23 @@ class Descriptors:
             for descriptor, _ in self._open.values():
                 os.close(descriptor)
             self._open.clear()
+
+
+class Lease:
+    """A descriptor while it is used; a class of its own, as a generator takes longer than many a read."""
+
+    __slots__ = ("_lock", "_slot")
+
+    def __init__(self, lock: threading.Lock, slot: list[int]) -> None:
+        self._lock = lock
+        self._slot = slot
+
+    def __enter__(self) -> int:
+        return self._slot[0]
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._slot[1] -= 1
 
 
 class Opener:
@@ -218,8 +228,10 @@ class Source:
 
     def size(self, file: str) -> int:
         """Return the size of `file` in bytes."""
-        with self._descriptors.use(file):
-            return self._identities[file][0]
+        if file not in self._identities:
+            with self._descriptors.use(file):
+                pass
+        return self._identities[file][0]
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly the bytes [offset, offset + nbytes) of `file`."""

@@ -31,7 +31,7 @@ from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Mesh, Shard
 from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats import hf
+from ckpt_tools.formats import hf, hf_sharded
 from ckpt_tools.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
 from ckpt_tools.formats.manifest import (
     FileRecord,
@@ -41,7 +41,7 @@ from ckpt_tools.formats.manifest import (
     build_manifest,
     parse_manifest,
 )
-from ckpt_tools.formats.safetensors import LENGTH_BYTES, parse_header, parse_length
+from ckpt_tools.formats.safetensors import LENGTH_BYTES, File, parse_header, parse_length
 from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
 from ckpt_tools.placement import parse_rules
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
@@ -90,7 +90,7 @@ def _safetensors_seeds() -> tuple[bytes, ...]:
     info = {"w": {"saved_offsets": [2, 0]}, "s": {"saved_offsets": [0]}}
     return (
         safetensors_bytes(plain, metadata={"format": "pt"}),
-        safetensors_bytes(half, metadata={hf.SHARDING_KEY: json.dumps(info), "DCP_VERSION": "1.0"}),
+        safetensors_bytes(half, metadata={hf_sharded.SHARDING_KEY: json.dumps(info), "DCP_VERSION": "1.0"}),
         safetensors_bytes({}),
     )
 
@@ -113,9 +113,9 @@ def _check_safetensors(data: bytes) -> bool:
         assert entry.shape == tuple(theirs[fqn]["shape"])
         assert entry.nbytes == span.nbytes
         assert data[span.offset : span.offset + span.nbytes] == bytes(theirs[fqn]["data"])
-    if hf.SHARDING_KEY in header.metadata:
+    if hf_sharded.SHARDING_KEY in header.metadata:
         with contextlib.suppress(CkptError):
-            described = hf.describe_sharded("r", [hf.File(name="f", header_text=text, header=header)])
+            described = hf_sharded.describe_sharded("r", [File(name="f", header_text=text, header=header)])
             for entry in described.tensors:
                 check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
     return True

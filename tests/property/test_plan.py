@@ -14,7 +14,7 @@ from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, C
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Mesh, Shard, cut_tensor
 from ckpt_tools.description.tiling import check_tiling
-from ckpt_tools.formats import dcp, hf
+from ckpt_tools.formats import dcp_placing, hf
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.plan import FilePlan, Plan, blocks_of, chunk_index, group_by_tensor, plan_copies
 from ckpt_tools.moving.strides import byte_box, is_contiguous, start_of
@@ -113,7 +113,7 @@ def _assert_writes_tile(files: Sequence[FilePlan]) -> None:
                 before = frame.payload_offset
                 after = frame.nbytes - before - copy.nbytes
             spans.append((copy.offset - before, copy.offset + copy.nbytes + after))
-        _assert_tiles(spans, file.nbytes, slack=dcp.ITEM_ALIGNMENT - 1)
+        _assert_tiles(spans, file.nbytes, slack=dcp_placing.ITEM_ALIGNMENT - 1)
 
 
 def _assert_whole(files: Sequence[FilePlan], source: Checkpoint) -> None:
@@ -143,7 +143,7 @@ def test_plan_for_a_mesh_writes_every_byte_once_and_reads_inside_spans(data, sha
         for entry in source.tensors
     }
     with small_blocks(data.draw(st.sampled_from((8, 24, 100, 4 << 20)))):
-        plan = Plan(source, dcp.place(source.tensors, grids, source.blobs), {})
+        plan = Plan(source, dcp_placing.place(source.tensors, grids, source.blobs), {})
         _assert_whole(plan.files, source)
         _assert_reads_stay_inside(plan.files)
         _assert_writes_tile(plan.files)
@@ -173,7 +173,7 @@ def test_plan_of_one_file_names_all_that_it_needs(data, shapes, before, after) -
         entry.fqn: cut_tensor(entry.shape, after, _placements(data.draw, after, entry.shape), pack=entry.dtype.pack)
         for entry in source.tensors
     }
-    for file in plan_copies(source, dcp.place(source.tensors, grids)):
+    for file in plan_copies(source, dcp_placing.place(source.tensors, grids)):
         assert set(file.sources) <= source.files.keys()
         _assert_writes_tile([file])
         _assert_reads_stay_inside([file])

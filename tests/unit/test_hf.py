@@ -9,16 +9,14 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.hf import (
-    SHARDED_FILE,
-    File,
     arrange,
     build_index,
     describe,
-    describe_sharded,
     parse_index,
     place,
 )
-from ckpt_tools.formats.safetensors import parse_header
+from ckpt_tools.formats.hf_sharded import SHARDED_FILE, describe_sharded
+from ckpt_tools.formats.safetensors import File, parse_header
 
 
 def _entry(fqn: str, num_elems: int, dtype: str = "U8") -> TensorEntry:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-import ckpt_tools.formats.opening
+import ckpt_tools.formats.dcp
 from ckpt_tools import api
 from ckpt_tools.description.checkpoint import (
     MAX_COMPONENT_BYTES,
@@ -80,7 +80,7 @@ def test_metadata_limits_set_by_a_program_hold(tmp_path: Path, monkeypatch) -> N
     run = shard_model(tmp_path)
     assert api.open_checkpoint(run).tensors
     for limits in (PickleLimits(max_bytes=100), PickleLimits(max_string_bytes=3), PickleLimits(max_depth=1)):
-        monkeypatch.setattr(ckpt_tools.formats.opening, "METADATA_LIMITS", limits)
+        monkeypatch.setattr(ckpt_tools.formats.dcp, "METADATA_LIMITS", limits)
         with pytest.raises(LimitError):
             api.open_checkpoint(run)
 

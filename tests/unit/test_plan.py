@@ -6,7 +6,7 @@ from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkp
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Mesh, Shard, cut_tensor
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
-from ckpt_tools.formats import dcp, hf
+from ckpt_tools.formats import dcp_placing, hf
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.plan import (
     Plan,
@@ -40,7 +40,7 @@ def _source() -> Checkpoint:
 def _columns(source: Checkpoint) -> Checkpoint:
     mesh = Mesh((("tp", 2),))
     grids = {e.fqn: cut_tensor(e.shape, mesh, {"tp": Shard(1)} if e.shape else {}) for e in source.tensors}
-    return dcp.place(source.tensors, grids, source.blobs)
+    return dcp_placing.place(source.tensors, grids, source.blobs)
 
 
 def test_plan_from_rows_to_columns_names_every_copy() -> None:
@@ -67,7 +67,7 @@ def test_plan_for_one_rank_of_rows_needs_one_source_file() -> None:
     source = _source()
     mesh = Mesh((("dp_shard", 2),))
     grids = {e.fqn: cut_tensor(e.shape, mesh, {"dp_shard": Shard(0)} if e.shape else {}) for e in source.tensors}
-    first, second = plan_copies(source, dcp.place(source.tensors, grids))
+    first, second = plan_copies(source, dcp_placing.place(source.tensors, grids))
     assert first.sources == ("a",)
     assert second.sources == ("b",)
 

@@ -16,7 +16,7 @@ import torch
 from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME, DType
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.torch_zip import ItemHead, item_frame, parse_item
+from ckpt_tools.formats.torch_zip import ItemHead, item_frame, parse_item, parse_own_item
 
 SHAPES = [(), (0,), (4,), (0, 4), (3, 0), (4, 6), (1, 2, 3, 4, 5, 2), (300, 700), (1,) * 20]
 F32 = BY_NAME["F32"]
@@ -61,6 +61,10 @@ def parse(item: bytes) -> ItemHead:
         return item[offset : offset + nbytes]
 
     return parse_item(len(item), read)
+
+
+def parse_own(item: bytes, dtype: DType, sizes: tuple[int, ...]) -> ItemHead | None:
+    return parse_own_item(len(item), dtype, sizes, lambda offset, nbytes: item[offset : offset + nbytes])
 
 
 def repack(item: bytes, change, *, data_first: bool = False) -> bytes:
@@ -116,6 +120,31 @@ def test_frame_describes_the_item_it_seals(dtype: DType) -> None:
             assert len(before) + frame.payload_nbytes + len(after) == frame.nbytes
         assert frame.payload_offset % 64 == 0
         assert frame.payload_nbytes == dtype.num_bytes(math.prod(sizes))
+
+
+@pytest.mark.parametrize("dtype", BY_TORCH_NAME.values(), ids=BY_TORCH_NAME)
+def test_own_item_is_known_without_parsing(dtype: DType) -> None:
+    for sizes in SHAPES:
+        if dtype.pack > 1 and (not sizes or sizes[-1] % dtype.pack):
+            continue
+        item = build_item(dtype, sizes, payload_of(dtype, sizes))
+        assert parse_own(item, dtype, sizes) == parse(item)
+
+
+def test_item_that_differs_in_one_byte_of_its_frame_is_not_known() -> None:
+    sizes = (4, 6)
+    item = build_item(F32, sizes, payload_of(F32, sizes))
+    head = parse(item)
+    payload = range(head.payload_offset, head.payload_offset + head.payload_nbytes)
+    for position in set(range(len(item))) - set(payload):
+        assert parse_own(item[:position] + bytes([item[position] ^ 1]) + item[position + 1 :], F32, sizes) is None
+    for other in [(6, 4), (24,), (4, 5)]:
+        assert parse_own(item, F32, other) is None
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("F6_E2M3", (4,)), ("F4", ()), ("F4", (2, 3))], ids=str)
+def test_no_item_of_what_torch_lacks_is_known(name: str, sizes: tuple[int, ...]) -> None:
+    assert parse_own(b"PK", BY_NAME[name], sizes) is None
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("F6_E2M3", (4,)), ("F6_E3M2", (4,)), ("F4", ()), ("F4", (2, 3))], ids=str)
@@ -475,7 +504,9 @@ def test_parse_item_with_any_byte_flipped_is_read_or_refused() -> None:
 
 
 def test_module_names_its_public_parts() -> None:
-    assert set(torch_zip.__all__) == {"ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item"}
+    assert set(torch_zip.__all__) == {
+        "ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item", "parse_own_item",
+    }  # fmt: skip
 
 
 def test_entry_marked_as_a_directory_is_refused() -> None:

@@ -1,0 +1,191 @@
+"""Where everything goes in a DCP directory that ckpt writes: the items of every rank's file."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, overload
+
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.layout import Box
+from ckpt_tools.formats.dcp import Dcp, parse_rank
+from ckpt_tools.formats.torch_zip import item_frame
+
+ITEM_ALIGNMENT = 64
+"""Items begin at multiples of this, so that payloads are aligned in the file too."""
+
+
+def data_file(rank: int) -> str:
+    """Return the name of `rank`'s file."""
+    return f"__{rank}_0.distcp"
+
+
+class Cut(Protocol):
+    """How a tensor is cut: `layout.Grid`, or the cells that another checkpoint has."""
+
+    @property
+    def cells(self) -> tuple[tuple[int, Box], ...]:
+        """(rank, box) of every distinct box."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCells:
+    """The boxes of a checkpoint, on the ranks that hold them there."""
+
+    cells: tuple[tuple[int, Box], ...]
+    """(rank, box) of every distinct box."""
+
+
+def kept_cells(entry: TensorEntry) -> KeptCells:
+    """Return the distinct chunks of a stored tensor and the ranks of their files; rank 0 where a name says none."""
+    ranks: dict[Box, int] = {}
+    for chunk in entry.chunks:
+        rank = parse_rank(chunk.span.file) or 0
+        ranks[chunk.box] = min(rank, ranks.get(chunk.box, rank))
+    return KeptCells(tuple((rank, box) for box, rank in ranks.items()))
+
+
+def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Cut], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
+    """Describe the files that hold `tensors` cut by `grids`: one per rank, items in the tensors' order.
+
+    Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file.
+
+    Args:
+        tensors: What to hold; their chunks are not looked at.
+        grids: FQN → how the mesh cuts it, in logical elements.
+        blobs: Items that are carried along as they are.
+
+    Returns:
+        The destination; every chunk's span is its item.
+
+    Raises:
+        UsageError: A dtype that DCP cannot hold.
+    """
+    names = _FileNames()
+    position = 0
+    placed_blobs = []
+    for blob in blobs:
+        start = _aligned(position)
+        position = start + blob.span.nbytes
+        placed_blobs.append(replace(blob, span=ByteSpan(file=names[0], offset=start, nbytes=blob.span.nbytes)))
+    items = _Items(position)
+    lengths: dict[tuple[int, str], tuple[int, ...]] = {}  # grids and their cells are shared by equal tensors
+    placed = []
+    for number, entry in enumerate(tensors):
+        cells = grids[entry.fqn].cells
+        key = (id(cells), entry.dtype.name)
+        if key not in lengths:
+            lengths[key] = tuple(item_frame(entry.dtype, box.sizes).nbytes for _, box in cells)
+        items.add(cells, lengths[key])
+        placed.append(replace(entry, chunks=PlacedItems(cells, lengths[key], names, items, number)))
+    return Checkpoint(
+        root="",
+        format=Dcp.name,
+        tensors=tuple(placed),
+        blobs=tuple(placed_blobs),
+        files={names[rank]: end for rank, end in sorted(items.ends().items())},
+    )
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
+
+
+_Cells = tuple[tuple[int, Box], ...]
+
+
+class _Items:
+    """Where the items of all tensors lie in their ranks' files, one after the other in the order of the tensors.
+
+    A plan for thousands of ranks has millions of items, of which most commands need only the sizes of the files. So
+    those come from counting equal tensors, and the items' offsets are found when the first one is asked for.
+
+    Args:
+        start: End of what comes first in the file of rank 0.
+    """
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._parts: list[tuple[_Cells, tuple[int, ...]]] = []
+        self._starts: list[array[int]] = []
+
+    def add(self, cells: _Cells, lengths: tuple[int, ...]) -> None:
+        """Add a tensor: (rank, box) and length of each of its items."""
+        self._parts.append((cells, lengths))
+
+    def ends(self) -> dict[int, int]:
+        """Return the size of every rank's file."""
+        groups: dict[int, list[int]] = {}  # lengths are shared by equal tensors: [first with them, last, how many]
+        for number, (_, lengths) in enumerate(self._parts):
+            group = groups.setdefault(id(lengths), [number, number, 0])
+            group[1] = number
+            group[2] += 1
+        ends: dict[int, int] = {0: self._start} if self._start else {}
+        padding: dict[int, int] = {}  # after the last item so far; the last one of all has none
+        for _, last, count in sorted(groups.values(), key=lambda group: group[1]):
+            for (rank, _), nbytes in zip(*self._parts[last], strict=True):
+                ends[rank] = _aligned(ends.get(rank, 0)) + count * _aligned(nbytes)
+                padding[rank] = _aligned(nbytes) - nbytes
+        return {rank: end - padding.get(rank, 0) for rank, end in ends.items()}
+
+    def starts(self, number: int) -> array[int]:
+        """Return the offset of each item of a tensor."""
+        if not self._starts:
+            ends: dict[int, int] = {0: self._start}
+            found = []
+            for cells, lengths in self._parts:
+                starts = array("Q")
+                for (rank, _), nbytes in zip(cells, lengths, strict=True):
+                    start = _aligned(ends.get(rank, 0))
+                    starts.append(start)
+                    ends[rank] = start + nbytes
+                found.append(starts)
+            self._starts = found
+        return self._starts[number]
+
+
+class PlacedItems(Sequence[Chunk]):
+    """The items of one tensor in a destination; each `Chunk` is made when it is asked for."""
+
+    __slots__ = ("_cells", "_items", "_lengths", "_names", "_number")
+
+    def __init__(
+        self, cells: _Cells, lengths: tuple[int, ...], names: Mapping[int, str], items: _Items, number: int
+    ) -> None:
+        self._cells = cells
+        self._lengths = lengths
+        self._names = names
+        self._items = items
+        self._number = number
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
+
+    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        rank, box = self._cells[index]
+        start = self._items.starts(self._number)[index]
+        span = ByteSpan(file=self._names[rank], offset=start, nbytes=self._lengths[index])
+        return Chunk(box=box, span=span, encoding="torch_zip")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+class _FileNames(dict[int, str]):
+    """Rank → file name, each string made once."""
+
+    def __missing__(self, rank: int) -> str:
+        name = self[rank] = data_file(rank)
+        return name

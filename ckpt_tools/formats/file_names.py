@@ -1,0 +1,36 @@
+"""What file names tell of files that no format has claimed: weights of some tool, a model's assets, a trainer's own."""
+
+from __future__ import annotations
+
+import fnmatch
+
+INDEX_SUFFIX = ".safetensors.index.json"
+"""End of the name of an HF index."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+"""Ends of the names of what `torch.save` writes."""
+
+_WEIGHTS = (
+    ".metadata", "*.safetensors", "*.distcp", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx",
+    "*.onnx_data", "*.gguf", "*.npz", "*.ot", "*.tflite", "*.index.json",
+)  # fmt: skip
+_HF_ASSETS = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "vocab*", "merges.txt", "*.model", "chat_template*", "*processor*.json", "*.jinja", "*.py", "README.md",
+    "LICENSE*", "modules.json", "*_Pooling/config.json", "*sentence*.json",
+)  # fmt: skip
+
+
+def is_weights(name: str) -> bool:
+    """Does a file of this name hold weights (in any tool's format)?"""
+    base = name.rpartition("/")[2]
+    return any(fnmatch.fnmatchcase(base, pattern) for pattern in _WEIGHTS)
+
+
+def is_step_file(name: str) -> bool:
+    """Does a trainer keep a file of this name beside the DCP files of a step? Pickles of its own do, weights do not."""
+    return "/" not in name and (name.endswith((*PICKLES, ".pkl")) or not is_weights(name))
+
+
+def is_hf_asset(name: str) -> bool:
+    """Is a file of this name one that transformers or a tokenizer needs?"""
+    return not is_weights(name) and any(fnmatch.fnmatchcase(name, pattern) for pattern in _HF_ASSETS)

@@ -1,0 +1,145 @@
+"""What a format is to the rest of ckpt: how it is told, opened, read, and written where ckpt writes it.
+
+A format is one module of this room that ends in `FORMAT = …`, an instance of a class that derives from `Format`, and
+one line of `table.FORMATS`. Everything else asks `Opened.format`, or `table.find_format(checkpoint.format)`, and never
+compares names. Only `name`, `suffix`, `detects` and `open` must be given; the rest says what most formats are: whole
+tensors as raw bytes, under a model's plain names, read and not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Protocol, Self
+
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.errors import LimitError
+from ckpt_tools.formats.manifest import Manifest, Origin
+from ckpt_tools.storage.source import Source
+
+
+class Reader(Protocol):
+    """What formats need of storage, once a checkpoint is open."""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Return exactly these bytes."""
+
+
+class Format(Protocol):
+    """One way to store a checkpoint."""
+
+    name: str
+    """Value of `--from`, and what `inspect` and manifests call it."""
+    suffix: str
+    """End of the names of its data files: `verify` names those that nothing refers to."""
+    is_file: bool = False
+    """A path of it is one file, not a directory."""
+    counterpart: str | None = None
+    """What `--from` means for a path of the other kind: a directory where this is a file, or the reverse."""
+    is_sharded: bool = False
+    """Ranks saved it, each its own parts."""
+    is_training: bool = False
+    """Holds a trainer's state: names with its roots and wrappers, perhaps optimizer state beside the model's."""
+    in_items: bool = False
+    """Every chunk is an item with a head of its own, which says dtype, sizes and CRC-32, but not whose it is."""
+    loads_by_dcp: bool = False
+    """PyTorch's `dcp.load` reads it, whole items at a time; `shard` and `reshard` write it."""
+    unchecked: tuple[str, ...] = ()
+    """What no level of `verify` can check in it, in words."""
+    caveats: tuple[str, ...] = ()
+    """What whoever converts from it should know, in words."""
+    marker: str = ""
+    """The document that makes a directory a checkpoint of this format, written last; "" when it has none."""
+
+    def detects(self, files: Mapping[str, int]) -> bool:
+        """Is this what a directory with these files (relative name → size) holds? For `is_file`: what this file is?"""
+
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
+        """Read the headers and describe what is there.
+
+        Args:
+            source: The directory; that of the file for a format with `is_file`.
+            files: Relative name → size of every file of the directory; the one file with `is_file`.
+            path: The path as the user named it, for messages.
+            manifest: The manifest in the directory; whether it is still of this checkpoint is not known.
+
+        Raises:
+            UnreadableError: Not a complete, readable checkpoint of this format.
+        """
+
+    def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:  # noqa: ARG002
+        """Return `entry` with every chunk's span on its raw bytes; reads the headers of items, where there are any.
+
+        Raises:
+            UnreadableError: An item is malformed or is not what the description says.
+        """
+        return entry
+
+    def build_marker(self, target: Checkpoint) -> bytes:  # noqa: ARG002
+        """Return the content of `marker` for a destination; b"" when there is none."""
+        return b""
+
+    def estimate_marker_bytes(self, target: Checkpoint) -> int:  # noqa: ARG002
+        """Return about how long `build_marker` would be, without building it."""
+        return 0
+
+    def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:  # noqa: ARG002
+        """Return per data file the digest of what lies around the payloads in it; {} when the format has no frames.
+
+        Args:
+            target: The destination, as it was planned.
+            reader: Reads its files.
+            marker: The marker, when somebody else wrote the files and framed the payloads in their own way.
+        """
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """An open checkpoint: its description, and the way to its bytes."""
+
+    format: Format
+    checkpoint: Checkpoint
+    source: Source
+    manifest: Manifest | None = None
+    """Its manifest, when ckpt wrote it."""
+    origin: Origin | None = None
+    """The exact headers and index of an HF source."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What the header of its one file says beside the tensors (`__metadata__` of safetensors)."""
+    left_out: tuple[str, ...] = ()
+    """Files beside it that hold weights in other formats, and are not carried along."""
+    beside: tuple[Asset, ...] = ()
+    """Files of a training step beside its DCP files (Lightning's meta.pt, RNG states, …): `reshard` carries them along
+    as they are, unopened; a model does not need them."""
+    single_names: int = 0
+    """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.source.close()
+
+    def resolved(self) -> Checkpoint:
+        """Return the description with every chunk's span on its raw bytes; reads the items' headers."""
+        return replace(self.checkpoint, tensors=tuple(map(self.resolve, self.checkpoint.tensors)))
+
+    def resolve(self, entry: TensorEntry) -> TensorEntry:
+        """Return `entry` with every chunk's span on its raw bytes; reads its items' headers."""
+        return self.format.resolve(entry, self.source)
+
+
+def read_document(source: Source, name: str, limit: int) -> bytes:
+    """Read a small file whole.
+
+    Raises:
+        LimitError: It has more than `limit` bytes.
+    """
+    nbytes = source.size(name)
+    if nbytes > limit:
+        raise LimitError(f"{nbytes} bytes, the limit is {limit}", where=name)
+    return source.read(name, 0, nbytes)

@@ -1,0 +1,110 @@
+"""The safetensors files of DCP's HF writer, where every rank saved its own chunks.
+
+Source: torch `distributed/checkpoint/_hf_utils.py` and `hf_storage.py` (2.13).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_tools.description.checkpoint import MAX_ELEMS, Asset, Checkpoint, TensorEntry, is_possible_shape
+from ckpt_tools.description.layout import Box
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats._json import parse_json
+from ckpt_tools.formats.file_names import is_hf_asset
+from ckpt_tools.formats.format import Format, Opened
+from ckpt_tools.formats.manifest import Manifest
+from ckpt_tools.formats.safetensors import File, read_file
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
+
+SHARDING_KEY = "DCP_SHARDING_INFO"
+"""Header metadata of a file that holds chunks instead of whole tensors."""
+SHARDED_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+"""Name of a file of DCP's HF writer: rank, number, count."""
+
+
+def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
+    """Describe the files of `HuggingFaceStorageWriter(save_distributed=True)`.
+
+    They record where each chunk lies but not the global shape, which is taken as the hull of the chunks: the
+    exact-tiling check finds a hole, but not a file that was lost from the very end of every tensor.
+    """
+    chunks: dict[str, list[tuple[TensorEntry, tuple[int, ...]]]] = {}
+    for file in files:
+        offsets_of = _parse_sharding(file)
+        for entry in file.header.tensors:
+            chunks.setdefault(entry.fqn, []).append((entry, offsets_of[entry.fqn]))
+    tensors = []
+    for fqn, parts in chunks.items():
+        first = parts[0][0]
+        for entry, offsets in parts:
+            if entry.dtype != first.dtype or len(offsets) != len(first.shape) or len(entry.shape) != len(offsets):
+                raise UnreadableError(
+                    f"tensor {fqn!r} differs in dtype or number of dims between files",
+                    where=entry.chunks[0].span.file,
+                )
+        dims = range(len(first.shape))
+        shape = tuple(max(offsets[d] + entry.shape[d] for entry, offsets in parts) for d in dims)
+        if not is_possible_shape(shape):
+            raise UnreadableError(
+                f"tensor {fqn!r} of shape {list(shape)} is too large to exist",
+                where=first.chunks[0].span.file,
+            )
+        boxes = tuple(replace(entry.chunks[0], box=Box(offsets, entry.shape)) for entry, offsets in parts)
+        tensors.append(replace(first, shape=shape, chunks=boxes))
+    return Checkpoint(
+        root=root,
+        format=HfSharded.name,
+        tensors=tuple(tensors),
+        files={file.name: file.header.nbytes for file in files},
+    )
+
+
+def _parse_sharding(file: File) -> dict[str, tuple[int, ...]]:
+    where = escape_name(file.name)
+    # Surrogates that the outer JSON let through are no UTF-8; the inner text then is none either.
+    text = file.header.metadata.get(SHARDING_KEY, "").encode("utf-8", "surrogatepass")
+    table = parse_json(text, what=f"the header's {SHARDING_KEY}", where=where)
+    if not isinstance(table, dict):
+        raise UnreadableError(f"the header's {SHARDING_KEY} is not a JSON object", where=where)
+    parsed = {}
+    for entry in file.header.tensors:
+        fields = table.get(entry.fqn)
+        offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None
+        if not isinstance(offsets, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in offsets):
+            raise UnreadableError(f"{SHARDING_KEY} has no sound offsets for tensor {entry.fqn!r}", where=where)
+        parsed[entry.fqn] = tuple(offsets)
+    return parsed
+
+
+class HfSharded(Format):
+    """What `HuggingFaceStorageWriter(save_distributed=True)` writes."""
+
+    name = "hf-sharded"
+    suffix = ".safetensors"
+    is_sharded = True
+    is_training = True
+    unchecked = ("the global shapes, which this format does not record (taken from the chunks)",)
+    caveats = (
+        (
+            "this format does not record how many ranks saved it: if the files of the last ones are missing, "
+            "tensors are shorter than they were"
+        ),
+    )
+
+    def detects(self, files: Mapping[str, int]) -> bool:
+        """By the names that DCP's HF writer gives."""
+        return any(SHARDED_FILE.fullmatch(name) for name in files)
+
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+        """Read the header of every file: together they are all that is known."""
+        names = [name for name in files if SHARDED_FILE.fullmatch(name)]
+        checkpoint = describe_sharded(source.root, [read_file(source, name) for name in names])
+        assets = tuple(Asset(file=name, nbytes=size) for name, size in files.items() if is_hf_asset(name))
+        return Opened(format=self, checkpoint=replace(checkpoint, assets=assets), source=source)
+
+
+FORMAT = HfSharded()

@@ -1,0 +1,45 @@
+"""The formats that ckpt reads: one line each. What reads this table learns of a new format by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tools.description.checkpoint import Checkpoint
+    from ckpt_tools.formats.format import Format
+
+FORMATS: Mapping[str, str] = {
+    "safetensors": "safetensors",
+    "dcp": "dcp",
+    "hf-sharded": "hf_sharded",
+    "hf": "hf",
+}
+"""Name → module of this room, whose `FORMAT` it is. The first one that detects a directory has it. Modules are
+imported when they are needed, so that the names alone cost nothing."""
+
+
+def find_format(name: str) -> Format:
+    """Return the format of this name.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if name not in FORMATS:
+        raise UsageError(f"{name!r} is not a format", hint=f"--from takes {', '.join(FORMATS)}")
+    found: Format = import_module(f"{__package__}.{FORMATS[name]}").FORMAT
+    return found
+
+
+def format_of(checkpoint: Checkpoint) -> Format:
+    """Return the format that a description says it has."""
+    return find_format(checkpoint.format)
+
+
+def detect_format(files: Mapping[str, int], *, is_file: bool) -> Format | None:
+    """Return the first format that `files` (relative name → size) are of, or None."""
+    known = map(find_format, FORMATS)
+    return next((kind for kind in known if kind.is_file == is_file and kind.detects(files)), None)

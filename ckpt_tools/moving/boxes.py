@@ -1,0 +1,108 @@
+"""Read boxes of tensors out of an open checkpoint, of any layout, and no byte more.
+
+A box has offsets and sizes in elements of the global tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.layout import Box, BoxIndex, split_blocks
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.manifest import BLOCK_BYTES
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.moving.plan import check_complete, chunk_index
+from ckpt_tools.moving.read import Buffers, Checksums, read_block
+
+
+class BytesReader:
+    """Reads boxes as row-major bytes; for one thread at a time.
+
+    CRC-32s are checked of every chunk that is read whole and whose writer recorded one. Memory beside what is
+    returned or filled: two buffers of a block.
+
+    Args:
+        opened: The checkpoint.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._indexes: dict[str, BoxIndex[Chunk]] = {}
+        self._buffers = Buffers()
+        self._into = _Target()
+        self.bytes_read = 0
+        """Payload bytes read so far."""
+        self.chunks_checked = 0
+        """Chunks whose CRC-32 was held against their writer's."""
+
+    def read(self, entry: TensorEntry) -> memoryview:
+        """Return a whole tensor, in its own dtype.
+
+        Raises:
+            UnreadableError: Incomplete, truncated or damaged.
+        """
+        box = Box((0,) * len(entry.shape), entry.shape)
+        entry = self._restrict(entry, box)
+        content = memoryview(bytearray(entry.nbytes))
+        self._fill(entry, box, entry.dtype, content)
+        return content
+
+    def read_into(self, entry: TensorEntry, box: Box, dtype: DType, memory: memoryview) -> None:
+        """Fill `memory` with the elements of `box` as `dtype`.
+
+        Raises:
+            UnreadableError: The bytes are damaged or missing.
+            UsageError: A cast that is not between floating-point types.
+        """
+        self._fill(self._restrict(entry, box), box, dtype, memory)
+
+    def _fill(self, entry: TensorEntry, box: Box, dtype: DType, memory: memoryview) -> None:
+        chunks, checksums = chunk_index(entry), Checksums()
+        position = 0
+        for block in split_blocks(box.sizes, dtype.bits, block_bytes=BLOCK_BYTES, granule=dtype.granule):
+            part = Box(tuple(o + b for o, b in zip(box.offsets, block.offsets, strict=True)), block.sizes)
+            target = memory[position : position + dtype.num_bytes(block.num_elems)]
+            if entry.dtype is dtype:
+                self._into.target = target
+                _, reads, count = read_block(entry, chunks, dtype, part, self._opened.source, self._into)
+            else:
+                content, reads, count = read_block(entry, chunks, dtype, part, self._opened.source, self._buffers)
+                target[:] = content
+            checksums.add(reads)
+            self.bytes_read += count
+            position += len(target)
+        for chunk, part in chunks.overlaps(box):
+            if part == chunk.box:
+                self.chunks_checked += checksums.check(entry, chunk, self._opened.source)
+
+    def _restrict(self, entry: TensorEntry, box: Box) -> TensorEntry:
+        """Return `entry` with the chunks that `box` needs, on their raw bytes; only their headers are read."""
+        index = self._indexes.get(entry.fqn)
+        if index is None:
+            check_complete(entry)
+            index = self._indexes[entry.fqn] = chunk_index(entry)
+        needed = tuple(chunk for chunk, _ in index.overlaps(box))
+        entry = self._opened.resolve(replace(entry, chunks=needed))
+        for chunk in entry.chunks:  # before memory is taken for what headers claim
+            span, size = chunk.span, self._opened.source.size(chunk.span.file)
+            if span.offset + span.nbytes > size:
+                raise UnreadableError(
+                    f"tensor {entry.fqn!r}: bytes {span.offset}..{span.offset + span.nbytes} are needed, "
+                    f"the file has {size}",
+                    where=span.file,
+                    hint="the file is truncated: restore it or copy it again",
+                )
+        return entry
+
+
+class _Target(Buffers):
+    """Buffers whose first one is the memory that shall be filled, so that nothing is copied twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = memoryview(b"")
+
+    def get(self, which: int, nbytes: int, *, shift: int = 0) -> memoryview:
+        return self.target[shift : shift + nbytes] if which == 0 else super().get(which, nbytes, shift=shift)
