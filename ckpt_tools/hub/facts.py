@@ -66,7 +66,7 @@ def facts_of(source: Source, chosen: Collection[str], kind: Kind) -> CardFacts:
 
 def _config(source: Source, name: str) -> Mapping[str, object]:
     text = read_document(source, name, MAX_CONFIG_BYTES)
-    found = parse_json(text, what="the config", where=escape_name(name), max_bytes=MAX_CONFIG_BYTES)
+    found = parse_json(text, what="the config", where=name, max_bytes=MAX_CONFIG_BYTES)
     return found if isinstance(found, dict) else {}
 
 
