@@ -371,11 +371,10 @@ def _check_result(directory: str, target: Checkpoint) -> None:
         result = verify(written, level="structure", num_workers=1)
         found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
     expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}
-    errors = [finding for finding in result.findings if finding.severity == "error"]
-    if errors or found != expected:
-        what = errors[0].what if errors else "its tensors are not those of the plan"
+    if not result.ok or found != expected:
+        what = "its tensors are not those of the plan" if result.ok else result.errors[0].what
         raise CkptError(
             f"what was written does not pass its own check: {what}",
-            where=errors[0].where if errors else None,
+            where=None if result.ok else result.errors[0].where,
             hint="nothing was published; please report this with the output of `ckpt env`",
         )

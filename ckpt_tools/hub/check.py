@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -193,15 +193,14 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int)
         return 0
     level: Literal["structure", "data"] = "structure" if opened.manifest is None else "data"
     result = verify(opened, level=level, num_workers=num_workers)
-    errors = [finding for finding in result.findings if finding.severity == "error"]
-    if errors:
-        raise _not_whole(errors, root)
+    if not result.ok:
+        raise _not_whole(result.errors, root)
     if not result.tensors:
         raise UnreadableError("a checkpoint without a single tensor", where=root)
     return result.tensors
 
 
-def _not_whole(errors: list[Finding], root: str) -> CkptError:
+def _not_whole(errors: Sequence[Finding], root: str) -> CkptError:
     first = errors[0]
     more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
     return UnreadableError(
