@@ -117,7 +117,8 @@ def _unknown_places(opened: Opened) -> list[Unchecked]:
     files = equal_layouts(opened.checkpoint.tensors)
     if not files:
         return []
-    what = f"whether files of equal layout changed places ({first_few(files)}); a manifest or --against tells"
+    shown = f"{len(files)}: {first_few(files, 2)}"
+    what = f"whether files of equal layout changed places ({shown}); a manifest or --against tells"
     return [Unchecked(what=what, copy_tells=True)]
 
 
