@@ -17,7 +17,6 @@ from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
-from ckpt_tools.text import escape_name
 
 METADATA_NAME = ".metadata"
 """The file that makes a directory a DCP checkpoint; written last."""
@@ -74,7 +73,7 @@ def _located(span: ByteSpan) -> Iterator[None]:
     except UnreadableError as error:
         if error.where is not None:
             raise
-        where = f"{escape_name(span.file)}, bytes {span.offset}..{span.offset + span.nbytes}"
+        where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
         raise UnreadableError(error.what, where=where, hint=error.hint) from error
 
 

@@ -9,7 +9,6 @@ from ckpt_tools.description.checkpoint import Format
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.hf import INDEX_SUFFIX, SHARDED_FILE
 from ckpt_tools.formats.layouts import PICKLES, explain
-from ckpt_tools.text import escape_name
 
 FORMATS: tuple[Format, ...] = ("safetensors", "hf", "dcp", "hf-sharded")
 """Values of `--from`."""
@@ -42,7 +41,7 @@ def detect(files: Mapping[str, int], *, path: str) -> Format:
         return "hf-sharded"
     if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in top):
         return "hf"
-    raise explain(files, escape_name(path))
+    raise explain(files, path)
 
 
 def is_weights(name: str) -> bool:

@@ -24,7 +24,6 @@ from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.text import escape_name
 
 INDEX_SUFFIX = ".safetensors.index.json"
 """End of an index's name."""
@@ -100,7 +99,7 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
     for fqn, name in index.items():
         entry = tensors.get(fqn)
         if entry is None or entry.chunks[0].span.file != name:
-            found = "no file has it" if entry is None else f"it is in {escape_name(entry.chunks[0].span.file)}"
+            found = "no file has it" if entry is None else f"it is in {entry.chunks[0].span.file}"
             raise UnreadableError(
                 f"the index puts tensor {fqn!r} into {name}, but {found}",
                 where=name,
@@ -153,7 +152,7 @@ def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
 
 
 def _parse_sharding(file: File) -> dict[str, tuple[int, ...]]:
-    where = escape_name(file.name)
+    where = file.name
     # Surrogates that the outer JSON let through are no UTF-8; the inner text then is none either.
     text = file.header.metadata.get(SHARDING_KEY, "").encode("utf-8", "surrogatepass")
     table = parse_json(text, what=f"the header's {SHARDING_KEY}", where=where)

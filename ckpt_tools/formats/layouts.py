@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.hf import INDEX_SUFFIX
-from ckpt_tools.text import escape_name
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 """Endings of what `torch.save` writes."""
@@ -51,14 +50,14 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
     below = _below(files)
     found = sorted((child for child in below if _is_readable(below[child])), key=_step)
     if found:
-        shown = ", ".join(escape_name(name) for name in sorted(found)[-4:])
+        shown = ", ".join(sorted(found)[-4:])
         return UnreadableError(
             f"a directory of checkpoints, not a checkpoint (it holds {shown})",
             where=path,
             hint=f"use {path}/{found[-1]}",
         )
     for child in sorted(below, key=lambda child: (-_step(child)[0], child)):  # the latest; an actor before its critic
-        error = explain(below[child], f"{path}/{escape_name(child)}")
+        error = explain(below[child], f"{path}/{child}")
         if error.hint != _READABLE:
             return error
     if any(name.endswith(_PICKLED) for name in top):
@@ -74,22 +73,22 @@ def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = 
         head: Its first bytes, `HEAD_BYTES` of them where it is that long.
         otherwise: The error for a file whose bytes say nothing.
     """
-    where, name = escape_name(path), os.path.basename(path)
-    directory = escape_name(os.path.dirname(path) or ".")
+    name = os.path.basename(path)
+    directory = os.path.dirname(path) or "."
     if _is_pickled(head):
         known = _layout({name: 0}, [name], directory) or _pickled(directory)
-        return UnreadableError(known.what, where=where, hint=known.hint)
+        return UnreadableError(known.what, where=path, hint=known.hint)
     for magic, what, hint in _MAGIC:
         if head.startswith(magic):
-            return UnreadableError(f"{what}, which ckpt does not read", where=where, hint=hint)
+            return UnreadableError(f"{what}, which ckpt does not read", where=path, hint=hint)
     if otherwise is not None:
         return otherwise
     if name == METADATA_NAME or name.endswith((".distcp", INDEX_SUFFIX)):
-        return UnreadableError("a part of a checkpoint", where=where, hint=f"pass the directory: {directory}")
+        return UnreadableError("a part of a checkpoint", where=path, hint=f"pass the directory: {directory}")
     what = "not a safetensors file"
     if name.endswith(PICKLES):
         what += ", and not one that torch.save wrote whole"
-    return UnreadableError(what, where=where, hint=_READABLE)
+    return UnreadableError(what, where=path, hint=_READABLE)
 
 
 def _is_pickled(head: bytes) -> bool:
@@ -115,7 +114,7 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
         what = "a DCP checkpoint without .metadata: the save was killed before it finished"
         return UnreadableError(what, where=path, hint=hint)
     if any(name.startswith("pytorch_model_fsdp") for name in directories):
-        child = escape_name(next(name for name in directories if name.startswith("pytorch_model_fsdp")))
+        child = next(name for name in directories if name.startswith("pytorch_model_fsdp"))
         return UnreadableError(
             "an accelerate checkpoint: the model lies in a directory of its own",
             where=path,
@@ -165,8 +164,8 @@ def _deepspeed_hint(files: Mapping[str, int], path: str) -> str | None:
     if not parts:
         return "run its zero_to_fp32.py with --safe_serialization" if "zero_to_fp32.py" in files else None
     if not any(_ZERO.fullmatch(name.rpartition("/")[2]) for name in parts):
-        return f"its weights are the `module` of {escape_name(parts[0])}: {_CONVERT}"
-    tag = escape_name(parts[-1].partition("/")[0])
+        return f"its weights are the `module` of {parts[0]}: {_CONVERT}"
+    tag = parts[-1].partition("/")[0]
     if "/" not in parts[-1]:  # the directory of one tag
         path, tag = os.path.dirname(path) or ".", os.path.basename(path)
     script = f"{path}/zero_to_fp32.py" if "zero_to_fp32.py" in files else "-m deepspeed.utils.zero_to_fp32"

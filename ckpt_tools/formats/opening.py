@@ -21,7 +21,7 @@ from ckpt_tools.formats.layouts import HEAD_BYTES, explain_file
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Origin, parse_manifest
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import escape_name, first_few
 
 _OWN = (MANIFEST_NAME, JOURNAL_NAME)
 METADATA_LIMITS = DEFAULT_LIMITS
@@ -107,12 +107,12 @@ def _open_file(path: str, source: Source, format: Format | None) -> Opened:  # n
 
 def read_file(source: Source, name: str) -> hf.File:
     """Read and parse the header of one safetensors file."""
-    where = escape_name(os.path.join(source.root, name))
+    where = os.path.join(source.root, name)
     nbytes = source.size(name)
     try:
         length = _header_length(source, name, nbytes, where)
     except UnreadableError as error:
-        raise explain_file(os.path.join(source.root, name), _head(source, name), otherwise=error) from error
+        raise explain_file(where, _head(source, name), otherwise=error) from error
     text = source.read(name, safetensors.LENGTH_BYTES, length)
     header = safetensors.parse_header(text, file=name, file_nbytes=nbytes)
     return hf.File(name=name, header_text=text, header=header)
@@ -209,13 +209,12 @@ def _open_hf(source: Source, files: Mapping[str, int], manifest: Manifest | None
     index_text = b"" if index_name is None else read_document(source, index_name, MAX_JSON_BYTES)
     index = None
     if index_name is not None:
-        index = hf.parse_index(index_text, where=escape_name(index_name))
+        index = hf.parse_index(index_text, where=index_name)
         names = sorted(set(index.values()))
         missing = [name for name in names if name not in files]
         if missing:
             raise UnreadableError(
-                f"{len(missing)} of {len(names)} files of the index are missing: "
-                + ", ".join(name for name in missing[:4]),
+                f"{len(missing)} of {len(names)} files of the index are missing: {first_few(missing, 4)}",
                 where=index_name,
                 hint="download or copy the rest of the model",
             )

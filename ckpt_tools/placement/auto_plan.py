@@ -26,7 +26,7 @@ def auto_plan(config: Mapping[str, object], directory: str) -> TpPlan | None:
     Raises:
         UsageError: Transformers does not know the model, or has no plan for it; or the config is refused.
     """
-    check_config(config, escape_name(directory))
+    check_config(config, directory)
     check_quantization(config)
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         return None
@@ -41,6 +41,6 @@ def resolve(job: Mapping[str, Any]) -> dict[str, object]:
     named = job["config"].get("architectures")
     subject = f"a {escape_name(str(named[0]))}" if isinstance(named, list) and named else "the model"
     import_model_class(job["config"])
-    build_behind_walls(job, subject=subject, where=escape_name(job["model"]), foreign=(job["model"],))
+    build_behind_walls(job, subject=subject, where=job["model"], foreign=(job["model"],))
     plan = find_tp_plan(job["config"])
     return {"plan": None if plan is None else asdict(plan) | {"may_lack": sorted(plan.may_lack)}}
