@@ -24,9 +24,8 @@ from ckpt_tools.adapters.slots import find_slots, some
 from ckpt_tools.adapters.tensor_edit import TensorEdit
 from ckpt_tools.adapters.tied import Pair, refuse_equal, suspects
 from ckpt_tools.adapters.variants import refuse_variants
-from ckpt_tools.conversions.job import Job, cast_target, check_separate
+from ckpt_tools.conversions.job import Job, cast_target, check_separate, notes_on
 from ckpt_tools.conversions.to_hf import gathering_job
-from ckpt_tools.conversions.to_mesh import notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, plain_names
 from ckpt_tools.errors import CkptError, UsageError

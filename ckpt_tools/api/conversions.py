@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ckpt_tools.api.workers import ProgressFactory, default_num_workers
-from ckpt_tools.conversions.hold_names import check_names
+from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import gathering_job, model_beside
@@ -15,7 +15,6 @@ from ckpt_tools.conversions.to_mesh import MeshOptions, sharding_job
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.text import escape_name
 
 
 def shard(
@@ -90,8 +89,7 @@ def shard(
 def _instead(
     verb: str, source: str | os.PathLike[str], destination: str | os.PathLike[str], mesh: str | Mesh | None
 ) -> str:
-    paths = f"{escape_name(os.fspath(source))} {escape_name(os.fspath(destination))}"
-    return f"ckpt {verb} {paths} --mesh {'dp_shard=N' if mesh is None else mesh}"
+    return f"ckpt {verb} {os.fspath(source)} {os.fspath(destination)} --mesh {'dp_shard=N' if mesh is None else mesh}"
 
 
 def reshard(

@@ -90,19 +90,7 @@ def push(
         num_workers=num_workers or default_num_workers(),
         progress=progress,
         bars=bars,
-        refuse=_refuse_broken_adapter,
     )
     if say is not None:
         job.say = say
     return job.run()
-
-
-def _refuse_broken_adapter(path: str) -> None:
-    from ckpt_tools.adapters.check import check_lora
-    from ckpt_tools.adapters.merge import AdapterRefusedError
-
-    errors = [finding for finding in check_lora(path).findings if finding.severity == "error"]
-    if errors:
-        first = errors[0]
-        more = f", and {len(errors) - 1} more (ckpt check-lora lists them)" if len(errors) > 1 else ""
-        raise AdapterRefusedError(f"{first.code}: {first.what}{more}", where=first.where, hint=first.hint)

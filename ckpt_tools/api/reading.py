@@ -20,7 +20,6 @@ from ckpt_tools.description.summarise import Summary
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.text import escape_name
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, format: str | None = None) -> Checkpoint:  # noqa: A002
@@ -118,11 +117,10 @@ def verify(
 
 
 def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
-    where = escape_name(against)
     rows = [("missing-tensor", fqn, "only the reference has it") for fqn in difference.only_in_b]
     rows += [("extra-tensor", fqn, "the reference does not have it") for fqn in difference.only_in_a]
     rows += [("different-tensor", change.fqn, change.what) for change in difference.changed]
-    return tuple(Finding.error(code=code, where=where, what=f"tensor {fqn!r}: {what}") for code, fqn, what in rows)
+    return tuple(Finding.error(code=code, where=against, what=f"tensor {fqn!r}: {what}") for code, fqn, what in rows)
 
 
 def diff(

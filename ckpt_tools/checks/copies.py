@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from isal import isal_zlib
 
-from ckpt_tools.checks.manifest import Findings
-from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.checkpoint import Chunk, Finding, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 
-_MAX_SHOWN = 4
 _STACK_DIMS = 3
 """Tensors of so many dims may be stacks of equal slices."""
 
@@ -23,7 +21,7 @@ _Print = tuple[int, int, int]
 """The same, and the CRC-32 that its writer recorded."""
 
 
-def check_copies(tensors: Iterable[TensorEntry], source: Source, findings: Findings) -> None:
+def check_copies(tensors: Iterable[TensorEntry], source: Source) -> Iterator[Finding]:
     """Find files whose chunks are, place by place, those of another file: one may have been copied over the other.
 
     Chunks are compared by the CRC-32s that are recorded for them; a file with a chunk that has none is not compared.
@@ -54,21 +52,20 @@ def check_copies(tensors: Iterable[TensorEntry], source: Source, findings: Findi
         if not varied:
             continue
         said |= {other for other in others if prints[other].keys() == prints[file].keys()}
-        where = escape_name(file)
-        shown = ", ".join(escape_name(name) for name in sorted(others)[:_MAX_SHOWN])
+        shown = first_few(sorted(others), limit=4)
         what = f"all of its {len(prints[file])} chunks are equal, place by place, to those of {shown}"
         if any(_are_parts(prints[file][key], prints[other][key]) for key in varied for other in others):
-            findings.error(
+            yield Finding.error(
                 "copied-file",
-                where,
+                file,
                 what,
                 "one file was copied over the other: restore it. If they are meant to be equal, `ckpt reshard` writes "
                 "a checkpoint with a manifest that says so",
             )
         else:
-            findings.warn(
+            yield Finding.warning(
                 "copied-file",
-                where,
+                file,
                 what,
                 "tied weights and the experts of an upcycled model are equal; anything else means that one file was "
                 "copied over the other: --against another copy tells",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.errors import CkptError
@@ -10,60 +10,47 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.text import escape_name
 
 
-class Findings(list[Finding]):
-    """What was noticed so far."""
-
-    def error(self, code: str, where: str, what: str, hint: str | None = None) -> None:
-        """Add what makes the check fail."""
-        self.append(Finding.error(code=code, where=where, what=what, hint=hint))
-
-    def warn(self, code: str, where: str, what: str, hint: str | None = None) -> None:
-        """Add what does not."""
-        self.append(Finding.warning(code=code, where=where, what=what, hint=hint))
-
-
-def check_manifest(opened: Opened, manifest: Manifest, findings: Findings) -> None:
+def check_manifest(opened: Opened, manifest: Manifest) -> Iterator[Finding]:
     """Hold tensors, files, documents and assets against what the manifest says of them."""
     tensors = {entry.fqn: entry for entry in opened.checkpoint.tensors}
     for fqn, record in manifest.tensors.items():
         entry = tensors.get(fqn)
-        label = f"tensor {escape_name(fqn)!r}"
+        label = f"tensor {fqn!r}"
         if entry is None:
-            findings.error("manifest-mismatch", MANIFEST_NAME, f"{label} is in the manifest only")
+            yield Finding.error("manifest-mismatch", MANIFEST_NAME, f"{label} is in the manifest only")
         elif (entry.dtype, entry.shape) != (record.dtype, record.shape):
-            findings.error(
+            yield Finding.error(
                 "manifest-mismatch",
                 MANIFEST_NAME,
                 f"{label}: {entry.dtype.name} {list(entry.shape)} here, "
                 f"{record.dtype.name} {list(record.shape)} in the manifest",
             )
     for fqn in tensors.keys() - manifest.tensors.keys():
-        findings.error("manifest-mismatch", MANIFEST_NAME, f"tensor {fqn!r} is not in the manifest")
+        yield Finding.error("manifest-mismatch", MANIFEST_NAME, f"tensor {fqn!r} is not in the manifest")
     for name, size in manifest.files.items():
         found = size_of(opened, name)
         if found is None:
-            findings.error("missing-file", name, "the manifest names a file that is missing")
+            yield Finding.error("missing-file", name, "the manifest names a file that is missing")
         elif found != size:
             code = "short-file" if found < size else "long-file"
-            findings.error(code, name, f"the manifest says {size} bytes, the file has {found}")
+            yield Finding.error(code, name, f"the manifest says {size} bytes, the file has {found}")
     for name, document in manifest.documents.items():
-        _check_document(opened, name, document, findings)
+        yield from _check_document(opened, name, document)
     for name, asset in manifest.assets.items():
         found = size_of(opened, name)
         if found is None:
-            findings.error("missing-file", name, "the manifest names an asset that is missing")
+            yield Finding.error("missing-file", name, "the manifest names an asset that is missing")
         elif found != asset.nbytes:
-            findings.warn(
+            yield Finding.warning(
                 "changed-asset",
                 name,
                 f"the manifest says {asset.nbytes} bytes, the file has {found}",
             )
 
 
-def check_frames(opened: Opened, manifest: Manifest, sound: Sequence[TensorEntry], findings: Findings) -> None:
+def check_frames(opened: Opened, manifest: Manifest, sound: Sequence[TensorEntry]) -> Iterator[Finding]:
     """Hold what lies around the payloads against the manifest, in the files of which all items are sound."""
     known = {entry.fqn for entry in sound}
     broken = {c.span.file for entry in opened.checkpoint.tensors if entry.fqn not in known for c in entry.chunks}
@@ -75,7 +62,7 @@ def check_frames(opened: Opened, manifest: Manifest, sound: Sequence[TensorEntry
     payloads = (chunk.span for entry in sound for chunk in entry.chunks)
     for name, found in digest_frames(files, payloads, opened.checkpoint.blobs, opened.source).items():
         if found != manifest.frames[name]:
-            findings.error(
+            yield Finding.error(
                 "changed-frames",
                 name,
                 "what lies around the tensors' bytes (item headers, padding) is not what was written",
@@ -91,15 +78,15 @@ def size_of(opened: Opened, name: str) -> int | None:
         return None
 
 
-def _check_document(opened: Opened, name: str, record: FileRecord, findings: Findings) -> None:
+def _check_document(opened: Opened, name: str, record: FileRecord) -> Iterator[Finding]:
     """A document is the first `nbytes` of a file: all of `.metadata` or an index, a safetensors header."""
     try:
         content = opened.source.read(name, 0, record.nbytes)
     except CkptError as error:
-        findings.error("missing-file", name, error.what)
+        yield Finding.error("missing-file", name, error.what)
         return
     if digest_bytes(content) != record.digest:
-        findings.error(
+        yield Finding.error(
             "changed-document",
             name,
             f"its first {record.nbytes} bytes are not those that were written",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
-from ckpt_tools.checks.manifest import Findings
-from ckpt_tools.description.checkpoint import Chunk
+from ckpt_tools.description.checkpoint import Chunk, Finding
 from ckpt_tools.formats.dcp_placing import ITEM_ALIGNMENT
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.text import escape_name
 
 _ZIP = b"PK\3\4"
 _LEFT_OVER = frozenset({"unreferenced-file", "unreferenced-item", "long-file"})
@@ -18,12 +17,17 @@ _Owner = tuple[str, Chunk | None]
 """FQN and, of a tensor, which of its chunks."""
 
 
-def check_spans(opened: Opened, findings: Findings) -> None:
+def check_spans(opened: Opened, found: Iterable[Finding]) -> Iterator[Finding]:
     """Different items must not share bytes, and every byte must be part of one.
 
     Two tensors may be one item: they are tied. Two chunks of one tensor may not, and neither may two tensors while
     another item has no owner: then one of them has lost its own to a damaged `.metadata`.
+
+    Args:
+        opened: The checkpoint.
+        found: What was noticed so far, which tells what has no owner.
     """
+    is_left_over = any(finding.code in _LEFT_OVER for finding in found)
     spans: dict[str, dict[tuple[int, int], list[_Owner]]] = defaultdict(lambda: defaultdict(list))
     for entry in opened.checkpoint.tensors:
         for chunk in entry.chunks:
@@ -31,27 +35,28 @@ def check_spans(opened: Opened, findings: Findings) -> None:
     for blob in opened.checkpoint.blobs:
         spans[blob.span.file][blob.span.offset, blob.span.offset + blob.span.nbytes].append((blob.fqn, None))
     for file, owners in spans.items():
-        _check_file(opened, file, {span: owners[span][0][0] for span in sorted(owners)}, findings)
-    is_left_over = any(finding.code in _LEFT_OVER for finding in findings)
+        for finding in _check_file(opened, file, {span: owners[span][0][0] for span in sorted(owners)}):
+            is_left_over = is_left_over or finding.code in _LEFT_OVER
+            yield finding
     for file, owners in spans.items():
         for (start, end), sharing in owners.items():
             if len(sharing) > 1 and end > start and (what := _problem(sharing, is_left_over=is_left_over)) is not None:
-                findings.error("shared-item", f"{file}, bytes {start}..{end}", what)
+                yield Finding.error("shared-item", f"{file}, bytes {start}..{end}", what)
 
 
-def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str], findings: Findings) -> None:
+def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str]) -> Iterator[Finding]:
     """Check the items of one file, which are given in order."""
     recorded = {} if opened.manifest is None else opened.manifest.files
     reach, holder = 0, ""
     for (start, end), fqn in owners.items():
         if start < reach and end > start:
-            findings.error(
+            yield Finding.error(
                 "overlapping-spans",
                 f"{file}, bytes {start}..{min(end, reach)}",
                 f"{holder!r} and {fqn!r} share bytes",
             )
         elif start - reach >= ITEM_ALIGNMENT and _is_item(opened, file, reach):
-            findings.warn(
+            yield Finding.warning(
                 "unreferenced-item",
                 f"{file}, bytes {reach}..{start}",
                 "an item that nothing refers to",
@@ -61,7 +66,7 @@ def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str], f
             reach, holder = end, fqn
     extra = opened.checkpoint.files.get(file, 0) - reach
     if extra > 0 and file not in recorded:  # with a known size, the manifest's check says it
-        findings.warn(
+        yield Finding.warning(
             "long-file",
             file,
             f"{extra} bytes after its last item, which nothing refers to",
@@ -82,7 +87,7 @@ def _problem(sharing: list[_Owner], *, is_left_over: bool) -> str | None:
     (first, chunk), *others = sharing
     for fqn, other in others:
         if fqn == first and chunk is not None and other is not None and chunk.box != other.box:
-            return f"two different chunks of tensor {escape_name(fqn)!r} are said to lie here"
+            return f"two different chunks of tensor {fqn!r} are said to lie here"
         if is_left_over:
-            return f"{escape_name(first)!r} and {escape_name(fqn)!r} are both said to lie here, and other data nowhere"
+            return f"{first!r} and {fqn!r} are both said to lie here, and other data nowhere"
     return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ckpt_tools.checks.copies import check_copies, equal_layouts
-from ckpt_tools.checks.manifest import Findings, check_frames, check_manifest, size_of
+from ckpt_tools.checks.manifest import check_frames, check_manifest, size_of
 from ckpt_tools.checks.spans import check_spans
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
@@ -18,11 +18,19 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import Outcome, Progress, scan
 from ckpt_tools.moving.plan import asset_name, blob_name, copy_span
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 
 Level = Literal["structure", "data"]
-_COMPARED = ("the content of", "whether files of")
-"""Beginnings of what is unchecked until another copy is compared with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unchecked:
+    """What a level or a checkpoint leaves unchecked."""
+
+    what: str
+    """For people."""
+    copy_tells: bool = False
+    """Comparing another copy bit for bit checks it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +44,23 @@ class Verification:
     """Chunks looked at."""
     nbytes: int
     """Bytes of tensor data whose content was checked."""
-    not_checked: tuple[str, ...]
-    """What this level or this checkpoint leaves unchecked, in words."""
+    unchecked: tuple[Unchecked, ...]
     findings: tuple[Finding, ...]
+
+    @property
+    def not_checked(self) -> tuple[str, ...]:
+        """What this level or this checkpoint leaves unchecked, in words."""
+        return tuple(each.what for each in self.unchecked)
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that fail the check."""
+        return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property
     def ok(self) -> bool:
         """True without a finding of severity error."""
-        return not any(finding.severity == "error" for finding in self.findings)
+        return not self.errors
 
 
 def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress | None = None) -> Verification:
@@ -53,55 +70,57 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
     manifest as the metadata says, no unknown data files. Data: also every byte, against the CRC-32s and
     digests that were recorded.
     """
-    findings = Findings()
+    findings: list[Finding] = []
     checkpoint, sound = check_structure(opened, findings)
-    not_checked = []
+    unchecked: list[Unchecked] = []
     nbytes = 0
     if level == "structure":
-        not_checked.append("the bytes of the tensors (use --level data)")
+        unchecked.append(Unchecked(what="the bytes of the tensors (use --level data)"))
         if checkpoint.blobs:
-            not_checked.append(f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)")
+            unchecked.append(Unchecked(what=f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)"))
     else:
         outcome = _check_data(opened, checkpoint, sound, findings, num_workers, progress)
         nbytes = sum(entry.nbytes for entry in sound)
-        not_checked += _unchecked(opened, checkpoint, outcome)
-        not_checked += _check_blobs(opened, findings)
+        unchecked += _unchecked_chunks(opened, checkpoint, outcome)
+        unchecked += _check_blobs(opened, findings)
     if opened.single_names:
         total = len(checkpoint.tensors) + len(checkpoint.blobs)
-        not_checked.append(f"{opened.single_names} of {total} names, which .metadata has only once")
-    not_checked += _unknown_places(opened)
-    not_checked += opened.format.unchecked
+        unchecked.append(Unchecked(what=f"{opened.single_names} of {total} names, which .metadata has only once"))
+    unchecked += _unknown_places(opened)
+    unchecked += [Unchecked(what=what) for what in opened.format.unchecked]
     return Verification(
         level=level,
         tensors=len(checkpoint.tensors),
         chunks=sum(len(entry.chunks) for entry in checkpoint.tensors),
         nbytes=nbytes,
-        not_checked=tuple(not_checked),
+        unchecked=tuple(unchecked),
         findings=tuple(findings),
     )
 
 
-def _unchecked(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list[str]:
+def _unchecked_chunks(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list[Unchecked]:
     if opened.manifest is not None:
         return []
     chunks = sum(1 for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes)
     if outcome.chunks_checked >= chunks:
         return []
     missing = chunks - outcome.chunks_checked
-    return [f"the content of {missing} of {chunks} chunks, which have no recorded checksum (--against compares copies)"]
+    what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum (--against compares copies)"
+    return [Unchecked(what=what, copy_tells=True)]
 
 
-def _unknown_places(opened: Opened) -> list[str]:
+def _unknown_places(opened: Opened) -> list[Unchecked]:
     if opened.manifest is not None or not opened.format.in_items:
         return []
     files = equal_layouts(opened.checkpoint.tensors)
     if not files:
         return []
-    shown = ", ".join(escape_name(name) for name in files[:2])
-    return [f"whether files of equal layout changed places ({len(files)}: {shown}, …); a manifest or --against tells"]
+    shown = f"{len(files)}: {first_few(files, 2)}"
+    what = f"whether files of equal layout changed places ({shown}); a manifest or --against tells"
+    return [Unchecked(what=what, copy_tells=True)]
 
 
-def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, list[TensorEntry]]:
+def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint, list[TensorEntry]]:
     """Check everything but the tensors' bytes.
 
     Returns:
@@ -116,40 +135,49 @@ def check_structure(opened: Opened, findings: Findings) -> tuple[Checkpoint, lis
         if raw is not None:
             sound.append(raw)
     for blob in checkpoint.blobs:
-        if _check_span(opened, blob.span, f"item {escape_name(blob.fqn)!r}", findings):
+        problem = _span_problem(opened, blob.span, f"item {blob.fqn!r}")
+        if problem is not None:
+            findings.append(problem)
+        else:
             _check_blob(opened, blob, findings, content=False)
-    _check_foreign(opened, findings)
-    check_spans(opened, findings)
+    findings += _check_foreign(opened)
+    findings += check_spans(opened, tuple(findings))
     if opened.manifest is not None:
-        check_manifest(opened, opened.manifest, findings)
-        check_frames(opened, opened.manifest, sound, findings)
+        findings += check_manifest(opened, opened.manifest)
+        findings += check_frames(opened, opened.manifest, sound)
     elif opened.format.in_items:
-        check_copies(sound, opened.source, findings)
+        findings += check_copies(sound, opened.source)
     return replace(checkpoint, tensors=tuple(resolved)), sound
 
 
-def _check_tensor(opened: Opened, entry: TensorEntry, findings: Findings) -> TensorEntry | None:
+def _check_tensor(opened: Opened, entry: TensorEntry, findings: list[Finding]) -> TensorEntry | None:
     """Return the tensor with raw spans, or None when it cannot be read whole."""
     if len(entry.chunks) == 1 and entry.chunks[0].encoding == "raw" and _is_whole(opened, entry, entry.chunks[0]):
         return entry
-    name = f"tensor {escape_name(entry.fqn)!r}"
+    name = f"tensor {entry.fqn!r}"
     before = len(findings)
     problem = check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
     if problem is not None:
         code = {"missing": "incomplete-tensor", "overlap": "overlapping-chunks"}.get(
             problem.kind, "chunk-outside-tensor"
         )
-        files = sorted({escape_name(chunk.span.file) for chunk in entry.chunks})
-        findings.error(code, ", ".join(files[:4]) or opened.format.marker, f"{name}: {problem.describe(entry.shape)}")
+        findings.append(
+            Finding.error(code, _files_of(entry) or opened.format.marker, f"{name}: {problem.describe(entry.shape)}")
+        )
     chunks = []
     for chunk in entry.chunks:
-        if _check_span(opened, chunk.span, name, findings):
-            raw = _check_item(opened, entry, chunk, findings)
-            if raw is not None:
-                chunks.append(raw)
+        outside = _span_problem(opened, chunk.span, name)
+        if outside is not None:
+            findings.append(outside)
+        elif (raw := _check_item(opened, entry, chunk, findings)) is not None:
+            chunks.append(raw)
     if len(findings) > before:
         return None
     return replace(entry, chunks=tuple(chunks))
+
+
+def _files_of(entry: TensorEntry) -> str:
+    return first_few(sorted({chunk.span.file for chunk in entry.chunks}), limit=4)
 
 
 def _is_whole(opened: Opened, entry: TensorEntry, chunk: Chunk) -> bool:
@@ -159,46 +187,36 @@ def _is_whole(opened: Opened, entry: TensorEntry, chunk: Chunk) -> bool:
     return inside and box.sizes == entry.shape and not any(box.offsets)
 
 
-def _check_span(opened: Opened, span: ByteSpan, name: str, findings: Findings) -> bool:
-    where = escape_name(span.file)
+def _span_problem(opened: Opened, span: ByteSpan, name: str) -> Finding | None:
     size = opened.checkpoint.files.get(span.file)
     if size is None:
-        findings.error(
-            "missing-file",
-            where,
-            f"{name}: its file is missing",
-            "restore the file, or save the checkpoint again",
-        )
-        return False
+        hint = "restore the file, or save the checkpoint again"
+        return Finding.error("missing-file", span.file, f"{name}: its file is missing", hint)
     if span.offset + span.nbytes > size:
-        findings.error(
-            "short-file",
-            where,
-            f"{name}: bytes {span.offset}..{span.offset + span.nbytes} are needed, the file has {size}",
-            "the file is truncated: restore it, or save the checkpoint again",
-        )
-        return False
-    return True
+        what = f"{name}: bytes {span.offset}..{span.offset + span.nbytes} are needed, the file has {size}"
+        hint = "the file is truncated: restore it, or save the checkpoint again"
+        return Finding.error("short-file", span.file, what, hint)
+    return None
 
 
-def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: Findings) -> Chunk | None:
-    where = f"{escape_name(chunk.span.file)}, bytes {chunk.span.offset}..{chunk.span.offset + chunk.span.nbytes}"
-    name = f"tensor {escape_name(entry.fqn)!r}"
+def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: list[Finding]) -> Chunk | None:
+    where = f"{chunk.span.file}, bytes {chunk.span.offset}..{chunk.span.offset + chunk.span.nbytes}"
+    name = f"tensor {entry.fqn!r}"
     if chunk.encoding == "raw":
         return chunk
     try:
         head = dcp.read_item(chunk.span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
     except CkptError as error:
-        findings.error("bad-item", where, f"{name}: {error.what}", error.hint)
+        findings.append(Finding.error("bad-item", where, f"{name}: {error.what}", error.hint))
         return None
     problem = dcp.item_mismatch(entry.dtype, chunk.box.sizes, head)
     if problem is not None:
-        findings.error("item-mismatch", where, f"{name}: {problem}")
+        findings.append(Finding.error("item-mismatch", where, f"{name}: {problem}"))
         return None
     return dcp.raw_chunk(chunk, head)
 
 
-def _check_foreign(opened: Opened, findings: Findings) -> None:
+def _check_foreign(opened: Opened) -> Iterator[Finding]:
     """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one.
 
     A manifest names every file, so with one all other files that hold weights in any tool's format are strange.
@@ -210,51 +228,45 @@ def _check_foreign(opened: Opened, findings: Findings) -> None:
     for name, size in opened.source.list_files(max_depth=0 if manifest is None else 3).items():
         strange = is_weights(name) if manifest is not None else name.endswith(opened.format.suffix) and size > 0
         if strange and name not in known:
-            findings.warn(
-                "unreferenced-file",
-                name,
-                f"{size} bytes that nothing refers to",
-                "a leftover of an earlier save: remove it if you do not need it",
-            )
+            hint = "a leftover of an earlier save: remove it if you do not need it"
+            yield Finding.warning("unreferenced-file", name, f"{size} bytes that nothing refers to", hint)
 
 
 def _check_data(
     opened: Opened,
     checkpoint: Checkpoint,
     sound: Sequence[TensorEntry],
-    findings: Findings,
+    findings: list[Finding],
     num_workers: int,
     progress: Progress | None,
 ) -> Outcome:
     files = _byte_entries(opened, checkpoint.blobs)
 
     def damaged(entry: TensorEntry, error: CkptError) -> None:
-        where = error.where or ", ".join(sorted({escape_name(c.span.file) for c in entry.chunks})[:4])
-        findings.error("damaged-data", where, error.what, error.hint)
+        where = error.where or _files_of(entry)
+        findings.append(Finding.error("damaged-data", where, error.what, error.hint))
 
-    entries = [*sound, *(entry for entry, _, _ in files)]
+    entries = [*sound, *(entry for entry, *_ in files)]
     outcome = scan(entries, opened.source, num_workers=num_workers, progress=progress, on_damage=damaged)
     if opened.manifest is not None:
         for entry in sound:
             record = opened.manifest.tensors.get(entry.fqn)
             found = outcome.digests.get(entry.fqn)
             if record is not None and found is not None and found != record.digest:
-                findings.error(
-                    "digest-mismatch",
-                    ", ".join(sorted({chunk.span.file for chunk in entry.chunks})[:4]),
-                    f"tensor {entry.fqn!r} is not what was written: digest {found}, the manifest says {record.digest}",
-                    "restore its files, or write the checkpoint again",
-                )
-    for entry, label, expected in files:
+                expected = record.digest
+                what = f"tensor {entry.fqn!r} is not what was written: digest {found}, the manifest says {expected}"
+                hint = "restore its files, or write the checkpoint again"
+                findings.append(Finding.error("digest-mismatch", _files_of(entry), what, hint))
+    for entry, label, expected, is_asset in files:
         found = outcome.digests.get(entry.fqn)
         if found is not None and found != expected:
-            severity = findings.warn if entry.fqn.startswith("\0asset") else findings.error
-            severity("digest-mismatch", label, "its bytes are not those that were written")
+            make = Finding.warning if is_asset else Finding.error
+            findings.append(make("digest-mismatch", label, "its bytes are not those that were written"))
     return outcome
 
 
-def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[TensorEntry, str, str]]:
-    """(bytes as a tensor, label, expected digest) of every asset and blob that the manifest knows."""
+def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[TensorEntry, str, str, bool]]:
+    """(bytes as a tensor, label, expected digest, is it an asset) of every asset and blob that the manifest knows."""
     if opened.manifest is None:
         return []
     found = []
@@ -262,35 +274,36 @@ def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[Tens
         record = opened.manifest.blobs.get(blob.fqn)
         if record is not None and _inside(opened, blob.span):
             entry = copy_span(blob_name(blob), blob.span, 0).source
-            found.append((entry, f"item {escape_name(blob.fqn)!r}", record.digest))
+            found.append((entry, f"item {blob.fqn!r}", record.digest, False))
     for asset in (*opened.checkpoint.assets, *opened.beside):
         record = opened.manifest.assets.get(asset.file)
         if record is not None and size_of(opened, asset.file) == record.nbytes:
             span = ByteSpan(file=asset.file, offset=0, nbytes=record.nbytes)
-            found.append((copy_span(asset_name(asset), span, 0).source, escape_name(asset.file), record.digest))
+            found.append((copy_span(asset_name(asset), span, 0).source, asset.file, record.digest, True))
     return found
 
 
-def _check_blobs(opened: Opened, findings: Findings) -> list[str]:
+def _check_blobs(opened: Opened, findings: list[Finding]) -> list[Unchecked]:
     """Check the blobs that no manifest knows by the CRC-32s in their zips; nothing is unpickled.
 
     Returns:
-        What could not be checked, in words.
+        What could not be checked.
     """
     known = {} if opened.manifest is None else opened.manifest.blobs
     blobs = [b for b in opened.checkpoint.blobs if b.fqn not in known and _inside(opened, b.span)]
     unchecked = sum(not _check_blob(opened, blob, findings, content=True) for blob in blobs)
     if not unchecked:
         return []
-    return [f"what {unchecked} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"]
+    what = f"what {unchecked} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"
+    return [Unchecked(what=what)]
 
 
-def _check_blob(opened: Opened, blob: BlobEntry, findings: Findings, *, content: bool) -> bool:
+def _check_blob(opened: Opened, blob: BlobEntry, findings: list[Finding], *, content: bool) -> bool:
     """Check an item as far as its zip tells; return whether that was all of it, or what is wrong has been said."""
     try:
         return dcp.check_blob(blob.span, opened.source, content=content)
     except CkptError as error:
-        where = error.where or escape_name(blob.span.file)
+        where = error.where or blob.span.file
         finding = Finding.error(
             code="damaged-item",
             where=where,
@@ -309,8 +322,8 @@ def _inside(opened: Opened, span: ByteSpan) -> bool:
 
 def with_findings(result: Verification, findings: Sequence[Finding]) -> Verification:
     """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked."""
-    unchecked = tuple(text for text in result.not_checked if not text.startswith(_COMPARED))
-    return replace(result, findings=(*result.findings, *findings), not_checked=unchecked)
+    unchecked = tuple(each for each in result.unchecked if not each.copy_tells)
+    return replace(result, findings=(*result.findings, *findings), unchecked=unchecked)
 
 
 def to_json(result: Verification) -> dict[str, object]:

@@ -1,9 +1,10 @@
-"""A conversion, ready to run: its parts, and what is checked before anything is made."""
+"""A conversion, ready to run: its parts, what is checked before anything is made, and what came of it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,11 +25,17 @@ from ckpt_tools.moving.read import Edit
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import free_bytes
+from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Values of `--dtype`."""
 _MARGIN_BYTES = 16 << 20
+_PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""Directories that accelerate and transformers' Trainer put into that of a step."""
+
+AssetList = Sequence[tuple[Source, Asset]]
+"""Files to carry along, and where from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +88,7 @@ class Job:
     """File → fixed bytes at its beginning."""
     documents: Mapping[str, bytes] = field(default_factory=dict)
     """Small files to write before the manifest (an index)."""
-    assets: Sequence[tuple[Source, Asset]] = ()
-    """Files to carry along, and where from."""
+    assets: AssetList = ()
     dtype: str = "keep"
     """What `--dtype` said: beside weights that were cast, the config names their new dtype."""
     rewritten: Mapping[str, bytes] = field(default_factory=dict)
@@ -117,6 +123,17 @@ class Job:
     def asset_bytes(self, asset: Asset) -> int:
         """Return the size of what is written for an asset."""
         return len(self.rewritten[asset.file]) if asset.file in self.rewritten else asset.nbytes
+
+
+def notes_on(opened: Opened) -> list[str]:
+    """Say what a user should know of the source: what is not carried along, and what had to be believed."""
+    notes = []
+    if opened.left_out:
+        left_out = first_few(opened.left_out, limit=4)
+        notes.append(f"left out, as weights in another format or of another model: {left_out}")
+    if _PART_OF_STEP.fullmatch(os.path.basename(opened.checkpoint.root)):
+        notes.append("one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there")
+    return [*notes, *opened.format.caveats]
 
 
 def check_claims(job: Job) -> None:
@@ -224,7 +241,7 @@ def check_replaceable(destination: str) -> None:
             detect(source.list_files(), path=destination)
         except UnreadableError as error:
             raise UsageError(
-                "--overwrite replaces a checkpoint, and this directory is none",
+                "--overwrite only replaces checkpoints; this directory is not one",
                 where=destination,
                 hint="remove it yourself if nothing in it is needed",
             ) from error

@@ -1,14 +1,12 @@
-"""The conversions: from an open source and a destination's description to a published checkpoint."""
+"""Run a job: plan, move the bytes, prove the result, publish it."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ckpt_tools._version import __version__
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.conversions.job import (
     Conversion,
@@ -20,24 +18,16 @@ from ckpt_tools.conversions.job import (
     fingerprint,
     rewrite_assets,
 )
+from ckpt_tools.conversions.manifest import NoDigests, digest_of_frames, manifest_of, record_of, tensor_records
 from ckpt_tools.description.checkpoint import Asset, Checkpoint
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.manifest import (
-    MANIFEST_NAME,
-    UNKNOWN_DIGEST,
-    FileRecord,
-    Manifest,
-    TensorRecord,
-    build_manifest,
-    manifest_bytes,
-)
+from ckpt_tools.formats.manifest import MANIFEST_NAME, UNKNOWN_DIGEST, FileRecord, build_manifest, manifest_bytes
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.moving.execute import Outcome, execute, scan
-from ckpt_tools.moving.plan import Plan, asset_name, blob_name, plan_assets
+from ckpt_tools.moving.plan import Plan, asset_name, plan_assets
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging, check_destination
 from ckpt_tools.text import escape_name
@@ -118,9 +108,9 @@ def _planned_files(job: Job) -> list[tuple[str, int]]:
         marker = FileRecord(nbytes=kind.estimate_marker_bytes(job.target), digest=UNKNOWN_DIGEST)
     for file in job.opened.checkpoint.files:
         job.opened.source.size(file)  # the manifest names the sources as they were opened
-    digests = _NoDigests()
+    digests = NoDigests()
     frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if kind.in_items else {}
-    manifest = manifest_bytes(_manifest(job, {}, digests, assets, marker, frames), _tensor_records(job, digests))
+    manifest = manifest_bytes(manifest_of(job, {}, digests, assets, marker, frames), tensor_records(job, digests))
     documents = {name: len(content) for name, content in job.documents.items()}
     return _written_files(job, assets, documents | {MANIFEST_NAME: manifest}, marker)
 
@@ -134,13 +124,6 @@ def _written_files(
         *documents.items(),
         *([(format_of(job.target).marker, marker.nbytes)] if marker is not None else []),
     ]
-
-
-class _NoDigests(dict[str, str]):
-    """The digests of what nobody has read yet."""
-
-    def __missing__(self, name: str) -> str:
-        return UNKNOWN_DIGEST
 
 
 @contextmanager
@@ -161,7 +144,7 @@ def _kept_or_discarded(staging: Staging) -> Iterator[None]:
             )
         raise
     except OSError as error:
-        where = escape_name(error.filename if isinstance(error.filename, str) else staging.destination)
+        where = error.filename if isinstance(error.filename, str) else staging.destination
         raise StorageError(error.strerror or str(error), where=where) from error
     finally:
         staging.discard()
@@ -198,10 +181,10 @@ def _finish(
 ) -> Conversion:
     """Write the documents, the commit marker last; check what was written; publish."""
     num_digests = _check_digests(job, outcome)
-    marked = _record(marker) if marker else None
-    tensors = dict(_tensor_records(job, outcome.digests))
-    frames = _frames(job, staging, marker)
-    manifest = build_manifest(_manifest(job, tensors, outcome.digests, assets, marked, frames))
+    marked = record_of(marker) if marker else None
+    tensors = dict(tensor_records(job, outcome.digests))
+    frames = digest_of_frames(job, staging, marker)
+    manifest = build_manifest(manifest_of(job, tensors, outcome.digests, assets, marked, frames))
     documents = {**job.documents, MANIFEST_NAME: manifest}
     for name, content in documents.items():
         staging.write_document(name, content)
@@ -232,7 +215,7 @@ def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
     records = {}
     for name, content in job.rewritten.items():
         staging.write_document(name, content)
-        records[name] = _record(content)
+        records[name] = record_of(content)
     by_source: dict[int, tuple[Source, list[Asset]]] = {}
     for source, asset in job.assets:
         if asset.file not in job.rewritten:
@@ -302,69 +285,16 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
     return count
 
 
-def _frames(job: Job, staging: Staging, marker: bytes) -> dict[str, str]:
-    """Return the digests of what lies around the payloads of the written files; it is little, and is read back."""
-    with Source(staging.directory) as written:
-        return format_of(job.target).digest_frames(job.target, written, marker=marker if job.use_dtensor else None)
-
-
-def _tensor_records(job: Job, digests: Mapping[str, str]) -> Iterator[tuple[str, TensorRecord]]:
-    for entry in job.target.tensors:
-        placements = job.placements.get(entry.fqn, {})
-        yield (
-            entry.fqn,
-            TensorRecord(dtype=entry.dtype, shape=entry.shape, digest=digests[entry.fqn], placements=placements),
-        )
-
-
-def _manifest(
-    job: Job,
-    tensors: Mapping[str, TensorRecord],
-    digests: Mapping[str, str],
-    assets: Mapping[str, FileRecord],
-    marker: FileRecord | None,
-    frames: Mapping[str, str],
-) -> Manifest:
-    documents = {name: _record(content) for name, content in (*job.heads.items(), *job.documents.items())}
-    if marker is not None:
-        documents[format_of(job.target).marker] = marker
-    checkpoint = job.opened.checkpoint
-    return Manifest(
-        writer=f"ckpt {__version__}",
-        format=job.target.format,
-        mesh=job.mesh,
-        tensors=tensors,
-        blobs={
-            blob.fqn: FileRecord(nbytes=blob.span.nbytes, digest=digests[blob_name(blob)]) for blob in job.target.blobs
-        },
-        assets=assets,
-        documents=documents,
-        files=job.target.files,
-        frames=frames,
-        source={
-            "name": os.path.basename(os.path.realpath(checkpoint.root)),
-            "format": checkpoint.format,
-            "files": job.opened.source.identities(),
-        },
-        origin=job.origin,
-    )
-
-
-def _record(content: bytes) -> FileRecord:
-    return FileRecord(nbytes=len(content), digest=digest_bytes(content))
-
-
 def _check_result(directory: str, target: Checkpoint) -> None:
     """Open what was written as a user would, and hold it against the plan."""
     with open_path(directory, format=target.format) as written:
         result = verify(written, level="structure", num_workers=1)
         found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
     expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}
-    errors = [finding for finding in result.findings if finding.severity == "error"]
-    if errors or found != expected:
-        what = errors[0].what if errors else "its tensors are not those of the plan"
+    if not result.ok or found != expected:
+        what = "its tensors are not those of the plan" if result.ok else result.errors[0].what
         raise CkptError(
             f"what was written does not pass its own check: {what}",
-            where=errors[0].where if errors else None,
+            where=None if result.ok else result.errors[0].where,
             hint="nothing was published; please report this with the output of `ckpt env`",
         )

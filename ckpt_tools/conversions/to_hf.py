@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ckpt_tools.conversions.hold_names import Ties, ties_in
-from ckpt_tools.conversions.job import Job, cast_target
-from ckpt_tools.conversions.to_mesh import notes_on
+from ckpt_tools.conversions.check_names import Ties, ties_in
+from ckpt_tools.conversions.job import AssetList, Job, cast_target, notes_on
 from ckpt_tools.conversions.twins import twin_of
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
@@ -20,11 +19,9 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import parse_size
 
-AssetList = list[tuple[Source, Asset]]
-"""Files to carry along, and where from."""
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 """Largest HF file when nothing else says how to split, as in huggingface_hub."""
 
@@ -141,7 +138,7 @@ def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
     if len(omitted) > len(others):
         notes.append(f"left out {len(omitted) - len(others)} tensors of optimizer state")
     if others:
-        notes.append(f"left out {len(others)} tensors that are not the model's: {_some(others)}")
+        notes.append(f"left out {len(others)} tensors that are not the model's: {first_few(others)}")
     return notes
 
 
@@ -227,9 +224,9 @@ def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntr
         return
     parts = []
     if missing:
-        parts.append(f"lacks {len(missing)} tensors of the reference ({_some(missing)})")
+        parts.append(f"lacks {len(missing)} tensors of the reference ({first_few(missing)})")
     if extra:
-        parts.append(f"has {len(extra)} that the reference does not have ({_some(extra)})")
+        parts.append(f"has {len(extra)} that the reference does not have ({first_few(extra)})")
     owners = origins_of(extra)
     if owners:
         parts[-1] += f", names that are {owners[0].what}"
@@ -238,10 +235,6 @@ def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntr
         hint="is it a reference of this model? `ckpt diff --keys-only` lists the names; "
         "--assets REF instead of --like REF keeps the checkpoint's own names where the architecture has them",
     )
-
-
-def _some(fqns: Sequence[str]) -> str:
-    return ", ".join(escape_name(fqn) for fqn in fqns[:3]) + (", …" if len(fqns) > 3 else "")
 
 
 def _assets(opened: Opened, others: AssetList | None) -> AssetList:
@@ -256,7 +249,7 @@ def assets_of(opened: Opened) -> AssetList:
 
 
 def model_beside(path: str, stack: ExitStack) -> tuple[AssetList, Opened | None]:
-    """Return the files of a directory that hold no weights, and the model whose they are if its weights lie there."""
+    """Return the files of a directory that hold no weights, and the model that lies there with them, if any."""
     try:
         opened = stack.enter_context(open_path(path))
     except UnreadableError:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.conversions.job import Job, cast_target
+from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import Mesh, Placement, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
@@ -18,11 +17,8 @@ from ckpt_tools.models.config import config_beside
 from ckpt_tools.placement import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.storage.named_file import read_named_file
-from ckpt_tools.text import escape_name
 
 _MAX_RULES_BYTES = 16 << 20
-_PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""Directories that accelerate and transformers' Trainer put into that of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +53,7 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
     mesh = options.mesh
     if options.rules is not None:
         path = os.fspath(options.rules)
-        rule_set = parse_rules(_read_text(path), where=escape_name(path), world_size=options.world_size)
+        rule_set = parse_rules(_read_text(path), where=path, world_size=options.world_size)
         rules += rule_set.rules
         mesh = mesh or rule_set.mesh
     if mesh is None:
@@ -153,15 +149,3 @@ def sharding_job(
         placements=layout.placements,
         notes=notes_on(opened),
     )
-
-
-def notes_on(opened: Opened) -> list[str]:
-    """Say what a user should know of the source: what is not carried along, and what had to be believed."""
-    notes = []
-    if opened.left_out:
-        shown = ", ".join(escape_name(name) for name in opened.left_out[:4])
-        more = f" and {len(opened.left_out) - 4} more" if len(opened.left_out) > 4 else ""
-        notes.append(f"left out, as weights in another format or of another model: {shown}{more}")
-    if _PART_OF_STEP.fullmatch(os.path.basename(opened.checkpoint.root)):
-        notes.append("one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there")
-    return [*notes, *opened.format.caveats]

@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping
 from ckpt_tools.description.checkpoint import KeyPath
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS, Record
-from ckpt_tools.text import escape_name
 
 MAX_KEYS = DEFAULT_LIMITS.max_depth
 """Keys of a path: a state dict cannot nest deeper than the pickle that would hold it."""
@@ -39,7 +38,7 @@ def parse_paths(planner_data: object, names: Collection[object]) -> Mapping[str,
         return {}
     for fqn, path in paths.items():
         if (joined := ".".join(map(str, path))) != fqn:
-            raise _changed_name(fqn, f"the keys of '{escape_name(joined)}'")
+            raise _changed_name(fqn, f"the keys of '{joined}'")
     for name in names:
         if name not in paths:
             raise _changed_name(name, "no keys")
@@ -51,7 +50,7 @@ def _is_path(path: object) -> bool:
 
 
 def _changed_name(fqn: object, found: str) -> UnreadableError:
-    name = escape_name(fqn) if isinstance(fqn, str) else type(fqn).__name__
+    name = fqn if isinstance(fqn, str) else type(fqn).__name__
     return UnreadableError(
         f"'{name}' has {found} in planner_data: a name has changed since it was saved",
         hint="the file is damaged: restore it, or save the checkpoint again",

@@ -38,7 +38,7 @@ from ckpt_tools.formats.inert_pickle import (
     collector_paused,
     parse_pickle,
 )
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 
 __all__ = ["ALLOWED_GLOBALS", "ParsedMetadata", "build_metadata", "estimate_metadata_bytes", "parse_metadata"]
 
@@ -145,7 +145,7 @@ def _describe(metadata: object) -> ParsedMetadata:
 
 
 def _shown(fqn: str) -> str:
-    return f"'{escape_name(fqn)}'"
+    return f"'{fqn}'"
 
 
 def _fields(value: object, name: str, what: str) -> dict[str, object]:
@@ -225,7 +225,7 @@ def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSp
         transforms = info.get("transform_descriptors")
         if transforms:
             names = transforms if isinstance(transforms, list | tuple) else ()
-            shown = ", ".join(escape_name(name) for name in names[:4] if isinstance(name, str))
+            shown = first_few([name for name in names if isinstance(name, str)], 4)
             raise UnreadableError(
                 f"{_shown(fqn)} is stored through the transform {shown or '(unnamed)'}, which ckpt cannot undo",
                 hint="save it again without _extensions",
@@ -317,7 +317,7 @@ class _TensorReader:
             raise UnreadableError(f"{self._where}: its TensorProperties do not have the fields that torch reads")
         if type(layout) is not Record or layout.name != _LAYOUT or layout.args != ("torch.strided",):
             name = layout.args[0] if type(layout) is Record and len(layout.args) == 1 else None
-            shown = escape_name(name) if type(name) is str else "(unnamed)"
+            shown = name if type(name) is str else "(unnamed)"
             raise UnreadableError(f"{self._where} has layout {shown}; only torch.strided can be read")
         name = dtype.name.removeprefix("torch.") if type(dtype) is GlobalName else ""
         if name not in BY_TORCH_NAME:

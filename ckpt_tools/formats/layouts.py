@@ -72,22 +72,22 @@ def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = 
         head: Its first bytes, `HEAD_BYTES` of them where it is that long.
         otherwise: The error for a file whose bytes say nothing.
     """
-    where, name = path, os.path.basename(path)
+    name = os.path.basename(path)
     directory = os.path.dirname(path) or "."
     if _is_pickled(head):
         known = _layout({name: 0}, [name], directory) or _pickled(directory)
-        return UnreadableError(known.what, where=where, hint=known.hint)
+        return UnreadableError(known.what, where=path, hint=known.hint)
     for magic, what, hint in _MAGIC:
         if head.startswith(magic):
-            return UnreadableError(f"{what}, which ckpt does not read", where=where, hint=hint)
+            return UnreadableError(f"{what}, which ckpt does not read", where=path, hint=hint)
     if otherwise is not None:
         return otherwise
     if name == METADATA_NAME or name.endswith((".distcp", INDEX_SUFFIX)):
-        return UnreadableError("a part of a checkpoint", where=where, hint=f"pass the directory: {directory}")
+        return UnreadableError("a part of a checkpoint", where=path, hint=f"pass the directory: {directory}")
     what = "not a safetensors file"
     if name.endswith(PICKLES):
         what += ", and not one that torch.save wrote whole"
-    return UnreadableError(what, where=where, hint=_READABLE)
+    return UnreadableError(what, where=path, hint=_READABLE)
 
 
 def _is_pickled(head: bytes) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.buffer_audit import check_buffers
-from ckpt_tools.fsdp2.catalogue import CATALOGUE
+from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, is_replicate, read_states, registered_methods
 from ckpt_tools.fsdp2.methods import dispatch_path
 from ckpt_tools.fsdp2.states import shown
@@ -74,11 +74,6 @@ def audit(
     if optimizer is not None:
         checks.append(_check_optimizer(model, states, optimizer))
     return list(chain.from_iterable(checks))
-
-
-def build_finding(code: str, where: str, what: str) -> Finding:
-    """Return an error with the hint that the catalogue has for it."""
-    return Finding.error(code=code, where=where, what=what, hint=CATALOGUE[code].fix)
 
 
 def find_double_wraps(module: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -11,6 +11,7 @@ from torch import nn
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.ties import Owners
+from ckpt_tools.text import first_few
 
 Blocks = str | Sequence[str | type]
 """What to wrap: "auto", FQNs, globs on FQNs, classes, or names of classes (also several in one text, with commas)."""
@@ -92,7 +93,7 @@ def _problem(owners: Owners, module: nn.Module) -> str | None:
         return "it has no parameters"
     shared = owners.outside(module)
     if shared:
-        return f"it shares parameters with {', '.join(shared[:3])} outside of it"
+        return f"it shares parameters with {first_few(shared)} outside of it"
     return None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.fsdp2.catalogue import CATALOGUE
+from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.internals import non_persistent_names
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ def check_buffers(model: nn.Module, *, is_fresh: bool) -> Iterator[Finding]:
             where = f"{fqn}.{name}" if fqn else name
             what = None if buffer.is_meta else _problem(buffer, expected.get(name))
             if what is not None:
-                hint = CATALOGUE["garbage-buffer"].fix
-                yield Finding.error(code="garbage-buffer", where=where, what=what, hint=hint)
+                yield build_finding("garbage-buffer", where, what)
 
 
 def _problem(buffer: torch.Tensor, expected: torch.Tensor | None) -> str | None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.ties import owner_of
+from ckpt_tools.text import first_few
 
 _RECIPES = ("init_buffers", "reset_buffers", "_init_buffers", "_reset_buffers")
 """Methods by which modules (re)compute their buffers, by the conventions of several libraries."""
@@ -62,20 +63,11 @@ def materialise_buffers(model: nn.Module, device: torch.device | str, *, skip: C
             module._buffers[key] = passes[0][name].to("meta")  # noqa: SLF001
         raise UsageError(
             f"{len(left)} buffers have no value: the checkpoint does not hold them and their modules do not compute "
-            f"them: {', '.join(left[:4])}",
+            f"them: {first_few(left, 4)}",
             where=f"{type(model.get_submodule(left[0].rpartition('.')[0])).__name__}",
             hint="give the module a method init_buffers() that fills them, or build it off the meta device",
         )
     return names
-
-
-def poisoned_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Return the FQNs of the floating-point buffers that hold a NaN: nobody computed them (or something broke)."""
-    return tuple(
-        name
-        for name, buffer in model.named_buffers()
-        if not buffer.is_meta and buffer.is_floating_point() and bool(torch.isnan(buffer).any())
-    )
 
 
 def _poisoned(buffer: torch.Tensor, device: torch.device | str, which: int) -> torch.Tensor:
@@ -99,11 +91,16 @@ def _compute(model: nn.Module, owner: str, device: torch.device | str) -> None:
         return
     for ancestor in _ancestors(model, owner):
         # Others have a method of this name too, but only transformers' spares what is marked.
-        if any(kind.__name__ == "PreTrainedModel" for kind in type(ancestor).__mro__):
+        if is_transformers(ancestor):
             initialise: Callable[[nn.Module], None] = ancestor._init_weights  # type: ignore[assignment]  # noqa: SLF001
             with torch.device(device):
                 initialise(module)
             return
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Is it a model of transformers? Told by a class's name, since importing transformers takes seconds."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
 
 
 def _ancestors(model: nn.Module, fqn: str) -> Iterator[nn.Module]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from ckpt_tools.description.checkpoint import Finding
+
 Found = Literal["exception", "audit", "ranks", "watch"]
 """Where a diagnosis comes from: an error's text and frames, `audit`, comparing ranks, or what `watch` saw."""
 
@@ -245,6 +247,11 @@ _ENTRIES = (
 
 CATALOGUE: Mapping[str, Entry] = MappingProxyType({entry.id: entry for entry in _ENTRIES})
 """Diagnosis id → entry."""
+
+
+def build_finding(code: str, where: str, what: str) -> Finding:
+    """Return an error with the hint that the catalogue has for it."""
+    return Finding.error(code, where, what, CATALOGUE[code].fix)
 
 
 def render_catalogue(entries: Iterable[Entry] = _ENTRIES) -> str:

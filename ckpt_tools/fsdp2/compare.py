@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.fsdp2.catalogue import CATALOGUE
+from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.internals import (
     is_replicate,
     local_of,
@@ -22,6 +22,7 @@ from ckpt_tools.fsdp2.internals import (
     read_states,
 )
 from ckpt_tools.fsdp2.states import shown
+from ckpt_tools.text import first_few
 
 _MAX_FINDINGS = 8
 """Findings per code and rank: a whole model that differs says the same thing a thousand times."""
@@ -141,10 +142,12 @@ def _compare_structures(structures: Sequence[Sequence[str]]) -> list[Finding]:
         missing = sorted(set(structures[0]) - set(structure))
         added = sorted(set(structure) - set(structures[0]))
         if missing or added:
-            parts = [f"only rank 0 wraps {', '.join(missing[:_MAX_FINDINGS])}"] * bool(missing)
-            parts += [f"only rank {rank} wraps {', '.join(added[:_MAX_FINDINGS])}"] * bool(added)
+            parts = [f"only rank 0 wraps {first_few(missing, _MAX_FINDINGS)}"] * bool(missing)
+            parts += [f"only rank {rank} wraps {first_few(added, _MAX_FINDINGS)}"] * bool(added)
             where = (missing or added)[0].split(" on ")[0]
-            findings.append(_build("rank-structure", where, f"rank {rank} is not like rank 0: {'; '.join(parts)}"))
+            findings.append(
+                build_finding("rank-structure", where, f"rank {rank} is not like rank 0: {'; '.join(parts)}")
+            )
     return findings
 
 
@@ -156,7 +159,7 @@ def _compare_orders(records: Sequence[RankRecord]) -> list[Finding]:
             continue
         index, one, other = _first_difference(first, record.parameters)
         what = f"parameter {index} is {one or 'missing'} on rank 0, {other or 'missing'} on rank {rank}"
-        findings.append(_build("param-order", (one or other or "").split(" ")[0], what))
+        findings.append(build_finding("param-order", (one or other or "").split(" ")[0], what))
     return findings
 
 
@@ -177,13 +180,13 @@ def _compare_digests(digests: Sequence[Mapping[str, str]], code: str, noun: str)
             if seen != digest:
                 differing.setdefault(name, (owner, rank))
     findings = [
-        _build(code, name, f"different {noun} on rank {one} and rank {other}")
+        build_finding(code, name, f"different {noun} on rank {one} and rank {other}")
         for name, (one, other) in differing.items()
     ]
     if len(findings) > _MAX_FINDINGS:
         rest = len(findings) - _MAX_FINDINGS
         findings = findings[:_MAX_FINDINGS]
-        findings.append(_build(code, "…", f"different {noun} in {rest} more"))
+        findings.append(build_finding(code, "…", f"different {noun} in {rest} more"))
     return findings
 
 
@@ -194,12 +197,8 @@ def _compare_gradients(records: Sequence[RankRecord]) -> list[Finding]:
         if fqn not in everywhere:
             ranks = [rank for rank, record in enumerate(records) if fqn not in record.with_grad]
             what = f"no gradient on rank {', '.join(map(str, ranks))}, and one on the others"
-            findings.append(_build("rank-unused", fqn, what))
+            findings.append(build_finding("rank-unused", fqn, what))
     return findings[:_MAX_FINDINGS]
-
-
-def _build(code: str, where: str, what: str) -> Finding:
-    return Finding.error(code=code, where=where, what=what, hint=CATALOGUE[code].fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,12 +234,12 @@ def compare_traces(traces: Iterable[Trace]) -> list[Finding]:
         where = shown(event.partition(" ")[2].partition(" without ")[0])
         if one is not None and other is not None and one.partition(" without ")[0] == other.partition(" without ")[0]:
             what = f"event {index}: rank {first} {one}; rank {trace.rank} {other}"
-            findings.append(_build("rank-unused", where, what))
+            findings.append(build_finding("rank-unused", where, what))
             continue
         before = ordered[0].events[index - 1] if index else "the start"
         what = (
             f"after {before!r} (event {index}) rank {first} does {one or 'nothing more'!r} "
             f"and rank {trace.rank} {other or 'nothing more'!r}"
         )
-        findings.append(_build("rank-skip", where, what))
+        findings.append(build_finding("rank-skip", where, what))
     return findings

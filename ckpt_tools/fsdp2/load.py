@@ -17,11 +17,10 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.buffers import materialise_buffers
 from ckpt_tools.fsdp2.local import assemble, local_box
-from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.names import describe_misfit, match_names
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.ties import Ties, plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
-from ckpt_tools.text import escape_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +195,7 @@ def _sources(
 
 def _check_shapes(opened: Opened, targets: Mapping[str, torch.Tensor], sources: Mapping[str, Whole]) -> None:
     wrong = [
-        f"{escape_name(name)}: {list(whole.shape)} in the checkpoint, {list(targets[name].shape)} in the model"
+        f"{name}: {list(whole.shape)} in the checkpoint, {list(targets[name].shape)} in the model"
         for name, whole in sources.items()
         if whole.shape != tuple(targets[name].shape)
     ]
@@ -255,21 +254,18 @@ def _patterns(model: nn.Module, attribute: str) -> Iterable[str]:
 def _strict_error(
     opened: Opened, targets: Mapping[str, torch.Tensor], missing: Sequence[str], unexpected: Sequence[str]
 ) -> UnreadableError:
-    parts = []
-    for label, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            shown = ", ".join(escape_name(name) for name in names[:4])
-            parts.append(f"{len(names)} {label}: {shown}" + (", …" if len(names) > 4 else ""))
     hint = "pass strict=False if that is meant"
     if missing and unexpected:
         near = difflib.get_close_matches(missing[0], unexpected, n=1, cutoff=0.4)
         if near:
             hint = (
-                f"{escape_name(missing[0])} may be what the checkpoint calls {escape_name(near[0])}: pass prefix, or "
+                f"{missing[0]} may be what the checkpoint calls {near[0]}: pass prefix, or "
                 "rename with `ckpt reshard`/`ckpt gather`"
             )
     if missing and len(missing) == len(targets):
         hint = "no name agrees: is this a checkpoint of that model? `ckpt inspect --tensors` lists its names"
     return UnreadableError(
-        f"the checkpoint does not fit the model: {'; '.join(parts)}", where=opened.source.root, hint=hint
+        f"the checkpoint does not fit the model: {describe_misfit(missing, unexpected)}",
+        where=opened.source.root,
+        hint=hint,
     )

@@ -45,6 +45,8 @@ _RESETS: Mapping[str, Callable[[Any, str, Any], None]] = {
 """Types whose start values do not depend on the base weights, by the layer's own method."""
 _BASE_FREE = (True, False, "gaussian", "lycoris")
 """Initialisations that do not look at the base weights."""
+_PREFIXES = ("lora_", "hada_", "lokr_", "boft_", "oft_")
+"""How peft's own parameters begin; no base model has such names."""
 _ADAPTER_PARTS = re.compile(r"^(base_model\.model\.)|(?<=\.)(base_layer|original_module|modules_to_save\.[^.]+)\.")
 
 
@@ -216,15 +218,7 @@ def base_name(fqn: str) -> str | None:
     Both copies of a module that is trained whole (`modules_to_save`) come from the base model's one.
     """
     name = _ADAPTER_PARTS.sub("", fqn)
-    return None if _is_adapter(name) else name
-
-
-def _is_adapter(name: str) -> bool:
-    return any(part.startswith(_PREFIXES) for part in name.split("."))
-
-
-_PREFIXES = ("lora_", "hada_", "lokr_", "boft_", "oft_")
-"""How peft's own parameters begin; no base model has such names."""
+    return None if any(part.startswith(_PREFIXES) for part in name.split(".")) else name
 
 
 def load_base(
@@ -250,7 +244,9 @@ def load_base(
         UnreadableError: Not a complete checkpoint of the base model.
         UsageError: Shapes or dtypes that do not fit, or a model without adapters.
     """
-    base = _base_of(model)
+    base = base_of(model)
+    if base is None:
+        raise UsageError(f"{type(model).__name__} has no adapters", where="model", hint="pass what add_lora returned")
     report = load_checkpoint(
         base, path, strict=strict, prefix=prefix, dtype=dtype, device=device_of(model), names=base_name
     )
@@ -258,11 +254,10 @@ def load_base(
     return report
 
 
-def _base_of(model: nn.Module) -> nn.Module:
+def base_of(model: nn.Module) -> nn.Module | None:
+    """Return the model inside of peft's; None where there are no adapters."""
     get_base = getattr(model, "get_base_model", None)
-    if not callable(get_base):
-        raise UsageError(f"{type(model).__name__} has no adapters", where="model", hint="pass what add_lora returned")
-    base: nn.Module = get_base()
+    base: nn.Module | None = get_base() if callable(get_base) else None
     return base
 
 

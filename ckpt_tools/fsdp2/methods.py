@@ -50,7 +50,7 @@ def find_methods(model: nn.Module, methods: Methods, units: Collection[str]) -> 
             module = model.get_submodule(fqn)
             if fqn not in units:
                 raise UsageError(
-                    f"methods of {fqn or 'the root'} cannot be registered: it is no FSDP unit of its own",
+                    f"methods of {fqn or 'the root'} cannot be registered: it is not an FSDP unit of its own",
                     where="forward_methods",
                     hint="add it to blocks, or register the method on the unit that contains it",
                 )
@@ -146,7 +146,7 @@ def register_methods(model: nn.Module, methods: Mapping[str, Sequence[str]]) -> 
     for fqn, names in methods.items():
         module = model.get_submodule(fqn)
         if not isinstance(module, FSDPModule):
-            raise UsageError(f"{fqn or 'the root'} is no FSDP unit", where="forward_methods")
+            raise UsageError(f"{fqn or 'the root'} is not an FSDP unit", where="forward_methods")
         register: Callable[[nn.Module, str], None] = register_fsdp_forward_method
         for name in names:
             register(module, name)

@@ -14,7 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, strip_wrappers
 from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2.buffers import is_transformers
 from ckpt_tools.fsdp2.read import Piece, Whole, as_whole
+from ckpt_tools.text import first_few
 
 
 def match_names(
@@ -109,7 +111,7 @@ def _convert(
     Source: `conversion_mapping.py` and `core_model_loading.py` of transformers 5.23. Renamings are applied as they
     are; of the operations on tensors, stacking (experts) and concatenation, whose parts can be read box by box.
     """
-    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+    if not is_transformers(model):
         return None
     try:
         from transformers import core_model_loading as loading
@@ -136,7 +138,7 @@ def _convert(
             if len(members) > 1:
                 raise UsageError(
                     f"{len(members)} tensors of the checkpoint are named {target!r} in the model: "
-                    + ", ".join(source for _, source in members[:3]),
+                    + first_few([source for _, source in members]),
                     hint="pass the prefix of the one that is meant",
                 )
             found[target] = as_whole(plain[members[0][1]])
@@ -144,6 +146,12 @@ def _convert(
             converter = by_pattern[members[0][0]]
             found[target] = _merge(target, converter, members, plain)
     return found, tuple(left)
+
+
+def describe_misfit(missing: Collection[str], unexpected: Collection[str]) -> str:
+    """Say which names are missing and which nobody expects: "1 missing: a; 2 unexpected: b, c"."""
+    both = (("missing", missing), ("unexpected", unexpected))
+    return "; ".join(f"{len(names)} {label}: {first_few(names, 4)}" for label, names in both if names)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from ckpt_tools.formats.torch_value import MAX_VALUE_BYTES, parse_value
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.local import assemble, local_box
 from ckpt_tools.fsdp2.read import BoxReader, as_whole
-from ckpt_tools.text import escape_name
 
 _Item = TensorEntry | BlobEntry
 
@@ -105,7 +104,7 @@ def _torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def _plain(blob: BlobEntry, opened: Opened) -> object:
-    where = f"{escape_name(blob.span.file)}, item {escape_name(blob.fqn)!r}"
+    where = f"{blob.span.file}, item {blob.fqn!r}"
     if blob.span.nbytes > MAX_VALUE_BYTES:
         raise UnreadableError(f"{blob.span.nbytes} bytes for an option", where=where)
     return parse_value(opened.source.read(blob.span.file, blob.span.offset, blob.span.nbytes), where=where)

@@ -24,13 +24,12 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
-from ckpt_tools.fsdp2.lora import base_name, finish_adapters
-from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.lora import base_name, base_of, finish_adapters
+from ckpt_tools.fsdp2.names import describe_misfit, match_names
 from ckpt_tools.fsdp2.quant_state import MAX_TEXT_BYTES, Quantised, attach, parse_text, quantised_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.scatter import rank0_load
 from ckpt_tools.fsdp2.ties import tied_groups
-from ckpt_tools.text import escape_name
 
 _STATE = "quant_state"
 _STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
@@ -190,7 +189,7 @@ def load_quantised(
         UnreadableError: Not a complete checkpoint of this model.
         UsageError: No 4-bit layers, shapes that differ, or another way of quantising.
     """
-    base = _base_of(model)
+    base = base_of(model) or model
     layers = _layers_of(base, base_name)
     if not layers:
         raise UsageError("the model has no 4-bit layers", where=type(model).__name__, hint="quantise_linears first")
@@ -219,12 +218,6 @@ Names = Callable[[str], str | None]
 
 def _own_name(fqn: str) -> str | None:
     return fqn
-
-
-def _base_of(model: nn.Module) -> nn.Module:
-    get_base = getattr(model, "get_base_model", None)
-    base: nn.Module = get_base() if callable(get_base) else model
-    return base
 
 
 def _layers_of(root: nn.Module, names: Names) -> dict[str, nn.Module]:
@@ -298,7 +291,7 @@ def _read_texts(
             whole = found.get(f"{name}.weight.{facts.text_key}")
             if whole is None:
                 continue
-            where = escape_name(f"{name}.weight.{facts.text_key}")
+            where = f"{name}.weight.{facts.text_key}"
             if len(whole.shape) != 1 or whole.shape[0] > MAX_TEXT_BYTES:
                 raise UnreadableError(f"the quant state has shape {list(whole.shape)}", where=where)
             text = reader.read(whole, Box((0,), whole.shape), torch.uint8)
@@ -371,8 +364,7 @@ def _scatter(base: nn.Module, layers: Mapping[str, nn.Module], source: Mapping[s
     missing = tuple(key for key in report.missing if names.get(key) is not None)
     if missing or unused:
         raise UnreadableError(
-            f"{len(missing)} names are missing and {len(unused)} unexpected: "
-            + ", ".join(map(escape_name, (*missing, *unused)[:4])),
+            f"the state dict does not fit the model: {describe_misfit(missing, unused)}",
             where="load_quantised",
             hint="build and quantise the model as on rank 0",
         )

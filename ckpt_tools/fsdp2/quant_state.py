@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.text import escape_name
 
 BLOCK_ELEMS = 64
 """Weights that share a scale: bitsandbytes' default on every device."""
@@ -31,7 +30,6 @@ TEXT_PREFIX = "quant_state.bitsandbytes__"
 """Of the part that holds a JSON text as bytes; the quant type follows."""
 MAX_TEXT_BYTES = 4096
 """Largest such text that is read; real ones have some 170 bytes."""
-_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _DTYPES = ("float32", "float16", "bfloat16")
 _ATTRIBUTE = "ckpt_quantised"
 
@@ -131,7 +129,7 @@ def _take_parts(
     if facts is None:
         return
     weight = state.get(f"{prefix}weight")
-    where = escape_name(f"{prefix}weight")
+    where = f"{prefix}weight"
     if isinstance(weight, torch.Tensor) and weight.dtype != facts.storage:
         raise UsageError(
             f"the packed weights are stored as {facts.storage} and came as {weight.dtype}: a cast destroys them",
@@ -162,7 +160,7 @@ def _check_parts(parts: dict[str, torch.Tensor], facts: Quantised, where: str) -
     if set(parts) != {*expected, facts.text_key}:
         odd = sorted(set(parts) ^ {*expected, facts.text_key})
         raise UnreadableError(
-            f"the quant state of a 4-bit layer is not the expected one: {', '.join(map(escape_name, odd))}",
+            f"the quant state of a 4-bit layer is not the expected one: {', '.join(odd)}",
             where=where,
             hint="load with load_quantised, after quantise_linears as the checkpoint was made (double quantisation, …)",
         )

@@ -38,6 +38,7 @@ from ckpt_tools.fsdp2.wrap import plan_of
 from ckpt_tools.moving.execute import scan
 from ckpt_tools.moving.plan import blob_name, copy_span
 from ckpt_tools.storage.staging import Staging
+from ckpt_tools.text import first_few
 
 MODEL_KEY = "model"
 """Under which the model lies in the checkpoint."""
@@ -106,7 +107,7 @@ def _state_of(
     meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if meta:
         raise UsageError(
-            f"{len(meta)} tensors of the model have no values: {', '.join(meta[:4])}",
+            f"{len(meta)} tensors of the model have no values: {first_few(meta, 4)}",
             where="save_checkpoint",
             hint="load a checkpoint first",
         )
@@ -117,7 +118,7 @@ def _state_of(
         state[MODEL_KEY] = {name: t for name, t in state[MODEL_KEY].items() if not name.startswith(beside)}
     clash = sorted(set(extra or ()) & set(state[MODEL_KEY]))
     if clash:
-        raise UsageError(f"the model has tensors of its own named {', '.join(clash[:4])}", where="extra")
+        raise UsageError(f"the model has tensors of its own named {first_few(clash, 4)}", where="extra")
     state[MODEL_KEY] |= extra or {}
     if optimizer is not None:
         state[OPTIMIZER_KEY] = get_optimizer_state_dict(model, optimizer, options=options)
@@ -174,7 +175,7 @@ def _publish(staging: Staging, state: State, digests: Mapping[str, str], mesh: M
         metadata = written.source.read(METADATA_NAME, 0, written.source.size(METADATA_NAME))
         checked = verify(written, level="structure", num_workers=1)
         if not checked.ok:
-            finding = next(f for f in checked.findings if f.severity == "error")
+            finding = checked.errors[0]
             raise CkptError(
                 f"what was written does not pass its own check: {finding.what}",
                 where=finding.where,

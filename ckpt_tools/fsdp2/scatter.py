@@ -15,9 +15,10 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import share, this_rank, together, world_size
 from ckpt_tools.fsdp2.load import LoadReport, device_of, install, targets_of
 from ckpt_tools.fsdp2.local import assemble, local_box
-from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.names import describe_misfit, match_names
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.ties import tied_groups
+from ckpt_tools.text import first_few
 
 Source = Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """Whole tensors by name, or the path of a checkpoint that only rank 0 sees."""
@@ -79,7 +80,7 @@ def _gather_boxes(own: Mapping[str, Box]) -> list[Mapping[str, Box]]:
         if list(theirs) != list(boxes[0]):
             only = sorted(set(theirs) ^ set(boxes[0]))
             raise UsageError(
-                f"the models of rank 0 and rank {rank} differ: {', '.join(only[:4]) or 'another order of names'}",
+                f"the models of rank 0 and rank {rank} differ: {first_few(only, 4) or 'another order of names'}",
                 where="rank0_load",
                 hint="build the same model on every rank",
             )
@@ -164,8 +165,7 @@ class _Sender:
         missing = self._missing()
         if strict and (missing or self._unexpected):
             raise UnreadableError(
-                f"{len(missing)} names are missing and {len(self._unexpected)} unexpected: "
-                + ", ".join((*missing, *self._unexpected)[:4]),
+                f"the source does not fit the model: {describe_misfit(missing, self._unexpected)}",
                 where="rank0_load",
                 hint="pass strict=False if that is meant",
             )

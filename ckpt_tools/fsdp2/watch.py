@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
-from ckpt_tools.fsdp2.audit import build_finding
+from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.compare import Trace, read_structure
 from ckpt_tools.fsdp2.states import shown
 
@@ -277,7 +277,7 @@ def read_traces(directory: str | os.PathLike[str]) -> tuple[Trace, ...]:
     """Read every rank's trace, finished or not, in rank order.
 
     Raises:
-        UnreadableError: A file is no trace.
+        UnreadableError: A file is not a trace.
     """
     found = []
     for path in sorted(Path(directory).glob("rank-*.trace")):
@@ -286,7 +286,7 @@ def read_traces(directory: str | os.PathLike[str]) -> tuple[Trace, ...]:
             fields = json.loads(header)
             rank, structure = int(fields["rank"]), tuple(map(str, fields["structure"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise UnreadableError(f"no trace of a rank: {error}", where=str(path)) from error
+            raise UnreadableError(f"not the trace of a rank: {error}", where=str(path)) from error
         # Without its newline the last line was cut short.
         found.append(Trace(rank=rank, structure=structure, events=tuple(lines[:-1])))
     return tuple(sorted(found, key=lambda trace: trace.rank))

@@ -17,8 +17,6 @@ _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*")
 _PASSWORD = re.compile(r"(://[^\s/@:]*):[^\s/@]*@")
 _QUOTA = re.compile(r"storage|quota|billing|payment|upgrade|subscri", re.IGNORECASE)
 
-_QUOTA_HINT = "free storage on the hub or extend it (settings, billing)"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -40,8 +38,8 @@ class Place:
     @property
     def where(self) -> str:
         """For the second line of an error."""
-        at = "" if self.revision == "main" else f" at {escape_name(self.revision)}"
-        return f"{escape_name(self.repo)}{at} on {escape_name(self.endpoint)}"
+        at = "" if self.revision == "main" else f" at {self.revision}"
+        return f"{self.repo}{at} on {self.endpoint}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +58,8 @@ class Failure:
     """False: the connection did not come about, so the hub has not seen the request."""
     is_lasting: bool = False
     """The client gave up for a reason that will be there again: an answer it does not understand or take."""
+    is_json: bool = True
+    """False: the answer was to be JSON and is not."""
 
     @property
     def is_transient(self) -> bool:
@@ -89,7 +89,7 @@ def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | 
     tries = f" after {attempts} tries" if attempts > 1 else ""
     status = failure.status
     if failure.is_lasting:
-        return f"{place.doing}: {failure.message}", _hint_of(failure.message)
+        return f"{place.doing}: {failure.message}", _lasting_hint(failure)
     if status is None:
         return _unreachable(failure, place, tries)
     rights = _explain_rights(failure, place, says)
@@ -101,7 +101,7 @@ def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | 
         return (f"{place.doing}: another change is under way{says}", "run the command again in a minute")
     if status == 412:
         return (
-            f"somebody else committed to {escape_name(place.revision)} meanwhile; nothing of this push was committed",
+            f"somebody else committed to {place.revision} meanwhile; nothing of this push was committed",
             "run the command again: the plan is made anew, and what was uploaded is not sent again",
         )
     if status == 413:
@@ -120,18 +120,15 @@ def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | 
     return (f"{place.doing}: the hub refused with status {status}{says}", None)
 
 
-def _hint_of(message: str) -> str | None:
-    if _QUOTA.search(message):
-        return _QUOTA_HINT
-    if "JSONDecodeError" in message:
-        return "is this the address of a hub? A proxy's or a login page may have answered"
-    # A hub of one's own may know nothing of Xet, which the client prefers wherever it is installed.
-    return "if this hub has no Xet storage: HF_HUB_DISABLE_XET=1" if "xet" in message.lower() else None
+def _lasting_hint(failure: Failure) -> str | None:
+    if _QUOTA.search(failure.message):
+        return "free storage on the hub or extend it (settings, billing)"
+    return None if failure.is_json else "check the address of the hub: a proxy or a login page may have answered"
 
 
 def _explain_rights(failure: Failure, place: Place, says: str) -> tuple[str, str | None] | None:
     settings = f"{place.endpoint}/settings/tokens"
-    namespace = escape_name(place.repo.partition("/")[0])
+    namespace = place.repo.partition("/")[0]
     if failure.status == 402 or (failure.status in (403, 507) and _QUOTA.search(failure.message)):
         return (
             f"{place.doing}: no room, or not paid for{says}",
@@ -153,7 +150,7 @@ def _explain_rights(failure: Failure, place: Place, says: str) -> tuple[str, str
                 f"use a token with the right to write to repositories of {namespace}: {settings}",
             )
         return (
-            f"{place.doing}: the token may not write to {escape_name(place.repo)}{says}",
+            f"{place.doing}: the token may not write to {place.repo}{says}",
             f"use a token with the right to write to it ({settings}), or propose the change: --create-pr",
         )
     return None
@@ -162,7 +159,7 @@ def _explain_rights(failure: Failure, place: Place, says: str) -> tuple[str, str
 def _explain_missing(failure: Failure, place: Place, says: str) -> tuple[str, str | None]:
     if failure.code == "RevisionNotFound":
         return (
-            f"{escape_name(place.repo)} has no revision {escape_name(place.revision)!r}",
+            f"{place.repo} has no revision {place.revision!r}",
             f"create that branch on the hub first, or push to main ({place.endpoint}/{place.repo}/tree/main)",
         )
     if failure.code == "EntryNotFound":

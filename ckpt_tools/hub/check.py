@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path, read_file
 from ckpt_tools.hub.dead import refuse_dead
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 
 Kind = Literal["peft", "diffusers-lora", "diffusers", "transformers", "weights"]
 """What the directory holds, and so which library loads it; weights: tensors that no config says more about."""
@@ -55,6 +55,22 @@ def adapter_directories(chosen: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({directory for directory, _, name in split if name in names}))
 
 
+def refuse_broken_adapter(path: str) -> None:
+    """Refuse an adapter in which `ckpt check-lora` finds errors.
+
+    Raises:
+        AdapterRefusedError: Its loaders would not take it, or it changes nothing.
+    """
+    from ckpt_tools.adapters.check import check_lora
+    from ckpt_tools.adapters.merge import AdapterRefusedError
+
+    errors = [finding for finding in check_lora(path).findings if finding.severity == "error"]
+    if errors:
+        first = errors[0]
+        more = f", and {len(errors) - 1} more (ckpt check-lora lists them)" if len(errors) > 1 else ""
+        raise AdapterRefusedError(f"{first.code}: {first.what}{more}", where=first.where, hint=first.hint)
+
+
 def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: int) -> LocalCheck:
     """Check that every checkpoint in the directory is complete, and that no part of one is left out.
 
@@ -80,7 +96,7 @@ def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: i
     notes = []
     pickles = [path for path in chosen if path.endswith(_PICKLES)]
     if pickles:
-        notes.append(f"{_some(pickles)}: pickled, so whoever loads them runs what they say")
+        notes.append(f"{first_few(pickles)}: pickled, so whoever loads them runs what they say")
     kind = _kind(top)
     if kind == "weights" and num_tensors and not any(path.endswith(METADATA_NAME) for path in chosen):
         notes.append("no config.json beside the weights: transformers and diffusers cannot load them by themselves")
@@ -156,7 +172,7 @@ def _check_parts(root: str, names: list[str]) -> None:
     parts = [name for name in names if _PART.fullmatch(name) and not SHARDED_FILE.fullmatch(name)]
     if parts and not any(name.endswith(INDEX_SUFFIX) for name in os.listdir(root)):
         raise UnreadableError(
-            f"{_some(parts)}: parts of a model without the index that names them all",
+            f"{first_few(parts)}: parts of a model without the index that names them all",
             where=root,
             hint="restore the index, or save the model again",
         )
@@ -170,7 +186,7 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int)
     missing = sorted(set(opened.checkpoint.files) - inside)
     if missing and len(missing) < len(opened.checkpoint.files):
         raise UsageError(
-            f"{_some(missing)} would be left out, and the checkpoint needs it",
+            f"{first_few(missing)} would be left out, and the checkpoint needs it",
             where=root,
             hint="push all of the checkpoint, or none of it",
         )
@@ -178,15 +194,14 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int)
         return 0
     level: Literal["structure", "data"] = "structure" if opened.manifest is None else "data"
     result = verify(opened, level=level, num_workers=num_workers)
-    errors = [finding for finding in result.findings if finding.severity == "error"]
-    if errors:
-        raise _not_whole(errors, root)
+    if not result.ok:
+        raise _not_whole(result.errors, root)
     if not result.tensors:
         raise UnreadableError("a checkpoint without a single tensor", where=root)
     return result.tensors
 
 
-def _not_whole(errors: list[Finding], root: str) -> CkptError:
+def _not_whole(errors: Sequence[Finding], root: str) -> CkptError:
     first = errors[0]
     more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
     return UnreadableError(
@@ -194,8 +209,3 @@ def _not_whole(errors: list[Finding], root: str) -> CkptError:
         where=f"{root}: {first.where}",
         hint=f"ckpt verify {root} lists everything",
     )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(escape_name(name) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

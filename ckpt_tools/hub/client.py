@@ -15,7 +15,6 @@ from ckpt_tools.hub.answers import Failure, Place, to_error
 from ckpt_tools.hub.plan import Answer, LocalFile, Remote, RemoteFile
 from ckpt_tools.hub.session import MAX_WAIT_S, Say, bound_session, client_errors, client_utils, to_failure
 from ckpt_tools.moving.execute import Progress
-from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -52,7 +51,7 @@ def find_account(*, endpoint: str | None = None, token: str | None = None) -> Ac
     """Return the hub's address and the token: the arguments, else the environment, else what `hf auth login` stored.
 
     Raises:
-        UsageError: An address that is none, or a token with characters that no token has.
+        UsageError: The address is not a URL, or the token has characters that no token has.
         HubError: HF_HUB_OFFLINE is set, or nobody is logged in.
     """
     from huggingface_hub import get_token
@@ -68,7 +67,7 @@ def find_account(*, endpoint: str | None = None, token: str | None = None) -> Ac
     except ValueError:
         is_address = False
     if not is_address:
-        raise UsageError("the hub's address is none", where="HF_ENDPOINT", hint=f"for example {DEFAULT_ENDPOINT}")
+        raise UsageError("the hub's address is not a URL", where="HF_ENDPOINT", hint=f"for example {DEFAULT_ENDPOINT}")
     try:
         found = (token if token is not None else get_token() or "").strip()
     except (OSError, ValueError, RuntimeError) as error:
@@ -130,7 +129,7 @@ class Hub:
 
     def nonsense(self, doing: str) -> HubError:
         """Return the error for an answer that cannot be understood."""
-        return HubError(f"{doing}: the hub's answer makes no sense", where=self.place(doing).where)
+        return HubError(f"{doing}: unexpected response from the hub", where=self.place(doing).where)
 
     def call(
         self,
@@ -297,7 +296,7 @@ class Hub:
                     take(block)
                     position += len(block)
 
-        self.call(f"reading {escape_name(path)} back", stream)
+        self.call(f"reading {path} back", stream)
 
 
 def _remote_file(entry: Any) -> RemoteFile:  # noqa: ANN401 - RepoFile, which a type checker finds only when installed

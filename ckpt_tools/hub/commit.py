@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, HubError
@@ -15,7 +15,7 @@ from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.files import changed, read_whole
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, Remote
 from ckpt_tools.hub.session import client_errors, to_failure
-from ckpt_tools.hub.xet import bounded_xet, offers_xet, without_xet
+from ckpt_tools.hub.xet import bounded_xet, offers_xet, open_stream, uses_xet
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -57,17 +57,18 @@ def upload(
     """
     from huggingface_hub import CommitOperationAdd
 
-    additions = []
-    for plan in planned:
-        if plan.state not in ("new", "changed"):
-            continue
-        file = local[plan.path]
-        # What lies inside of git is read once and sent from memory; of the large ones the client takes the path.
-        is_small = plan.mode == "regular"
-        content = read_whole(source, file) if is_small else source.path(file.path)
-        additions.append(CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=content))
+    sending = [plan for plan in planned if plan.state in ("new", "changed")]
 
-    def send() -> None:
+    def send(*, as_streams: bool = False) -> list[CommitOperationAdd]:
+        additions = []
+        for plan in sending:
+            # What lies inside of git is read once and sent from memory.
+            content: bytes | str | BinaryIO
+            if plan.mode == "regular":
+                content = read_whole(source, local[plan.path])
+            else:
+                content = open_stream(source, plan.path) if as_streams else source.path(plan.path)
+            additions.append(CommitOperationAdd(path_in_repo=plan.path, path_or_fileobj=content))
         hub.api.preupload_lfs_files(
             hub.repo,
             additions,
@@ -76,8 +77,24 @@ def upload(
             num_threads=num_workers,
             free_memory=False,
         )
+        return additions
 
-    _send_objects(hub, send, is_large=any(plan.mode == "lfs" for plan in planned), create_pr=create_pr)
+    # Xet where the hub has it, and LFS where it has not or where Xet fails: both name the content by its sha256.
+    is_by_xet = uses_xet() and any(plan.mode == "lfs" for plan in sending)
+    additions = None
+    if is_by_xet and offers_xet(hub, create_pr=create_pr):
+        try:
+            with bounded_xet():
+                additions = hub.call("uploading to Xet", send, may_repeat=lambda _: False)
+        except HubError as error:
+            hub.say(f"{error.what}; trying without Xet")
+    if additions is None:
+        # The client repeats every request of its own; as a whole it costs little, since it skips what has arrived.
+        additions = hub.call(
+            "uploading",
+            lambda: send(as_streams=is_by_xet),
+            may_repeat=lambda failure: failure.status is None and failure.was_sent,
+        )
     try:
         source.check_unchanged()
     except CkptError as error:
@@ -87,21 +104,6 @@ def upload(
         if addition.upload_info.sha256.hex() != local[addition.path_in_repo].sha256:
             raise changed(addition.path_in_repo)
     return additions
-
-
-def _send_objects(hub: Hub, send: Callable[[], None], *, is_large: bool, create_pr: bool) -> None:
-    """Upload by Xet where the hub has it, and by LFS where it has not or where Xet fails: both name by sha256."""
-    if is_large and offers_xet(hub, create_pr=create_pr):
-        try:
-            with bounded_xet():
-                hub.call("uploading to Xet", send, may_repeat=lambda _: False)
-        except HubError as error:
-            hub.say(f"{error.what}; trying without Xet")
-        else:
-            return
-    with without_xet():
-        # The client repeats every request of its own; as a whole it costs little, since it skips what has arrived.
-        hub.call("uploading", send, may_repeat=lambda failure: failure.status is None and failure.was_sent)
 
 
 def commit(
@@ -226,7 +228,7 @@ def check_arrival(
     wrong = {finding.where for finding in findings}
     read_bytes = 0
     for path in read_back:
-        if escape_name(path) in wrong:
+        if path in wrong:
             continue
         sha256, nbytes = hub.digest(path, oid, progress)
         read_bytes += nbytes

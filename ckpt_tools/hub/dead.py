@@ -9,7 +9,6 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.safetensors import File
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
 
 _BLOCK_BYTES = 1 << 20
 _LAST_FACTOR = re.compile(r"(?:^|[._])lora_(?:B|up|embedding_B)(?:[._]|$)")
@@ -26,7 +25,7 @@ def refuse_dead(source: Source, file: File) -> None:
     Raises:
         UnreadableError: It would load and change nothing, or not load.
     """
-    where = escape_name(os.path.join(source.root, file.name))
+    where = os.path.join(source.root, file.name)
     factors = [entry for entry in file.header.tensors if _FACTOR.search(entry.fqn)]
     empty = [entry for entry in factors if 0 in entry.shape]
     if empty:

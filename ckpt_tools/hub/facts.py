@@ -10,7 +10,7 @@ from ckpt_tools.formats.opening import read_file
 from ckpt_tools.hub.card import CardFacts, hub_id_of
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
 from ckpt_tools.hub.load_code import LoadFacts
-from ckpt_tools.models.config import config_in
+from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
@@ -51,10 +51,10 @@ def facts_of(source: Source, chosen: Collection[str], kind: Kind) -> CardFacts:
     if kind == "diffusers-lora":
         return _diffusers_lora(source)
     if kind == "transformers":
-        return _transformers(_config(source, "config.json"), tokenizer)
+        return _transformers(_config(source, CONFIG_NAME), tokenizer)
     if kind == "diffusers":
         is_pipeline = PIPELINE_CONFIG in chosen
-        config = _config(source, PIPELINE_CONFIG if is_pipeline else "config.json")
+        config = _config(source, PIPELINE_CONFIG if is_pipeline else CONFIG_NAME)
         name = _text(config.get("_class_name"))
         load = LoadFacts(is_pipeline=is_pipeline, model_class=None if is_pipeline else name)
         return CardFacts(library="diffusers", load=load, settings=_rows("model class", name, "its config"))
@@ -141,9 +141,9 @@ def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFact
     ending = next((end for end in _HEADS if name is not None and name.endswith(end)), None)
     auto_class, pipeline_tag = _HEADS[ending] if ending is not None else (None, None)
     settings = (
-        *_rows("architecture", name, "config.json"),
-        *_rows("model type", config.get("model_type"), "config.json"),
-        *_rows("dtype", config.get("dtype") or config.get("torch_dtype"), "config.json"),
+        *_rows("architecture", name, CONFIG_NAME),
+        *_rows("model type", config.get("model_type"), CONFIG_NAME),
+        *_rows("dtype", config.get("dtype") or config.get("torch_dtype"), CONFIG_NAME),
     )
     return CardFacts(
         library="transformers",

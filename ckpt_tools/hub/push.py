@@ -21,7 +21,7 @@ from ckpt_tools.hub.card import (
     read_front_matter,
     refuse_local_base,
 )
-from ckpt_tools.hub.check import LocalCheck, adapter_directories, check_directory
+from ckpt_tools.hub.check import LocalCheck, adapter_directories, check_directory, refuse_broken_adapter
 from ckpt_tools.hub.client import Hub, find_account
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
@@ -31,7 +31,7 @@ from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
 CheckLevel = Literal["sent", "all", "names"]
@@ -43,10 +43,6 @@ CHECK_LEVELS: tuple[CheckLevel, ...] = ("sent", "all", "names")
 
 def _say_nothing(_: str) -> None:
     """Keep what takes long to oneself."""
-
-
-def _refuse_nothing(_: str) -> None:
-    """Send whatever is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +88,6 @@ class Push:
         progress: Given a number of bytes, makes the receiver of progress.
         say: Told what takes long.
         bars: Let the client draw its own bars while it uploads.
-        refuse: Given every directory with an adapter, once all is known to be whole; raises when it should not be sent
-            all the same.
     """
 
     directory: str
@@ -102,7 +96,6 @@ class Push:
     progress: Callable[[int], Progress] | None = None
     say: Say = _say_nothing
     bars: bool = False
-    refuse: Callable[[str], None] = _refuse_nothing
     _notes: list[str] = field(default_factory=list)
 
     def run(self) -> PushResult:
@@ -118,7 +111,7 @@ class Push:
             raise UsageError("a pull request is made against main", hint="leave --revision out, or --create-pr")
         named = options.card.base_model if isinstance(options.card, CardFacts) else None
         if named is not None and hub_id_of(named) != named:
-            raise UsageError(f"{named!r} is no hub id", hint="--base-model takes ORG/NAME")
+            raise UsageError(f"{named!r} is not a hub id", hint="--base-model takes ORG/NAME")
         start = time.monotonic()
         account = find_account(endpoint=options.endpoint, token=options.token)
         with (
@@ -128,7 +121,7 @@ class Push:
             chosen, left_out = list_directory(source, include=options.include, exclude=options.exclude)
             checked = check_directory(source, chosen, num_workers=self.num_workers)
             for adapter in adapter_directories(chosen):
-                self.refuse(os.path.join(self.directory, adapter) if adapter else self.directory)
+                refuse_broken_adapter(os.path.join(self.directory, adapter) if adapter else self.directory)
             self._notes += checked.notes
             hub = Hub(account, options.repo, revision=options.revision, say=self.say)
             receiver = self.progress(sum(chosen.values())) if self.progress is not None else None
@@ -247,10 +240,9 @@ class Push:
             answers = hub.ask(files, lambda file: read_start(source, file), create_pr=self.options.create_pr)
         planned = plan_files(local, remote, answers, delete_stale=self.options.delete_stale)
         if not self.options.delete_stale and (stale := stale_weights(local, remote)):
-            some = ", ".join(escape_name(path) for path in stale[:3]) + (", …" if len(stale) > 3 else "")
             self._notes.append(
-                f"the repository holds weights that this directory does not: {some}; a loader may take those "
-                "(--delete-stale deletes them)"
+                f"the repository holds weights that this directory does not: {first_few(stale)}; a loader may take "
+                "those (--delete-stale deletes them)"
             )
         return planned
 
@@ -266,10 +258,10 @@ class Push:
     ) -> Committed | None:
         from huggingface_hub import CommitOperationDelete
 
-        ignored = [escape_name(plan.path) for plan in planned if plan.state == "ignored"]
+        ignored = [plan.path for plan in planned if plan.state == "ignored"]
         if ignored:
             raise HubError(
-                f"the repository's .gitignore leaves out {', '.join(ignored[:3])}",
+                f"the repository's .gitignore leaves out {first_few(ignored)}",
                 where=hub.place("").where,
                 hint="change the .gitignore on the hub, or leave them out here as well: --exclude GLOB",
             )

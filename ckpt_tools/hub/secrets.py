@@ -79,7 +79,7 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
     if not found:
         return tuple(notes)
     first, *others = found
-    more = "; ".join(f"{escape_name(each.path)}, line {each.line}: {each.kind}" for each in others[: _MAX_NAMED - 1])
+    more = "; ".join(f"{each.path}, line {each.line}: {each.kind}" for each in others[: _MAX_NAMED - 1])
     if len(others) >= _MAX_NAMED:
         more += f"; and {len(others) - _MAX_NAMED + 1} more"
     raise UsageError(

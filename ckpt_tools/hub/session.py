@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import HubError
 from ckpt_tools.hub.answers import Failure, scrub
+
+if TYPE_CHECKING:
+    import httpx2
 
 Say = Callable[[str], None]
 """Told what takes long, for people."""
@@ -36,9 +40,11 @@ def client_errors() -> tuple[type[Exception], ...]:
 
 def to_failure(error: BaseException, token: str | None) -> Failure:
     """Return what an exception of the client means."""
+    import httpx2
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
     while isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload's thread wraps what it met
         error = error.__cause__
-    kind = type(error).__name__
     response = getattr(error, "response", None)
     if response is not None:
         headers = response.headers
@@ -49,20 +55,15 @@ def to_failure(error: BaseException, token: str | None) -> Failure:
             message=scrub(str(message), token),
             retry_after_s=_retry_after(headers),
         )
+    kind = type(error).__name__
     message = scrub(str(error) or kind, token)
-    if kind == "OfflineModeIsEnabled":
+    if isinstance(error, OfflineModeIsEnabled):
         return Failure(status=None, code=None, message="offline mode is on: unset HF_HUB_OFFLINE", is_lasting=True)
-    if _is_transport(error):
-        was_sent = kind not in ("ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol")
-        return Failure(status=None, code=None, message=message, was_sent=was_sent)
-    return Failure(status=None, code=None, message=f"{kind}: {message}", is_lasting=True)
-
-
-def _is_transport(error: BaseException) -> bool:
-    """Did the network fail, rather than the hub or the client?"""
-    import httpx2
-
-    return isinstance(error, (httpx2.HTTPError, ConnectionError, TimeoutError))
+    if isinstance(error, (httpx2.HTTPError, ConnectionError, TimeoutError)):  # the network, not the hub or the client
+        never_left = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError, httpx2.UnsupportedProtocol)
+        return Failure(status=None, code=None, message=message, was_sent=not isinstance(error, never_left))
+    is_json = not isinstance(error, json.JSONDecodeError)
+    return Failure(status=None, code=None, message=f"{kind}: {message}", is_lasting=True, is_json=is_json)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
@@ -77,27 +78,32 @@ def bound_session() -> None:
     """Give the client's connections an end to waiting; it replaces them after some errors, so before every request.
 
     Raises:
-        HubError: There can be none, for a proxy or certificates that are set and cannot be.
+        HubError: The proxy or the certificates that are set cannot be used.
     """
     import httpx2
 
     session = _get_session()
     if session.timeout == httpx2.Timeout(None):
-        session.timeout = httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    hooks = session.event_hooks
-    if _refuse_long_waits not in hooks["response"]:
-        hooks["response"].append(_refuse_long_waits)
-        session.event_hooks = hooks
+        session.timeout = _bounds()
+    if _refuse_long_waits not in (hooks := session.event_hooks)["response"]:
+        session.event_hooks = hooks | {"response": [*hooks["response"], _refuse_long_waits]}
 
 
-def _get_session() -> Any:  # noqa: ANN401 - an httpx2.Client
+def _bounds() -> httpx2.Timeout:
+    import httpx2
+
+    return httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+
+
+def _get_session() -> httpx2.Client:
     try:
-        return client_utils().get_session()
+        session: httpx2.Client = client_utils().get_session()
     except (ImportError, OSError, ValueError) as error:
         raise HubError(
             f"no connection can be set up: {scrub(str(error), None)}",
             hint="check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set",
         ) from None
+    return session
 
 
 def _unbound_session() -> None:
@@ -108,14 +114,13 @@ def _unbound_session() -> None:
         session = _get_session()
     except HubError:  # there was none to begin with
         return
-    if session.timeout == httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S):
+    if session.timeout == _bounds():
         session.timeout = httpx2.Timeout(None)
     hooks = session.event_hooks
-    hooks["response"] = [hook for hook in hooks["response"] if hook is not _refuse_long_waits]
-    session.event_hooks = hooks
+    session.event_hooks = hooks | {"response": [hook for hook in hooks["response"] if hook is not _refuse_long_waits]}
 
 
-def _refuse_long_waits(response: Any) -> None:  # noqa: ANN401 - an httpx2.Response
+def _refuse_long_waits(response: httpx2.Response) -> None:
     """End what the client would otherwise sleep through: it waits as long as it is told, be it a day."""
     asked_s = _retry_after(response.headers) if response.status_code in (429, 503) else None
     if asked_s is not None and asked_s > MAX_WAIT_S:
@@ -125,7 +130,7 @@ def _refuse_long_waits(response: Any) -> None:  # noqa: ANN401 - an httpx2.Respo
 class _LongWaitError(RuntimeError):
     """The hub asks for a pause that is longer than anybody waits at a prompt."""
 
-    def __init__(self, response: Any) -> None:  # noqa: ANN401
+    def __init__(self, response: httpx2.Response) -> None:
         super().__init__("the hub asks for a long pause")
         self.response = response
 

@@ -1,19 +1,26 @@
 """The hub's second way in for large files: used where the hub offers it, bounded, and never the only one.
 
-Source: huggingface_hub 2.4, _commit_api.py (`_upload_files`: with hf_xet installed it asks no hub whether it has Xet);
-hf_xet 1.8, whose settings are read from the environment when its first session begins.
+Source: huggingface_hub 2.4, _commit_api.py (`_upload_files`: with hf_xet installed it asks no hub whether it has Xet,
+and sends what it gets as a stream by LFS); hf_xet 1.8, whose settings are read from the environment when its first
+session begins.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
 from urllib.parse import quote
 
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.session import client_utils
+from ckpt_tools.storage.source import Source
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 _BOUNDS = {
     "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "4",
@@ -23,16 +30,19 @@ _BOUNDS = {
 """By itself it tries a storage that is away for many minutes, without a word."""
 
 
+def uses_xet() -> bool:
+    """Will the client upload what it gets as a path by Xet?"""
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
+
+
 def offers_xet(hub: Hub, *, create_pr: bool) -> bool:
-    """Will the client use Xet, and does this hub have it?
+    """Does this hub have Xet?
 
     Raises:
         HubError: The token may not write here, or the hub is away.
     """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_DISABLE_XET or importlib.util.find_spec("hf_xet") is None:
-        return False
     utils = client_utils()
     url = f"{hub.account.endpoint}/api/models/{hub.repo}/xet-write-token/{quote(hub.revision, safe='')}"
     headers = utils.build_hf_headers(token=hub.account.token, library_name="ckpt-tools")
@@ -59,14 +69,31 @@ def bounded_xet() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-@contextmanager
-def without_xet() -> Iterator[None]:
-    """Let the client upload by LFS."""
-    from huggingface_hub import constants
+def open_stream(source: Source, path: str) -> BinaryIO:
+    """Open a file as a stream, which the client uploads by LFS; the source bounds how many files are open."""
+    return io.BufferedReader(_Raw(source, path))
 
-    before = constants.HF_HUB_DISABLE_XET
-    constants.HF_HUB_DISABLE_XET = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_DISABLE_XET = before
+
+class _Raw(io.RawIOBase):
+    """A file of a source, read from a position that moves on."""
+
+    def __init__(self, source: Source, path: str) -> None:
+        self._source, self._path = source, path
+        self._nbytes, self._at = source.size(path), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        nbytes = max(0, min(len(view), self._nbytes - self._at))
+        self._source.read_into(self._path, self._at, view[:nbytes])
+        self._at += nbytes
+        return nbytes

@@ -14,7 +14,6 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.layout import FSDP_AXIS, Grid, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement.rule import Rule
-from ckpt_tools.text import escape_name
 
 
 def place_tensors(tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule]) -> dict[str, dict[str, Placement]]:
@@ -165,4 +164,4 @@ def _nearest(pattern: str, fqns: Sequence[str]) -> str:
     for kind, fqn in kinds.items():
         tails.setdefault(".".join(kind.split(".")[-count:]) if "**" in pattern else kind, fqn)
     near = difflib.get_close_matches(spelled if "**" in pattern else pattern, tails, n=3, cutoff=0.0)
-    return f"the nearest names are {', '.join(escape_name(tails[tail]) for tail in near)}"
+    return f"the nearest names are {', '.join(tails[tail] for tail in near)}"

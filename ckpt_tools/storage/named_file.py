@@ -7,7 +7,6 @@ import os
 import stat
 
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError
-from ckpt_tools.text import escape_name
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -36,30 +35,29 @@ def read_named_file(
         LimitError: Longer than `max_bytes`.
         StorageError: The system could not read it.
     """
-    where = escape_name(path)
     try:
-        _check_regular(os.stat(path), what, where, refusal, hint)
+        _check_regular(os.stat(path), what, path, refusal, hint)
         # Whatever has come in its place meanwhile, opening it does not wait.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
-            _check_regular(os.fstat(descriptor), what, where, refusal, hint)
+            _check_regular(os.fstat(descriptor), what, path, refusal, hint)
             content = file.read(max_bytes + 1)
     except (FileNotFoundError, NotADirectoryError):
-        raise refusal(f"cannot read {what}: no such file", where=where, hint=hint) from None
+        raise refusal(f"cannot read {what}: no such file", where=path, hint=hint) from None
     except ValueError as error:  # a NUL in the path, or what no path can hold
-        raise refusal(f"this is not a path: {error}", where=where, hint=hint) from None
+        raise refusal(f"this is not a path: {error}", where=path, hint=hint) from None
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ELOOP, errno.ENAMETOOLONG):
-            raise refusal(f"expected {what}: {error.strerror}", where=where, hint=hint) from error
-        raise StorageError(f"cannot read {what}: {error.strerror}", where=where) from error
+            raise refusal(f"expected {what}: {error.strerror}", where=path, hint=hint) from error
+        raise StorageError(f"cannot read {what}: {error.strerror}", where=path) from error
     if len(content) > max_bytes:
-        raise LimitError(f"{what} of more than {max_bytes} bytes", where=where, hint=hint)
+        raise LimitError(f"{what} of more than {max_bytes} bytes", where=path, hint=hint)
     return content
 
 
-def _check_regular(status: os.stat_result, what: str, where: str, refusal: type[CkptError], hint: str | None) -> None:
+def _check_regular(status: os.stat_result, what: str, path: str, refusal: type[CkptError], hint: str | None) -> None:
     if not stat.S_ISREG(status.st_mode):
         found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         if found == "a pipe" and hint is None:
             hint = "write it into a file first, and name that"
-        raise refusal(f"expected {what}, found {found}", where=where, hint=hint)
+        raise refusal(f"expected {what}, found {found}", where=path, hint=hint)

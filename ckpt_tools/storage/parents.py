@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from ckpt_tools.errors import StorageError
 from ckpt_tools.storage.publish import sync_directory
-from ckpt_tools.text import escape_name
 
 
 def nearest_parent(path: str) -> str:
@@ -35,7 +34,7 @@ def make_parents(path: str) -> list[str]:
             sync_directory(os.path.dirname(directory))
     except OSError as error:
         remove_empty(made)
-        where = escape_name(os.path.dirname(os.path.abspath(path)))
+        where = os.path.dirname(os.path.abspath(path))
         raise StorageError(f"cannot make the destination's parent directory: {error.strerror}", where=where) from error
     return made
 

@@ -23,7 +23,6 @@ from ckpt_tools.storage.parents import make_parents, nearest_parent, remove_empt
 from ckpt_tools.storage.publish import NotDurableError, move_into_place, put_back, sync_directory, sync_entries
 from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors, Opener
-from ckpt_tools.text import escape_name
 
 _SYNC_FILE_RANGE_WRITE = 2
 _SLICE_BYTES = 128 << 10
@@ -314,9 +313,6 @@ class Staging:
             if not self.is_published:
                 remove_empty(self._made)  # not when work is kept there
 
-    def _label(self) -> str:
-        return escape_name(self.destination)
-
     def _failed(self, verb: str, file: str, error: OSError) -> StorageError:
         hint = None
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -332,7 +328,6 @@ class Staging:
 
 def check_destination(destination: str, *, overwrite: bool) -> None:
     """Raise unless `destination` can be created (or, with `overwrite`, replaced)."""
-    label = escape_name(destination)
     parent = nearest_parent(destination)
     if not os.path.isdir(parent):
         raise UsageError("the destination's parent is not a directory", where=parent)
@@ -340,10 +335,10 @@ def check_destination(destination: str, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise DestinationExistsError(
-            "the destination exists", where=label, hint="choose another one, or add --overwrite"
+            "the destination exists", where=destination, hint="choose another one, or add --overwrite"
         )
     if os.path.islink(destination) or not os.path.isdir(destination):
-        raise UsageError("only a directory can be overwritten, this is something else", where=label)
+        raise UsageError("only a directory can be overwritten, this is something else", where=destination)
 
 
 def free_bytes(destination: str) -> int:

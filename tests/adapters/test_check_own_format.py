@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from ckpt_tools.adapters.check import check_lora
 from ckpt_tools.adapters.checked import LoraCheck, fold
 from ckpt_tools.adapters.live_base import replicated
-from ckpt_tools.api.pushing import _refuse_broken_adapter
 from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
+from ckpt_tools.hub.check import refuse_broken_adapter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -258,10 +258,10 @@ def test_command_marks_the_judge_and_says_what_was_not_checked(
 
 def test_push_refuses_what_the_own_loader_refuses_and_sends_what_needs_a_base(tmp_path: Path) -> None:
     directory = peft_directory(tmp_path / "adapter")
-    _refuse_broken_adapter(str(directory))
+    refuse_broken_adapter(str(directory))
     edit(directory, r=3)
     with pytest.raises(CkptError, match=r"adapter-config|loader-rejects"):
-        _refuse_broken_adapter(str(directory))
+        refuse_broken_adapter(str(directory))
 
 
 # Replicated layers

@@ -189,7 +189,7 @@ def test_read_traces_cut_line_is_left_out(tmp_path):
 @pytest.mark.parametrize("text", ["", "[1]\n", "nonsense\n", '{"rank": "x", "structure": []}\n'])
 def test_read_traces_something_else_is_unreadable(tmp_path, text):
     (tmp_path / "rank-0.trace").write_text(text)
-    with pytest.raises(UnreadableError, match="no trace of a rank"):
+    with pytest.raises(UnreadableError, match="not the trace of a rank"):
         read_traces(tmp_path)
 
 

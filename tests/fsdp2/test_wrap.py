@@ -265,7 +265,7 @@ def judged():
         ("tp-heads", "would tear attention heads apart"),
         ("scalar", "a trainable scalar cannot be sharded"),
         ("double-wrap", "double-wrap: forward → route → forward_train"),
-        ("method-unit", "it is no FSDP unit of its own"),
+        ("method-unit", "it is not an FSDP unit of its own"),
         ("method-none", "Net has no method 'chat'"),
         ("method-module", "no module is named 'Bloc'"),
         ("method-root", "methods of the root cannot be registered"),

@@ -171,7 +171,7 @@ def test_push_local_base_model_is_left_out_and_said(hub: Hub, push_json, tmp_pat
     document = push_json(adapter, "me/named", "--base-model", "org/base")
     assert front(hub.files("me/named")["README.md"].decode())["base_model"] == "org/base"
     assert document["notes"] == []
-    assert "no hub id" in push_json(adapter, "me/other", "--base-model", "/data/base", code=2)["what"]
+    assert "is not a hub id" in push_json(adapter, "me/other", "--base-model", "/data/base", code=2)["what"]
 
 
 def write_card_of_peft(adapter: Path, base: str) -> str:

@@ -472,7 +472,7 @@ def test_push_failed_upload_resumes_without_sending_again(hub: Hub, push_json, m
         (Fault("PUT", kind="cut", times=999), "connection to the hub broke", "run the command again"),
         (Fault("revision/main", status=429, headers={"Retry-After": "86400"}), "it asks for 86400 s", "later"),
         (Fault("PUT", status=503, headers={"Retry-After": "86400"}, times=9), "failed with status 503", "later"),
-        (Fault("preupload", status=200, body={"files": [{"path": 3}]}), "makes no sense", None),
+        (Fault("preupload", status=200, body={"files": [{"path": 3}]}), "unexpected response", None),
         (Fault("batch", status=200, body={"objects": 3}), "uploading: ValueError", None),
     ],
     ids=lambda value: f"{value.match}-{value.kind}-{value.status}" if isinstance(value, Fault) else None,

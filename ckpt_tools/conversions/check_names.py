@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.conversions.job import Job
-from ckpt_tools.description.checkpoint import Asset
+from ckpt_tools.conversions.job import AssetList, Job
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
@@ -18,11 +17,7 @@ from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps import Expected, Held, common_prefix, folded, hold, is_adapter, load_table, origins_of, tied
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
-
-_SHOWN = 4
-"""Names in a message."""
-
+from ckpt_tools.text import escape_name, first_few
 
 Ties = Callable[[str, str], bool]
 """Does the architecture give both names to one tensor?"""
@@ -38,7 +33,7 @@ class Claim:
     """Where that file lies."""
 
 
-def claim_of(assets: Sequence[tuple[Source, Asset]]) -> Claim | None:
+def claim_of(assets: AssetList) -> Claim | None:
     """Return what the config.json among `assets` names; None when nothing does.
 
     Raises:
@@ -53,7 +48,7 @@ def claim_of(assets: Sequence[tuple[Source, Asset]]) -> Claim | None:
     return Claim(architecture=config.architecture, config=config.values, source=found[0])
 
 
-def ties_in(assets: Sequence[tuple[Source, Asset]]) -> Ties:
+def ties_in(assets: AssetList) -> Ties:
     """Return the ties of the architecture that is named among `assets`; none where nothing is known of it."""
     try:
         claim = claim_of(assets)
@@ -150,32 +145,28 @@ def _describe(held: Held, title: str, expected: Expected | None) -> str:
         count = len(held.foreign)
         parts.append(
             f"{count} {'name is' if count == 1 else 'names are'} not of {escape_name(title)} "
-            f"({_some(folded(held.foreign, expected))})"
+            f"({first_few(folded(held.foreign, expected), limit=4)})"
         )
     lacking = [*held.missing, *held.incomplete]
     if lacking:
         what = "weight is" if len(lacking) == 1 else "weights are"
         parts.append(
             f"{len(lacking)} {what} missing, which loading would fill with random values "
-            f"({_some(folded(lacking, expected))})"
+            f"({first_few(folded(lacking, expected), limit=4)})"
         )
     return " and ".join(parts)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(escape_name(name) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
 def _way_on(names: Sequence[str], rest: Held, expected: Expected | None, source: str) -> str:
     owners = origins_of(rest.foreign)
     if owners:
-        return owners[0].way_on.replace("{source}", escape_name(source))
+        return owners[0].way_on.replace("{source}", source)
     if expected is None:
         return "`ckpt diff --keys-only` lists the names"
     for prefix in common_prefix(names):
         plain = [name[len(prefix) :] for name in names]
         if hold(plain, expected, {}).is_whole:
-            return f"--strip-prefix {escape_name(prefix.removesuffix('.'))}"
+            return f"--strip-prefix {prefix.removesuffix('.')}"
     others = load_table().architectures_of(names) if rest.foreign else []
     if others and expected.architecture not in others:
         return f"they are those of {', '.join(others[:3])}: is it the config of this model?"
@@ -183,7 +174,7 @@ def _way_on(names: Sequence[str], rest: Held, expected: Expected | None, source:
         inside = path.removesuffix("*")
         if any(name.startswith(inside) for name in (*rest.foreign, *rest.missing)):
             key = expected.count_keys[path]
-            return f"{CONFIG_NAME} says {escape_name(key)} = {count}: is it the config of this model?"
+            return f"{CONFIG_NAME} says {key} = {count}: is it the config of this model?"
     if not rest.foreign:
         return f"save the whole model, or name in {CONFIG_NAME} the architecture that it is"
     return f"is it the config of this model? {len(rest.foreign)} of {len(names)} names are not its own"
