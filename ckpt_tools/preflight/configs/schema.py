@@ -16,12 +16,13 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
 
 from ckpt_tools.description.checkpoint import Finding, Severity
-from ckpt_tools.preflight.configs.config import Options, join_path
+from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.options import Spell, account, check_names, options_of, without_variables
+from ckpt_tools.preflight.key_paths import join_path
 from ckpt_tools.text import escape_name
 
 TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
@@ -131,7 +132,7 @@ Names = Annotated[tuple[str, ...], PlainValidator(_names)]
 
 
 class Section(BaseModel):
-    """One mapping of a config. Options that no field reads are kept as they are."""
+    """One mapping of a config. Options that no field reads are kept as they are; null counts as not given."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), frozen=True)
 
@@ -144,13 +145,15 @@ class Section(BaseModel):
     instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Option of another framework → what it is called here."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: object) -> object:
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if value is not None}
+
 
 SectionType = TypeVar("SectionType", bound=Section)
-
-
-def words(text: str) -> frozenset[str]:
-    """Return the words of a text: long lists of options read better so."""
-    return frozenset(text.split())
 
 
 def validate(

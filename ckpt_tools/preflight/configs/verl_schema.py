@@ -20,7 +20,6 @@ from ckpt_tools.preflight.configs.schema import (
     Truth,
     Word,
     choice,
-    words,
 )
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "automodel", "mindspeed")
@@ -31,7 +30,7 @@ Strategy = Annotated[str, choice(*STRATEGIES)]
 class WrapPolicy(Section):
     """`wrap_policy`."""
 
-    known: ClassVar[frozenset[str]] = words("disable")
+    known: ClassVar[frozenset[str]] = known("verl", "wrap_policy")
 
     min_num_params: Count | None = None
     transformer_layer_cls_to_wrap: Names | None = None
@@ -59,8 +58,8 @@ class Fsdp(Section):
     optimizer_offload: Truth | None = None
     model_dtype: Dtype | None = None
     dtype: Dtype | None = None
-    mixed_precision: MixedPrecision | None = None
-    wrap_policy: WrapPolicy | None = None
+    mixed_precision: MixedPrecision = MixedPrecision()
+    wrap_policy: WrapPolicy = WrapPolicy()
     ulysses_sequence_parallel_size: Count | None = None
 
 
@@ -82,8 +81,8 @@ class Actor(Section):
     strategy: Strategy | None = None
     ppo_micro_batch_size_per_gpu: Positive | None = None
     ulysses_sequence_parallel_size: Count | None = None
-    fsdp_config: Fsdp | None = None
-    optim: Optimizer | None = None
+    fsdp_config: Fsdp = Fsdp()
+    optim: Optimizer = Optimizer()
 
 
 class Model(Section):
@@ -105,8 +104,8 @@ class ActorRolloutRef(Section):
 
     known: ClassVar[frozenset[str]] = known("verl", "actor_rollout_ref")
 
-    model: Model | None = None
-    actor: Actor | None = None
+    model: Model = Model()
+    actor: Actor = Actor()
 
 
 class Data(Section):
@@ -135,9 +134,9 @@ class Ppo(Section):
 
     known: ClassVar[frozenset[str]] = known("verl", "ppo")
 
-    actor_rollout_ref: ActorRolloutRef | None = None
-    data: Data | None = None
-    trainer: Runner | None = None
+    actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
+    data: Data = Data()
+    trainer: Runner = Runner()
 
 
 class SftFsdp(Fsdp):
@@ -153,22 +152,22 @@ class SftModel(Model):
 
     partial_pretrain: Word | None = None
     strategy: Strategy | None = None
-    fsdp_config: SftFsdp | None = None
+    fsdp_config: SftFsdp = SftFsdp()
 
 
 class SftOther(Section):
     """A file for the SFT trainer with an engine that is not FSDP: the engine's options are passed over."""
 
-    known: ClassVar[frozenset[str]] = known("verl", "sft") | words("profiler engine optim")
+    known: ClassVar[frozenset[str]] = known("verl", "sft") | {"engine", "optim"}
 
-    model: SftModel | None = None
-    data: Data | None = None
-    trainer: Runner | None = None
+    model: SftModel = SftModel()
+    data: Data = Data()
+    trainer: Runner = Runner()
     ulysses_sequence_parallel_size: Count | None = None
 
 
 class Sft(SftOther):
     """A file for the SFT trainer."""
 
-    engine: Fsdp | None = None
-    optim: Optimizer | None = None
+    engine: Fsdp = Fsdp()
+    optim: Optimizer = Optimizer()
