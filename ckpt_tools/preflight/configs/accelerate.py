@@ -29,7 +29,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
-from ckpt_tools.preflight.key_paths import find_value
+from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import Engine
 
 DEFAULTS = PluginDefaults(

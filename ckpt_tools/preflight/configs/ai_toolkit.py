@@ -20,7 +20,7 @@ from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Source, Table, mesh_row, named_by, row
-from ckpt_tools.preflight.key_paths import find_value
+from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 _FLUX2_BLOCKS = ("DoubleStreamBlock", "SingleStreamBlock")

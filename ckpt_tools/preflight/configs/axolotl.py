@@ -18,7 +18,6 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     FsdpOptions,
     PluginDefaults,
     Version,
-    as_truth,
     plugin_rows,
     resumed_from,
     strip_prefix,
@@ -26,7 +25,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, row
-from ckpt_tools.preflight.key_paths import find_value
+from ckpt_tools.preflight.plain_values import as_truth, find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 DEFAULTS = PluginDefaults(

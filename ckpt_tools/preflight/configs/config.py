@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.preflight.key_paths import find_value
+from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
 from ckpt_tools.text import escape_name
 

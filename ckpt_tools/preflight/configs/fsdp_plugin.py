@@ -15,8 +15,9 @@ from pydantic import PlainValidator
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.options import Spell
-from ckpt_tools.preflight.configs.schema import FALSE_WORDS, TRUE_WORDS, Count, Names, Section, Truth, Word
+from ckpt_tools.preflight.configs.schema import Count, Names, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Table, row
+from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import Engine
 
 SECTION = "fsdp_config"
@@ -183,9 +184,3 @@ def resumed_from(given: Given[Any]) -> str | None:
     """Return the checkpoint to go on from; a bare `true` means the last one, which has no name yet."""
     text: str | None = given.raw.resume_from_checkpoint
     return None if as_truth(text) is not None else text
-
-
-def as_truth(value: object) -> bool | None:
-    """Return a truth, or None for what is none. Source: `str_to_bool`."""
-    word = str(value).strip().lower()
-    return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None

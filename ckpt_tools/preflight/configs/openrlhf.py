@@ -34,7 +34,7 @@ from ckpt_tools.preflight.configs.openrlhf_names import (
 from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
-from ckpt_tools.preflight.key_paths import find_value
+from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 from ckpt_tools.text import escape_name
 

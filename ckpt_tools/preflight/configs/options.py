@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.spelling import decides, is_typo, nearest
-from ckpt_tools.preflight.key_paths import find_value, join_path
+from ckpt_tools.preflight.plain_values import find_value, join_path
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:

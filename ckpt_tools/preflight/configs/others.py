@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.key_paths import find_value
+from ckpt_tools.preflight.plain_values import find_value
 
 _MAX_DEPTH = 6
 _MISSING = object()

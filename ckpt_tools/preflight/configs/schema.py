@@ -4,7 +4,7 @@ Values are taken in every form that the frameworks themselves take them: a truth
 text, a list of names may be joined by commas. What they would stop at is a finding here, and the option counts as not
 given.
 
-Source: `str_to_bool` in `accelerate/utils/environment.py` and `transformers/training_args.py`; argparse's `type=int`.
+Source: argparse's `type=int`; for truths, `as_truth`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.options import Spell, account, check_names, options_of, without_variables
-from ckpt_tools.preflight.key_paths import join_path
+from ckpt_tools.preflight.plain_values import as_truth, join_path
 from ckpt_tools.text import escape_name
 
-TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
-FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
 _MAX_DIGITS = 18
 MAX_FINDINGS = 200
 """Findings of one kind on one file; whoever hands in another thing than a config needs no list of everything in it."""
@@ -68,12 +66,10 @@ def _number(value: object) -> float:
 
 
 def _truth(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower() if isinstance(value, (str, int)) else ""
-    if word in TRUE_WORDS or word in FALSE_WORDS:
-        return word in TRUE_WORDS
-    raise ValueError("true or false")
+    truth = as_truth(value) if isinstance(value, (str, int)) else None
+    if truth is None:
+        raise ValueError("true or false")
+    return truth
 
 
 def _word(value: object) -> str:

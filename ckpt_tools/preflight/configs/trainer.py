@@ -20,7 +20,6 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     STRATEGIES,
     FsdpOptions,
     PluginDefaults,
-    as_truth,
     plugin_mesh_row,
     plugin_rows,
     resumed_from,
@@ -30,6 +29,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
+from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 DEFAULTS = PluginDefaults(

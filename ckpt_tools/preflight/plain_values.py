@@ -1,8 +1,18 @@
-"""Key paths of a config: `config.process[0].train`."""
+"""Plain values of a config: key paths (`config.process[0].train`) and truths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
+FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
+"""Source: `str_to_bool` in `accelerate/utils/environment.py` and `transformers/training_args.py`."""
+
+
+def as_truth(value: object) -> bool | None:
+    """Return a truth, which may be a word for one; None for anything else."""
+    word = str(value).strip().lower()
+    return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
 
 
 def join_path(*parts: str | int) -> str:
