@@ -7,39 +7,33 @@ held in f32); the notes of the FSDP2 plan.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
 
-from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Severity
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks, programs
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.openrlhf_names import (
-    LISTS,
+from ckpt_tools.preflight.configs.openrlhf_command import (
     NAMES,
-    SCRIPTS,
-    SWITCHES,
+    find_entry,
     options_before_dots,
-    options_of_others,
     options_with_dots,
+    parse_options,
+    split_options,
+    wrong_options,
 )
-from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
-from ckpt_tools.text import escape_name
 
-_ENTRY = re.compile(rf"(.*[./])?train_(?P<script>{'|'.join(SCRIPTS)})(\.py)?")
-_OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _FSDP2 = (
     "fsdp2_tp_size",
     "fsdp2_cp_size",
@@ -107,7 +101,7 @@ _TELLING = frozenset(_FSDP2) | {"backend", "zero_stage", "micro_train_batch_size
 
 def _looks_like(document: Document) -> bool:
     names = {word.partition("=")[0].lstrip("-") for word in document.words if word[:2] == "--"}
-    if _entry(document.commands) is not None:
+    if find_entry(document.commands) is not None:
         return any("openrlhf" in word for word in document.words) or bool(names & NAMES)
     return bool(names & _TELLING)
 
@@ -116,8 +110,8 @@ def _prepare(document: Document) -> Source:
     """Make a command line ready: a script, or a list of options."""
     if document.values is not None:
         raise UsageError("expected a command line, found a file with keys", where=document.path)
-    script, words, findings = _options_of(document)
-    values, unread, more = _parse(words)
+    script, words, findings = split_options(document)
+    values, unread, more = parse_options(words)
     if not script:  # options alone, or those of a program that trains nothing
         unread += tuple(chain.from_iterable(map(programs, document.commands)))
     return Source(
@@ -128,115 +122,13 @@ def _prepare(document: Document) -> Source:
         spell=lambda path: f"--{path}",
         words=unread,
         noun="option",
-        findings=(*findings, *more, *_wrong_options(values, script)),
+        findings=(*findings, *more, *wrong_options(values, script)),
         check=_check,
     )
 
 
-def _entry(commands: Iterable[Sequence[str]]) -> tuple[int, int, str] | None:
-    """Return (command, word, script) of the trainer that is started."""
-    for i, command in enumerate(commands):
-        for j, word in enumerate(command):
-            match = _ENTRY.fullmatch(word)
-            if match is not None:
-                return i, j, match["script"]
-    return None
-
-
-def _options_of(document: Document) -> tuple[str, tuple[str, ...], tuple[Finding, ...]]:
-    """Return the script that is started and its words; without one, all words are options."""
-    commands = document.commands
-    found = _entry(commands)
-    if found is None:
-        return "", document.words, ()
-    index, at, script = found
-    findings: list[Finding] = []
-    rest = commands[index + 1 :]
-    if _entry(rest) is not None:
-        findings.append(several_commands(document.path))
-    findings += lost_options(rest, lambda word: word.startswith("--"))
-    return script, commands[index][at + 1 :], tuple(findings)
-
-
-def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, ...], tuple[Finding, ...]]:
-    """Return option → its words, as argparse would split them, and the words that may be options themselves.
-
-    What is no option's is passed over.
-    """
-    values: dict[str, object] = {}
-    unread: list[str] = []
-    findings: list[Finding] = []
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        name, equals, value = word.partition("=")
-        if not word.startswith("--") or _OPTION.fullmatch(name) is None:
-            unread += [word] if is_variable(word) else []
-            continue
-        name = name.removeprefix("--")
-        taken = [value] if equals else []
-        while not equals and at < len(words) and not _is_option(words[at]):
-            taken.append(words[at])
-            at += 1
-        most = 0 if name in SWITCHES else len(taken) if name in LISTS else 1
-        unread += [extra for extra in taken[most:] if is_variable(extra)]
-        taken = taken[:most] + [extra for extra in taken[most:] if not is_variable(extra)]
-        if name in SWITCHES:
-            if taken:
-                findings.append(_bad_words(name, "no value, it is a switch", taken))
-            values[name] = True
-        elif name in LISTS:
-            values[name] = taken
-        elif taken:
-            if len(taken) > 1:
-                findings.append(_bad_words(name, "one value", taken))
-            values[name] = taken[0]
-        elif name in OpenRlhf.known:
-            findings.append(_bad_words(name, "a value", []))
-        else:
-            values[name] = True
-    return values, tuple(unread), tuple(findings)
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("--") and _OPTION.fullmatch(word.partition("=")[0]) is not None
-
-
-def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
-    found = " ".join(escape_name(word) for word in taken[:4]) or "none"
-    return Finding.error(
-        code="wrong-type",
-        where=f"--{name}",
-        what=f"expected {expected}, found {found}",
-        hint=f"--{name} takes {expected}",
-    )
-
-
-def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Finding]:
-    """Yield the findings on options that are known, and not to the script that is started."""
-    old = sorted(options_before_dots(script).intersection(values))
-    new = sorted(options_with_dots("").intersection(values))
-    if old and new:
-        yield Finding.error(
-            code="mixed-options",
-            where=f"--{old[0]}",
-            what=f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
-            hint="use the names of one version",
-        )
-    for name in sorted(options_of_others(script).intersection(values)):
-        ending = name.rpartition(".")[2]
-        same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
-        yield Finding.error(
-            code="unknown-key",
-            where=f"--{name}",
-            what=f"train_{script} has no such option, in no release: argparse stops at it",
-            hint=f"write --{same}" if same is not None else "remove it",
-        )
-
-
 def _script(given: Given[OpenRlhf]) -> str:
-    found = _entry(given.document.commands)
+    found = find_entry(given.document.commands)
     return "" if found is None else found[2]
 
 

@@ -10,150 +10,171 @@ Source: verl 0.2 to 0.9.1: `trainer/config/_generated_ppo_trainer.yaml` and `sft
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.description.checkpoint import Severity
 from ckpt_tools.description.layout import Mesh
-from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import Overrides, is_override, read_overrides, resolve
-from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.options import option_names
-from ckpt_tools.preflight.configs.schema import Section
+from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Row, Source, Table, named_by, row, value_at
-from ckpt_tools.preflight.configs.verl_schema import Fsdp, Model, Ppo, Sft, SftOther
+from ckpt_tools.preflight.configs.verl_command import Tree, is_fsdp_sft, is_sft, looks_like, read_tree
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 _ACTOR = "actor_rollout_ref.actor"
-_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
-"""verl's own configs, whose defaults are known; what another one holds is not."""
-_GROUPS = ("model_engine", "engine", "optim")
-"""Groups of which is known what they choose: the engine of PPO, that of SFT, and the optimizer that goes with it."""
-_OWN_ENGINES = ("dp", "fsdp")
-"""Choices of a group that mean FSDP."""
+STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "automodel", "mindspeed")
+"""Engines. Source: `workers/engine/`."""
+Strategy = Annotated[str, choice(*STRATEGIES)]
 
 
-def _looks_like(document: Document) -> bool:
-    if document.values is not None:
-        return _is_ppo(document.values) or _is_sft(document.values)
-    return any("verl.trainer" in word or word.lstrip("+~").startswith("actor_rollout_ref.") for word in document.words)
+class WrapPolicy(Section):
+    """`wrap_policy`."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "wrap_policy")
+
+    min_num_params: Count | None = None
+    transformer_layer_cls_to_wrap: Names | None = None
 
 
-def _arguments(command: Sequence[str]) -> Sequence[str] | None:
-    """Return what follows verl's program in a command; None where the command does not start it."""
-    for at, word in enumerate(command):
-        if word.startswith(("verl.trainer.", "verl/trainer/")):
-            return command[at + 1 :]
-    return None
+class MixedPrecision(Section):
+    """`mixed_precision`."""
+
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = None
 
 
-def _command(document: Document) -> Sequence[str]:
-    """Return the arguments of the first command that starts verl; all words where none does."""
-    found = (arguments for command in document.commands if (arguments := _arguments(command)) is not None)
-    return next(found, document.words)
+class Fsdp(Section):
+    """`fsdp_config`, or `engine` of the SFT trainer."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "fsdp")
+    unknown: ClassVar[Severity | None] = "error"  # a dataclass is made of it
+
+    strategy: Strategy | None = None
+    fsdp_size: Count | None = None
+    reshard_after_forward: Truth | None = None
+    offload_policy: Truth | None = None
+    param_offload: Truth | None = None
+    optimizer_offload: Truth | None = None
+    model_dtype: Dtype | None = None
+    dtype: Dtype | None = None
+    mixed_precision: MixedPrecision = MixedPrecision()
+    wrap_policy: WrapPolicy = WrapPolicy()
+    ulysses_sequence_parallel_size: Count | None = None
 
 
-def _lost_options(document: Document) -> tuple[Finding, ...]:
-    """Return the finding on overrides that come after the end of verl's command."""
-    at = next((at for at, command in enumerate(document.commands) if _arguments(command) is not None), None)
-    return () if at is None else lost_options(document.commands[at + 1 :], is_override)
+class Optimizer(Section):
+    """`optim`; its other options depend on the engine."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "optim")
+    unknown: ClassVar[Severity | None] = "error"
+
+    optimizer: Word | None = None
 
 
-def _own_programs(document: Document) -> tuple[str, ...]:
-    """Return the programs that are started with verl's options and are not verl's: their defaults are not known."""
-    if any(_arguments(command) is not None for command in document.commands):
-        return ()
-    with_options = (
-        command
-        for command in document.commands
-        if any(one.lstrip("+~").startswith("actor_rollout_ref.") for one in command)
-    )
-    return tuple(chain.from_iterable(map(programs, with_options)))
+class Actor(Section):
+    """`actor_rollout_ref.actor`."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "actor")
+    unknown: ClassVar[Severity | None] = "error"
+
+    strategy: Strategy | None = None
+    ppo_micro_batch_size_per_gpu: Positive | None = None
+    ulysses_sequence_parallel_size: Count | None = None
+    fsdp_config: Fsdp = Fsdp()
+    optim: Optimizer = Optimizer()
 
 
-def _is_ppo(values: Mapping[str, object]) -> bool:
-    return isinstance(values.get("actor_rollout_ref"), Mapping)
+class Model(Section):
+    """`actor_rollout_ref.model`, or `model` for SFT."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "model")
+    unknown: ClassVar[Severity | None] = "error"
+
+    path: Word | None = None
+    enable_gradient_checkpointing: Truth | None = None
+    lora_rank: Count | None = None
+    lora_alpha: Number | None = None
+    lora_adapter_path: Word | None = None
+    target_modules: Names | None = None
 
 
-def _is_sft(values: Mapping[str, object]) -> bool:
-    return _is_fsdp_sft(values) or any(base.startswith("engine@engine") for base in _bases(values))
+class ActorRolloutRef(Section):
+    """`actor_rollout_ref`."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "actor_rollout_ref")
+
+    model: Model = Model()
+    actor: Actor = Actor()
 
 
-def _is_fsdp_sft(values: Mapping[str, object]) -> bool:
-    model = values.get("model")
-    return isinstance(model, Mapping) and "partial_pretrain" in model
+class Data(Section):
+    """`data`, which scripts extend."""
+
+    unknown: ClassVar[Severity | None] = None
+
+    max_prompt_length: Positive | None = None
+    max_response_length: Positive | None = None
+    max_length: Positive | None = None
+    micro_batch_size_per_gpu: Positive | None = None
 
 
-def _prepare(document: Document) -> Source:
-    """Make a tree ready, or a script, whose overrides make one."""
-    findings: tuple[Finding, ...] = ()
-    overrides = None
-    tree, command = document.values, _command(document)
-    if tree is None:
-        overrides = read_overrides(command, configs=_CONFIGS, groups=_GROUPS)
-        tree, findings = overrides.values, overrides.findings
-        if sum(_arguments(words) is not None for words in document.commands) > 1:
-            findings += (several_commands(document.path),)
-        findings += _lost_options(document)
-    try:
-        values, _ = resolve(tree)
-    except ValueError as error:
-        raise LimitError(str(error), where=document.path) from None
-    model, table = _chosen(values, document, overrides, command)
-    words = [f"defaults: {name}" for name in _bases(values) if name not in {*_CONFIGS, *known("verl", "defaults")}]
-    source = Source(model=model, table=table, values=values, findings=findings, words=tuple(words))
-    if overrides is None:
-        return source
-    names = option_names(model)
-    return replace(
-        source,
-        options={key: value for key, value in values.items() if key in names},
-        added=overrides.added,
-        # `model_engine=…` chooses whole files.
-        words=(
-            *_own_programs(document),
-            *overrides.unread,
-            *words,
-            *(f"{key}=…" for key in values if key not in names),
-        ),
-    )
+class Runner(Section):
+    """`trainer`."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "trainer")
+
+    nnodes: Positive | None = None
+    n_gpus_per_node: Positive | None = None
+    resume_from_path: Word | None = None
 
 
-def _chosen(
-    values: Mapping[str, object], document: Document, overrides: Overrides | None, command: Sequence[str]
-) -> tuple[type[Section], Table[Any]]:
-    """Return the options and the table of the trainer that is started."""
-    starts_sft = any("sft_trainer" in word for word in document.words if word.startswith(("verl.", "verl/")))
-    if not _is_sft(values) and not starts_sft:
-        words = [word for word in (*command, *_bases(values)) if word.startswith(("--config-name", "ppo_"))]
-        is_megatron = any("megatron" in word for word in words)
-        engine = _engine_row(f"{_ACTOR}.strategy", "megatron" if is_megatron else _group(overrides, "model_engine"))
-        return Ppo, {"engine": engine, **_PPO}
-    if _is_fsdp_sft(values):
-        return Sft, {"engine": _engine_row("model.strategy", "fsdp2"), **_FSDP_SFT}
-    chosen = _group(overrides, "engine")
-    return Sft if chosen == "fsdp" else SftOther, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
+class Ppo(Section):
+    """A file for PPO, GRPO and the like."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "ppo")
+
+    actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
+    data: Data = Data()
+    trainer: Runner = Runner()
 
 
-def _bases(values: Mapping[str, object]) -> list[str]:
-    """Return the configs that a file is laid over (Hydra's defaults list)."""
-    defaults = values.get("defaults")
-    names: list[str] = []
-    for item in defaults if isinstance(defaults, list) else ():
-        pairs = item.items() if isinstance(item, Mapping) else ((item, None),)
-        names += [str(name) if file is None else f"{name}:{file}" for name, file in pairs]
-    return names
+class SftFsdp(Fsdp):
+    """`model.fsdp_config` of the SFT trainer before verl 0.7."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "fsdp", "sft_fsdp")
+
+    offload_params: Truth | None = None
 
 
-def _group(overrides: Overrides | None, name: str) -> str:
-    """Return the engine that a group chooses; FSDP by default."""
-    chosen = "fsdp" if overrides is None else overrides.groups.get(name, "fsdp")
-    return "fsdp" if chosen in _OWN_ENGINES else chosen
+class SftModel(Model):
+    """`model` of the SFT trainer."""
+
+    partial_pretrain: Word | None = None
+    strategy: Strategy | None = None
+    fsdp_config: SftFsdp = SftFsdp()
+
+
+class SftOther(Section):
+    """A file for the SFT trainer with an engine that is not FSDP: the engine's options are passed over."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "sft") | {"engine", "optim"}
+
+    model: SftModel = SftModel()
+    data: Data = Data()
+    trainer: Runner = Runner()
+    ulysses_sequence_parallel_size: Count | None = None
+
+
+class Sft(SftOther):
+    """A file for the SFT trainer."""
+
+    engine: Fsdp = Fsdp()
+    optim: Optimizer = Optimizer()
 
 
 def _engine_row(option: str, default: str) -> Row[Any]:
@@ -294,4 +315,31 @@ _FSDP_SFT: Table[Sft] = {
 }
 """`fsdp_sft_trainer.py`: one mesh of all ranks, and bf16 computation, always."""
 
-READER = Reader(name="verl", looks_like=_looks_like, prepare=_prepare)
+
+def _prepare(document: Document) -> Source:
+    tree = read_tree(document)
+    model, table = _chosen(tree, document)
+    source = Source(model=model, table=table, values=tree.values, findings=tree.findings, words=tree.words)
+    if not tree.is_command:
+        return source
+    names = option_names(model)
+    groups = [f"{key}=…" for key in tree.values if key not in names]  # `model_engine=…` chooses whole files
+    options = {key: value for key, value in tree.values.items() if key in names}
+    return replace(source, options=options, added=tree.added, words=(*tree.words, *groups))
+
+
+def _chosen(tree: Tree, document: Document) -> tuple[type[Section], Table[Any]]:
+    """Return the options and the table of the trainer that is started."""
+    starts_sft = any("sft_trainer" in word for word in document.words if word.startswith(("verl.", "verl/")))
+    if not is_sft(tree.values) and not starts_sft:
+        configs = [name for name in tree.configs if name.startswith(("--config-name", "ppo_"))]
+        is_megatron = any("megatron" in name for name in configs)
+        default = "megatron" if is_megatron else tree.engine("model_engine")
+        return Ppo, {"engine": _engine_row(f"{_ACTOR}.strategy", default), **_PPO}
+    if is_fsdp_sft(tree.values):
+        return Sft, {"engine": _engine_row("model.strategy", "fsdp2"), **_FSDP_SFT}
+    chosen = tree.engine("engine")
+    return Sft if chosen == "fsdp" else SftOther, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
+
+
+READER = Reader(name="verl", looks_like=looks_like, prepare=_prepare)
