@@ -17,6 +17,7 @@ from ckpt_tools.preflight.configs.deepspeed_file import OFFLOAD_DEVICES, read_de
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
+    STRATEGIES,
     FsdpOptions,
     PluginDefaults,
     Strategy,
@@ -169,6 +170,10 @@ def _zero(given: Given[Accelerate]) -> tuple[str | None, bool, bool]:
     return zero_strategy(stage), devices[0] in OFFLOAD_DEVICES, devices[1] in OFFLOAD_DEVICES
 
 
+def _v1_strategy(given: Given[Accelerate]) -> tuple[str, bool | None]:
+    return v1_strategy(given.raw.fsdp_config.sharding_strategy or STRATEGIES[0])
+
+
 _TABLE: Table[Accelerate] = {
     "engine": row("distributed_type", value=_engine),
     "world_size": row("num_processes", value=_world_size),
@@ -187,7 +192,7 @@ _BY_ENGINE: Mapping[Engine, Table[Accelerate]] = {
     **plugin_rows(
         DEFAULTS,
         offload=row("fsdp_config.offload_params", default=False),
-        v1=row("fsdp_config.sharding_strategy", value=v1_strategy),
+        v1=row("fsdp_config.sharding_strategy", value=_v1_strategy),
         v2=row("fsdp_config.reshard_after_forward", value=v2_strategy),
     ),
 }

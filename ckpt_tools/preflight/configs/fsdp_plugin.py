@@ -144,7 +144,7 @@ def plugin_rows(
         loading: row(f"{SECTION}.{loading}", default=defaults.cpu_ram_efficient_loading),
     }
     state_dicts = {version: STATE_DICTS[0 if version == 1 or defaults.full_state_dict else 2] for version in (1, 2)}
-    strategies = (v1 or row(value=v1_strategy), v2 or row(value=v2_strategy))
+    strategies = (v1 or row(value=lambda _: v1_strategy(STRATEGIES[0])), v2 or row(value=v2_strategy))
     return {
         engine: {
             "strategy reshard_after_forward": strategy,
@@ -166,15 +166,14 @@ def plugin_mesh_row() -> Row[Any]:
     return row(value=mesh)
 
 
-def v1_strategy(given: Given[Any]) -> tuple[str, bool | None]:
-    """Return FSDP1's strategy, and whether parameters are given back after forward."""
-    name: str = getattr(given.raw.fsdp_config, "sharding_strategy", None) or STRATEGIES[0]
+def v1_strategy(name: str) -> tuple[str, bool | None]:
+    """Return a strategy of FSDP1 in our words, and whether parameters are given back after forward."""
     after = {"SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False, "NO_SHARD": None}.get(name, True)
     return "hybrid_shard" if name == "HYBRID_SHARD_ZERO2" else name.lower(), after
 
 
 def v2_strategy(given: Given[Any], *, default: bool = True) -> tuple[str, bool | None]:
-    """Return the same of FSDP2, where `default` is what a missing `reshard_after_forward` means."""
+    """Return the same of FSDP2, whose mesh says the rest; `default` is what a missing option means."""
     reshard = given.raw.fsdp_config.reshard_after_forward
     after = default if reshard is None else as_truth(reshard)
     return sharding_strategy(given.spec.axes, given.spec.mesh, reshards=after is not False), after
