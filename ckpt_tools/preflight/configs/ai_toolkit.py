@@ -134,7 +134,11 @@ def _master(given: Given[Process]) -> str | None:
 
 def _wrap_classes(given: Given[Process]) -> tuple[str, ...]:
     is_flux2 = (given.raw.model.arch or "").lower().startswith("flux2")
-    return _FLUX2_BLOCKS if is_flux2 and given.raw.train.fsdp_auto_wrap is not False else ()
+    return _FLUX2_BLOCKS if is_flux2 and _wraps_blocks(given) else ()
+
+
+def _wraps_blocks(given: Given[Process]) -> bool:
+    return given.raw.train.fsdp_auto_wrap is not False
 
 
 def _network(given: Given[Process]) -> Network | None:
@@ -176,7 +180,7 @@ _TABLE: Table[Process] = {
     "offload_params": row("train.fsdp_cpu_offload", default=False, engines=FSDP),
     "activation_checkpointing": row("train.gradient_checkpointing", default=True),
     "wrap_classes": row("train.fsdp_auto_wrap", value=_wrap_classes, engines=FSDP),
-    "wraps_blocks": row("train.fsdp_auto_wrap", default=True, engines=FSDP),
+    "wraps_blocks": row(value=_wraps_blocks, engines=FSDP),
     "adapter": row("network.linear", "network.rank", "network.type", value=_adapter),
     "quantize": row("model.quantize", value=_quantize),
     "optimizer": row("train.optimizer", default="adamw"),
