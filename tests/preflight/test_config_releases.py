@@ -224,10 +224,11 @@ def test_deepspeed_file_that_says_nothing_is_unread(text: str, tmp_path: Path, m
 
 LISTS = {
     "accelerate": ("config", "arguments"),
+    "ai_toolkit": ("file", "config", "process", "train", "model", "network"),
     "axolotl": ("config", "fsdp_config"),
     "openrlhf": ("switches", "lists", "sft", "rm", "dpo", "ppo_ray"),
     "torchtitan": ("job", "parallelism", "training", "checkpoint"),
-    "trainer": ("arguments", "trl"),
+    "trainer": ("arguments", "trl", "fsdp_config", "parallelism_config"),
     "verl": ("actor_rollout_ref", "actor", "model", "trainer", "ppo", "sft", "optim", "fsdp", "defaults"),
 }
 
@@ -238,4 +239,7 @@ def test_list_of_names_says_which_release_has_them(name: str) -> None:
         options = newest_release(name, section)
         assert options, section
         assert known(name, section) == options.keys()
-        assert any(release.startswith((name, "transformers", "trl")) for release in options.values())
+        assert any(
+            release.startswith((name, "transformers", "trl", "accelerate", "ai-toolkit"))
+            for release in options.values()
+        )

@@ -13,28 +13,25 @@ from typing import Annotated, ClassVar
 from pydantic import PlainValidator
 
 from ckpt_tools.description.checkpoint import Finding, Severity
-from ckpt_tools.preflight.configs.config import Reading, first_key
-from ckpt_tools.preflight.configs.deepspeed_file import (
-    OFFLOAD_DEVICES,
-    DeepSpeedFile,
-    read_deepspeed,
-    without_file,
-    zero_strategy,
-)
+from ckpt_tools.preflight.configs.deepspeed_file import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
+from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     STRATEGIES,
     FsdpOptions,
     PluginDefaults,
     Strategy,
-    option_key,
+    plugin_mesh_row,
+    plugin_rows,
     strip_prefix,
-    with_plugin,
+    v1_strategy,
+    v2_strategy,
 )
-from ckpt_tools.preflight.configs.mesh import build_mesh
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, validate, words
-from ckpt_tools.preflight.spec import Engine, ParallelSpec
+from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word
+from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
+from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.spec import Engine
 
 DEFAULTS = PluginDefaults(
     version=1,
@@ -44,11 +41,10 @@ DEFAULTS = PluginDefaults(
     cpu_ram_efficient_loading=True,
 )
 """Source: the defaults of `accelerate launch`'s command line, which the file overrides."""
-TYPES = words(
-    """NO FSDP DEEPSPEED MEGATRON_LM XLA TPU MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU
-    MULTI_HPU MULTI_NEURON"""
-)
+_DEVICES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
+TYPES = {"NO", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU", *(f"MULTI_{device}" for device in _DEVICES)}
 """Source: `accelerate/utils/dataclasses.py:DistributedType`."""
+_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SIZES = "parallelism_config.parallelism_config_{}_size"
 _NO_ENGINE = ("", "NO")
 _ASKED_FOR = -1
@@ -116,94 +112,22 @@ class Accelerate(Section):
     mixed_precision: Word | None = None
     num_processes: Count | None = None
     num_machines: Positive | None = None
-    fsdp_config: AccelerateFsdp | None = None
-    parallelism_config: Parallelism | None = None
-    deepspeed_config: DeepSpeed | None = None
+    fsdp_config: AccelerateFsdp = AccelerateFsdp()
+    parallelism_config: Parallelism = Parallelism()
+    deepspeed_config: DeepSpeed = DeepSpeed()
 
 
-def looks_like(values: Mapping[str, object]) -> bool:
-    """Is this accelerate's?"""
-    return "distributed_type" in values or ("compute_environment" in values and "num_processes" in values)
+def _world_size(given: Given[Accelerate]) -> int | None:
+    declared = given.raw.num_processes
+    if declared is not None and declared > 0:
+        return declared
+    return 1 if given.raw.distributed_type == "NO" else None
 
 
-def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
-    """Read a config.
-
-    Args:
-        values: The file.
-        world_size: Ranks; None for what the file says.
-    """
-    normal, spell = strip_prefix(values)
-    raw, findings, counted = validate(Accelerate, normal, spell=spell)
-    if values.get("distributed_type") is None:
-        findings += (_no_type(),)
-    if raw.num_processes is not None and raw.num_processes < 1 and raw.num_processes != _ASKED_FOR:
-        findings += (_no_processes(raw.num_processes),)
-    kind = raw.distributed_type or ""
-    options = raw.fsdp_config or AccelerateFsdp()
-    engine = _engine(kind, options)
-    declared = raw.num_processes if raw.num_processes is not None and raw.num_processes > 0 else None
-    world = world_size or declared or (1 if kind == "NO" else None)
-    strategy = options.sharding_strategy or STRATEGIES[0]
-    axes = _axes(engine, raw, strategy)
-    precision = (raw.mixed_precision or "no").lower()
-    mixed = "bf16" if precision == "fp8" else dtype_name(precision)
-    is_fsdp = engine in ("fsdp1", "fsdp2")
-    speed = raw.deepspeed_config or DeepSpeed()
-    is_speed = engine == "deepspeed"
-    own = _deepspeed(speed) if is_speed else DeepSpeedFile()
-    if not own.is_read:
-        counted = without_file(counted, "deepspeed_config.deepspeed_config_file")
-    spec = ParallelSpec(
-        framework="accelerate",
-        engine=engine,
-        world_size=world,
-        axes=axes,
-        # DeepSpeed makes the groups of its own sequence parallelism.
-        mesh=None if engine == "other" or axes.get("sp", 1) > 1 else build_mesh(axes, world),
-        strategy=own.strategy,
-        param_dtype=mixed,
-        # FSDP averages in the dtype that computes; under DDP gradients are as wide as the parameters.
-        reduce_dtype=mixed if is_fsdp else None,
-        # What is trained is widened before it is sharded (`prepare_model`, `fsdp2_prepare_model`); ZeRO keeps a copy.
-        master_dtype="f32" if mixed is not None and (is_fsdp or is_speed) else None,
-        offload_params=own.offload_params,
-        offload_optimizer=own.offload_optimizer,
-        keys=_keys(values, axes, engine),
-    )
-    spec = with_plugin(
-        spec,
-        options,
-        values,
-        DEFAULTS,
-        strategy=strategy,
-        reshard=options.reshard_after_forward,
-        offloads=bool(options.offload_params),
-    )
-    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
-
-
-def _no_type() -> Finding:
-    return Finding.error(
-        code="missing-key",
-        where="distributed_type",
-        what="distributed_type is missing, and accelerate refuses a file without it",
-        hint="distributed_type: FSDP",
-    )
-
-
-def _no_processes(count: int) -> Finding:
-    return Finding.error(
-        code="wrong-type",
-        where="num_processes",
-        what=f"{count} processes start nothing",
-        hint="num_processes: how many ranks there are on all machines together",
-    )
-
-
-def _engine(kind: str, options: FsdpOptions) -> Engine:
+def _engine(given: Given[Accelerate]) -> Engine:
+    kind = given.raw.distributed_type or ""
     if kind == "FSDP":
-        return "fsdp2" if options.version == 2 else "fsdp1"
+        return "fsdp2" if given.raw.fsdp_config.version == 2 else "fsdp1"
     if kind.startswith("MULTI_"):
         return "ddp"
     if kind == "DEEPSPEED":
@@ -211,20 +135,14 @@ def _engine(kind: str, options: FsdpOptions) -> Engine:
     return "none" if kind in _NO_ENGINE else "other"
 
 
-def _axes(engine: Engine, raw: Accelerate, strategy: str) -> dict[str, int]:
+def _axes(given: Given[Accelerate]) -> dict[str, int]:
     """Return the axes. Without a `parallelism_config`, or with an empty one, FSDP shards over all ranks."""
-    section = raw.parallelism_config
-    if section is not None and section.model_dump(exclude_none=True):
-        sizes = {
-            "dp_replicate": section.parallelism_config_dp_replicate_size,
-            "dp_shard": section.parallelism_config_dp_shard_size,
-            "cp": section.parallelism_config_cp_size,
-            "sp": section.parallelism_config_sp_size,
-            "tp": section.parallelism_config_tp_size,
-        }
-        axes = {axis: 1 if size is None else size for axis, size in sizes.items()}
+    raw, engine = given.raw, given.spec.engine
+    if raw.parallelism_config.model_dump(exclude_none=True):
+        axes = {axis: given.spec.axes.get(axis, 1) for axis in _AXES}
         # `_validate_accelerator` makes replicas of all ranks where every size is 1.
         return {"dp_replicate": -1} if engine == "ddp" and set(axes.values()) == {1} else axes
+    strategy = raw.fsdp_config.sharding_strategy or ""
     if engine == "ddp" or (engine == "fsdp1" and strategy == "NO_SHARD"):
         return {"dp_replicate": -1}
     if engine == "fsdp1" and strategy.startswith("HYBRID"):
@@ -233,30 +151,92 @@ def _axes(engine: Engine, raw: Accelerate, strategy: str) -> dict[str, int]:
     return {"dp_shard": -1} if engine in ("fsdp1", "fsdp2", "deepspeed") else {}
 
 
-def _keys(values: Mapping[str, object], axes: Mapping[str, int], engine: Engine) -> dict[str, str]:
-    paths: dict[str, str | None] = {
-        "engine": first_key(values, "distributed_type"),
-        "world_size": first_key(values, "num_processes"),
-        **{f"axes.{axis}": first_key(values, _SIZES.format(axis)) for axis in axes},
-        **{name: first_key(values, "mixed_precision") for name in ("param_dtype", "reduce_dtype", "master_dtype")},
-    }
-    if engine == "deepspeed":
-        paths["strategy"] = first_key(values, "deepspeed_config.zero_stage")
-        paths["offload_params"] = first_key(values, "deepspeed_config.offload_param_device")
-        paths["offload_optimizer"] = first_key(values, "deepspeed_config.offload_optimizer_device")
-    elif engine in ("fsdp1", "fsdp2"):
-        name = "sharding_strategy" if engine == "fsdp1" else "reshard_after_forward"
-        paths["strategy"] = paths["reshard_after_forward"] = option_key(values, name)
-        paths["offload_params"] = option_key(values, "offload_params")
-    return {field: path for field, path in paths.items() if path is not None}
+def _dtypes(given: Given[Accelerate]) -> tuple[str | None, str | None, str | None]:
+    precision = (given.raw.mixed_precision or "no").lower()
+    mixed = "bf16" if precision == "fp8" else dtype_name(precision)
+    # FSDP averages in the dtype that computes; under DDP gradients are as wide as the parameters.
+    # What is trained is widened before it is sharded (`prepare_model`, `fsdp2_prepare_model`); ZeRO keeps a copy.
+    is_widened = mixed is not None and (given.is_fsdp or given.spec.engine == "deepspeed")
+    return mixed, mixed if given.is_fsdp else None, "f32" if is_widened else None
 
 
-def _deepspeed(speed: DeepSpeed) -> DeepSpeedFile:
+def _zero(given: Given[Accelerate]) -> tuple[str | None, bool, bool]:
     """Return what `deepspeed_config` says, or the file that it names. The launcher's default is stage 2."""
-    if speed.deepspeed_config_file is not None and speed.deepspeed_config_file.lower() != "none":
-        return read_deepspeed(speed.deepspeed_config_file)
-    return DeepSpeedFile(
-        strategy=zero_strategy(2 if speed.zero_stage is None else speed.zero_stage),
-        offload_params=speed.offload_param_device in OFFLOAD_DEVICES,
-        offload_optimizer=speed.offload_optimizer_device in OFFLOAD_DEVICES,
+    options = given.raw.deepspeed_config
+    if options.deepspeed_config_file is not None and options.deepspeed_config_file.lower() != "none":
+        return read_deepspeed(given, "deepspeed_config.deepspeed_config_file", options.deepspeed_config_file)
+    stage = 2 if options.zero_stage is None else options.zero_stage
+    devices = (options.offload_param_device, options.offload_optimizer_device)
+    return zero_strategy(stage), devices[0] in OFFLOAD_DEVICES, devices[1] in OFFLOAD_DEVICES
+
+
+def _v1_strategy(given: Given[Accelerate]) -> tuple[str, bool | None]:
+    return v1_strategy(given.raw.fsdp_config.sharding_strategy or STRATEGIES[0])
+
+
+_TABLE: Table[Accelerate] = {
+    "engine": row("distributed_type", value=_engine),
+    "world_size": row("num_processes", value=_world_size),
+    **{f"axes.{axis}": row(_SIZES.format(axis)) for axis in _AXES},
+    "axes": row(value=_axes),
+    "mesh": plugin_mesh_row(),
+    "param_dtype reduce_dtype master_dtype": row("mixed_precision", value=_dtypes),
+}
+_BY_ENGINE: Mapping[Engine, Table[Accelerate]] = {
+    "deepspeed": {
+        "strategy offload_params offload_optimizer": row(value=_zero),
+        "strategy": named_by("deepspeed_config.zero_stage"),
+        "offload_params": named_by("deepspeed_config.offload_param_device"),
+        "offload_optimizer": named_by("deepspeed_config.offload_optimizer_device"),
+    },
+    **plugin_rows(
+        DEFAULTS,
+        offload=row("fsdp_config.offload_params", default=False),
+        v1=row("fsdp_config.sharding_strategy", value=_v1_strategy),
+        v2=row("fsdp_config.reshard_after_forward", value=v2_strategy),
+    ),
+}
+
+
+def _check(given: Given[Accelerate]) -> None:
+    if find_value(given.values, "distributed_type") is None:
+        given.findings.append(
+            Finding.error(
+                code="missing-key",
+                where="distributed_type",
+                what="distributed_type is missing, and accelerate refuses a file without it",
+                hint="distributed_type: FSDP",
+            )
+        )
+    count = given.raw.num_processes
+    if count is not None and count < 1 and count != _ASKED_FOR:
+        given.findings.append(
+            Finding.error(
+                code="wrong-type",
+                where="num_processes",
+                what=f"{count} processes start nothing",
+                hint="num_processes: how many ranks there are on all machines together",
+            )
+        )
+
+
+def _looks_like(document: Document) -> bool:
+    values = document.values or {}
+    return "distributed_type" in values or ("compute_environment" in values and "num_processes" in values)
+
+
+def _prepare(document: Document) -> Source:
+    values = document.keyed()
+    options, spell = strip_prefix(values)
+    return Source(
+        model=Accelerate,
+        table=_TABLE,
+        by_engine=_BY_ENGINE,
+        values=values,
+        options=options,
+        spell=spell,
+        check=_check,
     )
+
+
+READER = Reader(name="accelerate", looks_like=_looks_like, prepare=_prepare)

@@ -12,22 +12,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from ckpt_tools.description.checkpoint import Finding, Severity
-from ckpt_tools.preflight.configs.ai_toolkit_names import MODEL, NETWORK, PROCESS, TRAIN
-from ckpt_tools.preflight.configs.config import Reading
-from ckpt_tools.preflight.configs.dtypes import dtype_name
-from ckpt_tools.preflight.configs.mesh import build_mesh
-from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice, validate, words
-from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
+from pydantic import Field
 
-_PROCESS = "config.process[0]"
+from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.dtypes import dtype_name
+from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice
+from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Source, Table, mesh_row, named_by, row
+from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.spec import AdapterSpec, Engine
+
 _FLUX2_BLOCKS = ("DoubleStreamBlock", "SingleStreamBlock")
 
 
 class Train(Section):
     """`train`."""
 
-    known: ClassVar[frozenset[str]] = TRAIN
+    known: ClassVar[frozenset[str]] = known("ai_toolkit", "train")
 
     batch_size: Positive | None = None
     dtype: Word | None = None
@@ -46,7 +48,7 @@ class Train(Section):
 class Model(Section):
     """`model`."""
 
-    known: ClassVar[frozenset[str]] = MODEL
+    known: ClassVar[frozenset[str]] = known("ai_toolkit", "model")
 
     name_or_path: Word | None = None
     arch: Word | None = None
@@ -61,7 +63,7 @@ class Model(Section):
 class Network(Section):
     """`network`."""
 
-    known: ClassVar[frozenset[str]] = NETWORK
+    known: ClassVar[frozenset[str]] = known("ai_toolkit", "network")
 
     type: Word | None = None
     rank: Count | None = None
@@ -76,108 +78,76 @@ class Network(Section):
 class Process(Section):
     """One of `config.process`; its other options depend on its type."""
 
-    known: ClassVar[frozenset[str]] = PROCESS
+    known: ClassVar[frozenset[str]] = known("ai_toolkit", "process")
     extensible: ClassVar[bool] = True
 
-    train: Train | None = None
-    model: Model | None = None
-    network: Network | None = None
+    train: Train = Train()
+    model: Model = Model()
+    network: Network = Network()
 
 
 class Job(Section):
     """`config`."""
 
-    known: ClassVar[frozenset[str]] = words("name device save_root training_folder output_folder")
+    known: ClassVar[frozenset[str]] = known("ai_toolkit", "config")
 
-    process: list[Process] | None = None
+    process: list[Process] = Field(default_factory=list)
 
 
 class AiToolkit(Section):
     """The file."""
 
-    known: ClassVar[frozenset[str]] = words("job meta")
+    known: ClassVar[frozenset[str]] = known("ai_toolkit", "file")
     unknown: ClassVar[Severity | None] = "info"
 
-    config: Job | None = None
+    config: Job = Job()
 
 
-def looks_like(values: Mapping[str, object]) -> bool:
-    """Is this ai-toolkit's?"""
-    job = values.get("config")
-    return isinstance(job, Mapping) and "process" in job
-
-
-def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
-    """Read a config; the first process is the one that counts.
-
-    Args:
-        values: The file.
-        world_size: Ranks; the file does not say.
-    """
-    raw, findings, counted = validate(AiToolkit, values)
-    processes = (raw.config.process if raw.config is not None else None) or []
-    if len(processes) != 1:
-        findings += (_not_one(len(processes)),)
-    process = processes[0] if processes else Process()
-    train, model = process.train or Train(), process.model or Model()
-    engine = _engine(train, world_size)
-    is_fsdp = engine in ("fsdp1", "fsdp2")
-    sharding = train.fsdp_sharding or "full"
-    if is_fsdp and sharding == "hybrid":
-        findings += (_unknown_nodes(),)
-    axes = _axes(engine, sharding)
-    compute = dtype_name(train.dtype or "fp32")
-    mixed = dtype_name(train.fsdp_mixed_precision) if is_fsdp and train.fsdp_mixed_precision else compute
-    quantised = bool(model.quantize)
-    spec = ParallelSpec(
-        framework="ai-toolkit",
-        engine=engine,
-        world_size=world_size,
-        axes=axes,
-        mesh=build_mesh(axes, world_size),
-        strategy=f"{sharding}_shard" if is_fsdp else None,
-        reshard_after_forward=True if is_fsdp else None,
-        param_dtype=mixed,
-        reduce_dtype=mixed if is_fsdp else None,
-        master_dtype="f32" if process.network is not None else compute,
-        offload_params=is_fsdp and bool(train.fsdp_cpu_offload),
-        activation_checkpointing=train.gradient_checkpointing is not False,
-        wrap_classes=_wrap_classes(train, model) if is_fsdp else (),
-        wraps_blocks=not is_fsdp or train.fsdp_auto_wrap is not False,
-        adapter=_adapter(process.network),
-        quantize=(model.qtype or "qfloat8").partition("|")[0] if quantised else None,
-        optimizer=train.optimizer or "adamw",
-        batch_size=1 if train.batch_size is None else train.batch_size,
-        state_dict_type="SHARDED_STATE_DICT" if is_fsdp else None,
-        model=model.name_or_path,
-        resume_from=process.network.pretrained_lora_path if process.network is not None else None,
-        keys=_keys(values),
-    )
-    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
-
-
-def _engine(train: Train, world_size: int | None) -> Engine:
-    mode = train.dist_mode or "none"
+def _engine(given: Given[Process]) -> Engine:
+    mode, world = given.raw.train.dist_mode or "none", given.spec.world_size
     if mode.startswith("fsdp"):
         return "fsdp2" if mode == "fsdp2" else "fsdp1"
-    return "ddp" if mode == "ddp" or (world_size is not None and world_size > 1) else "none"
+    return "ddp" if mode == "ddp" or (world is not None and world > 1) else "none"
 
 
-def _axes(engine: Engine, sharding: str) -> dict[str, int]:
-    if engine == "none":
+def _axes(given: Given[Process]) -> dict[str, int]:
+    if given.spec.engine == "none":
         return {}
-    if engine == "ddp":
+    if given.spec.engine == "ddp":
         return {"dp_replicate": -1}
-    return {"dp_replicate": -1, "dp_shard": -1} if sharding == "hybrid" else {"dp_shard": -1}
+    return {"dp_replicate": -1, "dp_shard": -1} if given.raw.train.fsdp_sharding == "hybrid" else {"dp_shard": -1}
 
 
-def _wrap_classes(train: Train, model: Model) -> tuple[str, ...]:
-    is_flux2 = (model.arch or "").lower().startswith("flux2")
-    return _FLUX2_BLOCKS if is_flux2 and train.fsdp_auto_wrap is not False else ()
+def _strategy(given: Given[Process]) -> str:
+    return f"{given.raw.train.fsdp_sharding or 'full'}_shard"
 
 
-def _adapter(network: Network | None) -> AdapterSpec | None:
+def _compute(given: Given[Process]) -> str | None:
+    train = given.raw.train
+    mixed = train.fsdp_mixed_precision if given.is_fsdp else None
+    return dtype_name(mixed or train.dtype or "fp32")
+
+
+def _master(given: Given[Process]) -> str | None:
+    return "f32" if _network(given) is not None else dtype_name(given.raw.train.dtype or "fp32")
+
+
+def _wrap_classes(given: Given[Process]) -> tuple[str, ...]:
+    is_flux2 = (given.raw.model.arch or "").lower().startswith("flux2")
+    return _FLUX2_BLOCKS if is_flux2 and _wraps_blocks(given) else ()
+
+
+def _wraps_blocks(given: Given[Process]) -> bool:
+    return given.raw.train.fsdp_auto_wrap is not False
+
+
+def _network(given: Given[Process]) -> Network | None:
+    return given.raw.network if "network" in given.raw.model_fields_set else None
+
+
+def _adapter(given: Given[Process]) -> AdapterSpec | None:
     """Return the adapter. A LoKr of full rank, the default, has no rank and no scale of its own."""
+    network = _network(given)
     if network is None:
         return None
     kind = (network.type or "lora").lower()
@@ -191,50 +161,79 @@ def _adapter(network: Network | None) -> AdapterSpec | None:
     return AdapterSpec(kind=kind, rank=rank, alpha=alpha, targets=targets)
 
 
-def _not_one(count: int) -> Finding:
+def _quantize(given: Given[Process]) -> str | None:
+    model = given.raw.model
+    return (model.qtype or "qfloat8").partition("|")[0] if model.quantize else None
+
+
+_DTYPES = ("train.fsdp_mixed_precision", "train.dtype")
+_TABLE: Table[Process] = {
+    "engine": row("train.dist_mode", value=_engine),
+    "axes.dp_shard": named_by("train.fsdp_sharding"),
+    "axes": row(value=_axes),
+    "mesh": mesh_row(),
+    "strategy": row("train.fsdp_sharding", value=_strategy, engines=FSDP),
+    "reshard_after_forward": row(default=True, engines=FSDP),
+    "param_dtype": row(*_DTYPES, value=_compute),
+    "reduce_dtype": row(*_DTYPES, value=_compute, engines=FSDP),
+    "master_dtype": row(value=_master),
+    "offload_params": row("train.fsdp_cpu_offload", default=False, engines=FSDP),
+    "activation_checkpointing": row("train.gradient_checkpointing", default=True),
+    "wrap_classes": row("train.fsdp_auto_wrap", value=_wrap_classes, engines=FSDP),
+    "wraps_blocks": row(value=_wraps_blocks, engines=FSDP),
+    "adapter": row("network.linear", "network.rank", "network.type", value=_adapter),
+    "quantize": row("model.quantize", value=_quantize),
+    "optimizer": row("train.optimizer", default="adamw"),
+    "batch_size": row("train.batch_size", default=1),
+    "state_dict_type": row(default="SHARDED_STATE_DICT", engines=FSDP),
+    "model": row("model.name_or_path"),
+    "resume_from": row("network.pretrained_lora_path"),
+}
+
+
+def _first_process(raw: AiToolkit) -> Process:
+    return raw.config.process[0] if raw.config.process else Process()
+
+
+def _check(given: Given[Process]) -> None:
+    processes = find_value(given.document.values, "config.process")
+    count = len(processes) if isinstance(processes, list) else 0
     if count == 0:
         what, hint = "there is no process, so nothing is trained", "config.process: a list with one training process"
     else:
         what, hint = f"{count} processes run one after the other; the first one is checked", "check each on its own"
     severity: Severity = "error" if count == 0 else "info"
-    return Finding(code="several-processes", severity=severity, where="config.process", what=what, hint=hint)
+    if count != 1:
+        given.findings.append(
+            Finding(code="several-processes", severity=severity, where="config.process", what=what, hint=hint)
+        )
+    if given.is_fsdp and given.raw.train.fsdp_sharding == "hybrid":
+        given.findings.append(
+            Finding.info(
+                code="unknown-value",
+                where=given.spell("train.fsdp_sharding"),
+                what="hybrid shards inside a machine, and the config does not say how many ranks a machine has: "
+                "no mesh",
+                hint="fsdp_sharding: full shards over all ranks",
+            )
+        )
 
 
-def _unknown_nodes() -> Finding:
-    return Finding.info(
-        code="unknown-value",
-        where=f"{_PROCESS}.train.fsdp_sharding",
-        what="hybrid shards inside a machine, and the config does not say how many ranks a machine has: no mesh",
-        hint="fsdp_sharding: full shards over all ranks",
+def _looks_like(document: Document) -> bool:
+    job = (document.values or {}).get("config")
+    return isinstance(job, Mapping) and "process" in job
+
+
+def _prepare(document: Document) -> Source:
+    """Make a file ready; the first process is the one that counts."""
+    return Source(
+        model=AiToolkit,
+        table=_TABLE,
+        values=document.keyed(),
+        part=_first_process,
+        root="config.process[0]",
+        check=_check,
     )
 
 
-def _keys(values: Mapping[str, object]) -> dict[str, str]:
-    job = values.get("config")
-    processes = job.get("process") if isinstance(job, Mapping) else None
-    process = processes[0] if isinstance(processes, list) and processes else None
-    paths = {
-        "engine": "train.dist_mode",
-        "axes.dp_shard": "train.fsdp_sharding",
-        "strategy": "train.fsdp_sharding",
-        "param_dtype": "train.fsdp_mixed_precision train.dtype",
-        "reduce_dtype": "train.fsdp_mixed_precision train.dtype",
-        "offload_params": "train.fsdp_cpu_offload",
-        "activation_checkpointing": "train.gradient_checkpointing",
-        "wrap_classes": "train.fsdp_auto_wrap",
-        "adapter": "network.linear network.rank network.type",
-        "quantize": "model.quantize",
-        "optimizer": "train.optimizer",
-        "batch_size": "train.batch_size",
-        "model": "model.name_or_path",
-        "resume_from": "network.pretrained_lora_path",
-    }
-    keys = {}
-    for field, names in paths.items():
-        for name in names.split():
-            section, _, option = name.partition(".")
-            found = process.get(section) if isinstance(process, Mapping) else None
-            if isinstance(found, Mapping) and found.get(option) is not None:
-                keys[field] = f"{_PROCESS}.{name}"
-                break
-    return keys
+READER = Reader(name="ai-toolkit", looks_like=_looks_like, prepare=_prepare)

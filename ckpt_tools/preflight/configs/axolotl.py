@@ -11,21 +11,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ckpt_tools.preflight.configs.config import Reading, first_key
-from ckpt_tools.preflight.configs.deepspeed_file import DeepSpeedFile, read_deepspeed, without_file
+from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
+from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
+    SECTION,
     FsdpOptions,
     PluginDefaults,
     Version,
-    as_truth,
-    option_key,
+    plugin_rows,
+    resumed_from,
     strip_prefix,
-    with_plugin,
 )
-from ckpt_tools.preflight.configs.mesh import build_mesh
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate
-from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
+from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, row
+from ckpt_tools.preflight.plain_values import as_truth, find_value
+from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 DEFAULTS = PluginDefaults(
     version=2,
@@ -37,13 +38,6 @@ DEFAULTS = PluginDefaults(
 """axolotl hands its options on to TrainingArguments, whose defaults these are."""
 ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")
 """Rank order."""
-_SIZES = {
-    "ep": ("expert_parallel_size",),
-    "dp_replicate": ("dp_replicate_size",),
-    "dp_shard": ("dp_shard_size",),
-    "cp": ("context_parallel_size", "sequence_parallel_degree"),
-    "tp": ("tensor_parallel_size",),
-}
 
 
 class AxolotlFsdp(FsdpOptions):
@@ -78,7 +72,7 @@ class Axolotl(Section):
     float16: Truth | None = None
     fsdp: Any = None
     fsdp_version: Version | None = None
-    fsdp_config: AxolotlFsdp | None = None
+    fsdp_config: AxolotlFsdp = AxolotlFsdp()
     deepspeed: Any = None
     dp_shard_size: Count | None = None
     dp_replicate_size: Count | None = None
@@ -95,86 +89,24 @@ class Axolotl(Section):
     resume_from_checkpoint: Word | None = None
 
 
-def looks_like(values: Mapping[str, object]) -> bool:
-    """Is this axolotl's?"""
-    return "base_model" in values
-
-
-def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
-    """Read a config.
-
-    Args:
-        values: The file.
-        world_size: Ranks; the file does not say.
-    """
-    normal, spell = strip_prefix(values)
-    raw, findings, counted = validate(Axolotl, normal, spell=spell)
-    options = raw.fsdp_config or AxolotlFsdp()
-    engine = _engine(raw, options, values, world_size)
-    axes = _axes(raw, engine)
-    mesh = build_mesh(axes, world_size, order=ORDER)
-    compute, stored, is_mixed = _dtypes(raw)
-    is_fsdp = engine in ("fsdp1", "fsdp2")
-    speed = read_deepspeed(raw.deepspeed) if engine == "deepspeed" else DeepSpeedFile()
-    if not speed.is_read:
-        counted = without_file(counted, "deepspeed")
-    spec = ParallelSpec(
-        framework="axolotl",
-        engine=engine,
-        world_size=world_size,
-        axes=axes,
-        mesh=mesh,
-        strategy=speed.strategy,
-        param_dtype=compute,
-        reduce_dtype=compute if is_fsdp else None,
-        # axolotl's own FSDP2 does not widen what it loads, accelerate's FSDP1 does.
-        master_dtype="f32" if engine == "fsdp1" and is_mixed else stored,
-        offload_params=speed.offload_params,
-        offload_optimizer=speed.offload_optimizer,
-        activation_checkpointing=any(
-            word is not None and as_truth(word) is not False
-            for word in (raw.gradient_checkpointing, raw.activation_checkpointing)
-        ),
-        adapter=_adapter(raw),
-        quantize="nf4" if raw.load_in_4bit else "int8" if raw.load_in_8bit else "gptq" if raw.gptq else None,
-        optimizer=raw.optimizer or "adamw_torch_fused",
-        seq_len=512 if raw.sequence_len is None else raw.sequence_len,
-        batch_size=1 if raw.micro_batch_size is None else raw.micro_batch_size,
-        model=raw.base_model,
-        resume_from=None if as_truth(raw.resume_from_checkpoint) is not None else raw.resume_from_checkpoint,
-        keys=_keys(values),
-    )
-    spec = with_plugin(
-        spec,
-        options,
-        values,
-        DEFAULTS,
-        reshard=options.reshard_after_forward,
-        offloads=bool(options.offload_params),
-    )
-    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
-
-
-def _engine(raw: Axolotl, options: AxolotlFsdp, values: Mapping[str, object], world_size: int | None) -> Engine:
-    if raw.fsdp or values.get("fsdp_config"):
+def _engine(given: Given[Axolotl]) -> Engine:
+    raw = given.raw
+    if raw.fsdp or find_value(given.values, SECTION):
         # Releases that take the list `fsdp` mean FSDP1 by a missing version; 0.20 and later have none but FSDP2.
-        version = raw.fsdp_version or options.version or (1 if raw.fsdp else DEFAULTS.version)
+        version = raw.fsdp_version or raw.fsdp_config.version or (1 if raw.fsdp else DEFAULTS.version)
         return "fsdp2" if version == 2 else "fsdp1"
     if raw.deepspeed:
         return "deepspeed"
-    return "none" if world_size == 1 else "ddp"
+    return "none" if given.spec.world_size == 1 else "ddp"
 
 
-def _axes(raw: Axolotl, engine: Engine) -> dict[str, int]:
+def _context(given: Given[Axolotl]) -> int | None:
+    return given.raw.context_parallel_size or given.raw.sequence_parallel_degree
+
+
+def _axes(given: Given[Axolotl]) -> dict[str, int]:
     """Return the axes, with what axolotl fills in: all ranks that are left, to shard over or to replicate over."""
-    axes = {
-        "ep": raw.expert_parallel_size,
-        "cp": raw.context_parallel_size or raw.sequence_parallel_degree,
-        "tp": raw.tensor_parallel_size,
-    }
-    sizes = {axis: size for axis, size in axes.items() if size is not None and size > 1}
-    shard, replicate = raw.dp_shard_size, raw.dp_replicate_size
-    sizes |= {name: size for name, size in (("dp_replicate", replicate), ("dp_shard", shard)) if size and size > 1}
+    sizes, engine = {axis: size for axis, size in given.spec.axes.items() if size > 1}, given.spec.engine
     if engine == "none":
         return sizes
     if "dp_shard" in sizes:
@@ -186,7 +118,17 @@ def _axes(raw: Axolotl, engine: Engine) -> dict[str, int]:
     return sizes
 
 
-def _dtypes(raw: Axolotl) -> tuple[str, str, bool]:
+def _dtypes(given: Given[Axolotl]) -> tuple[str, str | None, str]:
+    """Return the dtypes of computation, of averaging, and of what is trained.
+
+    axolotl's own FSDP2 does not widen what it loads, accelerate's FSDP1 does.
+    """
+    compute, stored, is_mixed = _precision(given.raw)
+    is_widened = given.spec.engine == "fsdp1" and is_mixed
+    return compute, compute if given.is_fsdp else None, "f32" if is_widened else stored
+
+
+def _precision(raw: Axolotl) -> tuple[str, str, bool]:
     """Return in which dtype a model computes, in which it is loaded, and whether accelerate mixes precisions.
 
     bf16 is "auto" unless said otherwise, which means bf16 on every GPU that has it, and gives way to fp16.
@@ -203,7 +145,13 @@ def _dtypes(raw: Axolotl) -> tuple[str, str, bool]:
     return ("bf16", "f32", True) if raw.fp8 else ("f32", "f32", False)
 
 
-def _adapter(raw: Axolotl) -> AdapterSpec | None:
+def _recomputes(given: Given[Axolotl]) -> bool:
+    words = (given.raw.gradient_checkpointing, given.raw.activation_checkpointing)
+    return any(word is not None and as_truth(word) is not False for word in words)
+
+
+def _adapter(given: Given[Axolotl]) -> AdapterSpec | None:
+    raw = given.raw
     if raw.adapter is None or as_truth(raw.adapter) is False:
         return None
     kind = "lora" if raw.adapter.lower() == "qlora" else raw.adapter.lower()
@@ -211,24 +159,46 @@ def _adapter(raw: Axolotl) -> AdapterSpec | None:
     return AdapterSpec(kind=kind, rank=raw.lora_r, alpha=raw.lora_alpha, targets=targets)
 
 
-def _keys(values: Mapping[str, object]) -> dict[str, str]:
-    dtype = first_key(values, "bf16", "bfloat16", "fp16", "float16", "fp8")
-    paths = {
-        "engine": first_key(values, "fsdp_config", "fsdp", "deepspeed"),
-        **{f"axes.{axis}": first_key(values, *names) for axis, names in _SIZES.items()},
-        "strategy": option_key(values, "reshard_after_forward"),
-        "reshard_after_forward": option_key(values, "reshard_after_forward"),
-        "offload_params": option_key(values, "offload_params"),
-        "param_dtype": dtype,
-        "reduce_dtype": dtype,
-        "master_dtype": dtype,
-        "activation_checkpointing": first_key(values, "gradient_checkpointing", "activation_checkpointing"),
-        "adapter": first_key(values, "lora_r", "adapter"),
-        "quantize": first_key(values, "load_in_4bit", "load_in_8bit", "gptq"),
-        "optimizer": first_key(values, "optimizer"),
-        "seq_len": first_key(values, "sequence_len"),
-        "batch_size": first_key(values, "micro_batch_size"),
-        "model": first_key(values, "base_model"),
-        "resume_from": first_key(values, "resume_from_checkpoint"),
-    }
-    return {field: path for field, path in paths.items() if path is not None}
+def _quantize(given: Given[Axolotl]) -> str | None:
+    raw = given.raw
+    return "nf4" if raw.load_in_4bit else "int8" if raw.load_in_8bit else "gptq" if raw.gptq else None
+
+
+_TABLE: Table[Axolotl] = {
+    "engine": row("fsdp_config", "fsdp", "deepspeed", value=_engine),
+    "axes.ep": row("expert_parallel_size"),
+    "axes.cp": row("context_parallel_size", "sequence_parallel_degree", value=_context),
+    "axes.tp": row("tensor_parallel_size"),
+    "axes.dp_replicate": row("dp_replicate_size"),
+    "axes.dp_shard": row("dp_shard_size"),
+    "axes": row(value=_axes),
+    "mesh": mesh_row(ORDER),
+    "strategy reshard_after_forward": named_by("fsdp_config.reshard_after_forward"),
+    "offload_params": named_by("fsdp_config.offload_params"),
+    "param_dtype reduce_dtype master_dtype": row("bf16", "bfloat16", "fp16", "float16", "fp8", value=_dtypes),
+    "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
+    "adapter": row("lora_r", "adapter", value=_adapter),
+    "quantize": row("load_in_4bit", "load_in_8bit", "gptq", value=_quantize),
+    "optimizer": row("optimizer", default="adamw_torch_fused"),
+    "seq_len": row("sequence_len", default=512),
+    "batch_size": row("micro_batch_size", default=1),
+    "model": row("base_model"),
+    "resume_from": row("resume_from_checkpoint", value=resumed_from),
+}
+_BY_ENGINE: Mapping[Engine, Table[Axolotl]] = {
+    "deepspeed": deepspeed_rows(),
+    **plugin_rows(DEFAULTS, offload=row("fsdp_config.offload_params", default=False)),
+}
+
+
+def _looks_like(document: Document) -> bool:
+    return "base_model" in (document.values or {})
+
+
+def _prepare(document: Document) -> Source:
+    values = document.keyed()
+    options, spell = strip_prefix(values)
+    return Source(model=Axolotl, table=_TABLE, by_engine=_BY_ENGINE, values=values, options=options, spell=spell)
+
+
+READER = Reader(name="axolotl", looks_like=_looks_like, prepare=_prepare)

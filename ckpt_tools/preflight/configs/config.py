@@ -5,15 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
 from ckpt_tools.text import escape_name
-
-if TYPE_CHECKING:
-    from ckpt_tools.preflight.configs.schema import Section
-
 
 _MAX_SHOWN = 6
 _ALWAYS_KNOWN = frozenset({"framework", "keys"})
@@ -70,8 +66,6 @@ class Config:
     """Whose it is."""
     path: str
     """Its file, as the user named it."""
-    raw: Section
-    """The framework's own model of it; options of a wrong type count as not given."""
     values: Mapping[str, object]
     """The file as nested plain values, in the user's own spelling. Options of a command line: name → text, True for a
     switch, a list for several words."""
@@ -132,9 +126,7 @@ class Config:
     def _engine(self) -> str:
         """Return the key that names the engine, and its value."""
         key = self.spec.keys.get("engine")
-        node: object = self.values
-        for part in key.split(".") if key is not None else ():
-            node = node.get(part) if isinstance(node, Mapping) else None
+        node = None if key is None else find_value(self.values, key)
         return f"{key} is {escape_name(node)}, which" if key is not None and isinstance(node, str) else "what it starts"
 
 
@@ -142,8 +134,6 @@ class Config:
 class Reading:
     """What one framework's reader makes of a document."""
 
-    raw: Section
-    """See `Config.raw`."""
     values: Mapping[str, object]
     """See `Config.values`."""
     spec: ParallelSpec
@@ -159,26 +149,3 @@ class Reading:
 def _list(names: tuple[str, ...]) -> str:
     shown = [escape_name(name) for name in dict.fromkeys(names)]
     return ", ".join(shown[:_MAX_SHOWN]) + (f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else "")
-
-
-def first_key(values: Mapping[str, object], *paths: str) -> str | None:
-    """Return the first of the dotted `paths` that the file has with a value, or None."""
-    for path in paths:
-        if path in values:
-            if values[path] is not None:
-                return path
-            continue
-        node: object = values
-        for part in path.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
-        if node is not None:
-            return path
-    return None
-
-
-def join_path(*parts: str | int) -> str:
-    """Return a key path: `config.process[0].train`."""
-    path = ""
-    for part in parts:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path

@@ -8,50 +8,52 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from typing import Any
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.document import read_document
+from ckpt_tools.preflight.configs.table import Given, Table, row
 
 _STRATEGIES = {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}
 OFFLOAD_DEVICES = ("cpu", "nvme")
 """Where parameters and optimizer state can go."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedFile:
-    """What the JSON says of sharding."""
-
-    is_read: bool = True
-    """False where it is not on this machine, or cannot be read: then the rest says nothing."""
-    strategy: str | None = None
-    """The stage in FSDP's words."""
-    offload_params: bool = False
-    offload_optimizer: bool = False
+Zero = tuple[str | None, bool, bool]
+"""The stage in FSDP's words, and whether parameters and optimizer state lie elsewhere."""
 
 
-def read_deepspeed(value: object, folders: Iterable[str] = ("",)) -> DeepSpeedFile:
-    """Read what `deepspeed` or `deepspeed_config_file` says.
+def read_deepspeed(given: Given[Any], option: str, value: object, folders: Iterable[str] = ("",)) -> Zero:
+    """Read what `deepspeed` or `deepspeed_config_file` says of sharding.
+
+    A file that is not on this machine, or cannot be read, is noted: nothing is known of what it says.
 
     Args:
-        value: A path, or the content itself.
+        given: The config.
+        option: The option.
+        value: Its value: a path, or the content itself.
         folders: Where a relative path may begin; '' is the current directory.
     """
     if isinstance(value, str):
         value = _content(value, folders)
-    if not isinstance(value, Mapping):
-        return DeepSpeedFile(is_read=False)
-    zero = value.get("zero_optimization")
+    zero = value.get("zero_optimization") if isinstance(value, Mapping) else None
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if not isinstance(value, Mapping) or not isinstance(stage, int):
+        given.unread.append(option)
     if not isinstance(zero, Mapping):
-        return DeepSpeedFile(strategy=zero_strategy(0))
-    stage = zero.get("stage", 0)
-    return DeepSpeedFile(
-        is_read=isinstance(stage, int),
-        strategy=zero_strategy(stage) if isinstance(stage, int) else None,
-        offload_params=_offloads(zero.get("offload_param")),
-        offload_optimizer=_offloads(zero.get("offload_optimizer")),
-    )
+        return zero_strategy(0) if isinstance(value, Mapping) else None, False, False
+    strategy = zero_strategy(stage) if isinstance(stage, int) else None
+    return strategy, _offloads(zero.get("offload_param")), _offloads(zero.get("offload_optimizer"))
+
+
+def deepspeed_rows(*, is_beside: bool = False) -> Table[Any]:
+    """Return the rows of what `deepspeed` says; a relative path may begin beside the config too."""
+
+    def read(given: Given[Any]) -> Zero:
+        folders = (os.path.dirname(given.document.path), "") if is_beside else ("",)
+        return read_deepspeed(given, "deepspeed", given.raw.deepspeed, folders)
+
+    return {"strategy offload_params offload_optimizer": row(value=read)}
 
 
 def _content(name: str, folders: Iterable[str]) -> Mapping[str, object] | None:
@@ -72,10 +74,3 @@ def _offloads(value: object) -> bool:
 def zero_strategy(stage: int) -> str | None:
     """Return a ZeRO stage in the words of FSDP; stage 1 has none."""
     return _STRATEGIES.get(stage)
-
-
-def without_file(options: Options, path: str) -> Options:
-    """Return the account of a config's options without the one that names a file which was not read."""
-    if path in options.unread:
-        return options
-    return replace(options, unread=(*options.unread, path), understood=options.understood - 1)

@@ -9,8 +9,9 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
-from ckpt_tools.errors import LimitError, UnreadableError
+from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.preflight.configs.commands import read_script
 from ckpt_tools.storage.named_file import read_named_file
@@ -40,6 +41,21 @@ class Document:
     """The words of each command, from a shell script or a list of options."""
     assumed: tuple[str, ...] = ()
     """Variables of a script whose default counts."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of all commands."""
+        return tuple(chain.from_iterable(self.commands))
+
+    def keyed(self) -> Mapping[str, object]:
+        """Return the values.
+
+        Raises:
+            UsageError: There are commands instead.
+        """
+        if self.values is None:
+            raise UsageError("expected a file with keys, found a command line", where=self.path)
+        return self.values
 
 
 def read_document(path: str) -> Document:

@@ -6,17 +6,19 @@ Source: accelerate 1.15 `utils/dataclasses.py:FullyShardedDataParallelPlugin`, `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
-from ckpt_tools.preflight.configs.config import first_key
-from ckpt_tools.preflight.configs.mesh import sharding_strategy
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.options import Spell
-from ckpt_tools.preflight.configs.schema import FALSE_WORDS, TRUE_WORDS, Count, Names, Section, Truth, Word
-from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.preflight.configs.schema import Count, Names, Section, Truth, Word
+from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Table, row
+from ckpt_tools.preflight.plain_values import as_truth
+from ckpt_tools.preflight.spec import Engine
 
 SECTION = "fsdp_config"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -103,77 +105,81 @@ def strip_prefix(values: Mapping[str, object], prefix: str = "fsdp_") -> tuple[d
     return {**values, SECTION: options}, spell
 
 
-def with_plugin(
-    spec: ParallelSpec,
-    options: FsdpOptions,
-    values: Mapping[str, object],
-    defaults: PluginDefaults,
-    *,
-    strategy: str = STRATEGIES[0],
-    reshard: object = None,
-    offloads: bool = False,
-) -> ParallelSpec:
-    """Return a spec with what the FSDP plugin makes of its options.
+def plugin_rows(
+    defaults: PluginDefaults, *, offload: Row[Any], v1: Row[Any] | None = None, v2: Row[Any] | None = None
+) -> Mapping[Engine, Table[Any]]:
+    """Return the rows of what the plugin makes of its options, for both versions of FSDP.
 
     Args:
-        spec: The rest: engine, axes, mesh, dtypes.
-        options: The options.
-        values: The file.
         defaults: Of the framework.
-        strategy: Under FSDP1, the strategy in force.
-        reshard: Under FSDP2, `reshard_after_forward` in force; None for the default.
-        offloads: Are parameters kept in host memory?
+        offload: The row of `offload_params`, whose name differs.
+        v1: The row of the strategy under FSDP1; FULL_SHARD by default.
+        v2: That under FSDP2; `reshard_after_forward` and the mesh by default.
     """
-    if spec.engine not in ("fsdp1", "fsdp2"):
-        return spec
-    keys = dict(spec.keys)
-    for field, name in (
-        ("wrap_classes", "transformer_layer_cls_to_wrap"),
-        ("wrap_min_num_params", "min_num_params"),
-        ("state_dict_type", "state_dict_type"),
-        ("cpu_ram_efficient_loading", "cpu_ram_efficient_loading"),
-        ("activation_checkpointing", "activation_checkpointing"),
-    ):
-        found = option_key(values, name)
-        if found is not None:
-            keys.setdefault(field, found)
-    policy = (options.auto_wrap_policy or defaults.auto_wrap_policy or "").upper()
-    loading = options.cpu_ram_efficient_loading
-    after: bool | None
-    if spec.engine == "fsdp2":
-        after = True if reshard is None else as_truth(reshard)
-        strategy = sharding_strategy(spec.axes, spec.mesh, reshards=after is not False)
-    else:
-        after = {"SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False, "NO_SHARD": None}.get(strategy, True)
-        strategy = "hybrid_shard" if strategy == "HYBRID_SHARD_ZERO2" else strategy.lower()
-    is_full = spec.engine == "fsdp1" or defaults.full_state_dict
-    min_num_params = _min_num_params(options, defaults) if policy == SIZE_WRAP else None
-    return replace(
-        spec,
-        strategy=strategy,
-        reshard_after_forward=after,
-        offload_params=offloads,
-        activation_checkpointing=spec.activation_checkpointing or bool(options.activation_checkpointing),
-        wrap_classes=(options.transformer_layer_cls_to_wrap or ()) if policy == TRANSFORMER_WRAP else (),
-        wrap_min_num_params=min_num_params,
-        wraps_blocks=policy == TRANSFORMER_WRAP or min_num_params is not None,
-        state_dict_type=options.state_dict_type or STATE_DICTS[0 if is_full else 2],
-        cpu_ram_efficient_loading=defaults.cpu_ram_efficient_loading if loading is None else loading,
-        keys=keys,
-    )
+
+    def classes(given: Given[Any]) -> tuple[str, ...]:
+        return given.raw.fsdp_config.transformer_layer_cls_to_wrap or () if policy(given) == TRANSFORMER_WRAP else ()
+
+    def min_num_params(given: Given[Any]) -> int | None:
+        size = given.raw.fsdp_config.min_num_params
+        # 0 wraps nothing.
+        return ((defaults.min_num_params if size is None else size) or None) if policy(given) == SIZE_WRAP else None
+
+    def policy(given: Given[Any]) -> str:
+        return (given.raw.fsdp_config.auto_wrap_policy or defaults.auto_wrap_policy or "").upper()
+
+    def wraps_blocks(given: Given[Any]) -> bool:
+        return policy(given) == TRANSFORMER_WRAP or given.spec.wrap_min_num_params is not None
+
+    def recomputes(given: Given[Any]) -> bool:
+        return given.spec.activation_checkpointing or bool(given.raw.fsdp_config.activation_checkpointing)
+
+    loading = "cpu_ram_efficient_loading"
+    both: Table[Any] = {
+        "offload_params": offload,
+        "activation_checkpointing": row(f"{SECTION}.activation_checkpointing", value=recomputes),
+        "wrap_classes": row(f"{SECTION}.transformer_layer_cls_to_wrap", value=classes),
+        "wrap_min_num_params": row(f"{SECTION}.min_num_params", value=min_num_params),
+        "wraps_blocks": row(value=wraps_blocks),
+        loading: row(f"{SECTION}.{loading}", default=defaults.cpu_ram_efficient_loading),
+    }
+    state_dicts = {version: STATE_DICTS[0 if version == 1 or defaults.full_state_dict else 2] for version in (1, 2)}
+    strategies = (v1 or row(value=lambda _: v1_strategy(STRATEGIES[0])), v2 or row(value=v2_strategy))
+    return {
+        engine: {
+            "strategy reshard_after_forward": strategy,
+            "state_dict_type": row(f"{SECTION}.state_dict_type", default=state_dicts[version]),
+            **both,
+        }
+        for engine, version, strategy in zip(FSDP, (1, 2), strategies, strict=True)
+    }
 
 
-def option_key(values: Mapping[str, object], name: str) -> str | None:
-    """Return the key path of an option of `fsdp_config` in whichever spelling the file has."""
-    return first_key(values, f"{SECTION}.fsdp_{name}", f"{SECTION}.{name}")
+def plugin_mesh_row() -> Row[Any]:
+    """Make the row of the mesh; DeepSpeed makes the groups of its own sequence parallelism."""
+
+    def mesh(given: Given[Any]) -> Mesh | None:
+        spec = given.spec
+        is_other = spec.engine == "other" or spec.axes.get("sp", 1) > 1
+        return None if is_other else build_mesh(spec.axes, spec.world_size)
+
+    return row(value=mesh)
 
 
-def as_truth(value: object) -> bool | None:
-    """Return a truth, or None for what is none. Source: `str_to_bool`."""
-    word = str(value).strip().lower()
-    return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
+def v1_strategy(name: str) -> tuple[str, bool | None]:
+    """Return a strategy of FSDP1 in our words, and whether parameters are given back after forward."""
+    after = {"SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False, "NO_SHARD": None}.get(name, True)
+    return "hybrid_shard" if name == "HYBRID_SHARD_ZERO2" else name.lower(), after
 
 
-def _min_num_params(options: FsdpOptions, defaults: PluginDefaults) -> int | None:
-    size = defaults.min_num_params if options.min_num_params is None else options.min_num_params
-    return size or None  # 0 wraps nothing
+def v2_strategy(given: Given[Any], *, default: bool = True) -> tuple[str, bool | None]:
+    """Return the same of FSDP2, whose mesh says the rest; `default` is what a missing option means."""
+    reshard = given.raw.fsdp_config.reshard_after_forward
+    after = default if reshard is None else as_truth(reshard)
+    return sharding_strategy(given.spec.axes, given.spec.mesh, reshards=after is not False), after
+
+
+def resumed_from(given: Given[Any]) -> str | None:
+    """Return the checkpoint to go on from; a bare `true` means the last one, which has no name yet."""
+    text: str | None = given.raw.resume_from_checkpoint
+    return None if as_truth(text) is not None else text

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.placement.plain_yaml import MAX_NODES, load_yaml
-from ckpt_tools.preflight.configs.config import join_path
 from ckpt_tools.preflight.configs.options import is_variable
+from ckpt_tools.preflight.plain_values import join_path
 
 _OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_]\w*(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 _GROUP = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/.\-]*=.*", re.DOTALL)

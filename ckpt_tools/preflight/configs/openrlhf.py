@@ -7,48 +7,33 @@ held in f32); the notes of the FSDP2 plan.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, Field
 
-from ckpt_tools.description.checkpoint import Finding, Severity
-from ckpt_tools.preflight.configs.config import Options, Reading
+from ckpt_tools.description.checkpoint import Severity
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks, programs
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.openrlhf_names import (
-    LISTS,
+from ckpt_tools.preflight.configs.openrlhf_command import (
     NAMES,
-    SCRIPTS,
-    SWITCHES,
+    find_entry,
     options_before_dots,
-    options_of_others,
     options_with_dots,
+    parse_options,
+    split_options,
+    wrong_options,
 )
-from ckpt_tools.preflight.configs.options import is_variable
-from ckpt_tools.preflight.configs.schema import (
-    Count,
-    Dtype,
-    Names,
-    Number,
-    Positive,
-    Section,
-    Truth,
-    Word,
-    choice,
-    validate,
-)
-from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
-from ckpt_tools.text import escape_name
+from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
+from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
+from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
-_ENTRY = re.compile(rf"(.*[./])?train_(?P<script>{'|'.join(SCRIPTS)})(\.py)?")
-_OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _FSDP2 = (
     "fsdp2_tp_size",
     "fsdp2_cp_size",
@@ -100,263 +85,162 @@ class OpenRlhf(Section):
     actor_num_gpus: Positive | None = _named("actor.num_gpus_per_node", "actor_num_gpus_per_node")
 
 
-_FIELDS = {
-    "engine": ("backend",),
-    "world_size": ("actor_num_gpus", "actor_num_nodes"),
-    "axes.tp": ("tp",),
-    "axes.cp": ("cp",),
-    "axes.sp": ("ring",),
-    "strategy": ("reshard", "zero_stage"),
-    "reshard_after_forward": ("reshard",),
-    "param_dtype": ("param_dtype",),
-    "reduce_dtype": ("param_dtype",),
-    "master_dtype": ("param_dtype",),
-    "offload_params": ("cpu_offload",),
-    "offload_optimizer": ("adam_offload",),
-    "activation_checkpointing": ("checkpointing",),
-    "adapter": ("lora_rank",),
-    "quantize": ("load_in_4bit",),
-    "optimizer": ("optim",),
-    "seq_len": ("max_len", "prompt_max_len", "generate_max_len"),
-    "batch_size": ("micro_batch_size",),
-    "model": ("model",),
-    "resume_from": ("load_checkpoint", "ckpt_path"),
+_DEFAULTS: Mapping[str, tuple[int | None, int]] = {
+    "sft": (8, 2048),
+    "dpo": (8, 512),
+    "rm": (1, 512),
+    "kto": (8, 2048),
+    "kd": (8, 2048),
+    "prm": (1, 2048),
+    "ppo_ray": (None, 2048),
 }
-"""Field of the spec → fields of `OpenRlhf` that say it."""
-
-
-def looks_like(document: Document) -> bool:
-    """Is this a command line of OpenRLHF?"""
-    names = {
-        word.partition("=")[0].lstrip("-") for command in document.commands for word in command if word[:2] == "--"
-    }
-    if _entry(document.commands) is not None:
-        return any("openrlhf" in word for command in document.commands for word in command) or bool(names & NAMES)
-    return bool(names & _TELLING)
-
-
+"""Script → samples of a micro-batch, tokens of a sample; the micro-batch of PPO differs between versions."""
 _TELLING = frozenset(_FSDP2) | {"backend", "zero_stage", "micro_train_batch_size", "pretrain"} | options_with_dots("")
 """Options that others' command lines do not have."""
 
 
-def read(document: Document, *, world_size: int | None) -> Reading:
-    """Read a command line.
+def _looks_like(document: Document) -> bool:
+    names = {word.partition("=")[0].lstrip("-") for word in document.words if word[:2] == "--"}
+    if find_entry(document.commands) is not None:
+        return any("openrlhf" in word for word in document.words) or bool(names & NAMES)
+    return bool(names & _TELLING)
 
-    Args:
-        document: A script, or a list of options.
-        world_size: Ranks; None for what the launcher or `--actor.num_…` says.
-    """
-    script, words, findings = _options_of(document)
-    values, unread, more = _parse(words)
+
+def _prepare(document: Document) -> Source:
+    """Make a command line ready: a script, or a list of options."""
+    if document.values is not None:
+        raise UsageError("expected a command line, found a file with keys", where=document.path)
+    script, words, findings = split_options(document)
+    values, unread, more = parse_options(words)
     if not script:  # options alone, or those of a program that trains nothing
         unread += tuple(chain.from_iterable(map(programs, document.commands)))
-    findings += more + tuple(_wrong_options(values, script))
-    variables = tuple(f"--{name}" for name, value in values.items() if is_variable(value))
-    spelled = {field: _aliases(field) for field in OpenRlhf.model_fields}
-    raw, wrong, counted = validate(OpenRlhf, values, spell=lambda path: f"--{path}", words=unread, what="option")
-    findings += wrong
-    if not raw.load_checkpoint:
-        counted = _without_paths(counted, spelled["ckpt_path"])
-    world = world_size or _world(raw, document.commands, script, variables)
-    engine = _engine(raw, values)
-    axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}
-    sized = {name for field in ("tp", "cp", "ring") for name in spelled[field]}
-    is_known = not any(name.removeprefix("--") in sized for name in variables)
-    # The ranks of a ring hold shards of their own, as those of cp do.
-    mesh = build_mesh({**axes, "cp": axes["cp"] * axes["sp"]}, world) if is_known else None
-    compute = raw.param_dtype or "bf16"
-    spec = ParallelSpec(
-        framework="openrlhf",
-        engine=engine,
-        world_size=world,
-        axes={axis: size for axis, size in axes.items() if axis in ("dp_shard", "tp") or size != 1},
-        mesh=mesh,
-        strategy=sharding_strategy(axes, mesh, reshards=raw.reshard is not False)
-        if engine == "fsdp2"
-        else zero_strategy(2 if raw.zero_stage is None else raw.zero_stage),
-        reshard_after_forward=raw.reshard is not False if engine == "fsdp2" else None,
-        param_dtype=compute,
-        reduce_dtype="f32" if engine == "fsdp2" else compute,
-        master_dtype="f32",
-        offload_params=engine == "fsdp2" and bool(raw.cpu_offload),
-        offload_optimizer=bool(raw.adam_offload),
-        activation_checkpointing=bool(raw.checkpointing),
-        adapter=_adapter(raw),
-        quantize="nf4" if raw.load_in_4bit else None,
-        state_dict_type="SHARDED_STATE_DICT" if engine == "fsdp2" else None,
-        optimizer=raw.optim or "adam",
-        seq_len=_seq_len(raw, script, values),
-        batch_size=_DEFAULT_BATCH.get(script) if raw.micro_batch_size is None else raw.micro_batch_size,
-        model=raw.model,
-        resume_from=raw.ckpt_path if raw.load_checkpoint else None,
-        keys=_keys(values, spelled),
-    )
-    return Reading(raw=raw, values=values, spec=spec, options=counted, world_keys=_WORLD_KEYS, findings=findings)
-
-
-_WORLD_KEYS = tuple(
-    f"--{name}" for name in ("actor.num_nodes", "actor_num_nodes", "actor.num_gpus_per_node", "actor_num_gpus_per_node")
-)
-_DEFAULT_BATCH = {"sft": 8, "dpo": 8, "kto": 8, "kd": 8, "rm": 1, "prm": 1}
-"""Samples of a micro-batch; that of PPO differs between versions."""
-_DEFAULT_LENGTH = {"sft": 2048, "dpo": 512, "rm": 512, "kto": 2048, "kd": 2048, "prm": 2048, "ppo_ray": 2048}
-
-
-def _entry(commands: Iterable[Sequence[str]]) -> tuple[int, int, str] | None:
-    """Return (command, word, script) of the trainer that is started."""
-    for i, command in enumerate(commands):
-        for j, word in enumerate(command):
-            match = _ENTRY.fullmatch(word)
-            if match is not None:
-                return i, j, match["script"]
-    return None
-
-
-def _options_of(document: Document) -> tuple[str, tuple[str, ...], tuple[Finding, ...]]:
-    """Return the script that is started and its words; without one, all words are options."""
-    commands = document.commands
-    found = _entry(commands)
-    if found is None:
-        return "", tuple(word for command in commands for word in command), ()
-    index, at, script = found
-    findings: list[Finding] = []
-    rest = commands[index + 1 :]
-    if _entry(rest) is not None:
-        findings.append(several_commands(document.path))
-    findings += lost_options(rest, lambda word: word.startswith("--"))
-    return script, commands[index][at + 1 :], tuple(findings)
-
-
-def _parse(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, ...], tuple[Finding, ...]]:
-    """Return option → its words, as argparse would split them, and the words that may be options themselves.
-
-    What is no option's is passed over.
-    """
-    values: dict[str, object] = {}
-    unread: list[str] = []
-    findings: list[Finding] = []
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        name, equals, value = word.partition("=")
-        if not word.startswith("--") or _OPTION.fullmatch(name) is None:
-            unread += [word] if is_variable(word) else []
-            continue
-        name = name.removeprefix("--")
-        taken = [value] if equals else []
-        while not equals and at < len(words) and not _is_option(words[at]):
-            taken.append(words[at])
-            at += 1
-        most = 0 if name in SWITCHES else len(taken) if name in LISTS else 1
-        unread += [extra for extra in taken[most:] if is_variable(extra)]
-        taken = taken[:most] + [extra for extra in taken[most:] if not is_variable(extra)]
-        if name in SWITCHES:
-            if taken:
-                findings.append(_bad_words(name, "no value, it is a switch", taken))
-            values[name] = True
-        elif name in LISTS:
-            values[name] = taken
-        elif taken:
-            if len(taken) > 1:
-                findings.append(_bad_words(name, "one value", taken))
-            values[name] = taken[0]
-        elif name in OpenRlhf.known:
-            findings.append(_bad_words(name, "a value", []))
-        else:
-            values[name] = True
-    return values, tuple(unread), tuple(findings)
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("--") and _OPTION.fullmatch(word.partition("=")[0]) is not None
-
-
-def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
-    found = " ".join(escape_name(word) for word in taken[:4]) or "none"
-    return Finding.error(
-        code="wrong-type",
-        where=f"--{name}",
-        what=f"expected {expected}, found {found}",
-        hint=f"--{name} takes {expected}",
+    return Source(
+        model=OpenRlhf,
+        table=_TABLE,
+        by_engine=_BY_ENGINE,
+        values=values,
+        spell=lambda path: f"--{path}",
+        words=unread,
+        noun="option",
+        findings=(*findings, *more, *wrong_options(values, script)),
+        check=_check,
     )
 
 
-def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Finding]:
-    """Yield the findings on options that are known, and not to the script that is started."""
-    old = sorted(options_before_dots(script).intersection(values))
-    new = sorted(options_with_dots("").intersection(values))
-    if old and new:
-        yield Finding.error(
-            code="mixed-options",
-            where=f"--{old[0]}",
-            what=f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
-            hint="use the names of one version",
-        )
-    for name in sorted(options_of_others(script).intersection(values)):
-        ending = name.rpartition(".")[2]
-        same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
-        yield Finding.error(
-            code="unknown-key",
-            where=f"--{name}",
-            what=f"train_{script} has no such option, in no release: argparse stops at it",
-            hint=f"write --{same}" if same is not None else "remove it",
-        )
+def _script(given: Given[OpenRlhf]) -> str:
+    found = find_entry(given.document.commands)
+    return "" if found is None else found[2]
 
 
-def _aliases(field: str) -> tuple[str, ...]:
-    alias = OpenRlhf.model_fields[field].validation_alias
-    if isinstance(alias, AliasChoices):
-        return tuple(str(name) for name in alias.choices)
-    return (field,)
+def _engine(given: Given[OpenRlhf]) -> Engine:
+    if given.raw.backend is not None:
+        return "fsdp2" if given.raw.backend == "fsdp2" else "deepspeed"
+    return "fsdp2" if any(find_value(given.values, option) is not None for option in _FSDP2) else "deepspeed"
 
 
-def _without_paths(counted: Options, names: Iterable[str]) -> Options:
-    """Return the account without paths as unread from which nothing is loaded."""
-    paths = {f"--{name}" for name in names}
-    unread = tuple(path for path in counted.unread if path not in paths)
-    return replace(counted, unread=unread, understood=counted.understood + len(counted.unread) - len(unread))
-
-
-def _engine(raw: OpenRlhf, values: Mapping[str, object]) -> Engine:
-    if raw.backend is not None:
-        return "fsdp2" if raw.backend == "fsdp2" else "deepspeed"
-    return "fsdp2" if any(option in values for option in _FSDP2) else "deepspeed"
-
-
-def _world(raw: OpenRlhf, commands: Iterable[Sequence[str]], script: str, variables: tuple[str, ...]) -> int | None:
-    if script != "ppo_ray":
-        return launched_ranks(commands)
-    if any("actor" in name and "num_" in name for name in variables):
+def _world_size(given: Given[OpenRlhf]) -> int | None:
+    if _script(given) != "ppo_ray":
+        return launched_ranks(given.document.commands)
+    if not (given.has_value("actor_num_nodes") and given.has_value("actor_num_gpus")):
         return None
-    nodes = 1 if raw.actor_num_nodes is None else raw.actor_num_nodes
-    gpus = 8 if raw.actor_num_gpus is None else raw.actor_num_gpus
+    nodes = 1 if given.raw.actor_num_nodes is None else given.raw.actor_num_nodes
+    gpus = 8 if given.raw.actor_num_gpus is None else given.raw.actor_num_gpus
     return nodes * gpus if nodes > 0 and gpus > 0 else None
 
 
-def _adapter(raw: OpenRlhf) -> AdapterSpec | None:
+def _axes(given: Given[OpenRlhf]) -> dict[str, int]:
+    raw = given.raw
+    axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}
+    return {axis: size for axis, size in axes.items() if axis in ("dp_shard", "tp") or size != 1}
+
+
+def _mesh(given: Given[OpenRlhf]) -> Mesh | None:
+    """Return the mesh; the ranks of a ring hold shards of their own, as those of cp do."""
+    axes = given.spec.axes
+    is_known = all(given.has_value(option) for option in ("tp", "cp", "ring"))
+    sharing = axes.get("cp", 1) * axes.get("sp", 1)
+    return build_mesh({**axes, "cp": sharing}, given.spec.world_size) if is_known else None
+
+
+def _strategy(given: Given[OpenRlhf]) -> tuple[str, bool]:
+    reshards = given.raw.reshard is not False
+    return sharding_strategy(given.spec.axes, given.spec.mesh, reshards=reshards), reshards
+
+
+def _zero(given: Given[OpenRlhf]) -> str | None:
+    return zero_strategy(2 if given.raw.zero_stage is None else given.raw.zero_stage)
+
+
+def _reduce(given: Given[OpenRlhf]) -> str | None:
+    return "f32" if given.spec.engine == "fsdp2" else given.spec.param_dtype
+
+
+def _adapter(given: Given[OpenRlhf]) -> AdapterSpec | None:
+    raw = given.raw
     if not raw.lora_rank:
         return None
-    return AdapterSpec(
-        kind="lora",
-        rank=raw.lora_rank,
-        alpha=16.0 if raw.lora_alpha is None else raw.lora_alpha,
-        targets=raw.lora_targets or ("all-linear",),
-    )
+    alpha = 16.0 if raw.lora_alpha is None else raw.lora_alpha
+    return AdapterSpec(kind="lora", rank=raw.lora_rank, alpha=alpha, targets=raw.lora_targets or ("all-linear",))
 
 
-def _seq_len(raw: OpenRlhf, script: str, values: Mapping[str, object]) -> int | None:
+def _quantize(given: Given[OpenRlhf]) -> str | None:
+    return "nf4" if given.raw.load_in_4bit else None
+
+
+def _seq_len(given: Given[OpenRlhf]) -> int | None:
+    raw, script, values = given.raw, _script(given), given.values
     if raw.max_len is not None:
         return raw.max_len
-    if script == "ppo_ray" and values.keys() & options_before_dots(script):
+    if script == "ppo_ray" and isinstance(values, Mapping) and values.keys() & options_before_dots(script):
         return (raw.prompt_max_len or 1024) + (raw.generate_max_len or 1024)
-    return _DEFAULT_LENGTH.get(script)
+    return _DEFAULTS.get(script, (None, None))[1]
 
 
-def _keys(values: Mapping[str, object], spelled: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    keys = {}
-    for field, sources in _FIELDS.items():
-        found = next((name for source in sources for name in spelled[source] if name in values), None)
-        if found is not None:
-            keys[field] = f"--{found}"
-    return keys
+def _batch_size(given: Given[OpenRlhf]) -> int | None:
+    asked = given.raw.micro_batch_size
+    return _DEFAULTS.get(_script(given), (None, None))[0] if asked is None else asked
+
+
+def _resume(given: Given[OpenRlhf]) -> str | None:
+    return given.raw.ckpt_path if given.raw.load_checkpoint else None
+
+
+_TABLE: Table[OpenRlhf] = {
+    "engine": row("backend", value=_engine),
+    "world_size": row("actor_num_gpus", "actor_num_nodes", value=_world_size),
+    "axes.tp": named_by("tp"),
+    "axes.cp": named_by("cp"),
+    "axes.sp": named_by("ring"),
+    "axes": row(value=_axes),
+    "mesh": row(value=_mesh),
+    "strategy": named_by("reshard", "zero_stage"),
+    "reshard_after_forward": named_by("reshard"),
+    "param_dtype": row("param_dtype", default="bf16"),
+    "reduce_dtype": row("param_dtype", value=_reduce),
+    "master_dtype": row("param_dtype", value=lambda _: "f32"),
+    "offload_params": row("cpu_offload", default=False, engines=("fsdp2",)),
+    "offload_optimizer": row("adam_offload", default=False),
+    "activation_checkpointing": row("checkpointing", default=False),
+    "adapter": row("lora_rank", value=_adapter),
+    "quantize": row("load_in_4bit", value=_quantize),
+    "optimizer": row("optim", default="adam"),
+    "seq_len": row("max_len", "prompt_max_len", "generate_max_len", value=_seq_len),
+    "batch_size": row("micro_batch_size", value=_batch_size),
+    "model": row("model"),
+    "resume_from": row("load_checkpoint", "ckpt_path", value=_resume),
+}
+_BY_ENGINE: Mapping[Engine, Table[OpenRlhf]] = {
+    "deepspeed": {"strategy": row(value=_zero)},
+    "fsdp2": {
+        "strategy reshard_after_forward": row(value=_strategy),
+        "state_dict_type": row(default="SHARDED_STATE_DICT"),
+    },
+}
+
+
+def _check(given: Given[OpenRlhf]) -> None:
+    if not given.raw.load_checkpoint:
+        given.moot.append("ckpt_path")  # nothing is loaded from it
+
+
+READER = Reader(name="openrlhf", looks_like=_looks_like, prepare=_prepare)

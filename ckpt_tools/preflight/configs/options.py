@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin
 from pydantic import AliasChoices, BaseModel
 
 from ckpt_tools.description.checkpoint import Finding, Severity
-from ckpt_tools.preflight.configs.config import Options, join_path
+from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.spelling import decides, is_typo, nearest
+from ckpt_tools.preflight.plain_values import find_value, join_path
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
@@ -147,10 +148,10 @@ def _unknown(model: type[Section], path: tuple[str | int, ...], value: object, n
 def _sections(model: type[Section]) -> Iterator[tuple[str, tuple[type[Section], bool]]]:
     """Yield the fields that are sections themselves, and whether there is a list of them."""
     for name, field in model.model_fields.items():
-        for kind in (field.annotation, *get_args(field.annotation)):
-            inner = get_args(kind)[0] if get_origin(kind) is list else kind
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                yield field.alias or name, (cast("type[Section]", inner), get_origin(kind) is list)
+        is_list = get_origin(field.annotation) is list
+        inner = get_args(field.annotation)[0] if is_list else field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield field.alias or name, (cast("type[Section]", inner), is_list)
 
 
 def _count(value: object) -> int:
@@ -281,9 +282,5 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
 
 def _shown(values: Mapping[str, object], path: str) -> str:
     """Return the value at a path and a blank, where it is short enough to be shown."""
-    node: object = values.get(path.removeprefix("--"))
-    if node is None:
-        node = values
-        for part in path.split("."):
-            node = node.get(part) if isinstance(node, Mapping) else None
+    node = find_value(values, path.removeprefix("--"))
     return f"{escape_name(node[:60])} " if isinstance(node, str) else ""

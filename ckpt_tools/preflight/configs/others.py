@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.plain_values import find_value
 
 _MAX_DEPTH = 6
+_MISSING = object()
 
 
 class NotReadError(UsageError):
@@ -217,21 +219,10 @@ def refuse_others(document: Document) -> None:
 def _is_of(document: Document, other: Other) -> bool:
     values = document.values
     if values is not None:
-        return any(all(_has(values, key) for key in row) for row in other.keys) or (
+        return any(all(find_value(values, key, _MISSING) is not _MISSING for key in row) for row in other.keys) or (
             bool(other.classes) and _names_class(values, other.classes, 0)
         )
     return any(_starts(command, other) for command in document.commands)
-
-
-def _has(values: Mapping[str, object], path: str) -> bool:
-    node: object = values
-    if path in values:
-        return True
-    for part in path.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return False
-        node = node[part]
-    return True
 
 
 def _names_class(node: object, begins: tuple[str, ...], depth: int) -> bool:

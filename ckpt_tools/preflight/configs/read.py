@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs import accelerate, ai_toolkit, axolotl, openrlhf, torchtitan, trainer, verl
@@ -14,52 +13,22 @@ from ckpt_tools.preflight.configs.launch import unread_ranks
 from ckpt_tools.preflight.configs.options import check_variables, option_names
 from ckpt_tools.preflight.configs.others import refuse_others
 from ckpt_tools.preflight.configs.schema import Section
+from ckpt_tools.preflight.configs.table import Reader, read_source
 from ckpt_tools.preflight.spec import Framework
 
-Reader = Callable[[Document, int | None], Reading]
-Detector = Callable[[Document], bool]
-
-
-def _of_values(
-    looks_like: Callable[[Mapping[str, object]], bool], read: Callable[..., Reading]
-) -> tuple[Detector, Reader]:
-    """Make a pair for documents of one for mappings."""
-
-    def detects(document: Document) -> bool:
-        return document.values is not None and looks_like(document.values)
-
-    def reads(document: Document, world_size: int | None) -> Reading:
-        if document.values is None:
-            raise UsageError("expected a file with keys, found a command line", where=document.path)
-        return read(document.values, world_size=world_size)
-
-    return detects, reads
-
-
-def _read_trainer(document: Document, world_size: int | None) -> Reading:
-    _, reads = _of_values(trainer.looks_like, partial(trainer.read, path=document.path))
-    return reads(document, world_size)
-
-
-def _read_verl(document: Document, world_size: int | None) -> Reading:
-    return verl.read(document, world_size=world_size)
-
-
-def _read_openrlhf(document: Document, world_size: int | None) -> Reading:
-    if document.values is not None:
-        raise UsageError("expected a command line, found a file with keys", where=document.path)
-    return openrlhf.read(document, world_size=world_size)
-
-
-_FRAMEWORKS: Mapping[Framework, tuple[Detector, Reader]] = {
-    "accelerate": _of_values(accelerate.looks_like, accelerate.read),
-    "trainer": (_of_values(trainer.looks_like, trainer.read)[0], _read_trainer),
-    "torchtitan": _of_values(torchtitan.looks_like, torchtitan.read),
-    "axolotl": _of_values(axolotl.looks_like, axolotl.read),
-    "ai-toolkit": _of_values(ai_toolkit.looks_like, ai_toolkit.read),
-    "verl": (verl.looks_like, _read_verl),
-    "openrlhf": (openrlhf.looks_like, _read_openrlhf),
+READERS: Mapping[Framework, Reader] = {
+    one.name: one
+    for one in (
+        accelerate.READER,
+        trainer.READER,
+        torchtitan.READER,
+        axolotl.READER,
+        ai_toolkit.READER,
+        verl.READER,
+        openrlhf.READER,
+    )
 }
+"""The trainers, each in a file of its own."""
 
 
 def read_config(
@@ -87,15 +56,15 @@ def read_config(
     document = read_document(path)
     refuse_others(document)
     found = framework or detect(document)
-    reading = _FRAMEWORKS[found][1](document, world_size)
+    source = READERS[found].prepare(document)
+    reading = read_source(found, source, document, world_size=world_size)
     if reading.spec.world_size is None:
         reading = _with_launcher(reading, document)
     if framework is not None and document.values is not None:
-        _check_named(document, document.values, framework, type(reading.raw))
+        _check_named(document, document.values, framework, source.model)
     config = Config(
         framework=found,
         path=path,
-        raw=reading.raw,
         values=reading.values,
         spec=reading.spec,
         options=_without_given(reading, {*given, *(("world_size",) if world_size else ())}),
@@ -135,7 +104,7 @@ def _without_given(reading: Reading, given: Collection[str]) -> Options:
 def _check_named(document: Document, values: Mapping[str, object], framework: Framework, model: type[Section]) -> None:
     """Refuse a config of another framework: nearly all of it would be passed over, and the rest be found right."""
     known = option_names(model).intersection(values)
-    others = [name for name, (detects, _) in _FRAMEWORKS.items() if detects(document)]
+    others = [name for name, one in READERS.items() if one.looks_like(document)]
     if framework in others or (known and not others) or 2 * len(known) >= len(values):
         return
     read = f"reads {len(known)}" if known else "reads none"
@@ -154,11 +123,11 @@ def detect(document: Document) -> Framework:
     Raises:
         UsageError: Nobody's, or more than one framework's.
     """
-    found = [name for name, (detects, _) in _FRAMEWORKS.items() if detects(document)]
+    found = [name for name, one in READERS.items() if one.looks_like(document)]
     if len(found) == 1:
         return found[0]
     raise UsageError(
         f"this looks like a config of {' and of '.join(found)}" if found else "this looks like no trainer's config",
         where=document.path,
-        hint=f"say whose it is: --framework {'|'.join(found or _FRAMEWORKS)}",
+        hint=f"say whose it is: --framework {'|'.join(found or READERS)}",
     )

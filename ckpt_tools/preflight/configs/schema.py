@@ -4,7 +4,7 @@ Values are taken in every form that the frameworks themselves take them: a truth
 text, a list of names may be joined by commas. What they would stop at is a finding here, and the option counts as not
 given.
 
-Source: `str_to_bool` in `accelerate/utils/environment.py` and `transformers/training_args.py`; argparse's `type=int`.
+Source: argparse's `type=int`; for truths, `as_truth`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
 
 from ckpt_tools.description.checkpoint import Finding, Severity
-from ckpt_tools.preflight.configs.config import Options, join_path
+from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.options import Spell, account, check_names, options_of, without_variables
+from ckpt_tools.preflight.plain_values import as_truth, join_path
 from ckpt_tools.text import escape_name
 
-TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
-FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
 _MAX_DIGITS = 18
 MAX_FINDINGS = 200
 """Findings of one kind on one file; whoever hands in another thing than a config needs no list of everything in it."""
@@ -67,12 +66,10 @@ def _number(value: object) -> float:
 
 
 def _truth(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower() if isinstance(value, (str, int)) else ""
-    if word in TRUE_WORDS or word in FALSE_WORDS:
-        return word in TRUE_WORDS
-    raise ValueError("true or false")
+    truth = as_truth(value) if isinstance(value, (str, int)) else None
+    if truth is None:
+        raise ValueError("true or false")
+    return truth
 
 
 def _word(value: object) -> str:
@@ -131,7 +128,7 @@ Names = Annotated[tuple[str, ...], PlainValidator(_names)]
 
 
 class Section(BaseModel):
-    """One mapping of a config. Options that no field reads are kept as they are."""
+    """One mapping of a config. Options that no field reads are kept as they are; null counts as not given."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), frozen=True)
 
@@ -144,13 +141,15 @@ class Section(BaseModel):
     instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Option of another framework → what it is called here."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: object) -> object:
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if value is not None}
+
 
 SectionType = TypeVar("SectionType", bound=Section)
-
-
-def words(text: str) -> frozenset[str]:
-    """Return the words of a text: long lists of options read better so."""
-    return frozenset(text.split())
 
 
 def validate(

@@ -10,23 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from ckpt_tools.preflight.configs.config import Reading, first_key
-from ckpt_tools.preflight.configs.mesh import build_mesh, resolved, sharding_strategy
-from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Dtype, Positive, Section, Truth, Word, choice, validate
-from ckpt_tools.preflight.spec import Engine, ParallelSpec
+from pydantic import Field
 
-_DEGREES = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-    "ep": "expert_parallel_degree",
-}
-"""Axis → option of [parallelism]."""
+from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.mesh import resolved, sharding_strategy
+from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.schema import Count, Dtype, Positive, Section, Truth, Word, choice
+from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, row
+from ckpt_tools.preflight.spec import Engine
+
 _SEQ_LEN = 2048
-_BATCH_SIZE = 8
 
 
 class Parallelism(Section):
@@ -95,7 +88,7 @@ class Optimizer(Section):
     unknown: ClassVar[None] = None
 
     name: Word | None = None
-    param_groups: list[ParamGroup] | None = None
+    param_groups: list[ParamGroup] = Field(default_factory=list)
 
 
 class Model(Section):
@@ -112,16 +105,93 @@ class TorchTitan(Section):
     known: ClassVar[frozenset[str]] = known("torchtitan", "job")
 
     hf_assets_path: Word | None = None
-    parallelism: Parallelism | None = None
-    training: Training | None = None
-    checkpoint: Checkpoint | None = None
-    activation_checkpoint: ActivationCheckpoint | None = None
-    optimizer: Optimizer | None = None
-    model: Model | None = None
+    parallelism: Parallelism = Parallelism()
+    training: Training = Training()
+    checkpoint: Checkpoint = Checkpoint()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    optimizer: Optimizer = Optimizer()
+    model: Model = Model()
 
 
-def looks_like(values: Mapping[str, object]) -> bool:
-    """Is this torchtitan's?"""
+def _engine(given: Given[TorchTitan]) -> Engine:
+    """Return the engine: `fully_shard` even over one rank, for its dtypes, except under plain replicas."""
+    spec = given.spec
+    if spec.world_size == 1:
+        return "none"
+    only_replicas = resolved(spec.axes, spec.mesh, "dp_shard") == 1 and all(
+        spec.axes[name] == 1 for name in ("cp", "tp", "pp")
+    )
+    return "ddp" if only_replicas and spec.axes["dp_replicate"] > 1 else "fsdp2"
+
+
+def _strategy(given: Given[TorchTitan]) -> tuple[str, bool]:
+    policy, spec = given.raw.parallelism.fsdp_reshard_after_forward or "default", given.spec
+    # A pipeline's microbatches would gather the parameters again and again: "default" keeps them then.
+    reshards = {"always": True, "never": False}.get(policy, spec.axes["pp"] == 1)
+    return sharding_strategy(spec.axes, spec.mesh, reshards=reshards), reshards
+
+
+def _is_full(given: Given[TorchTitan]) -> bool:
+    """Is every block recomputed? The JSON of 0.3 has no mode: the class is told by its fields.
+
+    Selective checkpointing, the default, keeps the results of matmuls: for memory it is nearer to none.
+    """
+    section = given.raw.activation_checkpoint
+    if section.mode is not None:
+        return section.mode == "full"
+    own = (section.force_recompute_mm_shapes_by_fqns, section.memory_budget)
+    return section.preserve_rng_state is not None and own == (None, None)
+
+
+def _optimizer(given: Given[TorchTitan]) -> str:
+    """Return the optimizer; where groups have several, that of the last, which takes what the others leave."""
+    section = given.raw.optimizer
+    names = [group.optimizer_name for group in section.param_groups if group.optimizer_name is not None]
+    return section.name or (names[-1] if names else "") or "AdamW"
+
+
+def _batch_size(given: Given[TorchTitan]) -> int:
+    """Return the samples of a step; newer versions count tokens, and a sample is as long as the context."""
+    training = given.raw.training
+    tokens = training.num_tokens_per_microbatch_per_dp_rank
+    if tokens is not None:
+        return max(1, tokens // max(1, training.max_context_length or _SEQ_LEN))
+    return training.local_batch_size or training.batch_size or 8
+
+
+_TABLE: Table[TorchTitan] = {
+    "axes.pp": row("parallelism.pipeline_parallel_degree", default=1),
+    "axes.dp_replicate": row("parallelism.data_parallel_replicate_degree", default=1),
+    "axes.dp_shard": row("parallelism.data_parallel_shard_degree", default=-1),
+    "axes.cp": row("parallelism.context_parallel_degree", default=1),
+    "axes.tp": row("parallelism.tensor_parallel_degree", default=1),
+    "axes.ep": row("parallelism.expert_parallel_degree", default=1),
+    "mesh": mesh_row(),
+    "engine": row(value=_engine),
+    "strategy reshard_after_forward": row(
+        "parallelism.fsdp_reshard_after_forward", value=_strategy, engines=("fsdp2",)
+    ),
+    "param_dtype": row("training.mixed_precision_param", default="bf16"),
+    "reduce_dtype": row("training.mixed_precision_reduce", default="f32"),
+    "master_dtype": row("training.dtype", default="f32"),
+    "offload_params": row("training.enable_cpu_offload", default=False, engines=("fsdp2",)),
+    "activation_checkpointing": row("activation_checkpoint.mode", value=_is_full),
+    "optimizer": row("optimizer.name", "optimizer.param_groups", value=_optimizer),
+    "seq_len": row("training.max_context_length", "training.seq_len", default=_SEQ_LEN),
+    "batch_size": row(
+        "training.num_tokens_per_microbatch_per_dp_rank",
+        "training.local_batch_size",
+        "training.batch_size",
+        value=_batch_size,
+    ),
+    "state_dict_type": row(default="SHARDED_STATE_DICT"),
+    "model": row("hf_assets_path", "model.hf_assets_path"),
+    "resume_from": row("checkpoint.initial_load_path"),
+}
+
+
+def _looks_like(document: Document) -> bool:
+    values = document.values or {}
     degrees = values.get("parallelism")
     if isinstance(degrees, Mapping) and any(str(key).endswith("_degree") for key in degrees):
         return True
@@ -129,100 +199,8 @@ def looks_like(values: Mapping[str, object]) -> bool:
     return isinstance(values.get("training"), Mapping) and any(isinstance(values.get(name), Mapping) for name in beside)
 
 
-def read(values: Mapping[str, object], *, world_size: int | None) -> Reading:
-    """Read a config.
-
-    Args:
-        values: The file.
-        world_size: Ranks; the file does not say.
-    """
-    raw, findings, counted = validate(TorchTitan, values)
-    degrees = raw.parallelism or Parallelism()
-    training = raw.training or Training()
-    saving = raw.checkpoint or Checkpoint()
-    given = {axis: getattr(degrees, name) for axis, name in _DEGREES.items()}
-    axes = {axis: (-1 if axis == "dp_shard" else 1) if size is None else size for axis, size in given.items()}
-    mesh = build_mesh(axes, world_size)
-    policy = degrees.fsdp_reshard_after_forward or "default"
-    # A pipeline's microbatches would gather the parameters again and again: "default" keeps them then.
-    reshards = {"always": True, "never": False}.get(policy, axes["pp"] == 1)
-    engine = _engine(axes, world_size, resolved(axes, mesh, "dp_shard"))
-    spec = ParallelSpec(
-        framework="torchtitan",
-        engine=engine,
-        world_size=world_size,
-        axes=axes,
-        mesh=mesh,
-        strategy=sharding_strategy(axes, mesh, reshards=reshards) if engine == "fsdp2" else None,
-        reshard_after_forward=reshards if engine == "fsdp2" else None,
-        param_dtype=training.mixed_precision_param or "bf16",
-        reduce_dtype=training.mixed_precision_reduce or "f32",
-        master_dtype=training.dtype or "f32",
-        offload_params=bool(training.enable_cpu_offload) and engine == "fsdp2",
-        # Selective checkpointing, the default, keeps the results of matmuls: for memory it is nearer to none.
-        activation_checkpointing=raw.activation_checkpoint is not None and _is_full(raw.activation_checkpoint),
-        optimizer=_optimizer(raw.optimizer) or "AdamW",
-        seq_len=training.max_context_length or training.seq_len or _SEQ_LEN,
-        batch_size=_batch_size(training),
-        state_dict_type="SHARDED_STATE_DICT",
-        model=raw.hf_assets_path or (raw.model.hf_assets_path if raw.model is not None else None),
-        resume_from=saving.initial_load_path or None,
-        keys=_keys(values),
-    )
-    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=findings)
+def _prepare(document: Document) -> Source:
+    return Source(model=TorchTitan, table=_TABLE, values=document.keyed())
 
 
-def _is_full(section: ActivationCheckpoint) -> bool:
-    """Is every block recomputed? The JSON of 0.3 has no mode: the class is told by its fields."""
-    if section.mode is not None:
-        return section.mode == "full"
-    own = (section.force_recompute_mm_shapes_by_fqns, section.memory_budget)
-    return section.preserve_rng_state is not None and own == (None, None)
-
-
-def _optimizer(section: Optimizer | None) -> str | None:
-    """Return the optimizer; where groups have several, that of the last, which takes what the others leave."""
-    if section is None:
-        return None
-    names = [group.optimizer_name for group in section.param_groups or () if group.optimizer_name is not None]
-    return section.name or (names[-1] if names else None)
-
-
-def _engine(axes: Mapping[str, int], world_size: int | None, shard: int | None) -> Engine:
-    """Return the engine: `fully_shard` even over one rank, for its dtypes, except under plain replicas."""
-    if world_size == 1:
-        return "none"
-    only_replicas = shard == 1 and all(axes[name] == 1 for name in ("cp", "tp", "pp"))
-    return "ddp" if only_replicas and axes["dp_replicate"] > 1 else "fsdp2"
-
-
-def _batch_size(training: Training) -> int | None:
-    """Return the samples of a step; newer versions count tokens, and a sample is as long as the context."""
-    tokens = training.num_tokens_per_microbatch_per_dp_rank
-    if tokens is not None:
-        return max(1, tokens // max(1, training.max_context_length or _SEQ_LEN))
-    return training.local_batch_size or training.batch_size or _BATCH_SIZE
-
-
-def _keys(values: Mapping[str, object]) -> dict[str, str]:
-    paths = {
-        **{f"axes.{axis}": first_key(values, f"parallelism.{name}") for axis, name in _DEGREES.items()},
-        "reshard_after_forward": first_key(values, "parallelism.fsdp_reshard_after_forward"),
-        "strategy": first_key(values, "parallelism.fsdp_reshard_after_forward"),
-        "param_dtype": first_key(values, "training.mixed_precision_param"),
-        "reduce_dtype": first_key(values, "training.mixed_precision_reduce"),
-        "master_dtype": first_key(values, "training.dtype"),
-        "offload_params": first_key(values, "training.enable_cpu_offload"),
-        "activation_checkpointing": first_key(values, "activation_checkpoint.mode"),
-        "optimizer": first_key(values, "optimizer.name", "optimizer.param_groups"),
-        "seq_len": first_key(values, "training.max_context_length", "training.seq_len"),
-        "batch_size": first_key(
-            values,
-            "training.num_tokens_per_microbatch_per_dp_rank",
-            "training.local_batch_size",
-            "training.batch_size",
-        ),
-        "model": first_key(values, "hf_assets_path", "model.hf_assets_path"),
-        "resume_from": first_key(values, "checkpoint.initial_load_path"),
-    }
-    return {field: path for field, path in paths.items() if path is not None}
+READER = Reader(name="torchtitan", looks_like=_looks_like, prepare=_prepare)

@@ -12,24 +12,25 @@ from typing import Any, ClassVar
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
-from ckpt_tools.preflight.configs.config import Reading, first_key
-from ckpt_tools.preflight.configs.deepspeed_file import DeepSpeedFile, read_deepspeed, without_file
-from ckpt_tools.preflight.configs.document import read_document
+from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
+from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     STRATEGIES,
     FsdpOptions,
     PluginDefaults,
-    as_truth,
-    option_key,
+    plugin_mesh_row,
+    plugin_rows,
+    resumed_from,
     strip_prefix,
-    with_plugin,
+    v2_strategy,
 )
-from ckpt_tools.preflight.configs.mesh import build_mesh
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, validate, words
-from ckpt_tools.preflight.spec import AdapterSpec, Engine, ParallelSpec
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
+from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
+from ckpt_tools.preflight.plain_values import as_truth
+from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 DEFAULTS = PluginDefaults(
     version=2,
@@ -40,7 +41,6 @@ DEFAULTS = PluginDefaults(
 )
 """Source: `_process_fsdp_args`."""
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-_LENGTHS = ("max_length", "max_seq_length", "model_max_length", "block_size")
 _OWN = (
     "output_dir",
     "fsdp",
@@ -66,9 +66,7 @@ _OTHERS = (
 class TrainerFsdp(FsdpOptions):
     """`fsdp_config`; each key with or without `fsdp_`."""
 
-    known: ClassVar[frozenset[str]] = words(
-        "backward_prefetch forward_prefetch limit_all_gathers xla_fsdp_settings xla_fsdp_v2 xla_fsdp_grad_ckpt"
-    )
+    known: ClassVar[frozenset[str]] = known("trainer", "fsdp_config")
 
     instead: ClassVar[Mapping[str, str]] = {
         "offload_params": "cpu_offload",
@@ -83,7 +81,7 @@ class TrainerFsdp(FsdpOptions):
 class Sizes(Section):
     """`parallelism_config`, which a script makes a ParallelismConfig of."""
 
-    known: ClassVar[frozenset[str]] = words("cp_backend sp_backend tp_handler cp_handler sp_handler")
+    known: ClassVar[frozenset[str]] = known("trainer", "parallelism_config")
 
     dp_replicate_size: Count | None = None
     dp_shard_size: Count | None = None
@@ -107,8 +105,8 @@ class Trainer(Section):
     activation_checkpointing: Truth | None = None
     # true, words, a list of words
     fsdp: Any = None
-    fsdp_config: TrainerFsdp | None = None
-    parallelism_config: Sizes | None = None
+    fsdp_config: TrainerFsdp = TrainerFsdp()
+    parallelism_config: Sizes = Sizes()
     # a path or DeepSpeed's own config
     deepspeed: Any = None
     resume_from_checkpoint: Word | None = None
@@ -126,74 +124,6 @@ class Trainer(Section):
     load_in_4bit: Truth | None = None
     load_in_8bit: Truth | None = None
     bnb_4bit_quant_type: Word | None = None
-
-
-def looks_like(values: Mapping[str, object]) -> bool:
-    """Are these TrainingArguments?"""
-    return "per_device_train_batch_size" in values or (
-        any(name in values for name in _OWN) and not any(name in values for name in _OTHERS)
-    )
-
-
-def read(values: Mapping[str, object], *, world_size: int | None, path: str = "") -> Reading:
-    """Read a config.
-
-    Args:
-        values: The file.
-        world_size: Ranks; the file does not say.
-        path: The file's; an `fsdp_config` that is a path is looked for beside it too.
-    """
-    values, missing = _with_fsdp_file(values, path)
-    normal, spell = strip_prefix(values)
-    raw, findings, counted = validate(Trainer, normal, spell=spell)
-    options = raw.fsdp_config or TrainerFsdp()
-    items, unknown = _fsdp_words(raw.fsdp)
-    is_on = items is not None
-    items = items or ()
-    engine = _engine(raw, options, is_on=is_on, world_size=world_size)
-    axes = _axes(raw, engine)
-    mixed = "bf16" if raw.bf16 else "f16" if raw.fp16 else None
-    stored = dtype_name(raw.torch_dtype or raw.dtype)
-    is_fsdp = engine in ("fsdp1", "fsdp2")
-    folders = (os.path.dirname(path), "")
-    speed = read_deepspeed(raw.deepspeed, folders) if engine == "deepspeed" else DeepSpeedFile()
-    if not speed.is_read:
-        counted = without_file(counted, "deepspeed")
-    spec = ParallelSpec(
-        framework="trainer",
-        engine=engine,
-        world_size=world_size,
-        axes=axes,
-        mesh=None if engine == "other" or axes.get("sp", 1) > 1 else build_mesh(axes, world_size),
-        param_dtype=mixed or stored,
-        reduce_dtype=(mixed or stored) if is_fsdp else None,
-        # accelerate widens what is trained, unless nothing is mixed.
-        master_dtype="f32" if mixed is not None and is_fsdp else stored,
-        strategy=speed.strategy,
-        offload_params=speed.offload_params,
-        offload_optimizer=speed.offload_optimizer,
-        activation_checkpointing=bool(raw.gradient_checkpointing or raw.activation_checkpointing),
-        adapter=_adapter(raw),
-        quantize=_quantize(raw),
-        optimizer=raw.optim or "adamw_torch_fused",
-        seq_len=next((size for name in _LENGTHS if (size := getattr(raw, name)) is not None), None),
-        batch_size=8 if raw.per_device_train_batch_size is None else raw.per_device_train_batch_size,
-        model=raw.model_name_or_path,
-        resume_from=_resume(raw.resume_from_checkpoint),
-        keys=_keys(values),
-    )
-    reshard = options.reshard_after_forward
-    if reshard is None and engine == "fsdp2" and "shard_grad_op" in items and "full_shard" not in items:
-        reshard = False
-    spec = with_plugin(
-        spec,
-        options,
-        values,
-        DEFAULTS,
-        reshard=reshard,
-        offloads=options.cpu_offload if options.cpu_offload is not None else "offload" in items,
-    )
-    return Reading(raw=raw, values=values, spec=spec, options=counted, findings=missing + findings + unknown)
 
 
 def _with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[str, object], tuple[Finding, ...]]:
@@ -245,28 +175,55 @@ def _fsdp_words(value: object) -> tuple[tuple[str, ...] | None, tuple[Finding, .
     return tuple(item.lower() for item in items), findings
 
 
-def _engine(raw: Trainer, options: TrainerFsdp, *, is_on: bool, world_size: int | None) -> Engine:
-    if is_on:
-        if options.xla:
+def _words_of_fsdp(raw: Trainer) -> tuple[str, ...]:
+    return _fsdp_words(raw.fsdp)[0] or ()
+
+
+def _engine(given: Given[Trainer]) -> Engine:
+    raw = given.raw
+    if _fsdp_words(raw.fsdp)[0] is not None:
+        if raw.fsdp_config.xla:
             return "other"
-        return "fsdp1" if options.version == 1 else "fsdp2"
+        return "fsdp1" if raw.fsdp_config.version == 1 else "fsdp2"
     if raw.deepspeed:
         return "deepspeed"
-    return "none" if world_size == 1 else "ddp"
+    return "none" if given.spec.world_size == 1 else "ddp"
 
 
-def _axes(raw: Trainer, engine: Engine) -> dict[str, int]:
-    given = raw.parallelism_config
-    if given is not None and any(getattr(given, f"{axis}_size") is not None for axis in _AXES):
-        sizes = {axis: getattr(given, f"{axis}_size") for axis in _AXES}
-        return {axis: 1 if size is None else size for axis, size in sizes.items()}
-    if engine in ("none", "other"):
+def _axes(given: Given[Trainer]) -> dict[str, int]:
+    if given.spec.axes:
+        return {axis: given.spec.axes.get(axis, 1) for axis in _AXES}
+    if given.spec.engine in ("none", "other"):
         return {}
-    return {"dp_replicate": -1} if engine == "ddp" else {"dp_shard": -1}
+    return {"dp_replicate": -1} if given.spec.engine == "ddp" else {"dp_shard": -1}
 
 
-def _adapter(raw: Trainer) -> AdapterSpec | None:
+def _v2_strategy(given: Given[Trainer]) -> tuple[str, bool | None]:
+    items = _words_of_fsdp(given.raw)
+    return v2_strategy(given, default="shard_grad_op" not in items or "full_shard" in items)
+
+
+def _offloads(given: Given[Trainer]) -> bool:
+    asked = given.raw.fsdp_config.cpu_offload
+    return "offload" in _words_of_fsdp(given.raw) if asked is None else asked
+
+
+def _dtypes(given: Given[Trainer]) -> tuple[str | None, str | None, str | None]:
+    raw = given.raw
+    mixed = "bf16" if raw.bf16 else "f16" if raw.fp16 else None
+    stored = dtype_name(raw.torch_dtype or raw.dtype)
+    # accelerate widens what is trained, unless nothing is mixed.
+    is_widened = mixed is not None and given.is_fsdp
+    return mixed or stored, (mixed or stored) if given.is_fsdp else None, "f32" if is_widened else stored
+
+
+def _recomputes(given: Given[Trainer]) -> bool:
+    return bool(given.raw.gradient_checkpointing or given.raw.activation_checkpointing)
+
+
+def _adapter(given: Given[Trainer]) -> AdapterSpec | None:
     """Return the adapter of TRL's options. Source: `trl/trainer/model_config.py:ModelConfig` (r 16, alpha 32)."""
+    raw = given.raw
     if not raw.use_peft:
         return None
     return AdapterSpec(
@@ -277,34 +234,59 @@ def _adapter(raw: Trainer) -> AdapterSpec | None:
     )
 
 
-def _quantize(raw: Trainer) -> str | None:
-    if raw.load_in_4bit:
-        return raw.bnb_4bit_quant_type or "nf4"
-    return "int8" if raw.load_in_8bit else None
+def _quantize(given: Given[Trainer]) -> str | None:
+    if given.raw.load_in_4bit:
+        return given.raw.bnb_4bit_quant_type or "nf4"
+    return "int8" if given.raw.load_in_8bit else None
 
 
-def _resume(text: str | None) -> str | None:
-    """Return the checkpoint to go on from; a bare `true` means the last one, which has no name yet."""
-    return None if text is None or as_truth(text) is not None else text
+_TABLE: Table[Trainer] = {
+    "engine": row("fsdp", "deepspeed", value=_engine),
+    **{f"axes.{axis}": row(f"parallelism_config.{axis}_size") for axis in _AXES},
+    "axes": row(value=_axes),
+    "mesh": plugin_mesh_row(),
+    "strategy reshard_after_forward": named_by("fsdp_config.reshard_after_forward", "fsdp"),
+    "offload_params": named_by("fsdp_config.cpu_offload", "fsdp"),
+    "param_dtype reduce_dtype master_dtype": row("bf16", "fp16", "torch_dtype", "dtype", value=_dtypes),
+    "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
+    "adapter": row("lora_r", "use_peft", value=_adapter),
+    "quantize": row("load_in_4bit", "load_in_8bit", value=_quantize),
+    "optimizer": row("optim", default="adamw_torch_fused"),
+    "seq_len": row("max_length", "max_seq_length", "model_max_length", "block_size"),
+    "batch_size": row("per_device_train_batch_size", default=8),
+    "model": row("model_name_or_path"),
+    "resume_from": row("resume_from_checkpoint", value=resumed_from),
+}
+_BY_ENGINE: Mapping[Engine, Table[Trainer]] = {
+    "deepspeed": deepspeed_rows(is_beside=True),
+    **plugin_rows(DEFAULTS, offload=row(value=_offloads), v2=row(value=_v2_strategy)),
+}
 
 
-def _keys(values: Mapping[str, object]) -> dict[str, str]:
-    paths = {
-        "engine": first_key(values, "fsdp", "deepspeed"),
-        **{f"axes.{axis}": first_key(values, f"parallelism_config.{axis}_size") for axis in _AXES},
-        "strategy": option_key(values, "reshard_after_forward") or first_key(values, "fsdp"),
-        "reshard_after_forward": option_key(values, "reshard_after_forward") or first_key(values, "fsdp"),
-        "offload_params": option_key(values, "cpu_offload") or first_key(values, "fsdp"),
-        "param_dtype": first_key(values, "bf16", "fp16", "torch_dtype", "dtype"),
-        "reduce_dtype": first_key(values, "bf16", "fp16", "torch_dtype", "dtype"),
-        "master_dtype": first_key(values, "bf16", "fp16", "torch_dtype", "dtype"),
-        "activation_checkpointing": first_key(values, "gradient_checkpointing", "activation_checkpointing"),
-        "adapter": first_key(values, "lora_r", "use_peft"),
-        "quantize": first_key(values, "load_in_4bit", "load_in_8bit"),
-        "optimizer": first_key(values, "optim"),
-        "seq_len": first_key(values, *_LENGTHS),
-        "batch_size": first_key(values, "per_device_train_batch_size"),
-        "model": first_key(values, "model_name_or_path"),
-        "resume_from": first_key(values, "resume_from_checkpoint"),
-    }
-    return {field: path for field, path in paths.items() if path is not None}
+def _check(given: Given[Trainer]) -> None:
+    given.findings += _fsdp_words(given.raw.fsdp)[1]
+
+
+def _looks_like(document: Document) -> bool:
+    values = document.values or {}
+    return "per_device_train_batch_size" in values or (
+        any(name in values for name in _OWN) and not any(name in values for name in _OTHERS)
+    )
+
+
+def _prepare(document: Document) -> Source:
+    values, missing = _with_fsdp_file(document.keyed(), document.path)
+    options, spell = strip_prefix(values)
+    return Source(
+        model=Trainer,
+        table=_TABLE,
+        by_engine=_BY_ENGINE,
+        values=values,
+        options=options,
+        spell=spell,
+        findings=missing,
+        check=_check,
+    )
+
+
+READER = Reader(name="trainer", looks_like=_looks_like, prepare=_prepare)

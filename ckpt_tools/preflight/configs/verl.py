@@ -10,225 +10,336 @@ Source: verl 0.2 to 0.9.1: `trainer/config/_generated_ppo_trainer.yaml` and `sft
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from typing import Annotated, Any, ClassVar
 
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.errors import LimitError
-from ckpt_tools.preflight.configs.config import Reading
+from ckpt_tools.description.checkpoint import Severity
+from ckpt_tools.description.layout import Mesh
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import Overrides, is_override, read_overrides, resolve
-from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
+from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.verl_parts import (
-    CONFIGS,
-    ENGINES,
-    adapter_of,
-    axes_of,
-    bases_of,
-    dtypes_of,
-    engine_of,
-    keys_of,
-    validate_tree,
-)
-from ckpt_tools.preflight.configs.verl_schema import (
-    Actor,
-    ActorRolloutRef,
-    Data,
-    Fsdp,
-    Model,
-    Ppo,
-    Runner,
-    WrapPolicy,
-)
-from ckpt_tools.preflight.configs.verl_sft import read_sft
-from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.options import option_names
+from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
+from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Row, Source, Table, named_by, row, value_at
+from ckpt_tools.preflight.configs.verl_command import Tree, is_fsdp_sft, is_sft, looks_like, read_tree
+from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 _ACTOR = "actor_rollout_ref.actor"
-_GROUPS = ("model_engine", "engine", "optim")
-"""Groups of which is known what they choose: the engine of PPO, that of SFT, and the optimizer that goes with it."""
+STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "automodel", "mindspeed")
+"""Engines. Source: `workers/engine/`."""
+Strategy = Annotated[str, choice(*STRATEGIES)]
 
 
-def looks_like(document: Document) -> bool:
-    """Is this verl's?"""
-    if document.values is not None:
-        return _is_ppo(document.values) or _is_sft(document.values)
-    return any(
-        "verl.trainer" in word or word.lstrip("+~").startswith("actor_rollout_ref.") for word in _words(document)
-    )
+class WrapPolicy(Section):
+    """`wrap_policy`."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "wrap_policy")
+
+    min_num_params: Count | None = None
+    transformer_layer_cls_to_wrap: Names | None = None
 
 
-def _words(document: Document) -> list[str]:
-    return [word for command in document.commands for word in command]
+class MixedPrecision(Section):
+    """`mixed_precision`."""
+
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = None
 
 
-def _arguments(command: Sequence[str]) -> Sequence[str] | None:
-    """Return what follows verl's program in a command; None where the command does not start it."""
-    for at, word in enumerate(command):
-        if word.startswith(("verl.trainer.", "verl/trainer/")):
-            return command[at + 1 :]
-    return None
+class Fsdp(Section):
+    """`fsdp_config`, or `engine` of the SFT trainer."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "fsdp")
+    unknown: ClassVar[Severity | None] = "error"  # a dataclass is made of it
+
+    strategy: Strategy | None = None
+    fsdp_size: Count | None = None
+    reshard_after_forward: Truth | None = None
+    offload_policy: Truth | None = None
+    param_offload: Truth | None = None
+    optimizer_offload: Truth | None = None
+    model_dtype: Dtype | None = None
+    dtype: Dtype | None = None
+    mixed_precision: MixedPrecision = MixedPrecision()
+    wrap_policy: WrapPolicy = WrapPolicy()
+    ulysses_sequence_parallel_size: Count | None = None
 
 
-def _command(document: Document) -> Sequence[str]:
-    """Return the arguments of the first command that starts verl; all words where none does."""
-    found = (arguments for command in document.commands if (arguments := _arguments(command)) is not None)
-    return next(found, _words(document))
+class Optimizer(Section):
+    """`optim`; its other options depend on the engine."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "optim")
+    unknown: ClassVar[Severity | None] = "error"
+
+    optimizer: Word | None = None
 
 
-def _lost_options(document: Document) -> tuple[Finding, ...]:
-    """Return the finding on overrides that come after the end of verl's command."""
-    at = next((at for at, command in enumerate(document.commands) if _arguments(command) is not None), None)
-    return () if at is None else lost_options(document.commands[at + 1 :], is_override)
+class Actor(Section):
+    """`actor_rollout_ref.actor`."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "actor")
+    unknown: ClassVar[Severity | None] = "error"
+
+    strategy: Strategy | None = None
+    ppo_micro_batch_size_per_gpu: Positive | None = None
+    ulysses_sequence_parallel_size: Count | None = None
+    fsdp_config: Fsdp = Fsdp()
+    optim: Optimizer = Optimizer()
 
 
-def _own_programs(document: Document) -> tuple[str, ...]:
-    """Return the programs that are started with verl's options and are not verl's: their defaults are not known."""
-    if any(_arguments(command) is not None for command in document.commands):
-        return ()
-    with_options = (
-        command
-        for command in document.commands
-        if any(one.lstrip("+~").startswith("actor_rollout_ref.") for one in command)
-    )
-    return tuple(chain.from_iterable(map(programs, with_options)))
+class Model(Section):
+    """`actor_rollout_ref.model`, or `model` for SFT."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "model")
+    unknown: ClassVar[Severity | None] = "error"
+
+    path: Word | None = None
+    enable_gradient_checkpointing: Truth | None = None
+    lora_rank: Count | None = None
+    lora_alpha: Number | None = None
+    lora_adapter_path: Word | None = None
+    target_modules: Names | None = None
 
 
-def _is_ppo(values: Mapping[str, object]) -> bool:
-    return isinstance(values.get("actor_rollout_ref"), Mapping)
+class ActorRolloutRef(Section):
+    """`actor_rollout_ref`."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "actor_rollout_ref")
+
+    model: Model = Model()
+    actor: Actor = Actor()
 
 
-def _is_sft(values: Mapping[str, object]) -> bool:
-    model = values.get("model")
-    if isinstance(model, Mapping) and "partial_pretrain" in model:
-        return True
-    return any(base.startswith("engine@engine") for base in bases_of(values))
+class Data(Section):
+    """`data`, which scripts extend."""
+
+    unknown: ClassVar[Severity | None] = None
+
+    max_prompt_length: Positive | None = None
+    max_response_length: Positive | None = None
+    max_length: Positive | None = None
+    micro_batch_size_per_gpu: Positive | None = None
 
 
-def _starts_sft(document: Document) -> bool:
-    return any("sft_trainer" in word for word in _words(document) if word.startswith(("verl.", "verl/")))
+class Runner(Section):
+    """`trainer`."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "trainer")
+
+    nnodes: Positive | None = None
+    n_gpus_per_node: Positive | None = None
+    resume_from_path: Word | None = None
 
 
-def read(document: Document, *, world_size: int | None) -> Reading:
-    """Read a config.
+class Ppo(Section):
+    """A file for PPO, GRPO and the like."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "ppo")
+
+    actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
+    data: Data = Data()
+    trainer: Runner = Runner()
+
+
+class SftFsdp(Fsdp):
+    """`model.fsdp_config` of the SFT trainer before verl 0.7."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "fsdp", "sft_fsdp")
+
+    offload_params: Truth | None = None
+
+
+class SftModel(Model):
+    """`model` of the SFT trainer."""
+
+    partial_pretrain: Word | None = None
+    strategy: Strategy | None = None
+    fsdp_config: SftFsdp = SftFsdp()
+
+
+class SftOther(Section):
+    """A file for the SFT trainer with an engine that is not FSDP: the engine's options are passed over."""
+
+    known: ClassVar[frozenset[str]] = known("verl", "sft") | {"engine", "optim"}
+
+    model: SftModel = SftModel()
+    data: Data = Data()
+    trainer: Runner = Runner()
+    ulysses_sequence_parallel_size: Count | None = None
+
+
+class Sft(SftOther):
+    """A file for the SFT trainer."""
+
+    engine: Fsdp = Fsdp()
+    optim: Optimizer = Optimizer()
+
+
+def _engine_row(option: str, default: str) -> Row[Any]:
+    """Make the row of the engine; the options of others than FSDP are not read."""
+
+    def engine(given: Given[Any]) -> Engine:
+        strategy = value_at(given.raw, option) or default
+        return "fsdp1" if strategy == "fsdp" else "fsdp2" if strategy == "fsdp2" else "other"
+
+    return row(option, value=engine)
+
+
+def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
+    """Return the rows of what FSDP is told.
 
     Args:
-        document: A tree, or a script whose overrides are read.
-        world_size: Ranks; None for `trainer.nnodes` × `trainer.n_gpus_per_node`.
+        at: Where its options lie.
+        model: Where those of the model lie.
     """
-    findings: tuple[Finding, ...] = ()
-    overrides = None
-    tree, command = document.values, _command(document)
-    if tree is None:
-        overrides = read_overrides(command, configs=CONFIGS, groups=_GROUPS)
-        overrides = replace(overrides, unread=(*_own_programs(document), *overrides.unread))
-        tree, findings = overrides.values, overrides.findings
-        if sum(_arguments(words) is not None for words in document.commands) > 1:
-            findings += (several_commands(document.path),)
-        findings += _lost_options(document)
-    try:
-        values, unknown = resolve(tree)
-    except ValueError as error:
-        raise LimitError(str(error), where=document.path) from None
-    bases = bases_of(values)
-    is_megatron = any("megatron" in word for word in (*command, *bases) if word.startswith(("--config-name", "ppo_")))
-    if _is_sft(values) or _starts_sft(document):
-        # torchrun starts it, whatever `trainer` says.
-        reading = read_sft(values, world_size or launched_ranks(document.commands), overrides)
-    else:
-        reading = _read_ppo(values, world_size, frozenset(unknown), overrides, is_megatron=is_megatron)
-    return replace(reading, findings=findings + reading.findings)
 
+    def options(given: Given[Any]) -> Fsdp:
+        found = value_at(given.raw, at)
+        return found if isinstance(found, Fsdp) else Fsdp()
 
-def _read_ppo(
-    values: Mapping[str, object],
-    world_size: int | None,
-    unknown: frozenset[str],
-    overrides: Overrides | None,
-    *,
-    is_megatron: bool,
-) -> Reading:
-    raw, findings, counted = validate_tree(Ppo, values, overrides)
-    part = raw.actor_rollout_ref or ActorRolloutRef()
-    actor, model = part.actor or Actor(), part.model or Model()
-    fsdp = actor.fsdp_config or Fsdp()
-    runner, data = raw.trainer or Runner(), raw.data or Data()
-    world = world_size or (None if unknown & {"trainer.nnodes", "trainer.n_gpus_per_node"} else _world(runner))
-    chosen = engine_of(overrides, "model_engine")
-    strategy = actor.strategy or ("megatron" if is_megatron else chosen)
-    engine = ENGINES.get(strategy, "other")
-    axes = axes_of(fsdp, world)
-    is_known = engine != "other" and f"{_ACTOR}.fsdp_config.fsdp_size" not in unknown
-    mesh = build_mesh(axes, world) if is_known else None
-    ulysses = actor.ulysses_sequence_parallel_size or 1
-    axes["sp"] = ulysses if ulysses > 1 else fsdp.ulysses_sequence_parallel_size or 1
-    compute, reduce = dtypes_of(fsdp)
-    reshards = fsdp.reshard_after_forward is not False
-    wrap = fsdp.wrap_policy or WrapPolicy()
-    spec = ParallelSpec(
-        framework="verl",
-        engine=engine,
-        world_size=world,
-        axes=axes if engine != "other" else {},
-        mesh=mesh,
-        strategy=sharding_strategy(axes, mesh, reshards=reshards) if engine != "other" else None,
-        reshard_after_forward=reshards if engine != "other" else None,
-        param_dtype=compute,
-        reduce_dtype=reduce,
-        master_dtype=fsdp.model_dtype or "f32",
+    def axes(given: Given[Any]) -> dict[str, int]:
+        """Return `create_device_mesh`'s axes: groups of `fsdp_size` ranks shard, and replicate each other."""
+        size, world = options(given).fsdp_size, given.spec.world_size
+        if size is None or size < 0 or (world is not None and size >= world):
+            return {"dp_shard": -1}
+        return {"dp_replicate": -1, "dp_shard": size}
+
+    def mesh(given: Given[Any]) -> Mesh | None:
+        is_known = given.has_value(f"{at}.fsdp_size")
+        return build_mesh(given.spec.axes, given.spec.world_size) if is_known else None
+
+    def strategy(given: Given[Any]) -> tuple[str, bool]:
+        reshards = options(given).reshard_after_forward is not False
+        return sharding_strategy(given.spec.axes, given.spec.mesh, reshards=reshards), reshards
+
+    def compute(given: Given[Any]) -> str:
+        fsdp = options(given)
+        is_mixed = "mixed_precision" in fsdp.model_fields_set  # it wins over `dtype`
+        return (fsdp.mixed_precision.param_dtype if is_mixed else fsdp.dtype) or "bf16"
+
+    def min_num_params(given: Given[Any]) -> int | None:
+        return options(given).wrap_policy.min_num_params or None
+
+    def adapter(given: Given[Any]) -> AdapterSpec | None:
+        trained = value_at(given.raw, model)
+        rank = trained.lora_rank or 0 if isinstance(trained, Model) else 0
+        if not isinstance(trained, Model) or (rank <= 0 and trained.lora_adapter_path is None):
+            return None
+        alpha = 16.0 if trained.lora_alpha is None else trained.lora_alpha
+        return AdapterSpec(kind="lora", rank=rank or None, alpha=alpha, targets=trained.target_modules or _ALL_LINEAR)
+
+    return {
+        "axes.dp_shard axes.dp_replicate": named_by(f"{at}.fsdp_size"),
+        "axes": row(value=axes, engines=FSDP),
+        "mesh": row(value=mesh, engines=FSDP),
+        "strategy reshard_after_forward": row(f"{at}.reshard_after_forward", value=strategy, engines=FSDP),
+        "param_dtype": row(f"{at}.mixed_precision.param_dtype", f"{at}.dtype", value=compute),
+        "reduce_dtype": row(f"{at}.mixed_precision.reduce_dtype", default="f32"),
+        "master_dtype": row(f"{at}.model_dtype", default="f32"),
         # param_offload and optimizer_offload move things between phases; during an update all is on the GPU.
-        offload_params=engine == "fsdp2" and bool(fsdp.offload_policy),
-        activation_checkpointing=model.enable_gradient_checkpointing is not False,
-        wrap_classes=wrap.transformer_layer_cls_to_wrap or (),
-        wrap_min_num_params=(wrap.min_num_params or None) if engine == "fsdp1" else None,
-        adapter=adapter_of(model),
-        optimizer=(actor.optim.optimizer if actor.optim is not None else None) or "AdamW",
-        seq_len=_length(data.max_prompt_length) + _length(data.max_response_length),
-        batch_size=actor.ppo_micro_batch_size_per_gpu,
-        state_dict_type="SHARDED_STATE_DICT",
-        model=model.path,
-        resume_from=runner.resume_from_path,
-        keys=keys_of(values, _PPO_KEYS),
-    )
-    return Reading(raw=raw, values=values, spec=spec, options=counted, world_keys=_WORLD_KEYS, findings=findings)
+        "offload_params": row(f"{at}.offload_policy", default=False, engines=("fsdp2",)),
+        "activation_checkpointing": row(f"{model}.enable_gradient_checkpointing", default=True),
+        "wrap_classes": row(f"{at}.wrap_policy.transformer_layer_cls_to_wrap", default=()),
+        "wrap_min_num_params": row(f"{at}.wrap_policy.min_num_params", value=min_num_params, engines=("fsdp1",)),
+        "adapter": row(f"{model}.lora_rank", f"{model}.lora_adapter_path", value=adapter),
+        "state_dict_type": row(default="SHARDED_STATE_DICT"),
+        "resume_from": row("trainer.resume_from_path"),
+    }
 
 
-def _world(runner: Runner) -> int | None:
+_ALL_LINEAR = ("all-linear",)
+
+
+def _world_size(given: Given[Ppo]) -> int | None:
     """Return the ranks that verl starts; its own defaults are one node of 8."""
+    runner = given.raw.trainer
     nodes = 1 if runner.nnodes is None else runner.nnodes
     gpus = 8 if runner.n_gpus_per_node is None else runner.n_gpus_per_node
-    return nodes * gpus if nodes > 0 and gpus > 0 else None
+    is_known = given.has_value("trainer.nnodes") and given.has_value("trainer.n_gpus_per_node")
+    return nodes * gpus if is_known and nodes > 0 and gpus > 0 else None
 
 
-def _length(tokens: int | None) -> int:
-    return 512 if tokens is None else tokens
+def _ulysses(given: Given[Ppo]) -> int:
+    actor = given.raw.actor_rollout_ref.actor
+    asked = actor.ulysses_sequence_parallel_size or 1
+    return asked if asked > 1 else actor.fsdp_config.ulysses_sequence_parallel_size or 1
 
 
-_WORLD_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes")
-_PPO_KEYS: Mapping[str, tuple[str, ...]] = {
-    "engine": (f"{_ACTOR}.strategy",),
-    "world_size": _WORLD_KEYS,
-    "axes.dp_shard": (f"{_ACTOR}.fsdp_config.fsdp_size",),
-    "axes.dp_replicate": (f"{_ACTOR}.fsdp_config.fsdp_size",),
-    "axes.sp": (
+def _prompt_and_response(given: Given[Ppo]) -> int:
+    lengths = (given.raw.data.max_prompt_length, given.raw.data.max_response_length)
+    return sum(512 if tokens is None else tokens for tokens in lengths)
+
+
+_PPO: Table[Ppo] = {
+    "world_size": row("trainer.n_gpus_per_node", "trainer.nnodes", value=_world_size),
+    **_fsdp_rows(f"{_ACTOR}.fsdp_config", model="actor_rollout_ref.model"),
+    "axes.sp": row(
         f"{_ACTOR}.ulysses_sequence_parallel_size",
         f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+        value=_ulysses,
+        engines=FSDP,
     ),
-    "strategy": (f"{_ACTOR}.fsdp_config.reshard_after_forward",),
-    "reshard_after_forward": (f"{_ACTOR}.fsdp_config.reshard_after_forward",),
-    "param_dtype": (f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{_ACTOR}.fsdp_config.dtype"),
-    "reduce_dtype": (f"{_ACTOR}.fsdp_config.mixed_precision.reduce_dtype",),
-    "master_dtype": (f"{_ACTOR}.fsdp_config.model_dtype",),
-    "offload_params": (f"{_ACTOR}.fsdp_config.offload_policy",),
-    "activation_checkpointing": ("actor_rollout_ref.model.enable_gradient_checkpointing",),
-    "wrap_classes": (f"{_ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",),
-    "wrap_min_num_params": (f"{_ACTOR}.fsdp_config.wrap_policy.min_num_params",),
-    "adapter": ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora_adapter_path"),
-    "optimizer": (f"{_ACTOR}.optim.optimizer",),
-    "seq_len": ("data.max_prompt_length", "data.max_response_length"),
-    "batch_size": (f"{_ACTOR}.ppo_micro_batch_size_per_gpu",),
-    "model": ("actor_rollout_ref.model.path",),
-    "resume_from": ("trainer.resume_from_path",),
+    "optimizer": row(f"{_ACTOR}.optim.optimizer", default="AdamW"),
+    "seq_len": row("data.max_prompt_length", "data.max_response_length", value=_prompt_and_response),
+    "batch_size": row(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
+    "model": row("actor_rollout_ref.model.path"),
 }
-"""Field of the spec → options that say it."""
+_SFT: Table[Any] = {
+    # torchrun starts it, whatever `trainer` says.
+    "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
+    "optimizer": row("optim.optimizer", default="AdamW"),
+    "seq_len": row("data.max_length", default=1024),
+    "batch_size": row("data.micro_batch_size_per_gpu", default=4),
+}
+_ENGINE_SFT: Table[SftOther] = {
+    **_SFT,
+    **_fsdp_rows("engine", model="model"),
+    "axes.sp": row("engine.ulysses_sequence_parallel_size", default=1, engines=FSDP),
+    "model": row("model.path"),
+}
+"""`sft_trainer.py`, whose `engine` is FSDP's unless a group says otherwise."""
+_FSDP_SFT: Table[Sft] = {
+    **_SFT,
+    **_fsdp_rows("model.fsdp_config", model="model"),
+    "axes": row(value=lambda _: {"dp_shard": -1}),
+    "axes.sp": row("ulysses_sequence_parallel_size", default=1),
+    "strategy reshard_after_forward": row(
+        value=lambda given: (sharding_strategy(given.spec.axes, given.spec.mesh, reshards=True), True), engines=FSDP
+    ),
+    "param_dtype": row(default="bf16"),
+    "reduce_dtype": row(default="f32"),
+    "offload_params": row("model.fsdp_config.offload_params", default=False),
+    "model": row("model.partial_pretrain"),
+}
+"""`fsdp_sft_trainer.py`: one mesh of all ranks, and bf16 computation, always."""
+
+
+def _prepare(document: Document) -> Source:
+    tree = read_tree(document)
+    model, table = _chosen(tree, document)
+    source = Source(model=model, table=table, values=tree.values, findings=tree.findings, words=tree.words)
+    if not tree.is_command:
+        return source
+    names = option_names(model)
+    groups = [f"{key}=…" for key in tree.values if key not in names]  # `model_engine=…` chooses whole files
+    options = {key: value for key, value in tree.values.items() if key in names}
+    return replace(source, options=options, added=tree.added, words=(*tree.words, *groups))
+
+
+def _chosen(tree: Tree, document: Document) -> tuple[type[Section], Table[Any]]:
+    """Return the options and the table of the trainer that is started."""
+    starts_sft = any("sft_trainer" in word for word in document.words if word.startswith(("verl.", "verl/")))
+    if not is_sft(tree.values) and not starts_sft:
+        configs = [name for name in tree.configs if name.startswith(("--config-name", "ppo_"))]
+        is_megatron = any("megatron" in name for name in configs)
+        default = "megatron" if is_megatron else tree.engine("model_engine")
+        return Ppo, {"engine": _engine_row(f"{_ACTOR}.strategy", default), **_PPO}
+    if is_fsdp_sft(tree.values):
+        return Sft, {"engine": _engine_row("model.strategy", "fsdp2"), **_FSDP_SFT}
+    chosen = tree.engine("engine")
+    return Sft if chosen == "fsdp" else SftOther, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
+
+
+READER = Reader(name="verl", looks_like=looks_like, prepare=_prepare)

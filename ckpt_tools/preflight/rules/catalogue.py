@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.model_facts import ModelFacts
@@ -20,7 +21,10 @@ from ckpt_tools.preflight.rules import (
     sizes,
     world,
 )
-from ckpt_tools.preflight.rules.rule import ALL, Case, Config, Rule, apply
+from ckpt_tools.preflight.rules.rule import ALL, Case, Rule, apply
+
+if TYPE_CHECKING:
+    from ckpt_tools.preflight.configs.config import Config
 
 GROUPS: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.rules.engines import wants_fsdp
 from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule, shown
 from ckpt_tools.preflight.spec import Framework
 
-_TRUTHS = ("1", "true", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off")
 _V1_STRATEGIES = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OBSOLETE: Mapping[str, str] = {
     "sharding_strategy": "reshard_after_forward and the mesh say what it said",
@@ -50,7 +50,7 @@ def default_version(framework: Framework) -> int:
 def reshard_is_bool(case: Case) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__` and the two `str_to_bool`."""
     found = case.fsdp_option("reshard_after_forward")
-    if found is None or not case.is_fsdp2 or found.text.lower() in _TRUTHS:
+    if found is None or not case.is_fsdp2 or as_truth(found.text) is not None:
         return
     means = {"FULL_SHARD": "true", "1": "true", "SHARD_GRAD_OP": "false", "2": "false"}.get(found.text.upper())
     yield Violation(
@@ -76,7 +76,7 @@ def v1_strategy(case: Case) -> Iterator[Violation]:
     found = case.get("fsdp")
     if found is None or not isinstance(found.value, (str, list)):
         return
-    if isinstance(found.value, str) and found.text.lower() in _TRUTHS:
+    if isinstance(found.value, str) and as_truth(found.text) is not None:
         plain = "true" if found.is_on else "false"
         yield Violation(key="fsdp", what=f'"{shown(found.value)}" as text is an unknown option', fix=f"fsdp: {plain}")
         return

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast, get_args
 
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.model_facts import ModelFacts
+from ckpt_tools.preflight.plain_values import as_truth, find_value
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
 from ckpt_tools.text import escape_name
 
-ALL: tuple[Framework, ...] = ("accelerate", "trainer", "torchtitan", "axolotl", "ai-toolkit", "verl", "openrlhf")
+if TYPE_CHECKING:
+    from ckpt_tools.preflight.configs.config import Config
+
+ALL: tuple[Framework, ...] = get_args(Framework)
 """Every framework whose configs are read."""
 HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
 """Those that end in accelerate's `FullyShardedDataParallelPlugin`."""
@@ -20,40 +24,6 @@ HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
 
 class NotKnownError(Exception):
     """A check asks for an option whose value is not in the file: nobody knows whether the config breaks the rule."""
-
-
-class Config(Protocol):
-    """What a rule needs of a config that was read; `configs.Config` is one."""
-
-    @property
-    def framework(self) -> Framework:
-        """Whose config it is."""
-        raise NotImplementedError
-
-    @property
-    def values(self) -> Mapping[str, object]:
-        """The file as nested plain values, in the user's own spelling."""
-        raise NotImplementedError
-
-    @property
-    def spec(self) -> ParallelSpec:
-        """What it asks for."""
-        raise NotImplementedError
-
-    @property
-    def unread(self) -> frozenset[str]:
-        """Key paths whose values are not in the file, on which something depends."""
-        raise NotImplementedError
-
-    @property
-    def hides_options(self) -> bool:
-        """May an option that is not in `values` be set all the same?"""
-        raise NotImplementedError
-
-    @property
-    def unread_fields(self) -> frozenset[str]:
-        """Fields of the spec that depend on those."""
-        raise NotImplementedError
 
 
 class _Known:
@@ -86,14 +56,14 @@ class Setting:
     def is_on(self) -> bool:
         """Does it switch something on? Text counts as the trainers count it: true, yes, on, 1."""
         if isinstance(self.value, str):
-            return self.value.strip().lower() in ("1", "true", "t", "yes", "y", "on")
+            return as_truth(self.value) is True
         return self.value is True or (type(self.value) is int and self.value != 0)
 
     @property
     def is_off(self) -> bool:
         """Does it switch something off in so many words? None and unknown text are neither."""
         if isinstance(self.value, str):
-            return self.value.strip().lower() in ("0", "false", "f", "no", "n", "off")
+            return as_truth(self.value) is False
         return self.value is False or (type(self.value) is int and self.value == 0)
 
     @property
@@ -273,24 +243,9 @@ def _violations(one: Rule, case: Case) -> Iterator[Violation]:
 
 
 def look_up(values: Mapping[str, object], path: str) -> Setting | None:
-    """Return the option at a dotted path, where `name[0]` is an item of a list.
-
-    A key that itself has dots (`ds.zero_stage`) is found too, before the nested one.
-    """
-    if path in values:
-        return None if values[path] is None else Setting(key=path, value=values[path])
-    node: object = values
-    for part in path.split("."):
-        name, _, index = part.partition("[")
-        if not isinstance(node, Mapping) or name not in node:
-            return None
-        node = node[name]
-        if index:
-            at = int(index.rstrip("]"))
-            if not isinstance(node, (list, tuple)) or at >= len(node):
-                return None
-            node = node[at]
-    return None if node is None else Setting(key=path, value=node)
+    """Return the option at a key path, or None where there is none or null."""
+    found = find_value(values, path)
+    return None if found is None else Setting(key=path, value=found)
 
 
 def shown(value: object) -> str:

@@ -1,0 +1,231 @@
+"""What a trainer's reader is made of: a table with a row for each field of the spec.
+
+A row names the options that say the field, what it is where none is given, and a function where it takes more than the
+first of them that is given. The value and the key that messages name come from the same row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
+
+from pydantic import AliasChoices
+
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.preflight.configs.config import Options, Reading
+from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.mesh import ORDER, build_mesh
+from ckpt_tools.preflight.configs.options import Spell, is_variable
+from ckpt_tools.preflight.configs.schema import Section, SectionType, validate
+from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.spec import Engine, Framework, ParallelSpec
+
+FSDP: tuple[Engine, ...] = ("fsdp1", "fsdp2")
+
+
+@dataclass(slots=True, kw_only=True)
+class Given(Generic[SectionType]):
+    """What the function of a row looks at, and adds to."""
+
+    raw: SectionType
+    """The options in their types; one of a wrong type, or whose value is not in the file, counts as not given."""
+    values: object
+    """The options as they are written."""
+    document: Document
+    """The file."""
+    spec: ParallelSpec
+    """The fields of all rows above."""
+    spell: Spell
+    """Option → key path in the user's file."""
+    findings: list[Finding] = field(default_factory=list)
+    """What is wrong beside names and types."""
+    unread: list[str] = field(default_factory=list)
+    """Options that name a file which could not be read."""
+    moot: list[str] = field(default_factory=list)
+    """Options whose values matter to nothing, given the others."""
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Is the model wrapped by FSDP of either version?"""
+        return self.spec.engine in FSDP
+
+    def keys(self, option: str) -> tuple[str, ...]:
+        """Return the names of an option, of all versions."""
+        info = type(self.raw).model_fields.get(option)
+        alias = None if info is None else info.validation_alias
+        return tuple(map(str, alias.choices)) if isinstance(alias, AliasChoices) else (option,)
+
+    def has_value(self, option: str) -> bool:
+        """Is the value of an option in the file, if the option is?"""
+        return not any(is_variable(find_value(self.values, key)) for key in self.keys(option))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Generic[SectionType]):
+    """Where one field of the spec comes from, or several that are said together."""
+
+    options: tuple[str, ...] = ()
+    """Options that say it; the first that is given counts, and is named in messages."""
+    default: object = None
+    """Where none is given, or all are empty."""
+    value: Callable[[Given[SectionType]], object] | None = None
+    """Its value, where that is not the first option's; of several fields, one for each."""
+    engines: tuple[Engine, ...] = ()
+    """Under others the field stays as it is; () for all."""
+    has_value: bool = True
+    """False: the options say something of the field, and its value comes from elsewhere."""
+
+    def evaluate(self, given: Given[SectionType]) -> object:
+        """Return the field's value."""
+        if self.value is not None:
+            return self.value(given)
+        found = (value_at(given.raw, option) for option in self.options)
+        return next((value for value in found if value not in (None, "")), self.default)
+
+    def find_key(self, given: Given[SectionType]) -> str | None:
+        """Return the key path that says it, in the user's spelling."""
+        keys = (key for option in self.options for key in given.keys(option))
+        return next((given.spell(key) for key in keys if find_value(given.values, key) is not None), None)
+
+
+Table = Mapping[str, Row[SectionType]]
+"""Field of the spec (`axes.tp` for one axis; several with blanks between) → its row; a row may look at those above."""
+
+
+def row(
+    *options: str,
+    default: object = None,
+    value: Callable[[Given[SectionType]], object] | None = None,
+    engines: tuple[Engine, ...] = (),
+) -> Row[SectionType]:
+    """Make a row; see `Row`."""
+    return Row(options=options, default=default, value=value, engines=engines)
+
+
+def named_by(*options: str) -> Row[Any]:
+    """Make a row of a field whose value comes from elsewhere."""
+    return Row(options=options, has_value=False)
+
+
+def mesh_row(order: tuple[str, ...] = ORDER) -> Row[Any]:
+    """Make the row of the mesh: `axes` over all ranks, in rank order."""
+    return row(value=lambda given: build_mesh(given.spec.axes, given.spec.world_size, order=order))
+
+
+def _whole(raw: Any) -> Any:  # noqa: ANN401 - a section of any trainer
+    return raw
+
+
+def _no_more(_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A document, made ready for one table."""
+
+    model: type[Section]
+    """The options that there are, and their types."""
+    table: Table[Any]
+    """Field of the spec → its row."""
+    by_engine: Mapping[Engine, Table[Any]] = field(default_factory=dict)
+    """Rows that come after those, for one engine."""
+    values: Mapping[str, object]
+    """See `Config.values`."""
+    options: Mapping[str, object] | None = None
+    """The same in the spelling of `model`, where that is another one."""
+    spell: Spell = str
+    """Turns a path in `options` into the user's."""
+    part: Callable[[Any], Section] = _whole
+    """The part of the file that the table is about."""
+    root: str = ""
+    """Where that lies."""
+    added: Collection[str] = ()
+    """Paths of options that the user adds on purpose, whatever the framework has."""
+    words: tuple[str, ...] = ()
+    """Words that stand for nobody knows which options."""
+    noun: str = "key"
+    """What an option is called."""
+    findings: tuple[Finding, ...] = ()
+    """What was found wrong so far."""
+    check: Callable[[Given[Any]], None] = _no_more
+    """Adds what is wrong beside names and types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """One trainer."""
+
+    name: Framework
+    """The trainer."""
+    looks_like: Callable[[Document], bool]
+    """Is a document its config?"""
+    prepare: Callable[[Document], Source]
+    """Makes a document ready for the trainer's table."""
+
+
+def read_source(name: Framework, source: Source, document: Document, *, world_size: int | None) -> Reading:
+    """Read a document by its trainer's table.
+
+    Args:
+        name: The trainer.
+        source: The document, made ready.
+        document: The document itself.
+        world_size: Ranks; None for what the document says.
+    """
+    options = source.values if source.options is None else source.options
+    raw, findings, counted = validate(
+        source.model, options, spell=source.spell, added=source.added, words=source.words, what=source.noun
+    )
+    given: Given[Any] = Given(
+        raw=source.part(raw),
+        values=find_value(options, source.root) if source.root else options,
+        document=document,
+        spec=ParallelSpec(framework=name, engine="other", world_size=world_size),
+        spell=lambda path: source.spell(f"{source.root}.{path}" if source.root else path),
+    )
+    _fill(given, source.table)
+    _fill(given, source.by_engine.get(given.spec.engine, {}))
+    source.check(given)
+    world = source.table.get("world_size", Row())
+    return Reading(
+        values=source.values,
+        spec=given.spec,
+        options=_recounted(counted, given),
+        world_keys=tuple(given.spell(key) for option in world.options for key in given.keys(option)),
+        findings=(*source.findings, *findings, *given.findings),
+    )
+
+
+def _fill(given: Given[Any], table: Table[Any]) -> None:
+    """Give the spec what the rows of a table say; the first row of a field that finds a key names it."""
+    for name, one in table.items():
+        fields, key = name.split(), one.find_key(given)
+        changes: dict[str, Any] = {}
+        if key is not None:
+            changes["keys"] = dict.fromkeys(fields, key) | dict(given.spec.keys)
+        is_known = name == "world_size" and given.spec.world_size is not None
+        if one.has_value and not is_known and (not one.engines or given.spec.engine in one.engines):
+            found = one.evaluate(given)
+            changes |= zip(fields, found if isinstance(found, tuple) and len(fields) > 1 else (found,), strict=True)
+        axis = name.removeprefix("axes.")
+        if axis != name and name in changes:
+            size = changes.pop(name)
+            changes["axes"] = {**given.spec.axes, axis: size} if size is not None else given.spec.axes
+        given.spec = replace(given.spec, **changes)
+
+
+def _recounted(options: Options, given: Given[Any]) -> Options:
+    """Return the account with the files that could not be read as unread, and without what matters to nothing."""
+    moot = {given.spell(key) for option in given.moot for key in given.keys(option)}
+    unread = [path for path in options.unread if path not in moot]
+    unread += [path for path in map(given.spell, given.unread) if path not in unread]
+    return replace(options, unread=tuple(unread), understood=options.understood + len(options.unread) - len(unread))
+
+
+def value_at(raw: object, path: str) -> object:
+    """Return a field of a section, or of one inside it; None where there is no such section."""
+    for part in path.split("."):
+        raw = getattr(raw, part) if isinstance(raw, Section) and part in type(raw).model_fields else None
+    return raw

@@ -1,0 +1,44 @@
+"""Plain values of a config: key paths (`config.process[0].train`) and truths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
+FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
+"""Source: `str_to_bool` in `accelerate/utils/environment.py` and `transformers/training_args.py`."""
+
+
+def as_truth(value: object) -> bool | None:
+    """Return a truth, which may be a word for one; None for anything else."""
+    word = str(value).strip().lower()
+    return True if word in TRUE_WORDS else False if word in FALSE_WORDS else None
+
+
+def join_path(*parts: str | int) -> str:
+    """Return the key path of some parts; a number is the place in a list."""
+    path = ""
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def find_value(values: object, path: str, missing: object = None) -> object:
+    """Return what lies at a key path, or `missing`.
+
+    A key that itself has dots (`ds.zero_stage`) is found before the nested one.
+    """
+    if isinstance(values, Mapping) and path in values:
+        return values[path]
+    node = values
+    for part in path.split("."):
+        name, _, index = part.partition("[")
+        if not isinstance(node, Mapping) or name not in node:
+            return missing
+        node = node[name]
+        if index:
+            at = int(index.rstrip("]"))
+            if not isinstance(node, (list, tuple)) or at >= len(node):
+                return missing
+            node = node[at]
+    return node

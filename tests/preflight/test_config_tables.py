@@ -1,0 +1,73 @@
+"""The trainers' tables themselves: every row is about a field of the spec, and names options that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from preflight.rule_cases import NAMES, RIGHT, text_of
+
+from ckpt_tools.preflight.configs.document import Document, read_document
+from ckpt_tools.preflight.configs.read import READERS
+from ckpt_tools.preflight.configs.schema import Section
+from ckpt_tools.preflight.configs.table import Row, Source
+from ckpt_tools.preflight.spec import Engine, Framework, ParallelSpec
+
+SFT = {
+    "an engine": {"defaults": [{"engine@engine": "fsdp"}], "model": {"path": "m"}},
+    "none": {"model": {"partial_pretrain": "m"}},
+}
+"""verl's two SFT trainers."""
+
+
+def sources(folder: Path) -> Iterator[tuple[str, Source]]:
+    for framework, values in RIGHT.items():
+        path = folder / NAMES[framework]
+        path.write_text(text_of(framework, values))
+        yield framework, READERS[framework].prepare(read_document(str(path)))
+    for name, values in SFT.items():
+        yield f"verl, SFT with {name}", READERS["verl"].prepare(Document(path="sft.yaml", values=values))
+
+
+def rows_of(source: Source) -> Iterator[tuple[str, Row[Any]]]:
+    for table in (source.table, *source.by_engine.values()):
+        yield from table.items()
+
+
+def has_option(model: type[Section], path: str) -> bool:
+    name, _, rest = path.partition(".")
+    field = model.model_fields.get(name)
+    if field is None or not rest:
+        return field is not None
+    return issubclass(field.annotation, Section) and has_option(field.annotation, rest)
+
+
+def test_every_trainer_has_a_table() -> None:
+    assert tuple(READERS) == get_args(Framework)
+    assert all(reader.name == name for name, reader in READERS.items())
+
+
+def test_rows_are_about_fields_of_the_spec(tmp_path: Path) -> None:
+    known = {field.name for field in fields(ParallelSpec)} - {"framework", "keys"}
+    for name, source in sources(tmp_path):
+        assert set(source.by_engine) <= set(get_args(Engine))
+        for row, _ in rows_of(source):
+            assert {field.partition(".")[0] for field in row.split()} <= known, name
+
+
+def test_options_of_rows_are_read_under_these_names(tmp_path: Path) -> None:
+    for name, source in sources(tmp_path):
+        model = type(source.part(source.model()))
+        for row, one in rows_of(source):
+            assert [path for path in one.options if not has_option(model, path)] == [], (name, row)
+
+
+@pytest.mark.parametrize("framework", RIGHT)
+def test_right_config_is_detected_as_its_trainers_alone(framework: str, tmp_path: Path) -> None:
+    path = tmp_path / NAMES[framework]
+    path.write_text(text_of(framework, RIGHT[framework]))
+    document = read_document(str(path))
+    assert [name for name, reader in READERS.items() if reader.looks_like(document)] == [framework]
