@@ -70,14 +70,14 @@ def config_in(source: Source, name: str = CONFIG_NAME) -> ModelConfig:
     return parse_config(read_document(source, name, MAX_CONFIG_BYTES), where=where)
 
 
-def config_beside(source: Source) -> ModelConfig | None:
+def config_beside(source: Source, name: str = CONFIG_NAME) -> ModelConfig | None:
     """Read the config.json of a directory that is open; None when there is none.
 
     Raises:
         UnreadableError: It is not a JSON object, or too long.
     """
     try:
-        return config_in(source)
+        return config_in(source, name)
     except UnreadableError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return None

@@ -18,7 +18,7 @@ from ckpt_tools.models.config import config_path
 from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
 from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
-from ckpt_tools.preflight.model_facts import checked_config, read_facts
+from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import check_names, is_native_titan
 from ckpt_tools.preflight.reads import RankReads, Reads
 from ckpt_tools.preflight.spec import ParallelSpec
@@ -322,6 +322,6 @@ def look_at_model(
     except (UnreadableError, RefusedConfigError):
         raise
     except CkptError as error:
-        return ModelView(facts=read_facts(checked_config(model)), why_not=error.what)
+        return ModelView(facts=read_facts(model), why_not=error.what)
     # As the user wrote it, not as the child was told.
     return view if view.facts is None else replace(view, facts=replace(view.facts, where=config_path(model)))

@@ -50,7 +50,7 @@ def compare(look: Look, here: Here) -> ModelView:
     paths = [path for path in (look.config, look.checkpoint) if path is not None]
     with ExitStack() as stack:
         config = checked_config(look.config)
-        facts = read_facts(config)
+        facts = read_facts(look.config)
         opened = None if look.checkpoint is None else stack.enter_context(open_path(look.checkpoint))
         cuts = [(path, checked_config(path)) for path in look.cuts]
         # All is read. From here on nothing of the model's is opened.

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, config_in, config_path
+from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, config_beside, config_path
 from ckpt_tools.storage.source import Source
 from ckpt_tools.walls import check_config
 
@@ -127,8 +127,17 @@ class ModelFacts:
         return (self.num_experts or 0) > 1
 
 
-def read_facts(config: ModelConfig) -> ModelFacts:
-    """Return what a config and the headers of the weights beside it say; `match.look_at_model` builds it for more."""
+def read_facts(model: str) -> ModelFacts:
+    """Read what a model's config and the headers of its weights say; `match.look_at_model` builds it for more.
+
+    Args:
+        model: A directory with config.json, or the file.
+
+    Raises:
+        UnreadableError: No config.json, or it is not a JSON object.
+        RefusedConfigError: Nothing may be built of it.
+    """
+    config = checked_config(model)
     directory, name = os.path.split(config.where)
     shapes = _stored_shapes(directory) if name == CONFIG_NAME else {}
     return replace(facts_of(config.values, where=config.where), shapes=shapes, stored=frozenset(shapes))
@@ -143,7 +152,10 @@ def checked_config(model: str) -> ModelConfig:
     """
     directory, name = os.path.split(config_path(os.path.abspath(model)))
     with Source(directory) as source:
-        config = config_in(source, name)
+        config = config_beside(source, name)
+    if config is None:
+        hint = "pass the directory that the model was downloaded to"
+        raise UnreadableError(f"no {name} here", where=model, hint=hint)
     check_config(config.values, config.where)
     return config
 

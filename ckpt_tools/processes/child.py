@@ -66,8 +66,6 @@ from ckpt_tools.processes.child import serve
 serve(sys.argv[1], job)
 os._exit(0)  # the answer is there; libraries take their time to say goodbye, or crash over it
 """
-
-
 A = TypeVar("A")
 
 

@@ -47,7 +47,8 @@ def launch(job: Launch, here: Here) -> Launched:
     _try(setting, here)
     if job.saved is not None:
         outcome = _run_world(setting, here, RELOAD_NAME, job.saved)
-        return Launched(logs=outcome.logs, findings=tuple(outcome.findings))
+        findings = tuple(outcome.findings)
+        return Launched(logs=outcome.logs, findings=findings, has_lost_rank=outcome.has_lost_rank)
     first = _run_world(setting, here, WORLD_NAME)
     error = first_error(first.logs)
     if error is not None:

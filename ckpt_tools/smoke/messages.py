@@ -50,3 +50,5 @@ class Launched:
     """Of ranks that only reloaded."""
     findings: tuple[Finding, ...] = ()
     """About those."""
+    has_lost_rank: bool = False
+    """One of those was ended from outside."""

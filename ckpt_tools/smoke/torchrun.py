@@ -112,7 +112,7 @@ def _with_reload(report: SmokeReport, setting: Setting, logs: dict[int, RankLog]
     if reloading is None:
         return assemble(setting, logs, reload_skipped=why_not)
     result = run_local(Launch(options=reloading.options, saved=other.saved_by(setting, reloading, logs[0])))
-    return assemble(setting, logs, result.findings, reload_logs=result.logs)
+    return assemble(setting, logs, result.findings, reload_logs=result.logs, has_lost_rank=result.has_lost_rank)
 
 
 class _ToldJournal(Journal):

@@ -13,9 +13,11 @@ from transformers import AutoConfig
 
 from ckpt_tools import api
 from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats.manifest import parse_manifest
+from ckpt_tools.models.config import MAX_CONFIG_BYTES, config_beside, config_in, parse_config, read_config
 from ckpt_tools.models.restate import restate_dtype
+from ckpt_tools.storage.source import Source
 
 NESTED = b"""{
    "architectures" : ["A"],
@@ -150,3 +152,68 @@ def test_config_that_cannot_be_read_is_carried_along_with_a_note(text: bytes, tm
     result = api.gather(model, tmp_path / "out", dtype="bf16")
     assert (tmp_path / "out" / "config.json").read_bytes() == text
     assert [note for note in result.notes if note.startswith("config.json is carried along as it is")]
+
+
+def test_config_is_read_alike_by_whoever_asks(tmp_path: Path) -> None:
+    labels = {str(number): "x" * 100 for number in range(12_000)}  # 1.4 MB, as of models with many classes
+    text = json.dumps({"architectures": ["A", "B"], "id2label": labels, "time_step_limit": [0.0, float("inf")]})
+    (tmp_path / "config.json").write_text(text)
+    with Source(str(tmp_path)) as source:
+        found = [read_config(str(tmp_path)), read_config(str(tmp_path / "config.json")), config_in(source)]
+        found.append(config_beside(source) or found[0])
+    assert all(one.where == str(tmp_path / "config.json") and one.architecture == "A" for one in found)
+    assert all(one.values == json.loads(text) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"{", "config.json is not valid JSON"),
+        (b"[" * 99999, "nested too deep"),
+        (b'{"a": 1, "a": 2}', "a key occurs twice"),
+        (b"\xff{}", "config.json is not UTF-8 text"),
+        (b"[]", "config.json is not a JSON object"),
+    ],
+)
+def test_config_that_is_none_is_refused_in_the_same_words(text: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with Source(str(tmp_path)) as source:
+        for read in (lambda: read_config(str(tmp_path)), lambda: config_in(source), lambda: config_beside(source)):
+            with pytest.raises(UnreadableError, match=words) as caught:
+                read()
+            assert caught.value.where == str(tmp_path / "config.json")
+
+
+def test_config_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_BYTES + 1))
+    with Source(str(tmp_path)) as source:
+        for read in (lambda: read_config(str(tmp_path)), lambda: config_beside(source)):
+            with pytest.raises(LimitError):
+                read()
+
+
+def test_config_that_is_not_there_is_told_apart_from_one_that_cannot_be_read(tmp_path: Path) -> None:
+    with Source(str(tmp_path)) as source:
+        assert config_beside(source) is None
+        with pytest.raises(UnreadableError, match="missing"):
+            config_in(source)
+        (tmp_path / "config.json").mkdir()
+        with pytest.raises(UnreadableError, match="not a regular file"):
+            config_beside(source)
+    with pytest.raises(UsageError, match="cannot read the model's config: no such file") as caught:
+        read_config(str(tmp_path / "no.json"), hint="look again")
+    assert caught.value.hint == "look again"
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"architectures": ["A"], "_class_name": "B"}, "A"),
+        ({"architectures": [], "_class_name": "B"}, "B"),
+        ({"architectures": "A"}, None),
+        ({"architectures": [3]}, None),
+        ({}, None),
+    ],
+)
+def test_architecture_is_what_either_library_calls_it(values: dict[str, object], name: str | None) -> None:
+    assert parse_config(json.dumps(values).encode(), where="config.json").architecture == name

@@ -242,6 +242,7 @@ def walls(*args, **options):
     sys.exit(0 if {"torch", "transformers.models.llama.modeling_llama"} <= set(sys.modules) else 1)
 
 auto_plan.build_behind_walls = walls
-auto_plan.resolve({"config": {"architectures": ["LlamaForCausalLM"]}, "model": "somewhere"})
+config = {"architectures": ["LlamaForCausalLM"]}
+auto_plan.resolve(auto_plan.Question(config=config, directory="somewhere"), auto_plan.Here(directory="", parent=0))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
