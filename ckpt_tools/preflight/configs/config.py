@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import escape_name, first_few
 
 _MAX_SHOWN = 6
 _ALWAYS_KNOWN = frozenset({"framework", "keys"})
@@ -147,5 +147,4 @@ class Reading:
 
 
 def _list(names: tuple[str, ...]) -> str:
-    shown = [escape_name(name) for name in dict.fromkeys(names)]
-    return ", ".join(shown[:_MAX_SHOWN]) + (f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else "")
+    return first_few(dict.fromkeys(names), _MAX_SHOWN)
