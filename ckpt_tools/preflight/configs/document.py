@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -92,6 +92,12 @@ def read_document(path: str) -> Document:
         where=path,
         hint="give the config that the trainer reads, with its usual ending",
     )
+
+
+def find_file(name: str, folders: Iterable[str]) -> str | None:
+    """Return where a file that a config names lies: in the first of `folders` that has it."""
+    places = (os.path.join(folder, name) for folder in folders)
+    return next((place for place in places if "\0" not in place and os.path.isfile(place)), None)
 
 
 def _commands(path: str, text: str) -> Document:
