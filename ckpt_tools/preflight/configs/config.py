@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.plain_values import find_value
@@ -46,6 +46,11 @@ class Options:
             self.understood + len(self.unread) > 0
             and self.num_foreign * 2 <= self.read - self.passed_over - self.num_foreign
         )
+
+    def without_unread(self, paths: Container[str | None]) -> Options:
+        """Return the account with some options as understood whose values are not in the file."""
+        unread = tuple(path for path in self.unread if path not in paths)
+        return replace(self, unread=unread, understood=self.understood + len(self.unread) - len(unread))
 
     def to_json(self) -> dict[str, object]:
         """Return the part of the report."""
@@ -128,22 +133,6 @@ class Config:
         key = self.spec.keys.get("engine")
         node = None if key is None else find_value(self.values, key)
         return f"{key} is {escape_name(node)}, which" if key is not None and isinstance(node, str) else "what it starts"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What one framework's reader makes of a document."""
-
-    values: Mapping[str, object]
-    """See `Config.values`."""
-    spec: ParallelSpec
-    """See `Config.spec`."""
-    options: Options
-    """See `Config.options`."""
-    world_keys: tuple[str, ...] = ()
-    """See `Config.world_keys`."""
-    findings: tuple[Finding, ...] = ()
-    """See `Config.findings`."""
 
 
 def _list(names: tuple[str, ...]) -> str:
