@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import escape_name, first_few
 
 _MAX_SHOWN = 6
 _ALWAYS_KNOWN = frozenset({"framework", "keys"})
@@ -46,6 +46,11 @@ class Options:
             self.understood + len(self.unread) > 0
             and self.num_foreign * 2 <= self.read - self.passed_over - self.num_foreign
         )
+
+    def without_unread(self, paths: Container[str | None]) -> Options:
+        """Return the account with some options as understood whose values are not in the file."""
+        unread = tuple(path for path in self.unread if path not in paths)
+        return replace(self, unread=unread, understood=self.understood + len(self.unread) - len(unread))
 
     def to_json(self) -> dict[str, object]:
         """Return the part of the report."""
@@ -130,22 +135,5 @@ class Config:
         return f"{key} is {escape_name(node)}, which" if key is not None and isinstance(node, str) else "what it starts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What one framework's reader makes of a document."""
-
-    values: Mapping[str, object]
-    """See `Config.values`."""
-    spec: ParallelSpec
-    """See `Config.spec`."""
-    options: Options
-    """See `Config.options`."""
-    world_keys: tuple[str, ...] = ()
-    """See `Config.world_keys`."""
-    findings: tuple[Finding, ...] = ()
-    """See `Config.findings`."""
-
-
 def _list(names: tuple[str, ...]) -> str:
-    shown = [escape_name(name) for name in dict.fromkeys(names)]
-    return ", ".join(shown[:_MAX_SHOWN]) + (f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else "")
+    return first_few(dict.fromkeys(names), _MAX_SHOWN)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.preflight.configs.document import read_document
+from ckpt_tools.preflight.configs.document import find_file, read_document
 from ckpt_tools.preflight.configs.table import Given, Table, row
 
 _STRATEGIES = {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}
@@ -57,14 +57,11 @@ def deepspeed_rows(*, is_beside: bool = False) -> Table[Any]:
 
 
 def _content(name: str, folders: Iterable[str]) -> Mapping[str, object] | None:
-    for folder in folders:
-        path = os.path.join(folder, name)
-        if "\0" not in path and os.path.isfile(path):
-            try:
-                return read_document(path).values
-            except CkptError:
-                return None
-    return None
+    place = find_file(name, folders)
+    try:
+        return None if place is None else read_document(place).values
+    except CkptError:
+        return None
 
 
 def _offloads(value: object) -> bool:

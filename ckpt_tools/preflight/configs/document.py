@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,7 +15,6 @@ from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.preflight.configs.commands import read_script
 from ckpt_tools.storage.named_file import read_named_file
-from ckpt_tools.text import escape_name
 
 MAX_BYTES = 1 << 20
 """Longest config that is read; real ones have some kilobytes."""
@@ -95,6 +94,12 @@ def read_document(path: str) -> Document:
     )
 
 
+def find_file(name: str, folders: Iterable[str]) -> str | None:
+    """Return where a file that a config names lies: in the first of `folders` that has it."""
+    places = (os.path.join(folder, name) for folder in folders)
+    return next((place for place in places if "\0" not in place and os.path.isfile(place)), None)
+
+
 def _commands(path: str, text: str) -> Document:
     try:
         script = read_script(text)
@@ -111,12 +116,11 @@ def _mapping(path: str, kind: str, values: object) -> Document:
 
 
 def _read_text(path: str) -> str:
-    where = escape_name(path)
     data = read_named_file(path, what="the config", max_bytes=MAX_BYTES)
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UnreadableError(f"the config is not UTF-8 text: byte {error.start} is not", where=where) from None
+        raise UnreadableError(f"the config is not UTF-8 text: byte {error.start} is not", where=path) from None
 
 
 def parse_json(text: str, path: str) -> object:
@@ -137,7 +141,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {escape_name(twice)!r} is written twice")
+        raise ValueError(f"the key {twice!r} is written twice")
     return result
 
 
@@ -170,5 +174,5 @@ def _first_line(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "nested too deep"
     # PyYAML tells where in several lines, and shows pieces of the file.
-    lines = [escape_name(line.strip()) for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ", ".join(lines[:4])

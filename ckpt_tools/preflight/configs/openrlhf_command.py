@@ -14,7 +14,6 @@ from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import lost_options, several_commands
 from ckpt_tools.preflight.configs.names import known, newest_release
 from ckpt_tools.preflight.configs.options import is_variable
-from ckpt_tools.text import escape_name
 
 SCRIPTS = ("sft", "dpo", "rm", "ppo_ray", "ppo", "kto", "kd", "prm")
 """What `train_….py` there is, or was."""
@@ -134,7 +133,7 @@ def _is_option(word: str) -> bool:
 
 
 def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
-    found = " ".join(escape_name(word) for word in taken[:4]) or "none"
+    found = " ".join(taken[:4]) or "none"
     return Finding.error(
         code="wrong-type",
         where=f"--{name}",

@@ -13,7 +13,7 @@ from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.spelling import decides, is_typo, nearest
 from ckpt_tools.preflight.plain_values import find_value, join_path
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
     from ckpt_tools.preflight.configs.schema import Section
@@ -206,11 +206,11 @@ def check_names(options: Iterable[Option], *, spell: Spell = str, what: str = "k
 
 
 def _unknown_key(option: Option, spell: Spell, what: str) -> Finding:
-    where = escape_name(spell(join_path(*option.path)))
+    where = spell(join_path(*option.path))
     near = None
     if option.near is not None:
         parent = spell(join_path(*option.path[:-1])) + "." if len(option.path) > 1 else ""
-        near = escape_name(spell(join_path(*option.path[:-1], option.near)).removeprefix(parent))
+        near = spell(join_path(*option.path[:-1], option.near)).removeprefix(parent)
     return Finding(
         code="unknown-key",
         severity=option.severity or "info",
@@ -247,13 +247,13 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
         values: The file.
     """
     findings: list[Finding] = []
-    words = [escape_name(word) for word in dict.fromkeys(options.words)]
+    words = dict.fromkeys(options.words)
     if words:
-        shown = ", ".join(words[:_MAX_FOLDED]) + (", …" if len(words) > _MAX_FOLDED else "")
+        shown = first_few(words, _MAX_FOLDED)
         findings.append(
             Finding.warning(
                 code="unread-options",
-                where=words[0],
+                where=next(iter(words)),
                 what=f"options that are not in the file, and not checked: whatever {shown} may stand for",
                 hint="write them in its place",
             )
@@ -268,13 +268,12 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
         for path in options.unread[:_MAX_FOLDED]  # the report lists them all
     ]
     if options.variables:
-        shown = ", ".join(escape_name(path) for path in options.variables[:6])
+        shown = first_few(options.variables, 6)
         findings.append(
             Finding.info(
                 code="unknown-value",
                 where=options.variables[0],
-                what=f"left to variables, and of no weight for what is checked: {shown}"
-                + (", …" if len(options.variables) > 6 else ""),
+                what=f"left to variables, and of no weight for what is checked: {shown}",
             )
         )
     return tuple(findings)
@@ -283,4 +282,4 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
 def _shown(values: Mapping[str, object], path: str) -> str:
     """Return the value at a path and a blank, where it is short enough to be shown."""
     node = find_value(values, path.removeprefix("--"))
-    return f"{escape_name(node[:60])} " if isinstance(node, str) else ""
+    return f"{node[:60]} " if isinstance(node, str) else ""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs import accelerate, ai_toolkit, axolotl, openrlhf, torchtitan, trainer, verl
-from ckpt_tools.preflight.configs.config import Config, Options, Reading
+from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.configs.launch import unread_ranks
 from ckpt_tools.preflight.configs.options import check_variables, option_names
@@ -57,48 +57,32 @@ def read_config(
     refuse_others(document)
     found = framework or detect(document)
     source = READERS[found].prepare(document)
-    reading = read_source(found, source, document, world_size=world_size)
-    if reading.spec.world_size is None:
-        reading = _with_launcher(reading, document)
+    config = read_source(found, source, document, world_size=world_size)
+    if config.spec.world_size is None:
+        config = _with_launcher(config, document)
     if framework is not None and document.values is not None:
         _check_named(document, document.values, framework, source.model)
-    config = Config(
-        framework=found,
-        path=path,
-        values=reading.values,
-        spec=reading.spec,
-        options=_without_given(reading, {*given, *(("world_size",) if world_size else ())}),
-        world_keys=reading.world_keys,
-        assumed=document.assumed,
-        findings=reading.findings,
-    )
+    options = _without_given(config, {*given, *(("world_size",) if world_size else ())})
+    config = replace(config, options=options, findings=config.findings + check_variables(options, config.values))
     unread = config.unread_fields
-    return replace(
-        config,
-        spec=replace(
-            config.spec,
-            mesh=None if "mesh" in unread else config.spec.mesh,
-            world_size=world_size or (None if "world_size" in unread else config.spec.world_size),
-        ),
-        findings=reading.findings + check_variables(config.options, config.values),
-    )
+    mesh = None if "mesh" in unread else config.spec.mesh
+    world = None if "world_size" in unread else config.spec.world_size
+    return replace(config, spec=replace(config.spec, mesh=mesh, world_size=world_size or world))
 
 
-def _with_launcher(reading: Reading, document: Document) -> Reading:
+def _with_launcher(config: Config, document: Document) -> Config:
     """Count the ranks among what was not read, where the launcher has them from variables."""
     words = unread_ranks(document.commands)
-    options = replace(reading.options, unread=(*reading.options.unread, *words), read=reading.options.read + len(words))
-    return replace(reading, options=options, world_keys=(*reading.world_keys, *words))
+    options = replace(config.options, unread=(*config.options.unread, *words), read=config.options.read + len(words))
+    return replace(config, options=options, world_keys=(*config.world_keys, *words))
 
 
-def _without_given(reading: Reading, given: Collection[str]) -> Options:
+def _without_given(config: Config, given: Collection[str]) -> Options:
     """Return the options without those as unread that say what is known otherwise."""
-    paths = {reading.spec.keys.get(field) for field in given}
+    paths = {config.spec.keys.get(field) for field in given}
     if "world_size" in given:
-        paths |= set(reading.world_keys)
-    options = reading.options
-    unread = tuple(path for path in options.unread if path not in paths)
-    return replace(options, unread=unread, understood=options.understood + len(options.unread) - len(unread))
+        paths |= set(config.world_keys)
+    return config.options.without_unread(paths)
 
 
 def _check_named(document: Document, values: Mapping[str, object], framework: Framework, model: type[Section]) -> None:

@@ -23,7 +23,6 @@ from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.options import Spell, account, check_names, options_of, without_variables
 from ckpt_tools.preflight.plain_values import as_truth, join_path
-from ckpt_tools.text import escape_name
 
 _MAX_DIGITS = 18
 MAX_FINDINGS = 200
@@ -200,7 +199,7 @@ def _wrong_type(problem: Any, spell: Spell) -> Finding:  # noqa: ANN401 - pydant
         expected = str(problem["ctx"]["error"])
     else:
         expected = "a list" if kind == "list_type" else "a mapping of options"
-    where = escape_name(spell(join_path(*problem["loc"])))
+    where = spell(join_path(*problem["loc"]))
     return Finding.error(
         code="wrong-type",
         where=where,
@@ -235,5 +234,4 @@ def describe(value: object) -> str:
 
 
 def _short(text: str) -> str:
-    text = escape_name(text)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt_tools.text import escape_name
-
 MAX_WORDS = 100_000
 """Words of one script."""
 _OPERATORS = re.compile(r"\d*(<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)|&>>|&>|;;&|;;|;&|&&|\|\||\|&|[;&|()]")
@@ -126,7 +124,7 @@ class _Lexer:
             lines = []
             while True:
                 if self._at >= len(self._text):
-                    raise ValueError(f"the here-document {escape_name(delimiter)!r} has no end")
+                    raise ValueError(f"the here-document {delimiter!r} has no end")
                 end = self._text.find("\n", self._at)
                 end = len(self._text) if end < 0 else end
                 line = self._text[self._at : end]
@@ -146,7 +144,7 @@ class _Lexer:
         items: list[Word] = []
         while True:
             if self._at >= len(self._text):
-                raise ValueError(f"the array {escape_name(found['name'])} is never closed")
+                raise ValueError(f"the array {found['name']} is never closed")
             if self._skip_blank():
                 continue
             if self._text[self._at] == "\n":
@@ -155,7 +153,7 @@ class _Lexer:
                 self._at += 1
                 return Token(kind="array", text=found["name"], items=tuple(items), appends=bool(found["plus"]))
             elif self._text[self._at] in ";&|(<>":
-                raise ValueError(f"an operator in the array {escape_name(found['name'])}")
+                raise ValueError(f"an operator in the array {found['name']}")
             else:
                 items.append(self._word())
 

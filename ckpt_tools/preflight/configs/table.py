@@ -13,7 +13,7 @@ from typing import Any, Generic
 from pydantic import AliasChoices
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.preflight.configs.config import Options, Reading
+from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.mesh import ORDER, build_mesh
 from ckpt_tools.preflight.configs.options import Spell, is_variable
@@ -165,7 +165,7 @@ class Reader:
     """Makes a document ready for the trainer's table."""
 
 
-def read_source(name: Framework, source: Source, document: Document, *, world_size: int | None) -> Reading:
+def read_source(name: Framework, source: Source, document: Document, *, world_size: int | None) -> Config:
     """Read a document by its trainer's table.
 
     Args:
@@ -189,10 +189,13 @@ def read_source(name: Framework, source: Source, document: Document, *, world_si
     _fill(given, source.by_engine.get(given.spec.engine, {}))
     source.check(given)
     world = source.table.get("world_size", Row())
-    return Reading(
+    return Config(
+        framework=name,
+        path=document.path,
         values=source.values,
         spec=given.spec,
         options=_recounted(counted, given),
+        assumed=document.assumed,
         world_keys=tuple(given.spell(key) for option in world.options for key in given.keys(option)),
         findings=(*source.findings, *findings, *given.findings),
     )
@@ -218,10 +221,9 @@ def _fill(given: Given[Any], table: Table[Any]) -> None:
 
 def _recounted(options: Options, given: Given[Any]) -> Options:
     """Return the account with the files that could not be read as unread, and without what matters to nothing."""
-    moot = {given.spell(key) for option in given.moot for key in given.keys(option)}
-    unread = [path for path in options.unread if path not in moot]
-    unread += [path for path in map(given.spell, given.unread) if path not in unread]
-    return replace(options, unread=tuple(unread), understood=options.understood + len(options.unread) - len(unread))
+    options = options.without_unread({given.spell(key) for option in given.moot for key in given.keys(option)})
+    files = [path for path in map(given.spell, given.unread) if path not in options.unread]
+    return replace(options, unread=(*options.unread, *files), understood=options.understood - len(files))
 
 
 def value_at(raw: object, path: str) -> object:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
-from ckpt_tools.preflight.configs.document import Document, read_document
+from ckpt_tools.preflight.configs.document import Document, find_file, read_document
 from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
@@ -132,14 +132,12 @@ def _with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[st
     if not isinstance(name, str):
         return values, ()
     problem = "there is no such file"
-    for folder in (os.path.dirname(path), ""):  # Trainer itself looks in the current directory
-        place = os.path.join(folder, name)
-        if "\0" not in place and os.path.isfile(place):
-            try:
-                return {**values, SECTION: read_document(place).values or {}}, ()
-            except CkptError as error:
-                problem = error.what
-                break
+    place = find_file(name, (os.path.dirname(path), ""))  # Trainer itself looks in the current directory
+    if place is not None:
+        try:
+            return {**values, SECTION: read_document(place).values or {}}, ()
+        except CkptError as error:
+            problem = error.what
     finding = Finding.error(
         code="missing-file",
         where=SECTION,
