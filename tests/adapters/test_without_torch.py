@@ -97,6 +97,7 @@ def bits(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.full(but=["peft"])
 @pytest.mark.parametrize("target", EXPECTED)
 def test_export_where_torch_cannot_be_imported_has_torch_s_bits(factors, source, tmp_path, target):
     out = tmp_path / "out"
