@@ -9,13 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention
-from ckpt_tools.adapters.against_base import check_against
-from ckpt_tools.adapters.assumed import assumed_before
-from ckpt_tools.adapters.base import read_base
-from ckpt_tools.adapters.checked import LoraCheck, fold, to_json
-from ckpt_tools.adapters.integrity import check_structure, check_values
-from ckpt_tools.adapters.live_base import adapted_paths, as_named, replicated
-from ckpt_tools.adapters.loaders import (
+from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, Architecture
+from ckpt_tools.adapters.architectures.choose import choose_family
+from ckpt_tools.adapters.architectures.resolve import readings
+from ckpt_tools.adapters.base.base_model import read_base
+from ckpt_tools.adapters.base.live_names import adapted_paths, as_named, replicated
+from ckpt_tools.adapters.checks.against_base import check_against
+from ckpt_tools.adapters.checks.integrity import check_structure, check_values
+from ckpt_tools.adapters.checks.own_format import own_loaders
+from ckpt_tools.adapters.checks.report import LoraCheck, fold, to_json
+from ckpt_tools.adapters.checks.suspicions import check_suspicions
+from ckpt_tools.adapters.checks.values import look_at
+from ckpt_tools.adapters.ecosystems.loaders import (
     LOADERS,
     NEEDS_BASE,
     AdapterFile,
@@ -25,16 +30,11 @@ from ckpt_tools.adapters.loaders import (
     TensorHead,
     simulate,
 )
-from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture
-from ckpt_tools.adapters.naming.choose import choose_family
-from ckpt_tools.adapters.naming.resolve import readings
-from ckpt_tools.adapters.own_format import own_loaders
-from ckpt_tools.adapters.payload import TensorReader
-from ckpt_tools.adapters.read import OpenedAdapter, UnknownTypeError, read_adapter
-from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG, read_json
-from ckpt_tools.adapters.suspicions import check_suspicions
-from ckpt_tools.adapters.target_settings import BaseModel
-from ckpt_tools.adapters.values import look_at
+from ckpt_tools.adapters.ecosystems.peft.targets import BaseModel
+from ckpt_tools.adapters.read.assumed import assumed_before
+from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, read_json
+from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.description.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.formats.opening import read_file

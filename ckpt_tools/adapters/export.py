@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced, Target
-from ckpt_tools.adapters.assumed import Assumption, assumptions, findings_of, header_of, sourced
-from ckpt_tools.adapters.base import base_of
-from ckpt_tools.adapters.family_settings import InexpressibleError
-from ckpt_tools.adapters.forms import (
+from ckpt_tools.adapters.architectures.architecture import candidates
+from ckpt_tools.adapters.base.base_model import base_of
+from ckpt_tools.adapters.base.model_names import refuse_trainers_names
+from ckpt_tools.adapters.checks.integrity import check_adapter, check_structure, check_values
+from ckpt_tools.adapters.checks.values import Values, look_at
+from ckpt_tools.adapters.ecosystems.forms import (
     architecture_of,
     as_loras,
     error_notes,
@@ -23,22 +25,20 @@ from ckpt_tools.adapters.forms import (
     through_diffusers,
     under_base_names,
 )
-from ckpt_tools.adapters.infer import infer_config, with_alpha
-from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
-from ckpt_tools.adapters.known import settle_parameters
-from ckpt_tools.adapters.locate import PEFT_FILE
-from ckpt_tools.adapters.model_names import refuse_trainers_names
-from ckpt_tools.adapters.naming.architecture import candidates
-from ckpt_tools.adapters.overrides import parse_overrides
-from ckpt_tools.adapters.payload import TensorReader
-from ckpt_tools.adapters.peft_files import config_text, from_one_model, peft_names, peft_shape, renested
-from ckpt_tools.adapters.read import OpenedAdapter, load, read_adapter
-from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG
-from ckpt_tools.adapters.target_settings import BaseModel, Config
-from ckpt_tools.adapters.values import Values, look_at
-from ckpt_tools.adapters.variants import doubt_about, refuse_foreign_shapes, refuse_variants
-from ckpt_tools.adapters.write import Item, Output, staged, write
-from ckpt_tools.adapters.write_names import write_names
+from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, write
+from ckpt_tools.adapters.ecosystems.peft.config import infer_config, with_alpha
+from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, peft_shape, renested
+from ckpt_tools.adapters.ecosystems.peft.overrides import parse_overrides
+from ckpt_tools.adapters.ecosystems.peft.targets import BaseModel, Config
+from ckpt_tools.adapters.ecosystems.peft.variants import doubt_about, refuse_foreign_shapes, refuse_variants
+from ckpt_tools.adapters.ecosystems.write_names import write_names
+from ckpt_tools.adapters.families.peft_config import InexpressibleError
+from ckpt_tools.adapters.read.assumed import Assumption, assumptions, findings_of, header_of, sourced
+from ckpt_tools.adapters.read.locate import PEFT_FILE
+from ckpt_tools.adapters.read.opening import OpenedAdapter, load, read_adapter
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
+from ckpt_tools.adapters.read.tensors import TensorReader
+from ckpt_tools.adapters.settings import settle_parameters
 from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
 from ckpt_tools.description.checkpoint import Finding, Format, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME, DType

@@ -9,21 +9,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
-from ckpt_tools.adapters.assumed import assumptions, findings_of
-from ckpt_tools.adapters.frozen import refuse_changed
-from ckpt_tools.adapters.infer import with_alpha
-from ckpt_tools.adapters.integrity import check_structure
-from ckpt_tools.adapters.known import settle_parameters
-from ckpt_tools.adapters.loading import Loading
-from ckpt_tools.adapters.matching import Match
-from ckpt_tools.adapters.model_names import live_tensors
-from ckpt_tools.adapters.read import OpenedAdapter
-from ckpt_tools.adapters.respell import match_any_spelling
-from ckpt_tools.adapters.sidecars import base_config
-from ckpt_tools.adapters.slots import find_slots, some
-from ckpt_tools.adapters.tensor_edit import TensorEdit
-from ckpt_tools.adapters.tied import Pair, refuse_equal, suspects
-from ckpt_tools.adapters.variants import refuse_variants
+from ckpt_tools.adapters.base.frozen import refuse_changed
+from ckpt_tools.adapters.base.matching import Match
+from ckpt_tools.adapters.base.model_names import live_tensors
+from ckpt_tools.adapters.base.respell import match_any_spelling
+from ckpt_tools.adapters.base.slots import find_slots, some
+from ckpt_tools.adapters.base.tensor_edit import TensorEdit
+from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects
+from ckpt_tools.adapters.checks.integrity import check_structure
+from ckpt_tools.adapters.ecosystems.peft.config import with_alpha
+from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
+from ckpt_tools.adapters.read.assumed import assumptions, findings_of
+from ckpt_tools.adapters.read.lazy import LazyAdapter
+from ckpt_tools.adapters.read.opening import OpenedAdapter
+from ckpt_tools.adapters.read.sidecars import base_config
+from ckpt_tools.adapters.settings import settle_parameters
 from ckpt_tools.conversions.job import Job, cast_target, check_separate
 from ckpt_tools.conversions.to_hf import gathering_job
 from ckpt_tools.conversions.to_mesh import notes_on
@@ -96,7 +96,7 @@ def merging_job(
     if strict and assumed:
         finding = findings_of(assumed, strict=True)[0]
         raise AdapterRefusedError(f"--strict: {finding.what}", where=finding.where, hint=finding.hint)
-    loading = Loading(adapter, read.opened)
+    loading = LazyAdapter(adapter, read.opened)
     try:
         job = _with_edits(job, adapter, read, loading, scale, num_workers)
         job.notes += [f"assumed: {each.text}, which nothing says. Otherwise: {each.otherwise}" for each in assumed]
@@ -106,7 +106,7 @@ def merging_job(
 
 
 def _with_edits(
-    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: Loading, scale: float, num_workers: int
+    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: LazyAdapter, scale: float, num_workers: int
 ) -> Job:
     """Add to a conversion what the adapter changes."""
     stored = adapter

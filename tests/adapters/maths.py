@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from arrays import to_array, to_tensor
 
-from ckpt_tools.adapters import delta as ours
-from ckpt_tools.adapters import rotation
-from ckpt_tools.adapters.delta import PLAIN
+from ckpt_tools.adapters.families import change as ours
+from ckpt_tools.adapters.families import rotation
+from ckpt_tools.adapters.families.change import PLAIN
 
 
 def in_arrays(module):

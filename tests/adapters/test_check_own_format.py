@@ -22,9 +22,9 @@ from adapters.test_check import written as written_for
 from adapters.world_image import IMAGE
 from safetensors.torch import load_file, save_file
 
+from ckpt_tools.adapters.base.live_names import replicated
 from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.checked import LoraCheck, fold
-from ckpt_tools.adapters.live_base import replicated
+from ckpt_tools.adapters.checks.report import LoraCheck, fold
 from ckpt_tools.api.pushing import _refuse_broken_adapter
 from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import Finding

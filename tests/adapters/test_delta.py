@@ -11,8 +11,8 @@ from adapters.peft_world import Zoo, adapt, modules_of, settings_of
 from torch import nn
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-from ckpt_tools.adapters.delta import Setting, scale_of
-from ckpt_tools.adapters.rotation import butterfly_order
+from ckpt_tools.adapters.families.change import Setting, scale_of
+from ckpt_tools.adapters.families.rotation import butterfly_order
 from ckpt_tools.errors import UnreadableError, UsageError
 
 TOLERANCE = 1e-6

@@ -8,8 +8,8 @@ import torch
 from arrays import to_array
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-from ckpt_tools.adapters.delta import Setting, delta, new_weight, scale_of
-from ckpt_tools.adapters.equivalents import (
+from ckpt_tools.adapters.families.change import Setting, delta, new_weight, scale_of
+from ckpt_tools.adapters.families.equivalents import (
     as_lora,
     by_svd,
     error_between,

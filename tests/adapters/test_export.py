@@ -177,7 +177,7 @@ def test_export_with_options_that_cannot_be_meant_is_refused(large, tmp_path, op
 
 
 def test_export_of_a_damaged_chunk_is_refused(large, tmp_path):
-    from ckpt_tools.adapters.read import read_adapter
+    from ckpt_tools.adapters.read.opening import read_adapter
     from ckpt_tools.errors import UnreadableError
 
     shutil.copytree(large, tmp_path / "dcp")

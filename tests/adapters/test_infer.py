@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.family_settings import _adjusted, factorization
-from ckpt_tools.adapters.sidecars import by_pattern
-from ckpt_tools.adapters.target_modules import exact_pattern, matched, minimal_saved, minimal_suffixes, parents_of
+from ckpt_tools.adapters.ecosystems.peft.target_names import (
+    exact_pattern,
+    matched,
+    minimal_saved,
+    minimal_suffixes,
+    parents_of,
+)
+from ckpt_tools.adapters.families.peft_config import _adjusted, factorization
+from ckpt_tools.adapters.read.sidecars import by_pattern
 from ckpt_tools.errors import UsageError
 
 ROOT = "base_model.model."
@@ -245,7 +251,7 @@ def test_fields_are_those_of_peft_s_own_configurations():
 
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    from ckpt_tools.adapters.peft_fields import FIELDS, PEFT_TYPES
+    from ckpt_tools.adapters.ecosystems.peft.fields import FIELDS, PEFT_TYPES
 
     for kind in PEFT_TYPES.values():
         theirs = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}

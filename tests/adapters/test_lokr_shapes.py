@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from peft.tuners.lokr.layer import factorization
 
-from ckpt_tools.adapters.lokr_shapes import factorise
+from ckpt_tools.adapters.families.factorization import factorise
 
 
 @pytest.mark.parametrize("factor", [-1, 1, 2, 3, 4, 6, 8, 16, 64])

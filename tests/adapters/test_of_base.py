@@ -12,10 +12,10 @@ from adapters.image_models import adapter, linears, lora, to_target
 from safetensors.torch import load_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.base import read_base
-from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
-from ckpt_tools.adapters.naming.choose import choose_family
-from ckpt_tools.adapters.naming.of_base import family_of
+from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES
+from ckpt_tools.adapters.architectures.choose import choose_family
+from ckpt_tools.adapters.architectures.of_base import family_of
+from ckpt_tools.adapters.base.base_model import read_base
 from ckpt_tools.errors import UsageError
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -226,7 +226,7 @@ def test_flux1_is_told_by_its_depth_and_width():
 
 def test_every_rival_has_names_that_the_family_has():
     """Held against diffusers' own classes: what tells a family from a rival is really not the rival's."""
-    from ckpt_tools.adapters.naming.rivals import RIVALS
+    from ckpt_tools.adapters.architectures.rivals import RIVALS
 
     own = set(linears(qwen_image()))
     (rival,) = [each for each in RIVALS["flux1"] if each.title == "Qwen-Image"]

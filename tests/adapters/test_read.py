@@ -13,7 +13,7 @@ from arrays import to_tensor
 from safetensors.torch import save_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.read import load, read_adapter
+from ckpt_tools.adapters.read.opening import load, read_adapter
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 ROOT = "base_model.model."
@@ -310,7 +310,7 @@ def test_read_of_a_kind_that_is_not_supported_is_refused_by_name(tmp_path, names
 def test_every_other_type_of_peft_is_refused_by_its_configuration(tmp_path):
     from peft import PeftType
 
-    from ckpt_tools.adapters.read import SUPPORTED_TYPES
+    from ckpt_tools.adapters.read.opening import SUPPORTED_TYPES
 
     save({ROOT + key: tensor for key, tensor in pair("q").items()}, tmp_path / "adapter_model.safetensors")
     assert set(SUPPORTED_TYPES) <= {kind.value for kind in PeftType}
