@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention
+from ckpt_tools.adapters.adapter import Adapter, Convention
 from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, Architecture
 from ckpt_tools.adapters.architectures.choose import choose_family
 from ckpt_tools.adapters.architectures.resolve import readings
-from ckpt_tools.adapters.base.base_model import read_base
 from ckpt_tools.adapters.base.live_names import adapted_paths, as_named, replicated
+from ckpt_tools.adapters.base.model import BaseModel
+from ckpt_tools.adapters.base.reading import read_base
 from ckpt_tools.adapters.checks.against_base import check_against
 from ckpt_tools.adapters.checks.integrity import check_structure, check_values
 from ckpt_tools.adapters.checks.own_format import own_loaders
@@ -30,7 +31,7 @@ from ckpt_tools.adapters.ecosystems.loaders import (
     TensorHead,
     simulate,
 )
-from ckpt_tools.adapters.ecosystems.peft.targets import BaseModel
+from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.assumed import assumed_before
 from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, read_json
@@ -122,7 +123,7 @@ def _family(adapter: Adapter[TensorEntry], said: str | None, base: BaseModel | N
     if said is not None:
         return said  # type: ignore[return-value]  # one of the names, checked above
     found = choose_family(adapter, base=None if base is None else base.family)
-    paths = [module.path for module in adapter.modules if module.family != "saved"]
+    paths = [module.path for module in adapter.modules if not module.is_saved]
     if base is not None or found is None or found == "llm":
         return found
     unknown = [path for path in paths if not _is_explained(path, ARCHITECTURES[found], adapter.convention)]
@@ -270,7 +271,7 @@ def _summary(
     alpha = next((m.alpha for m in adapter.modules if m.alpha is not None and m.alpha.value == common), None)
     return LoraCheck(
         path=path,
-        kind="+".join(sorted({_kind(module) for module in adapter.modules})),
+        kind="+".join(sorted({family_of(module).kind(module) for module in adapter.modules})),
         rank=ranks.most_common(1)[0][0] if ranks else None,
         ranks=dict(ranks.most_common()),
         alpha=alpha,
@@ -285,11 +286,3 @@ def _summary(
         findings=fold(run.findings),
         not_checked=tuple(run.not_checked),
     )
-
-
-def _kind(module: AdapterModule[TensorEntry]) -> str:
-    if module.family != "lora":
-        return f"dora-{module.family}" if module.is_dora else module.family
-    if module.is_dora:
-        return "dora"
-    return "rslora" if module.use_rslora else "lora"

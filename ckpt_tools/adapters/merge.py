@@ -17,13 +17,13 @@ from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects
 from ckpt_tools.adapters.checks.integrity import check_structure
-from ckpt_tools.adapters.ecosystems.peft.config import with_alpha
 from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
+from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.assumed import assumptions, findings_of
 from ckpt_tools.adapters.read.lazy import LazyAdapter
 from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
-from ckpt_tools.adapters.settings import settle_parameters
+from ckpt_tools.adapters.settings import settle_parameters, with_alpha
 from ckpt_tools.conversions.job import Job, cast_target, check_separate
 from ckpt_tools.conversions.to_hf import gathering_job
 from ckpt_tools.conversions.to_mesh import notes_on
@@ -176,7 +176,7 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
     if scale == 1.0:
         return
     for module in adapter.modules:
-        if module.is_dora or module.family in ("oft", "boft"):
+        if module.is_dora or family_of(module).is_rotation:
             what = "DoRA" if module.is_dora else module.family.upper()
             raise UsageError(
                 f"a multiple of {what} is not defined ({module.path})",
@@ -267,29 +267,20 @@ def _mixes_rows(module: AdapterModule[TensorEntry]) -> bool:
 
 
 def _notes(adapter: Adapter[TensorEntry], match: Match, scale: float) -> list[str]:
-    families = sorted({_label(module) for module in adapter.modules})
+    families = sorted({family_of(module).label(module) for module in adapter.modules})
     notes = [f"{len(adapter.modules)} modules ({', '.join(families)}) change {len(match.parts)} tensors"]
     alphas = {
-        (m.alpha.value, m.alpha.source) for m in adapter.modules if m.alpha is not None and m.family not in _ROTATIONS
+        (m.alpha.value, m.alpha.source) for m in adapter.modules if m.alpha is not None and not family_of(m).is_rotation
     }
     if alphas:
         notes.append("alpha " + some([f"{value:g} ({source})" for value, source in sorted(alphas)]))
     if scale != 1.0:
         notes.append(f"times {scale:g} (--scale)")
-        if any(module.family == "saved" for module in adapter.modules):
+        if any(module.is_saved for module in adapter.modules):
             notes.append("tensors that the adapter holds whole were taken as they are: --scale does not apply to them")
     if adapter.left_out:
         notes.append("left out of the adapter's source: " + ", ".join(adapter.left_out))
     return [*notes, *match.notes]
-
-
-_ROTATIONS = ("oft", "boft")
-
-
-def _label(module: AdapterModule[TensorEntry]) -> str:
-    if module.is_dora:
-        return f"DoRA of {module.family}" if module.family != "lora" else "DoRA"
-    return "rsLoRA" if module.use_rslora else module.family
 
 
 def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> list[str]:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Sourced
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Shapes, Sourced, some_modules
+from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.sidecars import ASSUMED, DIFFUSERS_HEADER, Sidecars, by_pattern
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UsageError
 
 _UNIT_SCALE: Mapping[Convention, str] = {
     "diffusers": "diffusers' convention: alpha = rank where none is written",
@@ -23,6 +24,8 @@ _UNIT_SCALE: Mapping[Convention, str] = {
 _STACK = "experts"
 """What transformers calls the module of all experts, which holds parameters and is no layer."""
 F = TypeVar("F")
+_MAX_ALPHA = 100_000
+"""Larger ones are slips: trainers take about the rank, rsLoRA its multiples."""
 ReadScalar = Callable[[TensorEntry], float | None]
 """Returns the number that a tensor of one element holds."""
 Fields = Mapping[str, Sourced[object]]
@@ -59,7 +62,7 @@ def _with_targets(adapter: Adapter[TensorEntry]) -> Adapter[TensorEntry]:
     return replace(adapter, settings={**adapter.settings, "target_parameters": found})
 
 
-def settle_parameters(adapter: Adapter[TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Adapter[TensorEntry]:
+def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[TensorEntry]:
     """Say which parameter each module changes where only the base model tells, and what the settings say of that one.
 
     Args:
@@ -92,7 +95,7 @@ def _parameters(adapter: Adapter[TensorEntry], settings: Fields) -> Iterator[tup
         children[parent].append(leaf)
     nested = {module.path for module in adapter.modules if module.nesting}
     for module in adapter.modules:
-        if module.family != "lora" or "A" not in module.factors:
+        if not family_of(module).is_linear(module.factors):
             yield module, "weight"
             continue
         targets = [name.rpartition(".") for name in names]
@@ -106,20 +109,12 @@ def _parameters(adapter: Adapter[TensorEntry], settings: Fields) -> Iterator[tup
             continue
         if len(found) > 1:
             shapes = {leaf: adapter.base_shapes.get(f"{module.path}.{leaf}") for leaf in found}
-            found = [leaf for leaf, shape in shapes.items() if shape is not None and _fits(module, shape)]
+            found = [
+                leaf
+                for leaf, shape in shapes.items()
+                if shape is not None and family_of(module).fits_parameter(module.shapes, shape)
+            ]
         yield module, found[0] if len(found) == 1 else ""
-
-
-def _fits(module: AdapterModule[TensorEntry], shape: tuple[int, ...]) -> bool:
-    """Can the factors change a parameter of this shape? Source: peft 0.21, `ParamWrapper.update_layer`."""
-    if "A" not in module.factors or "B" not in module.factors:
-        return False
-    down, up = module.factors["A"].shape, module.factors["B"].shape
-    if len(down) != 2 or len(up) != 2 or len(shape) not in (2, 3):
-        return False
-    if len(shape) == 2:
-        return (up[0], down[1]) == shape
-    return {up[0], down[1]} == set(shape[1:]) and shape[0] > 0 and down[0] % shape[0] == 0
 
 
 def _with_rank(
@@ -127,11 +122,11 @@ def _with_rank(
 ) -> AdapterModule[TensorEntry]:
     """The factors of stacked experts have rank × experts rows: the base or the configuration tells."""
     if module.parameter == "weight":
-        if module.family == "lokr" and module.rank is None:
+        if module.rank is None and family_of(module).is_unranked(module.factors):
             return replace(module, rank=_config_rank(module, settings))
         return module
     shape = adapter.base_shapes.get(f"{module.path}.{module.parameter}")
-    if shape is not None and _fits(module, shape):
+    if shape is not None and family_of(module).fits_parameter(module.shapes, shape):
         rank = module.factors["A"].shape[0] // (shape[0] if len(shape) == 3 else 1)
         return replace(module, rank=Sourced(rank, f"A has {module.factors['A'].shape[0]} rows for {shape[0]} experts"))
     return replace(module, rank=_config_rank(module, settings))
@@ -173,9 +168,11 @@ def _with_alpha(
     rslora = settings.get("use_rslora")
     if rslora is not None and not isinstance(rslora.value, bool):
         raise UnreadableError(f"use_rslora is {rslora.value!s}, neither true nor false")
-    factors = dict(module.factors)
+    factors, family = dict(module.factors), family_of(module)
     entry = factors.pop("alpha", None)
-    module = replace(module, factors=factors, use_rslora=module.family == "lora" and bool(rslora and rslora.value))
+    module = replace(
+        module, factors=factors, use_rslora="use_rslora" in family.peft_fields and bool(rslora and rslora.value)
+    )
     if entry is not None:
         value = read_scalar(entry)
         if value is None:
@@ -183,7 +180,7 @@ def _with_alpha(
                 f"alpha {entry.fqn!r} is {entry.dtype.name} of shape {list(entry.shape)}, not one number"
             )
         return replace(module, alpha=Sourced(value, "tensor alpha"))
-    if module.family in ("full", "saved", "oft", "boft"):
+    if not family.is_scaled:
         return module
     return replace(module, alpha=_alpha_beside(module, settings, convention, sidecars))
 
@@ -191,7 +188,7 @@ def _with_alpha(
 def _alpha_beside(
     module: AdapterModule[TensorEntry], settings: Fields, convention: Convention, sidecars: Sidecars
 ) -> Sourced[float] | None:
-    name = "lora_alpha" if module.family == "lora" else "alpha"
+    name = family_of(module).alpha_field
     path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
     path = path.partition(".")[2] if path.partition(".")[0] in sidecars.components else path
     patterns = settings.get("alpha_pattern")
@@ -213,9 +210,66 @@ def _alpha_beside(
     return Sourced(float(module.rank.value), reason)
 
 
+def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
+    """Return the adapter with an alpha in every module that needs one.
+
+    Args:
+        adapter: As read.
+        alpha: The user's; it goes before everything that was found.
+
+    Raises:
+        UsageError: An alpha is needed and nothing says it, or none is needed.
+    """
+    scaled = [module for module in adapter.modules if family_of(module).is_scaled]
+    if alpha is not None and not scaled:
+        raise UsageError("--alpha is for LoRA, LoHa and LoKr, and there is none here", hint="leave it out")
+    missing = [
+        module for module in scaled if module.alpha is None and alpha is None and not _is_unscaled(module, adapter)
+    ]
+    if missing:
+        zero = said_zero(missing[0], adapter)
+        why = (
+            "it is in no tensor, header or file beside it" if zero is None else f"{zero} says 0, which changes nothing"
+        )
+        raise UsageError(
+            f"alpha of {some_modules(missing)} is not known: {why}",
+            where="--alpha",
+            hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
+            "changes every output",
+        )
+    if alpha is not None and not 0 < alpha <= _MAX_ALPHA:
+        raise UsageError(
+            f"--alpha must be above 0 and at most {_MAX_ALPHA}, got {alpha:g}",
+            where="--alpha",
+            hint="give the lora_alpha of the training run",
+        )
+    given = None if alpha is None else Sourced(float(alpha), "--alpha")
+    return adapter.with_modules(
+        tuple(
+            _unscaled(module) if _is_unscaled(module, adapter) else _given(module, given) for module in adapter.modules
+        )
+    )
+
+
+def _given(module: AdapterModule[F], alpha: Sourced[float] | None) -> AdapterModule[F]:
+    return module if alpha is None or not family_of(module).is_scaled else replace(module, alpha=alpha)
+
+
+def _unscaled(module: AdapterModule[F]) -> AdapterModule[F]:
+    """Say a scale of 1 by a rank at which PEFT too builds both factors whole, and an alpha like it."""
+    rank = max(max(module.shapes[role][:2], default=1) for role in ("w1", "w2"))
+    why = "both factors are whole, which LyCORIS does not scale"
+    return replace(module, rank=Sourced(rank, why), alpha=Sourced(float(rank), why))
+
+
+def _is_unscaled(module: AdapterModule[F], adapter: Adapter[F]) -> bool:
+    """LyCORIS does not scale a LoKr whose two factors are full."""
+    return adapter.convention != "peft" and family_of(module).is_unranked(module.factors)
+
+
 def said_zero(module: AdapterModule[F], adapter: Adapter[F]) -> str | None:
     """Return what says an alpha of 0, which is taken for "not known" (verl#5325), but which loaders multiply by."""
-    found = adapter.settings.get("lora_alpha" if module.family == "lora" else "alpha")
+    found = adapter.settings.get(family_of(module).alpha_field)
     is_zero = found is not None and isinstance(found.value, int | float) and found.value == 0
     return found.source if found is not None and is_zero else None
 

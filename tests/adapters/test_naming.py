@@ -12,7 +12,7 @@ from adapters.image_models import MODELS, adapter, delta, linears, lora, to_targ
 from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
-from ckpt_tools.adapters.architectures.of_base import family_of
+from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.architectures.resolve import place, readings, unflatten
 from ckpt_tools.adapters.ecosystems.naming import ARCHITECTURES, detect_architecture
 from ckpt_tools.errors import UsageError
@@ -222,7 +222,7 @@ def test_ambiguous_family_is_asked_for_only_where_it_matters() -> None:
     with pytest.raises(UsageError, match=r"FLUX\.1 or FLUX\.2 or SD3"):
         to_target(adapter(modules), "kohya")
     shapes = {f"{path}.weight": shape for path, shape in linears(MODELS["sd3"][0]()).items()}
-    written = to_target(adapter(modules), "kohya", base=family_of(shapes))
+    written = to_target(adapter(modules), "kohya", base=model_family_of(shapes))
     assert "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight" in written.tensors
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.adapter import Adapter, F
 from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, ArchitectureName, candidates
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.adapters.architectures.rivals import rivals_of
-from ckpt_tools.adapters.families.shapes import S, columns_of, rows_of
+from ckpt_tools.adapters.families import columns_of, rows_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
@@ -20,7 +20,7 @@ _HEADERS = {
 }
 
 
-def choose_family(adapter: Adapter[S], *, base: BaseFamily | None) -> ArchitectureName | Literal["llm"] | None:
+def choose_family(adapter: Adapter[F], *, base: BaseFamily | None) -> ArchitectureName | Literal["llm"] | None:
     """Return the one family that an adapter is for; None where that is not known, or ckpt has no tables for it.
 
     Args:
@@ -46,7 +46,7 @@ def _possible(paths: Sequence[str], base: BaseFamily | None) -> tuple[Architectu
 
 
 def choose_architectures(
-    adapter: Adapter[S],
+    adapter: Adapter[F],
     *,
     architecture: ArchitectureName | Literal["llm"] | None,
     base: BaseFamily | None,
@@ -99,7 +99,7 @@ def choose_architectures(
 _UNCONVERTED = "--to peft and --to diffusers keep the model's own names"
 
 
-def family_in_header(adapter: Adapter[S]) -> ArchitectureName | None:
+def family_in_header(adapter: Adapter[F]) -> ArchitectureName | None:
     """Return the family that the file's header names."""
     for key, names in _HEADERS.items():
         if key in adapter.settings and (name := names.get(str(adapter.settings[key].value))) is not None:
@@ -107,7 +107,7 @@ def family_in_header(adapter: Adapter[S]) -> ArchitectureName | None:
     return None
 
 
-def _by_shape(adapter: Adapter[S], found: tuple[ArchitectureName, ...]) -> tuple[ArchitectureName, ...]:
+def _by_shape(adapter: Adapter[F], found: tuple[ArchitectureName, ...]) -> tuple[ArchitectureName, ...]:
     """FLUX.1 and FLUX.2 share names, but not the width of their MLPs."""
     fitting = list(found)
     for module in adapter.modules:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ckpt_tools.adapters.adapter import Shapes
 from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, ArchitectureName
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.text import escape_name
@@ -24,7 +25,6 @@ _UNET = "UNet2DConditionModel"
 """Class of the U-Nets of SD 1, 2 and XL: the weights tell which."""
 _INNER = "diffusion_model."
 """In front of the diffusion model's names where a file holds a whole pipeline."""
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class BaseFamily:
         return self.possible[0] if len(self.possible) == 1 else None
 
 
-def family_of(shapes: Shapes, config: Mapping[str, object] | None = None) -> BaseFamily:
+def model_family_of(shapes: Shapes, config: Mapping[str, object] | None = None) -> BaseFamily:
     """Tell a base model's family.
 
     Args:

@@ -10,10 +10,10 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.adapter import Adapter, F
 from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, ArchitectureName
 from ckpt_tools.adapters.architectures.resolve import readings
-from ckpt_tools.adapters.families.shapes import S, columns_of
+from ckpt_tools.adapters.families import columns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ _CROSS_WIDTH = {"sdxl": 2048}
 _BLOCK = re.compile(r"(\w+_blocks)\.(\d+)\..*")
 
 
-def rivals_of(adapter: Adapter[S], name: ArchitectureName) -> tuple[str, ...]:
+def rivals_of(adapter: Adapter[F], name: ArchitectureName) -> tuple[str, ...]:
     """Return the models without tables that the adapter could be for as well as for the family `name`."""
     paths = _in_diffusers(adapter, name)
     if not paths:
@@ -90,7 +90,7 @@ def rivals_of(adapter: Adapter[S], name: ArchitectureName) -> tuple[str, ...]:
     return () if not found or _has_extent(adapter, name, paths) else tuple(found)
 
 
-def _in_diffusers(adapter: Adapter[S], name: ArchitectureName) -> Mapping[str, str]:
+def _in_diffusers(adapter: Adapter[F], name: ArchitectureName) -> Mapping[str, str]:
     """Return path → path as diffusers has it; {} where one of them is the authors', which are the family's own."""
     found = {}
     for module in adapter.modules:
@@ -102,7 +102,7 @@ def _in_diffusers(adapter: Adapter[S], name: ArchitectureName) -> Mapping[str, s
     return found
 
 
-def _has_extent(adapter: Adapter[S], name: ArchitectureName, paths: Mapping[str, str]) -> bool:
+def _has_extent(adapter: Adapter[F], name: ArchitectureName, paths: Mapping[str, str]) -> bool:
     """Is the adapter as deep and as wide as the published model?"""
     columns = {paths[each.path]: columns_of(each) for each in adapter.modules if each.path in paths}
     cross = {width for path, width in columns.items() if path.endswith(("attn2.to_k", "attn2.to_v"))}

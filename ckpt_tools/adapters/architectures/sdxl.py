@@ -10,7 +10,11 @@ models/unets/unet_2d_condition.py.
 
 from __future__ import annotations
 
+import re
+
+from ckpt_tools.adapters.adapter import AdapterModule, F, Shape
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
+from ckpt_tools.adapters.families import shape_of
 
 _RESOLUTIONS = 3
 _LAYERS = 2
@@ -82,3 +86,22 @@ SDXL = Names(
     )
 )
 """Every linear layer and convolution of SDXL's U-Net."""
+
+_KERNELS = (
+    (r"(?:.*\.)?(?:conv_in|conv_out|conv1|conv2|(?:down|up)samplers\.\d+\.conv)", 3),
+    (r"(?:.*\.)?conv_shortcut", 1),
+    (r"input_blocks\.0\.0|out\.2|.*\.in_layers\.2|.*\.out_layers\.3|.*\.op|output_blocks\.\d+\.\d+\.conv", 3),
+    (r".*\.skip_connection", 1),
+)
+"""Convolutions of SDXL's UNet by diffusers' names and the authors' → size of the kernel.
+Source: diffusers 0.42 `models/resnet.py`, `models/unets/unet_2d_condition.py`; generative-models `openaimodel.py`."""
+
+
+def conv_shape(module: AdapterModule[F]) -> Shape | None:
+    """Return (out, in, k, k) of a convolution's weight where its factors are flat and do not show it, else None."""
+    size = next((size for pattern, size in _KERNELS if re.fullmatch(pattern, module.path)), None)
+    shape = shape_of(module)
+    is_flat = all(len(each) <= 2 for each in module.shapes.values())
+    if size is None or shape is None or len(shape) != 2 or not is_flat or shape[1] % (size * size):
+        return None
+    return shape[0], shape[1] // (size * size), size, size

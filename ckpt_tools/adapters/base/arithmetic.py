@@ -12,8 +12,9 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.base.matching import Part
-from ckpt_tools.adapters.families.change import Setting, change_of
+from ckpt_tools.adapters.families.change import change_of
 from ckpt_tools.adapters.families.changes import Change
+from ckpt_tools.adapters.families.setting import Setting
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.moving.arrays import Array, array_of, is_finite, numpy_dtype

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.base.slots import some
 from ckpt_tools.adapters.ecosystems.peft.variants import changes_base
+from ckpt_tools.adapters.families import FAMILIES, family_of
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
@@ -44,7 +45,7 @@ def refuse_changed(
         return not _is_same(adapter.base_tensors[name], tensors[name], own, theirs)
 
     names = list(_comparable(adapter, tensors))
-    adapted = {f"{module.path}.{module.parameter}" for module in adapter.modules if module.family != "saved"}
+    adapted = {f"{module.path}.{module.parameter}" for module in adapter.modules if not module.is_saved}
     weights = [name for name in names if name in adapted]
     weight = min(weights, key=lambda name: (tensors[name].num_elems, name), default=None)
     if weight is not None and not changes_base(adapter) and differs(weight):
@@ -71,13 +72,10 @@ def refuse_changed(
     return weight is not None and not changes_base(adapter)
 
 
-_GLOBS = {"lora": "**lora_**", "loha": "**hada_**", "lokr": "**lokr_**", "oft": "**oft_**", "boft": "**boft_**"}
-
-
 def _factors(adapter: Adapter[TensorEntry]) -> str:
     """Return the glob of the factors' names."""
-    family = next((module.family for module in adapter.modules if module.family in _GLOBS), "lora")
-    return f"'{_GLOBS[family]}'"
+    markers = (family_of(module).marker for module in adapter.modules)
+    return f"'**{next(filter(None, markers), FAMILIES['lora'].marker)}**'"
 
 
 def _comparable(adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:

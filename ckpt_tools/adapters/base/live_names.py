@@ -8,13 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.adapter import Adapter, Shapes
+from ckpt_tools.adapters.base.model import BaseModel, base_path, parents_of
 from ckpt_tools.adapters.base.model_names import renamings
-from ckpt_tools.adapters.ecosystems.peft.target_names import base_path, parents_of
-from ckpt_tools.adapters.ecosystems.peft.targets import BaseModel
 
 F = TypeVar("F")
-Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 _STACK = re.compile(r"((?:model\.)*(?:bert\.)?(?:layers|encoder\.layer)|(?:transformer\.)?h)\.(\d{1,6})\.")
 """The layers that PEFT can replicate."""
@@ -40,7 +38,7 @@ def without_predictors(shapes: Shapes, config: Mapping[str, object]) -> Shapes:
 
 def adapted_paths(adapter: Adapter[F]) -> frozenset[str]:
     """Return the paths in the plain base model of what has factors."""
-    return frozenset(base_path(module.path) for module in adapter.modules if module.family != "saved")
+    return frozenset(base_path(module.path) for module in adapter.modules if not module.is_saved)
 
 
 def as_named(base: BaseModel, paths: Collection[str]) -> BaseModel:

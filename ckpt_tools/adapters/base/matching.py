@@ -10,6 +10,8 @@ from itertools import pairwise
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.slots import Slot, find_slots, num_rows, resolve, some
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
@@ -93,7 +95,7 @@ class _MismatchError(Exception):
 def _wanted(adapter: Adapter[TensorEntry], slots: Mapping[str, Slot]) -> Iterable[tuple[int, str, str]]:
     """Yield (module, role, name) of everything that the adapter changes."""
     for index, module in enumerate(adapter.modules):
-        if module.family == "saved":
+        if module.is_saved:
             yield from ((index, role, f"{module.path}.{role}") for role in module.factors)
             continue
         if set(module.factors) - set(_BIAS):
@@ -109,8 +111,13 @@ def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
     Raises:
         UsageError: None or several.
     """
+    family = family_of(module)
     named = ((*name.rpartition("."), slot) for name, slot in slots.items())
-    own = [leaf for path, _, leaf, slot in named if path == module.path and _fits_stack(module, slot.shape)]
+    own = [
+        leaf
+        for path, _, leaf, slot in named
+        if path == module.path and family.fits_parameter(module.shapes, slot.shape)
+    ]
     if len(own) == 1:
         return own[0]
     raise UsageError(
@@ -121,52 +128,16 @@ def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
     )
 
 
-def _fits_stack(module: Module, shape: tuple[int, ...]) -> bool:
-    rows, columns = change_shape(module)
-    if len(shape) == 3:
-        return {rows, columns} == set(shape[1:]) and module.factors["A"].shape[0] % max(shape[0], 1) == 0
-    return (rows, columns) == shape
-
-
-def change_shape(module: Module) -> tuple[int | None, int | None]:
+def _matrix(module: Module) -> Matrix:
     """Return (rows, columns) of what a module changes, of one expert when there are several; None where any will do."""
-    shapes = {role: entry.shape for role, entry in module.factors.items()}
-    try:
-        return _change_shape(module.family, shapes)
-    except (KeyError, IndexError) as error:
+    found = family_of(module).matrix(module.shapes)
+    if found is None:
         raise UsageError(
-            f"the factors of {module.path} are incomplete: {', '.join(map(escape_name, shapes))}",
+            f"the factors of {module.path} are incomplete: {', '.join(module.factors)}",
             where=module.path,
             hint="save the adapter again",
-        ) from error
-
-
-def _change_shape(family: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int | None, int | None]:
-    if family == "lora":
-        if "A_embedding" in shapes:
-            return shapes["A_embedding"][1], shapes["B_embedding"][0]
-        kernel = math.prod(shapes["mid"][2:]) if "mid" in shapes else 1
-        return shapes["B"][0], math.prod(shapes["A"][1:]) * kernel
-    if family == "loha":
-        if "t1" in shapes:
-            return shapes["w1_a"][1], shapes["w1_b"][1] * math.prod(shapes["t1"][2:])
-        return shapes["w1_a"][0], math.prod(shapes["w1_b"][1:])
-    if family == "lokr":
-        first = shapes["w1"] if "w1" in shapes else (shapes["w1_a"][0], shapes["w1_b"][1])
-        if "w2" in shapes:
-            second = (shapes["w2"][0], math.prod(shapes["w2"][1:]))
-        elif "t2" in shapes:
-            second = (shapes["w2_a"][1], shapes["w2_b"][1] * math.prod(shapes["t2"][2:]))
-        else:
-            second = (shapes["w2_a"][0], math.prod(shapes["w2_b"][1:]))
-        return first[0] * second[0], first[1] * second[1]
-    if family == "full":
-        return shapes["diff"][0], math.prod(shapes["diff"][1:])
-    if "blocks" in shapes:
-        return math.prod(shapes["blocks"][-3:-1]), None
-    if family == "boft":
-        return (math.prod(shapes["s"]) if "s" in shapes else None), math.prod(shapes["R"][1:3])
-    return None, None  # OFT: its blocks may be shared; the maths refuses what does not fit
+        )
+    return found
 
 
 class _Orientation:
@@ -180,15 +151,15 @@ class _Orientation:
         self._seen: set[bool] = set()
         for module in adapter.modules:
             entry = tensors.get(f"{module.path}.{module.parameter}")
-            if entry is None or module.family != "lora" or len(entry.shape) != 2 or "A" not in module.factors:
+            if entry is None or len(entry.shape) != 2 or not family_of(module).is_linear(module.factors):
                 continue
-            shape = change_shape(module)
+            shape = _matrix(module)
             if shape in (entry.shape, entry.shape[::-1]) and shape[0] != shape[1]:
                 self._seen.add(shape != entry.shape)
 
-    def __call__(self, module: Module, shape: tuple[int, ...], made: tuple[int | None, int | None]) -> bool:
+    def __call__(self, module: Module, shape: tuple[int, ...], made: Matrix) -> bool:
         """Is this weight stored as (in, out)?"""
-        if module.family != "lora" or "A" not in module.factors or None in made:
+        if not family_of(module).is_linear(module.factors) or None in made:
             return False
         if len(shape) == 3 and module.parameter != "weight":
             if made == shape[1:] and made[0] == made[1]:
@@ -216,18 +187,12 @@ def _parts(
                 f"the base's weight is {rows.entry.dtype.name}: quantised weights cannot be merged into, take the "
                 "original ones"
             )
-    if role != "weight" or module.family == "saved":
+    if role != "weight" or module.is_saved:
         yield from _beside(index, module, role, slot)
         return
-    made = change_shape(module)
+    made = _matrix(module)
     entry = slot.rows[0].entry
-    if module.family == "oft" and "R" in module.factors and math.prod(entry.shape[2:]) > 1:
-        raise UsageError(
-            f"{module.path} is a convolution: PEFT's OFT rotates patches of its input and takes the mean "
-            "where they overlap, which no weights do (PEFT's own merge gives another model than was trained)",
-            where=module.path,
-            hint="let PEFT load it, unmerged; the other modules alone: --exclude",
-        )
+    family_of(module).refuse_weight(module, entry.shape)
     if len(slot.rows) > 1:
         yield from _scatter(index, slot, made)
         return
@@ -261,7 +226,7 @@ def _parts(
 
 def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple[str, Part]]:
     """Whole tensors, and biases."""
-    is_whole = module.family == "saved"
+    is_whole = module.is_saved
     factor = role if is_whole else next(name for name in _BIAS if name in module.factors)
     own, entries = module.factors[factor].shape, [rows.entry for rows in slot.rows]
     if slot.parts:
@@ -276,7 +241,7 @@ def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple
         offset += rows.count
 
 
-def _scatter(index: int, slot: Slot, made: tuple[int | None, int | None]) -> Iterable[tuple[str, Part]]:
+def _scatter(index: int, slot: Slot, made: Matrix) -> Iterable[tuple[str, Part]]:
     """A module whose rows are those of several tensors, one after the other."""
     total = sum(rows.count for rows in slot.rows)
     columns = math.prod(slot.rows[0].entry.shape[1:])
@@ -303,7 +268,7 @@ def _scatter(index: int, slot: Slot, made: tuple[int | None, int | None]) -> Ite
 def _within(slot: Slot, name: str, given: Mapping[str, Module], entry: TensorEntry) -> tuple[int, int]:
     """Return the rows of a fused tensor that one of its parts has."""
     total = num_rows(entry.shape)
-    sizes = {part: change_shape(given[part])[0] for part in slot.parts if part in given}
+    sizes = {part: _matrix(given[part])[0] for part in slot.parts if part in given}
     if None in sizes.values():
         raise _MismatchError(f"its rows in {escape_name(entry.fqn)} are not known")
     known = {part: size for part, size in sizes.items() if size is not None}
@@ -328,7 +293,7 @@ def _within(slot: Slot, name: str, given: Mapping[str, Module], entry: TensorEnt
     return start, known[name]
 
 
-def _same(made: tuple[int | None, int | None], target: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def _same(made: Matrix, target: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if any(own not in (None, wanted) for own, wanted in zip(made, target, strict=True)):
         shown = " × ".join("any" if size is None else str(size) for size in made)
         raise _MismatchError(f"it changes {shown} elements, the base's weight is {list(shape)}")
@@ -336,7 +301,7 @@ def _same(made: tuple[int | None, int | None], target: tuple[int, ...], shape: t
 
 def _ordered(adapter: Adapter[TensorEntry], fqn: str, parts: Sequence[Part]) -> tuple[Part, ...]:
     """Put whole tensors first, and refuse rows that two modules change."""
-    whole = [part for part in parts if adapter.modules[part.module].family == "saved"]
+    whole = [part for part in parts if adapter.modules[part.module].is_saved]
     others = sorted((part for part in parts if part not in whole), key=lambda part: part.start)
     for first, second in pairwise(others):
         if second.start < first.start + first.count:

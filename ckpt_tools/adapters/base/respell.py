@@ -20,7 +20,10 @@ _RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers")
 
 
 def match_any_spelling(
-    adapter: Adapter[TensorEntry], loading: LazyAdapter, tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
+    adapter: Adapter[TensorEntry],
+    loading: LazyAdapter,
+    tensors: Mapping[str, TensorEntry],
+    config: Mapping[str, object],
 ) -> tuple[Adapter[TensorEntry], Match, list[str]]:
     """Find every module's tensors, under the adapter's own names or those of the base's implementation.
 
@@ -61,12 +64,12 @@ def _respellings(
 ) -> Iterator[tuple[Adapter[Array], str, tuple[str, ...]]]:
     from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES
     from ckpt_tools.adapters.architectures.choose import choose_architectures
-    from ckpt_tools.adapters.architectures.of_base import family_of
+    from ckpt_tools.adapters.architectures.of_base import model_family_of
     from ckpt_tools.adapters.ecosystems.fit import Fitting
     from ckpt_tools.adapters.ecosystems.placing import in_diffusers, in_native, place_all
 
     try:
-        base = family_of({name: known_shape(entry) for name, entry in tensors.items()}, config)
+        base = model_family_of({name: known_shape(entry) for name, entry in tensors.items()}, config)
         families = choose_architectures(loaded, architecture=None, base=base)
     except UsageError:
         return

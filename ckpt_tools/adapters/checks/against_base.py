@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Shapes
 from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, Architecture
 from ckpt_tools.adapters.architectures.resolve import Place, readings, underscored
+from ckpt_tools.adapters.base.model import BaseModel, base_path, parents_of
 from ckpt_tools.adapters.checks.integrity import check_base
 from ckpt_tools.adapters.ecosystems.loaders import ModelFamily
-from ckpt_tools.adapters.ecosystems.peft.target_names import base_path, parents_of
-from ckpt_tools.adapters.ecosystems.peft.targets import BaseModel
+from ckpt_tools.adapters.families import family_of
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.text import escape_name
 
-Shapes = Mapping[str, tuple[int, ...]]
 _DOTTED = ("transformer.", "unet.", "diffusion_model.", "model.diffusion_model.")
 _FLAT = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_")
 _ENCODER = re.compile(r"(?:text_encoder(?:_\d)?\.|text_encoders\.|lora_te\d?_)")
@@ -103,11 +102,10 @@ def _by_tables(adapter: Adapter[TensorEntry], architecture: Architecture, base: 
 
 def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) -> Iterator[Finding]:
     """Hold the factors of a plain low rank against the weight, or the weights, that they are for."""
-    factors = {role: factor.shape for role, factor in module.factors.items()}
-    if module.family != "lora" or "mid" in factors or not all(len(factors.get(role, ())) > 1 for role in "AB"):
-        return
-    have = (factors["B"][0], math.prod(factors["A"][1:]))
-    if not wanted or have in wanted:
+    family, shapes = family_of(module), module.shapes
+    is_plain = family.is_linear(shapes) and family.is_low_rank_pair(shapes)
+    have = family.matrix(shapes) if is_plain else None
+    if have is None or not wanted or have in wanted:
         return
     yield Finding.error(
         code="adapter-shape",

@@ -21,9 +21,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Shape, Shapes
+from ckpt_tools.adapters.base.model import base_path, parents_of
 from ckpt_tools.adapters.checks.values import Values, is_float, look_at
-from ckpt_tools.adapters.ecosystems.peft.target_names import base_path, parents_of
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.adapters.settings import config_rank, said_zero
 from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
@@ -34,17 +36,9 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 F = TypeVar("F")
-Shapes = Mapping[str, tuple[int, ...]]
 ValueTable = Mapping[tuple[int, str], Values | None]
 """(number of the module, role) → what its values are like."""
 
-_PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "lora": (("A", "B"), ("A_embedding", "B_embedding")),
-    "loha": (("w1_a", "w1_b"), ("w2_a", "w2_b")),
-    "lokr": (("w1_a", "w1_b"), ("w2_a", "w2_b")),
-}
-_RANKED = ("lora", "loha", "lokr")
-"""Families with a rank."""
 _FLAT = ("magnitude", "B_bias", "rescale", "diff_b", "diff", "alpha")
 """Roles that may have one dim or none."""
 _TRUNCATED_HINT = (
@@ -96,7 +90,7 @@ def _finding(code: str, where: str, what: str, hint: str | None = None, severity
 
 def _check_config(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
     found = config_rank(module, adapter.settings)
-    if found is None or module.rank is None or module.family not in _RANKED or found == module.rank.value:
+    if found is None or module.rank is None or not family_of(module).is_scaled or found == module.rank.value:
         return
     yield _finding(
         "adapter-config",
@@ -109,9 +103,7 @@ def _check_config(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Fin
 
 def _check_settings(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
     """Tensors that the configuration promises: PEFT would begin them anew, and say a warning."""
-    if module.family != "lora" or not {"A", "A_embedding"} & module.factors.keys():
-        return
-    for setting, role in (("use_dora", "magnitude"), ("lora_bias", "B_bias")):
+    for setting, role, _ in family_of(module).peft_switches:
         found = adapter.settings.get(setting)
         if found is not None and found.value is True and role not in module.factors:
             yield _finding(
@@ -141,23 +133,19 @@ def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:
         )
 
 
-def _shape(factor: object) -> tuple[int, ...]:
-    return tuple(getattr(factor, "shape", ()))
-
-
 def _check_module(module: AdapterModule[F]) -> Iterator[Finding]:
-    shapes = {role: _shape(factor) for role, factor in module.factors.items()}
+    shapes = module.shapes
     for role, factor in module.factors.items():
         where = factor.fqn if isinstance(factor, TensorEntry) else f"{module.path} {role}"
         dtype = _dtype(factor)
-        if module.family != "saved" and dtype is not None and not is_float(dtype):
+        if not module.is_saved and dtype is not None and not is_float(dtype):
             yield _finding(
                 "adapter-dtype", where, f"factor {role} is {dtype.name}, which are no floating-point numbers"
             )
     bad = [
         role
         for role, shape in shapes.items()
-        if 0 in shape or (module.family != "saved" and role not in _FLAT and len(shape) < 2)
+        if 0 in shape or (not module.is_saved and role not in _FLAT and len(shape) < 2)
     ]
     for role in bad:
         factor = module.factors[role]
@@ -167,20 +155,16 @@ def _check_module(module: AdapterModule[F]) -> Iterator[Finding]:
 
 
 def _check_pairs(module: AdapterModule[F], shapes: Shapes, bad: list[str]) -> Iterator[Finding]:
-    missing = _missing(module, shapes)
+    family = family_of(module)
+    missing = family.missing(shapes)
     for role in missing:
         yield _finding("adapter-missing-factor", module.path, f"factor {role} is missing (there are {_roles(shapes)})")
     if missing or bad:
         return
-    ranks = {role: _rank_dim(module, role, shape) for role, shape in shapes.items()}
-    known = {role: rank for role, rank in ranks.items() if rank is not None}
-    groups = [known]
-    if module.family in ("loha", "lokr"):
-        groups = [{r: n for r, n in known.items() if r[:2] in half} for half in (("w1", "t1"), ("w2", "t2"))]
-        if module.family == "loha":
-            groups = [known]  # one rank for both halves
-    for group in groups:
-        if len(set(group.values())) > 1:
+    dims = family.rank_dims(shapes)
+    for roles in family.ranked_together(shapes):
+        group = [role for role in roles if role in dims]
+        if len({shapes[role][dims[role]] for role in group}) > 1:
             shown = ", ".join(f"{role} {list(shapes[role])}" for role in group)
             yield _finding("adapter-rank", module.path, f"the factors disagree on the rank: {shown}", _TRUNCATED_HINT)
 
@@ -189,43 +173,9 @@ def _roles(shapes: Shapes) -> str:
     return ", ".join(sorted(shapes)) or "none"
 
 
-def _missing(module: AdapterModule[F], shapes: Shapes) -> list[str]:
-    pairs = _PAIRS.get(module.family, ())
-    missing = [
-        other
-        for one, two in pairs
-        for role, other in ((one, two), (two, one))
-        if role in shapes and other not in shapes
-    ]
-    if module.family == "lora" and not {"A", "B", "A_embedding", "B_embedding"} & shapes.keys():
-        missing += ["A", "B"]
-    if module.family == "loha":
-        missing += [role for role in ("w1_a", "w2_a") if not {role, role[:-1] + "b"} & shapes.keys()]
-    if module.family == "lokr":
-        missing += [w for w in ("w1", "w2") if not {w, f"{w}_a", f"{w}_b"} & shapes.keys()]
-    if module.family == "boft" and "blocks" not in shapes:
-        missing += [role for role in ("R", "s") if role not in shapes]
-    if module.family == "oft" and not {"R", "R_embedding", "blocks"} & shapes.keys():
-        missing.append("R")
-    return missing
-
-
-def _rank_dim(module: AdapterModule[F], role: str, shape: tuple[int, ...]) -> int | None:
-    """Return the length of the dim of a factor that is the rank."""
-    tucker = bool({"t1", "t2"} & module.factors.keys())
-    if module.family == "lora":
-        dims = {"A": 0, "B": 1, "A_embedding": 0, "B_embedding": 1, "mid": 0}
-    else:
-        side = 0 if tucker else 1  # Tucker's halves are both (r, …)
-        dims = {"w1_a": 1, "w1_b": 0, "w2_a": side, "w2_b": 0, "t1": 0, "t2": 0}
-        if module.family == "loha":
-            dims["w1_a"] = side
-    dim = dims.get(role)
-    return None if dim is None else shape[dim]
-
-
 def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
-    if module.family not in _RANKED:
+    family = family_of(module)
+    if not family.is_scaled:
         return
     zero = said_zero(module, adapter)
     if module.alpha is None and zero is not None:
@@ -236,7 +186,7 @@ def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Find
             "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE",
         )
     elif module.alpha is None:
-        if not adapter.is_training_state and not {"w1", "w2"} <= module.factors.keys():
+        if not adapter.is_training_state and not family.is_unranked(module.factors):
             yield _finding(
                 "adapter-alpha-missing",
                 module.path,
@@ -257,7 +207,7 @@ def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Find
 def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
     """Yield modules that the base lacks, or has in another shape; a saved one may be a new head."""
     modules, holders = parents_of(base), {name.rpartition(".")[0] for name in base}
-    unmatched = [m for m in adapter.modules if m.family != "saved" and base_path(m.path) not in modules]
+    unmatched = [m for m in adapter.modules if not m.is_saved and base_path(m.path) not in modules]
     for module in unmatched:
         yield _finding(
             "adapter-unmatched",
@@ -267,7 +217,7 @@ def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
         )
     for module in adapter.modules:
         path = base_path(module.path)
-        if module.family == "saved":
+        if module.is_saved:
             continue  # a resized embedding, or a head of another size, is what such modules are for
         weight = base.get(f"{path}.{module.parameter}")
         if weight is None:
@@ -276,12 +226,13 @@ def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
                 what = f"the base model has no parameter {module.parameter!r} in this module"
                 yield _finding("adapter-unmatched", module.path, escape_name(what))
             continue
-        found = _weight_shape(module)
+        family, shapes = family_of(module), module.shapes
+        found = family.matrix(shapes) if family.is_matrix_sure(shapes) else None
         if found is not None and weight and not _fits(found, weight, is_stack=module.parameter != "weight"):
-            yield _misfit(module, ", ".join(sorted(module.factors)), found, weight)
+            yield _misfit(module, ", ".join(sorted(shapes)), found, weight)
 
 
-def _misfit(module: AdapterModule[F], role: str, found: tuple[int, ...], weight: tuple[int, ...]) -> Finding:
+def _misfit(module: AdapterModule[F], role: str, found: Matrix, weight: tuple[int, ...]) -> Finding:
     return _finding(
         "adapter-shape",
         module.path,
@@ -290,27 +241,11 @@ def _misfit(module: AdapterModule[F], role: str, found: tuple[int, ...], weight:
     )
 
 
-def _weight_shape(module: AdapterModule[F]) -> tuple[int, ...] | None:
-    """Return (out, in × kernel) of the weight that the factors of low rank are for; None where they do not say."""
-    shapes = {role: _shape(factor) for role, factor in module.factors.items()}
-    is_plain = module.family == "lora" and {"A", "B"} <= shapes.keys() and "mid" not in shapes
-    if is_plain and len(shapes["A"]) >= 2 and shapes["B"]:
-        return shapes["B"][0], math.prod(shapes["A"][1:])
-    if {"A_embedding", "B_embedding"} <= shapes.keys() and len(shapes["A_embedding"]) == 2:
-        return shapes["A_embedding"][1], shapes["B_embedding"][0]
-    is_plain = module.family == "loha" and "t1" not in shapes and {"w1_a", "w1_b"} <= shapes.keys()
-    if is_plain and len(shapes["w1_a"]) == len(shapes["w1_b"]) == 2:
-        return shapes["w1_a"][0], shapes["w1_b"][1]
-    if module.family == "full" and "diff" in shapes and len(shapes["diff"]) >= 2:
-        return shapes["diff"][0], math.prod(shapes["diff"][1:])
-    return None
-
-
-def _fits(found: tuple[int, ...], weight: tuple[int, ...], *, is_stack: bool) -> bool:
+def _fits(found: Matrix, weight: Shape, *, is_stack: bool) -> bool:
     if len(weight) < 2:
         return False
     if is_stack and len(weight) == 3:
-        return sorted(found) == sorted(weight[1:])
+        return set(found) == set(weight[1:])
     flat = (weight[0], math.prod(weight[1:]))
     return found == flat or (len(weight) == 2 and found == flat[::-1])  # GPT-2's Conv1D is (in, out)
 
@@ -324,7 +259,7 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
     """
     idle: list[AdapterModule[F]] = []
     changing = 0
-    adapted = {module.path for module in adapter.modules if module.family != "saved"}
+    adapted = {module.path for module in adapter.modules if not module.is_saved}
     for number, module in enumerate(adapter.modules):
         seen = {role: table.get((number, role)) for role in module.factors}
         for role, values in seen.items():
@@ -335,7 +270,7 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
                     f"factor {role} of {escape_name(module.path)!r} has elements that are infinite or not a number",
                     "the training run has diverged: use a checkpoint from before",
                 )
-        if module.family == "saved":
+        if module.is_saved:
             changing += module.path not in adapted  # else an embedding that PEFT saves along with its factors
             continue
         if is_idle(module, {role: values for role, values in seen.items() if values is not None}):
@@ -363,23 +298,8 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
 
 
 def is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
-    """Does a module change nothing, by what was seen of its factors?"""
-
-    def zero(*roles: str) -> bool:
-        return any(role in seen and seen[role].is_zero for role in roles)
-
-    if "magnitude" in module.factors:
-        return False  # its row norms may differ from the base's
-    if module.family == "lora":
-        bias = seen.get("B_bias")
-        return zero("A", "B", "A_embedding", "B_embedding", "mid") and (bias is None or bias.is_zero)
-    if module.family in ("loha", "lokr"):
-        return zero("w1", "w2", "w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
-    if module.family == "full":
-        return all(values.is_zero for values in seen.values()) and seen.keys() == module.factors.keys()
-    scale = seen.get("s")
-    rotates = not zero("R", "R_embedding", "blocks") or "rescale" in module.factors
-    return not rotates and (scale is None or scale.is_one)
+    """Does a module change nothing, by what was seen of its factors? A DoRA may: its row norms are its own."""
+    return not module.is_dora and family_of(module).is_idle(module.factors, seen)
 
 
 def _dtype(factor: object) -> DType | None:

@@ -39,7 +39,7 @@ def _dead(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
     idle, alive = [], set()
     for number, module in enumerate(adapter.modules):
         seen = {role: values for role in module.factors if (values := table.get((number, role))) is not None}
-        if module.family == "saved" or not seen:
+        if module.is_saved or not seen:
             continue
         if not is_idle(module, seen):
             alive.add(_INDEX.sub("*", module.path))

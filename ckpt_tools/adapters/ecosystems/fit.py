@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckpt_tools.adapters.adapter import Convention, Family, Sourced
+from ckpt_tools.adapters.adapter import Convention, Sourced
+from ckpt_tools.adapters.architectures.sdxl import conv_shape
 from ckpt_tools.adapters.ecosystems.placing import Placed
-from ckpt_tools.adapters.families import equivalents
-from ckpt_tools.adapters.families.change import Setting, magnitude_is_by_column, rank_of, scale_of
-from ckpt_tools.adapters.families.rows import InexpressibleError, Module, refuse
-from ckpt_tools.adapters.families.shapes import columns_of, conv_shape, rows_of
+from ckpt_tools.adapters.families import columns_of, dora, equivalents, family_of, rows_of
+from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
+from ckpt_tools.adapters.families.lokr import first_role
+from ckpt_tools.adapters.families.setting import Setting
 from ckpt_tools.moving.arrays import Array, is_finite
 
 _FLOAT32 = 2.0**-20
@@ -41,12 +42,11 @@ class Fitting:
         Raises:
             UsageError: There is none, and no rank for an approximation was given.
         """
-        if module.family == "lora" and "mid" not in module.factors:
+        family = family_of(module)
+        if family.is_low_rank_pair(module.factors):
             return module
-        if module.family == "full" and ("diff" not in module.factors or module.factors["diff"].ndim < 2):
-            raise refuse(module, "it changes a bias or a norm, which no LoRA does")
-        if module.family == "full" and "diff_b" in module.factors:
-            raise refuse(module, "it changes the bias as well, which no LoRA does")
+        if (why := family.why_no_lora(module.shapes)) is not None:
+            raise refuse(module, why)
         found = equivalents.as_lora(module, conv_shape(module), svd_rank=self.svd_rank)
         self.count(found.how)
         self._add_error(module.path, found.error)
@@ -58,7 +58,7 @@ class Fitting:
         Ecosystems without an alpha take it for the rank. A scale that is no power of two would be rounded in 16 bits:
         such a B becomes float32.
         """
-        scale, rank = scale_of(module), module.factors["A"].shape[0]
+        scale, rank = family_of(module).scale(module), module.factors["A"].shape[0]
         factors = dict(module.factors)
         if scale != 1.0:
             for role in ("B", "B_bias"):
@@ -75,10 +75,10 @@ class Fitting:
 
     def baked_lokr(self, module: Module) -> Module:
         """Return a LoKr with its scale multiplied into the first factor."""
-        scale = scale_of(module)
+        scale = family_of(module).scale(module)
         if scale == 1.0:
             return module
-        role = "w1" if "w1" in module.factors else "w1_a"
+        role = first_role(module.factors)
         self.count("alpha/r multiplied into w1")
         return replace(module, factors={**module.factors, role: self._times(module, role, scale)})
 
@@ -100,9 +100,10 @@ class Fitting:
 
     def with_plain_alpha(self, module: Module) -> Module:
         """Return the module with the alpha that says its scale as alpha/r, for readers that know no rsLoRA."""
-        if module.family not in ("lora", "loha", "lokr"):
+        family = family_of(module)
+        if not family.is_scaled:
             return module
-        rank = rank_of(module)
+        rank = family.rank(module)
         if rank is None:  # LoKr of two full factors: nothing scales it
             return module
         source = module.alpha.source if module.alpha is not None else ""
@@ -110,11 +111,14 @@ class Fitting:
             self.count("rsLoRA's scale alpha/√r was written as a larger alpha")
             source = f"{source}, times √r"
         scaled = replace(
-            module, rank=Sourced(rank, "factors"), alpha=Sourced(scale_of(module) * rank, source), use_rslora=False
+            module,
+            rank=Sourced(rank, "factors"),
+            alpha=Sourced(family_of(module).scale(module) * rank, source),
+            use_rslora=False,
         )
-        if module.family == "lokr" and {"w1", "w2"} <= module.factors.keys():
+        if family.is_unranked(module.factors):
             # LyCORIS and ComfyUI scale no LoKr of two full factors, whatever its alpha.
-            factor = self._times(module, "w1", scale_of(module))
+            factor = self._times(module, "w1", family_of(module).scale(module))
             scaled = replace(scaled, factors={**module.factors, "w1": factor}, alpha=None, rank=None)
         return scaled
 
@@ -135,7 +139,7 @@ class Fitting:
         if rows is None or columns is None:
             raise refuse(module, "its shape does not tell the axis of its magnitude")
         setting = Setting(convention=self.convention)
-        return magnitude_is_by_column(module, tuple(module.factors["magnitude"].shape), (rows, columns), setting)
+        return dora.is_by_column(module, tuple(module.factors["magnitude"].shape), (rows, columns), setting)
 
     def note(self, text: str) -> None:
         """Say something once."""
@@ -160,25 +164,17 @@ class Fitting:
         self._conversions[text] = self._conversions.get(text, 0) + 1
 
 
-def has_family(module: Module, families: Mapping[Family, Mapping[str, str]]) -> bool:
-    """Has the target a name for every factor of the module?"""
-    suffixes = families.get(module.family)
-    return suffixes is not None and module.factors.keys() <= suffixes.keys()
-
-
-def require(placed: Placed, families: Mapping[Family, Mapping[str, str]], where: str) -> None:
+def require(placed: Placed, suffixes: Mapping[str, str], where: str) -> None:
     """Raise unless the target has a name for every factor.
 
     Raises:
         InexpressibleError: It has not.
     """
     module = placed.module
-    if has_family(module, families):
-        return
-    suffixes = families.get(module.family, {})
-    lacking = ", ".join(sorted(role for role in module.factors if role not in suffixes))
-    raise InexpressibleError(
-        f"{where} has no name for {lacking} of {module.path!r} ({module.family})",
-        where=module.path,
-        hint="ckpt merge-lora applies every family to the base itself",
-    )
+    lacking = sorted(module.factors.keys() - suffixes.keys())
+    if lacking or not suffixes:
+        raise InexpressibleError(
+            f"{where} has no name for {', '.join(lacking)} of {module.path!r} ({module.family})",
+            where=module.path,
+            hint="ckpt merge-lora applies every family to the base itself",
+        )

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced, Target
+from ckpt_tools.adapters.adapter import Adapter, Fields, Shapes, Sourced, Target
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import unflatten
+from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.naming import ARCHITECTURES, ArchitectureName, to_target
-from ckpt_tools.adapters.ecosystems.peft.config import SCALED
 from ckpt_tools.adapters.ecosystems.peft.files import from_one_model
-from ckpt_tools.adapters.ecosystems.peft.target_names import parents_of
-from ckpt_tools.adapters.ecosystems.peft.targets import Config
+from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.assemble import Named, assemble
 from ckpt_tools.adapters.read.keys import parse_key
 from ckpt_tools.adapters.read.sidecars import read_sidecars
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 F = TypeVar("F")
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def architecture_of(name: str | None) -> ArchitectureName | Literal["llm"] | None:
@@ -133,11 +131,11 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
     hows: Counter[str] = Counter()
     errors: dict[str, float] = {}
     for module in loaded.modules:
-        if module.family == "saved":
+        if module.is_saved:
             modules.append(module)
             continue
         shape = base.get(f"{module.path}.weight")
-        if shape is None and _is_flat(module):
+        if shape is None and family_of(module).hides_kernel(module.factors):
             raise UsageError(
                 f"{module.path!r} may be a convolution, and its factors do not show a kernel; PEFT has "
                 f"no word for this {module.family} as it is",
@@ -152,13 +150,6 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
     notes += error_notes(errors)
     settings = {name: value for name, value in loaded.settings.items() if name in _KEPT}
     return replace(loaded.with_modules(tuple(modules)), settings=settings)
-
-
-def _is_flat(module: AdapterModule[Array]) -> bool:
-    """Can the factors be those of a linear layer and of a convolution alike?"""
-    if module.family == "loha":
-        return "t1" not in module.factors
-    return module.family == "lokr" and "w2_b" in module.factors and "t2" not in module.factors
 
 
 _KEPT = ("base_model_name_or_path", "task_type", "target_modules", "modules_to_save", "revision")
@@ -189,14 +180,14 @@ TARGETS: tuple[Target, ...] = ("peft", "diffusers", "kohya", "comfyui")
 """Values of `--to`."""
 
 
-def summary(adapter: Adapter[TensorEntry], base_model: str | None) -> Config:
+def summary(adapter: Adapter[TensorEntry], base_model: str | None) -> Fields:
     """Return what is known of an adapter, for targets that have no configuration of their own."""
-    known: Config = {}
+    known: Fields = {}
     families = Counter(module.family for module in adapter.modules)
     known["type"] = Sourced(" + ".join(families), "the factors' names")
     for name, values in (
-        ("rank", [m.rank for m in adapter.modules if m.family in SCALED and m.rank is not None]),
-        ("alpha", [m.alpha for m in adapter.modules if m.family in SCALED and m.alpha is not None]),
+        ("rank", [m.rank for m in adapter.modules if family_of(m).is_scaled and m.rank is not None]),
+        ("alpha", [m.alpha for m in adapter.modules if family_of(m).is_scaled and m.alpha is not None]),
     ):
         counts = Counter(found.value for found in values if found is not None)
         if counts:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.ecosystems.placing import Placed
-from ckpt_tools.adapters.families.rows import Module
+from ckpt_tools.adapters.families.family import Module
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_KEY
 
 

@@ -8,15 +8,8 @@ from dataclasses import dataclass, replace
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture, Part
 from ckpt_tools.adapters.architectures.resolve import Place, place
-from ckpt_tools.adapters.families.rows import (
-    InexpressibleError,
-    Module,
-    join,
-    refuse,
-    split,
-    swap_halves,
-)
-from ckpt_tools.adapters.families.shapes import columns_of, rows_of
+from ckpt_tools.adapters.families import FAMILIES, columns_of, family_of, rows_of
+from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
 
@@ -87,9 +80,11 @@ def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> lis
     for key, group in groups.items():
         where = wheres[key]
         parts = dict(group)
-        if {part.family for part in parts.values()} - {"lora"} and {p.family for p in parts.values()} != {"full"}:
+        families = {part.family for part in parts.values()}
+        if len(families) > 1 or not FAMILIES[families.pop()].joins:
             parts = {index: as_lora(part) for index, part in parts.items()}
-        whole = join(parts, _sizes(where, parts), where.native)
+        family = family_of(next(iter(parts.values())))
+        whole = family.join(parts, _sizes(where, parts), where.native)
         placed.append(Placed(part=where.part, module=whole))
     return _once(placed)
 
@@ -106,7 +101,7 @@ def _once(placed: list[Placed]) -> list[Placed]:
 
 def _is_bias(module: Module) -> bool:
     """Is it the change of a bias, which LyCORIS keeps beside that of the weight?"""
-    return module.family == "full" and "diff" not in module.factors
+    return module.factors.keys() == {"diff_b"}
 
 
 def _twice(path: str) -> UsageError:
@@ -125,11 +120,11 @@ def _split(where: Place, module: Module, as_lora: AsLora) -> tuple[Module, ...]:
     if sizes is None:
         raise refuse(module, f"{rows} rows are not those of {', '.join(where.diffusers)}")
     try:
-        return split(module, sizes, where.diffusers)
+        return family_of(module).split(module, sizes, where.diffusers)
     except InexpressibleError:
-        if module.family == "lora":
+        if family_of(module).is_low_rank_pair(module.factors):
             raise
-        return split(as_lora(module), sizes, where.diffusers)
+        return family_of(module := as_lora(module)).split(module, sizes, where.diffusers)
 
 
 def _parts_of(where: Place, rows: int, columns: int | None) -> tuple[int, ...] | None:
@@ -173,8 +168,8 @@ def _is_swapped(where: Place, module: Module) -> bool:
 
 def _swap(module: Module, as_lora: AsLora) -> Module:
     try:
-        return swap_halves(module)
+        return family_of(module).swap_halves(module)
     except InexpressibleError:
-        if module.family == "lora":
+        if family_of(module).is_low_rank_pair(module.factors):
             raise
-        return swap_halves(as_lora(module))
+        return family_of(module := as_lora(module)).swap_halves(module)

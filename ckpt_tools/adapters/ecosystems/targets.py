@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckpt_tools.adapters.adapter import Adapter, Family
+from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture, Part
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.rule import Names
@@ -17,10 +17,14 @@ from ckpt_tools.adapters.ecosystems.fit import Fitting, require
 from ckpt_tools.adapters.ecosystems.headers import diffusers_metadata, kohya_metadata
 from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, in_native, place_all
 from ckpt_tools.adapters.ecosystems.written import Written, file_name
-from ckpt_tools.adapters.families import suffixes
-from ckpt_tools.adapters.families.rows import Module, refuse
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.families.family import Module, refuse
 from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE
 from ckpt_tools.moving.arrays import Array
+
+_TEXT_ENCODER = {"A": "lora_linear_layer.down.weight", "B": "lora_linear_layer.up.weight"}
+"""diffusers' text encoders: with PEFT's names an adapter of the MLP alone is not recognised.
+Source: diffusers 0.42 utils/state_dict_utils.py."""
 
 
 def to_diffusers(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
@@ -55,9 +59,9 @@ def _diffusers_file(placed: list[Placed], title: str, fitting: Fitting) -> Writt
     fitted = [replace(each, module=_for_diffusers(each, title, fitting)) for each in placed]
     tensors: dict[str, Array] = {}
     for each in fitted:
-        table = suffixes.TEXT_ENCODER if each.part.is_encoder else suffixes.PEFT
-        require(each, table, "diffusers")
-        _put(tensors, f"{each.part.component}.{each.module.path}", each.module, table)
+        names = _TEXT_ENCODER if each.part.is_encoder else family_of(each.module).peft_names
+        require(each, names, "diffusers")
+        _put(tensors, f"{each.part.component}.{each.module.path}", each.module, names)
     return Written(
         file=DIFFUSERS_FILE,
         tensors=tensors,
@@ -71,7 +75,8 @@ def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
     """LoKr of FLUX.2; diffusers takes alpha for the rank here as well, and rebuilds the configuration by itself."""
     tensors: dict[str, Array] = {}
     for each in placed:
-        _put(tensors, f"{each.part.component}.{each.module.path}", fitting.baked_lokr(each.module), suffixes.PEFT)
+        module = fitting.baked_lokr(each.module)
+        _put(tensors, f"{each.part.component}.{module.path}", module, family_of(module).peft_names)
     return Written(
         file=DIFFUSERS_FILE, tensors=tensors, metadata={"format": "pt"}, notes=fitting.finish(), errors=fitting.errors
     )
@@ -102,14 +107,15 @@ def to_kohya(adapter: Adapter[Array], architecture: Architecture, fitting: Fitti
     placed = _native(adapter, architecture, fitting)
     tensors: dict[str, Array] = {}
     for each in placed:
-        require(each, suffixes.LYCORIS, "kohya")
+        names = family_of(each.module).lycoris_names
+        require(each, names, "kohya")
         if each.module.is_dora and not fitting.has_columns(each.module):
             fitting.note(
                 "dora_scale is LyCORIS', which divides by the norm of W+ΔW; ComfyUI divides by that of W "
                 "(its PR #15458 is open): for ComfyUI use --to comfyui --base DIR"
             )
         name = f"{each.part.kohya[0]}_{each.module.path.replace('.', '_')}"
-        _put(tensors, name, each.module, suffixes.LYCORIS)
+        _put(tensors, name, each.module, names)
         _put_alpha(tensors, name, each.module)
     file = file_name(adapter.name)
     metadata = kohya_metadata(placed, architecture, title=file.removesuffix(".safetensors"))
@@ -153,12 +159,13 @@ def _comfyui_file(
     placed = [replace(each, module=comfyui_module(each.module, adapter, fitting)) for each in placed]
     tensors: dict[str, Array] = {}
     for each in placed:
-        require(each, suffixes.LYCORIS, "ComfyUI")
+        family = family_of(each.module)
+        require(each, family.lycoris_names, "ComfyUI")
         name = f"{each.part.comfyui}.{each.module.path}"
         if is_bare:
-            _put(tensors, name, fitting.baked(each.module), suffixes.PEFT)
+            _put(tensors, name, fitting.baked(each.module), family.peft_names)
         else:
-            _put(tensors, name, each.module, suffixes.LYCORIS)
+            _put(tensors, name, each.module, family.lycoris_names)
             _put_alpha(tensors, name, each.module)
     file = file_name(adapter.name)
     metadata = kohya_metadata(placed, architecture, title=file.removesuffix(".safetensors"))
@@ -170,7 +177,7 @@ def _comfyui_file(
 
 
 def _is_plain(module: Module) -> bool:
-    return module.family == "lora" and module.factors.keys() == {"A", "B"}
+    return module.factors.keys() == {"A", "B"}
 
 
 def _native(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> list[Placed]:
@@ -184,14 +191,14 @@ def _for_lycoris(module: Module, fitting: Fitting) -> Module:
     if magnitude is None or fitting.has_columns(module):
         return module
     rows = fitting.magnitude_by_row(module)
-    dims = module.factors["A"].ndim if module.family == "lora" else 2
+    dims = module.factors["A"].ndim if "A" in module.factors else 2
     shaped = rows.reshape(-1, *[1] * (dims - 1))
     return replace(module, factors={**module.factors, "magnitude": shaped})
 
 
-def _put(tensors: dict[str, Array], name: str, module: Module, table: Mapping[Family, Mapping[str, str]]) -> None:
+def _put(tensors: dict[str, Array], name: str, module: Module, suffixes: Mapping[str, str]) -> None:
     for role, factor in module.factors.items():
-        tensors[f"{name}.{table[module.family][role]}"] = np.asarray(factor, order="C")
+        tensors[f"{name}.{suffixes[role]}"] = np.asarray(factor, order="C")
 
 
 def _put_alpha(tensors: dict[str, Array], name: str, module: Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ckpt_tools.adapters.ecosystems.peft.target_names import parents_of
+from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.peft.variants import variants_in
 from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loading, RejectedError
 

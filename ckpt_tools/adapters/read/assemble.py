@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Family, Sourced
+from ckpt_tools.adapters.adapter import SAVED, Adapter, AdapterModule, Convention, FamilyName, Sourced
+from ckpt_tools.adapters.families import FAMILIES
 from ckpt_tools.adapters.read.keys import Key, parse_key
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
@@ -64,7 +65,7 @@ def assemble(
             plain.append(item)
             continue
         key = _with_shape(item.key, item.entry)
-        group = groups[(key.path, key.nesting)] if key.family != "saved" else groups[(key.path, -1)]
+        group = groups[(key.path, -1 if key.family == SAVED else key.nesting)]
         if key.role in group:
             raise UnreadableError(
                 f"two tensors would be the factor {key.role} of {key.path!r}: "
@@ -77,7 +78,7 @@ def assemble(
     unknown: list[str] = []
     for (module_path, nesting), group in sorted(groups.items()):
         modules += _modules(module_path, nesting, group, unknown, path)
-    adapted = {module.path for module in modules if module.family != "saved"}
+    adapted = {module.path for module in modules if not module.is_saved}
     saved, base = _split_plain(plain, adapted, convention, is_live, is_training, trained, bias, all_names)
     if saved is None:
         unknown += [item.entry.fqn for item in plain]
@@ -124,16 +125,16 @@ def _modules(
     path: str, nesting: int, group: Mapping[str, tuple[Key, TensorEntry]], unknown: list[str], source: str
 ) -> list[AdapterModule[TensorEntry]]:
     if nesting < 0:
-        return [AdapterModule(path=path, family="saved", factors={role: entry for role, (_, entry) in group.items()})]
+        return [AdapterModule(path=path, family=SAVED, factors={role: entry for role, (_, entry) in group.items()})]
     families = sorted({key.family for role, (key, _) in group.items() if role not in _GENERIC})
-    own = [family for family in families if family != "full"]
+    own = [family for family in families if FAMILIES[family].is_own]
     if len(own) > 1:
         raise UnreadableError(
             f"{path!r} has factors of {' and '.join(own)}",
             where=source,
             hint="these are two adapters: choose one with --include and --exclude",
         )
-    factors: dict[Family, dict[str, TensorEntry]] = defaultdict(dict)
+    factors: dict[FamilyName, dict[str, TensorEntry]] = defaultdict(dict)
     for role, (key, entry) in group.items():
         if role not in _GENERIC:
             factors[key.family][role] = entry
@@ -151,14 +152,12 @@ def _modules(
     ]
 
 
-def _rank(family: Family, factors: Mapping[str, TensorEntry], nesting: int) -> Sourced[int] | None:
+def _rank(family: FamilyName, factors: Mapping[str, TensorEntry], nesting: int) -> Sourced[int] | None:
     """Return the rank that the shapes say; factors of a stack of experts do not say it."""
-    rows = {"lora": ("A", "A_embedding", "B", "B_embedding"), "loha": ("w1_b", "w2_b"), "lokr": ("w2_b", "w1_b")}
-    for role in rows.get(family, ()):
+    for role, dim in FAMILIES[family].rank_dims(factors).items():
         entry = factors.get(role)
         if entry is None or len(entry.shape) < 2:
             continue
-        dim = 1 if role in ("B", "B_embedding") else 0
         if nesting or not entry.shape[dim]:
             return None
         where = "columns" if dim else "rows"
@@ -218,4 +217,4 @@ def _saved(items: Iterable[Named]) -> list[AdapterModule[TensorEntry]]:
     for item in items:
         path, _, role = _WRAPPERS.sub("", item.name).rpartition(".")
         groups[path][role] = item.entry
-    return [AdapterModule(path=path, family="saved", factors=factors) for path, factors in groups.items()]
+    return [AdapterModule(path=path, family=SAVED, factors=factors) for path, factors in groups.items()]

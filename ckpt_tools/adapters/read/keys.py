@@ -7,13 +7,12 @@ diffusers 0.42 `loaders/lora_conversion_utils.py`; kohya-ss `networks/lora.py`; 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from ckpt_tools.adapters.adapter import Family
-
-Style = Literal["peft", "lycoris", "diffusers-old", "torchtitan"]
-"""Whose suffix it is; "peft" is also what diffusers and ai-toolkit write."""
+from ckpt_tools.adapters.adapter import FamilyName
+from ckpt_tools.adapters.families import FAMILIES
+from ckpt_tools.adapters.families.family import Style
 
 _NAME = r"(?:\.(?P<adapter>[^.]+))?"
 """PEFT's adapter name: there in a model's own state dict, absent in a saved adapter."""
@@ -25,7 +24,7 @@ class Key:
 
     path: str
     """Module path, or a flattened name."""
-    family: Family
+    family: FamilyName
     """Of the factor; "lora" for roles that several families have, until the module's other factors decide."""
     role: str
     """As in `adapter.py`; "alpha" for the scalar."""
@@ -39,56 +38,39 @@ class Key:
     """The suffix alone does not prove an adapter: a base model may have such names as well."""
 
 
-def _rules(style: Style, *rows: tuple[str, Family, str]) -> list[tuple[re.Pattern[str], Style, Family, str]]:
-    return [(re.compile(rf"(?P<path>.+)\.{suffix}"), style, family, role) for suffix, family, role in rows]
+_WEAK_ROWS: tuple[tuple[str, FamilyName, str], ...] = (
+    (r"alpha", "lora", "alpha"),
+    (r"rescale", "oft", "rescale"),
+    (r"magnitude", "lora", "magnitude"),
+    (r"(?:diff|w_norm)", "full", "diff"),
+    (r"(?:diff_b|b_norm)", "full", "diff_b"),
+)
+"""LyCORIS' suffixes that a base model's names may have as well."""
 
 
-_STRONG = [
-    *_rules(
-        "peft",
-        (rf"lora_A{_NAME}\.weight", "lora", "A"),
-        (rf"lora_B{_NAME}\.weight", "lora", "B"),
-        (rf"lora_B{_NAME}\.bias", "lora", "B_bias"),
-        (rf"lora_embedding_A{_NAME}", "lora", "A_embedding"),
-        (rf"lora_embedding_B{_NAME}", "lora", "B_embedding"),
-        (r"lora_magnitude_vector(?:\.weight)?", "lora", "magnitude"),
-        (r"lora_magnitude_vector\.(?P<adapter>[^.]+)(?:\.weight)?", "lora", "magnitude"),
-        *((rf"hada_{role}{_NAME}", "loha", role) for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")),
-        *((rf"lokr_{role}{_NAME}", "lokr", role) for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")),
-        (rf"oft_R{_NAME}\.weight", "oft", "R"),
-        (rf"oft_embedding_R{_NAME}\.weight", "oft", "R_embedding"),
-        (rf"boft_R{_NAME}", "boft", "R"),
-        (rf"boft_s{_NAME}", "boft", "s"),
-    ),
-    *_rules(
-        "lycoris",
-        (r"lora_down\.weight", "lora", "A"),
-        (r"lora_up\.weight", "lora", "B"),
-        (r"lora_mid\.weight", "lora", "mid"),
-        (r"dora_scale", "lora", "magnitude"),
-        (r"oft_blocks", "oft", "blocks"),
-    ),
-    *_rules(
-        "diffusers-old",
-        (r"(?:lora|lora_linear_layer)\.down\.weight", "lora", "A"),
-        (r"(?:lora|lora_linear_layer)\.up\.weight", "lora", "B"),
-    ),
-    *_rules(
-        "torchtitan",
-        (r"lora_a(?:\.weight)?", "lora", "A"),
-        (r"lora_b(?:\.weight)?", "lora", "B"),
-    ),
-]
-_WEAK = [
-    *_rules(
-        "lycoris",
-        (r"alpha", "lora", "alpha"),
-        (r"rescale", "oft", "rescale"),
-        (r"magnitude", "lora", "magnitude"),
-        (r"(?:diff|w_norm)", "full", "diff"),
-        (r"(?:diff_b|b_norm)", "full", "diff_b"),
-    )
-]
+def _rule(suffix: str, style: Style, family: FamilyName, role: str) -> tuple[re.Pattern[str], Style, FamilyName, str]:
+    return re.compile(rf"(?P<path>.+)\.{suffix}"), style, family, role
+
+
+def _strong() -> Iterator[tuple[re.Pattern[str], Style, FamilyName, str]]:
+    """Yield the suffixes of the families' tables; of one that several have, the first family's."""
+    weak = [re.compile(suffix) for suffix, _, _ in _WEAK_ROWS]
+    seen: set[str] = set()
+    for name, family in FAMILIES.items():
+        for style, pattern, role in family.also_read:
+            yield _rule(pattern, style, name, role)
+        for role, suffix in family.peft_names.items():
+            head, dot, rest = suffix.partition(".")
+            seen.add(suffix)
+            yield _rule(f"{head}{_NAME}{re.escape(dot + rest)}", "peft", name, role)
+        for role, suffix in family.lycoris_names.items():
+            if suffix not in seen and not any(pattern.fullmatch(suffix) for pattern in weak):
+                seen.add(suffix)
+                yield _rule(re.escape(suffix), "lycoris", name, role)
+
+
+_STRONG = list(_strong())
+_WEAK = [_rule(suffix, "lycoris", family, role) for suffix, family, role in _WEAK_ROWS]
 _PROCESSOR = re.compile(r"(?P<path>.+)\.processor\.(?P<part>\w+)_lora\.(?P<side>down|up)\.weight")
 """Attention processors of old diffusers: the module is named by the processor's attribute."""
 _SAVED = re.compile(r"(?P<path>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<role>.+)")

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
+from ckpt_tools.adapters.families import PEFT_TYPES
 from ckpt_tools.adapters.read.assemble import Named, assemble, without_wrappers
 from ckpt_tools.adapters.read.keys import is_for_training, parse_key, refused_kind
 from ckpt_tools.adapters.read.locate import locate
@@ -37,8 +38,6 @@ _LANGUAGE_MODEL = re.compile(r"transformer\.(?:h|encoder|wte|word_embeddings|out
 """Language models (GPT-2, Falcon, Bloom, ChatGLM) whose own root is called like diffusers' component."""
 _COMPONENTS = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "text_model.")
 """Prefixes by which a file names the parts of a diffusers pipeline."""
-SUPPORTED_TYPES = ("LORA", "LOHA", "LOKR", "OFT", "BOFT")
-"""Values of `peft_type` that are read."""
 
 
 class UnknownTypeError(UnreadableError):
@@ -155,7 +154,7 @@ def _header_metadata(opened: Opened) -> Mapping[str, str]:
 def _refuse_type(sidecars: Sidecars, path: str) -> None:
     for fields in (sidecars.peft, *sidecars.components.values()):
         found = fields.get("peft_type")
-        if found is not None and found.value not in (*SUPPORTED_TYPES, None):
+        if found is not None and found.value not in (*PEFT_TYPES, None):
             raise _refusal(escape_name(str(found.value)), path)
 
 

@@ -13,7 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
-from ckpt_tools.adapters.families.change import Module, Setting, change_of, magnitude_is_by_column
+from ckpt_tools.adapters.families import dora
+from ckpt_tools.adapters.families.change import change_of
+from ckpt_tools.adapters.families.family import Module
+from ckpt_tools.adapters.families.setting import Setting
 from ckpt_tools.adapters.read.opening import to_array
 from ckpt_tools.adapters.read.sidecars import BASE_NORM, DORA_SCALE
 from ckpt_tools.adapters.read.tensors import TensorReader
@@ -60,10 +63,9 @@ def _with_base_norm(
         )
     setting = Setting(convention=adapter.convention, settings=adapter.settings)
     magnitude = module.factors["magnitude"]
-    if magnitude_is_by_column(module, tuple(magnitude.shape), entry.shape, setting):
+    if dora.is_by_column(module, tuple(magnitude.shape), entry.shape, setting):
         return module  # by column ComfyUI computes as LyCORIS does
-    plain = replace(module, factors={role: f for role, f in module.factors.items() if role not in _APART})
-    change = change_of(plain, entry.shape, setting)
+    change = change_of(dora.without_magnitude(module), entry.shape, setting)
     weight = to_array(reader, entry).reshape(change.rows, math.prod(entry.shape[1:]))
     ratios = np.empty(change.rows, np.float64)
     for start in range(0, change.rows, _ROWS_AT_ONCE):
@@ -81,7 +83,3 @@ def _with_base_norm(
             )
     folded = (magnitude.astype(np.float64) * ratios.reshape(magnitude.shape)).astype(np.float32)
     return replace(module, factors={**module.factors, "magnitude": folded})
-
-
-_APART = ("magnitude", "B_bias")
-"""Factors that are not of what is added to the weight."""

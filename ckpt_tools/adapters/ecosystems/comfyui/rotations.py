@@ -13,11 +13,14 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.ecosystems.fit import Fitting
-from ckpt_tools.adapters.families.rows import Module, refuse
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.families.family import Module, refuse
 from ckpt_tools.adapters.read.sidecars import DORA_SCALE
 from ckpt_tools.moving.arrays import Array
 
 __all__ = ["DORA_SCALE", "comfyui_module"]
+_WITHOUT_RESCALE = ("oft",)
+"""Families of which ComfyUI leaves out `rescale`."""
 
 
 def comfyui_module(module: Module, adapter: Adapter[Array], fitting: Fitting) -> Module:
@@ -33,7 +36,7 @@ def comfyui_module(module: Module, adapter: Adapter[Array], fitting: Fitting) ->
             "to 1.8 of the largest weight off)",
             hint="give the base model, whose weights make up for it: --base DIR",
         )
-    if module.family in ("oft", "boft") and "blocks" in module.factors:
+    if family_of(module).is_rotation and "blocks" in module.factors:
         return _rotation(module, fitting)
     return module
 
@@ -41,7 +44,7 @@ def comfyui_module(module: Module, adapter: Adapter[Array], fitting: Fitting) ->
 def _rotation(module: Module, fitting: Fitting) -> Module:
     """Put LyCORIS' constraint into the blocks, and write none: ComfyUI would bound them otherwise."""
     rescale = module.factors.get("rescale")
-    if module.family == "oft" and rescale is not None and not bool((rescale.astype(np.float32) == 1).all()):
+    if module.family in _WITHOUT_RESCALE and rescale is not None and not bool((rescale.astype(np.float32) == 1).all()):
         raise refuse(module, "ComfyUI leaves out rescale of diag-oft")
     constraint = 0.0 if module.alpha is None else module.alpha.value
     stored = module.factors["blocks"]

@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Mapping
 
-from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, is_target, rank_of
-from ckpt_tools.adapters.ecosystems.peft.shapes import Shape, expected
-from ckpt_tools.adapters.ecosystems.peft.target_names import parents_of
+from ckpt_tools.adapters.adapter import Shape
+from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, expected, is_target, rank_of
 from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.families import FAMILIES
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_KEY
 
 _FOREIGN = ("diffusion_model.", "model.diffusion_model.", "lora_unet_", "lora_transformer_", "lora_te", "lycoris_")
@@ -110,7 +111,7 @@ def _check(
     if weight is None:
         raise RejectedError(f"{path} is no module with a weight, which PEFT could adapt")
     rank_of(config, path)
-    ways = [way for way in expected("lora", config, path, weight) if "A" in way and "B" in way]
+    ways = [way for way in expected(FAMILIES["lora"], config, path, weight) if "A" in way and "B" in way]
     for way in ways[:1]:  # of a Linear or a convolution: diffusers' models have no other order of dims
         for role, shape in factors.items():
             right = way.get(role)

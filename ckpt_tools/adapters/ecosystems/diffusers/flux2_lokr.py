@@ -16,11 +16,10 @@ from dataclasses import replace
 from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.resolve import Place
 from ckpt_tools.adapters.ecosystems.placing import Placed
-from ckpt_tools.adapters.families.factorization import factorise
-from ckpt_tools.adapters.families.rows import InexpressibleError, Module, swap_halves
+from ckpt_tools.adapters.families import family_of, lokr
+from ckpt_tools.adapters.families.family import InexpressibleError, Module
 
 _FUSED = {"img_attn": "to_qkv", "txt_attn": "to_added_qkv"}
-_LOW_RANK = ("w1_a", "w2_a")
 
 
 def place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architecture) -> list[Placed] | None:
@@ -32,13 +31,13 @@ def place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architectur
     """
     if architecture.name != "flux2" or not places:
         return None
-    if any(module.family != "lokr" or module.is_dora or "t2" in module.factors for _, module in places):
+    if any(module.family != lokr.Lokr.name or module.is_dora or "t2" in module.factors for _, module in places):
         return None
     placed = []
     try:
         for where, module in places:
             is_swapped = where.match.rule.step == "swap" and where.match.part is None
-            moved = swap_halves(module) if is_swapped else module
+            moved = family_of(module).swap_halves(module) if is_swapped else module
             placed.append(Placed(part=where.part, module=replace(moved, path=_path(where))))
     except InexpressibleError:
         return None
@@ -64,35 +63,16 @@ def _is_part(path: str) -> bool:
     return path.rpartition(".")[2] in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 
 
-def _halves(module: Module) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return ((l, out/l), (m, in/m))."""
-    factors = module.factors
-    left = (
-        factors["w1" if "w1" in factors else "w1_a"].shape[0],
-        factors["w1" if "w1" in factors else "w1_b"].shape[1],
-    )
-    right = (
-        factors["w2" if "w2" in factors else "w2_a"].shape[0],
-        factors["w2" if "w2" in factors else "w2_b"].shape[1],
-    )
-    return (left[0], right[0]), (left[1], right[1])
-
-
 def _is_rebuilt(modules: Sequence[Module]) -> bool:
     """Would PEFT make factors of these very shapes?"""
-    halves = [_halves(module) for module in modules]
-    candidates = [*sorted({rows[0] for rows, _ in halves}), -1]
-    if not any(
-        all(factorise(dims[0] * dims[1], factor) == dims for pair in halves for dims in pair) for factor in candidates
-    ):
+    halves = [lokr.halves_of(module) for module in modules]
+    candidates = [*sorted({each.first[0] for each in halves}), -1]
+    if not any(lokr.is_rebuilt(halves, factor) for factor in candidates):
         return False
-    decomposes_both = any("w1_a" in module.factors for module in modules)
-    for module, (rows, columns) in zip(modules, halves, strict=True):
-        has_low = [role in module.factors for role in _LOW_RANK]
-        first, second = max(rows[0], columns[0]), max(rows[1], columns[1])
-        ranks = [module.factors[role].shape[1] for role in reversed(_LOW_RANK) if role in module.factors]
-        rank = ranks[0] if ranks else second
-        is_low = [decomposes_both and rank < first / 2, rank < second / 2]
-        if has_low != is_low:
+    both = any("w1_a" in module.factors for module in modules)
+    for module, each in zip(modules, halves, strict=True):
+        ranks = [module.factors[role].shape[1] for role in ("w2_a", "w1_a") if role in module.factors]
+        rank = ranks[0] if ranks else max(each.second)
+        if lokr.half_built_otherwise(module.factors, each, rank, both=both) is not None:
             return False
     return True

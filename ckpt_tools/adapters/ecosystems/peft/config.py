@@ -8,104 +8,58 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
-from ckpt_tools.adapters.ecosystems.peft.fields import OWN_FIELDS, PEFT_TYPES, has_field
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Fields, Sourced
+from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.ecosystems.peft.targets import (
-    BaseModel,
-    Config,
     pattern_path,
     refuse_parameters,
     saved_fields,
-    some_modules,
     target_fields,
 )
-from ckpt_tools.adapters.families import peft_config as family_settings
-from ckpt_tools.adapters.settings import said_zero
+from ckpt_tools.adapters.families import FAMILIES, Family
+from ckpt_tools.adapters.families.family import MERGE_HINT
 from ckpt_tools.errors import UsageError
 
 F = TypeVar("F")
-SCALED = ("lora", "loha", "lokr")
-"""Families with an alpha and a rank."""
 _MAX_SHOWN = 3
-_MAX_ALPHA = 100_000
-"""Larger ones are slips: trainers take about the rank, rsLoRA its multiples."""
+_OWN_FIELDS = frozenset(
+    [
+        "peft_type",
+        "base_model_name_or_path",
+        "task_type",
+        "inference_mode",
+        "r",
+        "lora_alpha",
+        "alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "target_parameters",
+        "modules_to_save",
+        "bias",
+    ]
+)
+"""Worked out from the tensors; what a configuration beside them says is only taken where it agrees."""
 _TRAINING_ONLY = ("velora_config",)
 """Fields that ask for tensors which only training needs, and which are not exported."""
-
-
-def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
-    """Return the adapter with an alpha in every module that needs one.
-
-    Args:
-        adapter: As read.
-        alpha: The user's; it goes before everything that was found.
-
-    Raises:
-        UsageError: An alpha is needed and nothing says it, or none is needed.
-    """
-    scaled = [module for module in adapter.modules if module.family in SCALED]
-    if alpha is not None and not scaled:
-        raise UsageError("--alpha is for LoRA, LoHa and LoKr, and there is none here", hint="leave it out")
-    missing = [
-        module for module in scaled if module.alpha is None and alpha is None and not _is_unscaled(module, adapter)
-    ]
-    if missing:
-        zero = said_zero(missing[0], adapter)
-        why = (
-            "it is in no tensor, header or file beside it" if zero is None else f"{zero} says 0, which changes nothing"
-        )
-        raise UsageError(
-            f"alpha of {some_modules(missing)} is not known: {why}",
-            where="--alpha",
-            hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
-            "changes every output",
-        )
-    if alpha is not None and not 0 < alpha <= _MAX_ALPHA:
-        raise UsageError(
-            f"--alpha must be above 0 and at most {_MAX_ALPHA}, got {alpha:g}",
-            where="--alpha",
-            hint="give the lora_alpha of the training run",
-        )
-    given = None if alpha is None else Sourced(float(alpha), "--alpha")
-    return adapter.with_modules(
-        tuple(
-            _unscaled(module) if _is_unscaled(module, adapter) else _given(module, given) for module in adapter.modules
-        )
-    )
-
-
-def _given(module: AdapterModule[F], alpha: Sourced[float] | None) -> AdapterModule[F]:
-    return module if alpha is None or module.family not in SCALED else replace(module, alpha=alpha)
-
-
-def _unscaled(module: AdapterModule[F]) -> AdapterModule[F]:
-    """Say a scale of 1 by a rank at which PEFT too builds both factors whole, and an alpha like it."""
-    rank = max(max(getattr(module.factors[role], "shape", (1,))[:2], default=1) for role in ("w1", "w2"))
-    why = "both factors are whole, which LyCORIS does not scale"
-    return replace(module, rank=Sourced(rank, why), alpha=Sourced(float(rank), why))
-
-
-def _is_unscaled(module: AdapterModule[F], adapter: Adapter[F]) -> bool:
-    """LyCORIS does not scale a LoKr whose two factors are full."""
-    return adapter.convention != "peft" and module.family == "lokr" and {"w1", "w2"} <= module.factors.keys()
 
 
 def infer_config(
     adapter: Adapter[F],
     *,
-    shape_of: Callable[[F], tuple[int, ...]],
     base: BaseModel | None = None,
     base_model: str | None = None,
-) -> Config:
+) -> Fields:
     """Return PEFT's configuration for an adapter.
 
     Args:
         adapter: With alphas (`with_alpha`), under the base model's module paths.
-        shape_of: The shape of a factor.
         base: The base model, against which the names of targets are proven.
         base_model: Hub id or path of the base model, to be written.
 
@@ -113,40 +67,37 @@ def infer_config(
         UsageError: PEFT cannot express it in one configuration, or something that changes the result is not known.
     """
     family = _only_family(adapter)
-    kind = PEFT_TYPES[family]
-    modules = [module for module in adapter.modules if module.family == family]
-    config: Config = {"peft_type": Sourced(kind, _type_source(modules))}
+    modules = [module for module in adapter.modules if module.family == family.name]
+    config: Fields = {"peft_type": Sourced(family.peft_type, _type_source(modules))}
     config |= _identity(adapter, base, base_model)
-    if family in SCALED:
-        config |= _ranks_and_alphas(adapter, modules)
-    config |= family_settings.infer(adapter, family, modules, shape_of, base.shapes if base else {})
+    if family.is_scaled:
+        config |= _ranks_and_alphas(adapter, family, modules)
+    config |= family.peft_config(adapter, modules, base.shapes if base else {})
     config |= target_fields(adapter, modules, base)
     config |= saved_fields(adapter, modules, base)
     for name, found in adapter.settings.items():
-        if name not in config and name not in (*OWN_FIELDS, *_TRAINING_ONLY) and has_field(kind, name):
+        if name not in config and name not in (*_OWN_FIELDS, *_TRAINING_ONLY) and name in family.peft_fields:
             config[name] = found
     config["inference_mode"] = Sourced(True, "an exported adapter is not being trained")
     return config
 
 
-def _only_family(adapter: Adapter[F]) -> str:
-    families = Counter(module.family for module in adapter.modules if module.family != "saved")
-    if not families:
+def _only_family(adapter: Adapter[F]) -> Family:
+    counts = Counter(module.family for module in adapter.modules if not module.is_saved)
+    if not counts:
         raise UsageError(
             "there are trained modules here, and no adapter's factors",
             hint="`ckpt gather` takes tensors out of a checkpoint",
         )
-    if "full" in families:
+    for family in map(FAMILIES.__getitem__, counts):
+        if family.peft_type is None:
+            raise UsageError(f"PEFT has no form for {family.title}s ({counts[family.name]} modules)", hint=MERGE_HINT)
+    if len(counts) > 1:
         raise UsageError(
-            f"PEFT has no form for full differences ({families['full']} modules)",
-            hint="put them into the base: ckpt merge-lora BASE ADAPTER DST",
-        )
-    if len(families) > 1:
-        raise UsageError(
-            f"PEFT has one type for an adapter, and here are {' and '.join(sorted(families))}",
+            f"PEFT has one type for an adapter, and here are {' and '.join(sorted(counts))}",
             hint="export them one by one, with --include and --exclude",
         )
-    return next(iter(families))
+    return FAMILIES[next(iter(counts))]
 
 
 def _type_source(modules: Sequence[AdapterModule[F]]) -> str:
@@ -154,8 +105,8 @@ def _type_source(modules: Sequence[AdapterModule[F]]) -> str:
     return f"factors {', '.join(roles)}"
 
 
-def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | None) -> Config:
-    config: Config = {}
+def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | None) -> Fields:
+    config: Fields = {}
     settings = adapter.settings
     if base_model is not None:
         config["base_model_name_or_path"] = Sourced(base_model, "--base-model")
@@ -185,7 +136,7 @@ def _with_its_head(task: Sourced[object], adapter: Adapter[F]) -> Sourced[object
         UsageError: The user gives the task, and there is no head.
     """
     heads = _HEADS.get(task.value) if isinstance(task.value, str) else None
-    if heads is None or any(module.family == "saved" and module.path.endswith(heads) for module in adapter.modules):
+    if heads is None or any(module.is_saved and module.path.endswith(heads) for module in adapter.modules):
         return task
     what = f"for {task.value} PEFT wants a trained {' or '.join(heads)}, and there is none here"
     if task.source == "--config":
@@ -193,7 +144,7 @@ def _with_its_head(task: Sourced[object], adapter: Adapter[F]) -> Sourced[object
     return Sourced(None, f"{what} ({task.source})")
 
 
-def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Config:
+def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[AdapterModule[F]]) -> Fields:
     """Put the most frequent rank and alpha in front, and the others into patterns that match one module each."""
     if any(not module.parameter for module in modules) and (whole := _configured(adapter, modules)):
         return whole
@@ -211,9 +162,8 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
         ranks[path] = module.rank
         if module.alpha is not None:
             alphas[path] = module.alpha
-    name = "lora_alpha" if modules[0].family == "lora" else "alpha"
-    config: Config = {}
-    for key, patterns, values in (("r", "rank_pattern", ranks), (name, "alpha_pattern", alphas)):
+    config: Fields = {}
+    for key, patterns, values in (("r", "rank_pattern", ranks), (family.alpha_field, "alpha_pattern", alphas)):
         counts = Counter(found.value for found in values.values())
         # The first of the most frequent ones in the order of the modules; what is alike is said alike.
         common = counts.most_common(1)[0][0]
@@ -226,7 +176,7 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
             {f"^{_escaped(path)}": _plain(found.value) for path, found in rest.items()},
             ", ".join(sources[:_MAX_SHOWN]) if rest else "all modules are alike",
         )
-    if modules[0].family == "lora":
+    if "use_rslora" in family.peft_fields:
         rslora = {module.use_rslora for module in modules}
         if len(rslora) > 1:
             raise UsageError("some modules have use_rslora and some not, which PEFT has one setting for")
@@ -235,7 +185,7 @@ def _ranks_and_alphas(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) 
     return config
 
 
-def _configured(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Config:
+def _configured(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Fields:
     """Return ranks and alphas as the training run's configuration has them; {} where that has none by name.
 
     Which of a module's parameters has which factors, and so which pattern, the base model alone would tell.
@@ -245,7 +195,7 @@ def _configured(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Con
     if not any(found.value for found in patterns) or not {"r", "lora_alpha"} <= settings.keys():
         return {}
     given = {m.alpha for m in modules if m.alpha is not None and m.alpha.source == "--alpha"}
-    config: Config = {name: settings[name] for name in ("r", "rank_pattern") if name in settings}
+    config: Fields = {name: settings[name] for name in ("r", "rank_pattern") if name in settings}
     if given:
         config |= {"lora_alpha": given.pop(), "alpha_pattern": Sourced({}, "--alpha")}
     else:

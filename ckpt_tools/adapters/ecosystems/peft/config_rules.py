@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.ecosystems.peft.target_names import matched
 from ckpt_tools.adapters.ecosystems.simulation import RejectedError
+from ckpt_tools.adapters.families import Family
 from ckpt_tools.adapters.read.sidecars import by_pattern, matches
 
 Config = Mapping[str, object]
@@ -21,7 +23,7 @@ _HARMLESS = (True, "gaussian", "lycoris")
 _NOT_FOR_PARAMETERS = ("use_dora", "lora_bias", "lora_dropout", "fan_in_fan_out", "velora_config", "kasa_config")
 
 
-def check_config(config: Config, family: str) -> None:
+def check_config(config: Config, family: Family) -> None:
     """Refuse what PEFT refuses before it looks at a tensor.
 
     Raises:
@@ -30,16 +32,17 @@ def check_config(config: Config, family: str) -> None:
     target = config.get("target_modules")
     if config.get("layers_pattern") and config.get("layers_to_transform") is None:
         raise RejectedError("layers_pattern needs layers_to_transform")
-    if family == "lora" and isinstance(target, str) and config.get("layers_to_transform") is not None:
+    if family.peft_checks_layers and isinstance(target, str) and config.get("layers_to_transform") is not None:
         raise RejectedError("layers_to_transform cannot be used with a pattern in target_modules")
-    for one, other, default in (("r", "oft_block_size", 32), ("boft_block_num", "boft_block_size", 4)):
-        if other.startswith(f"{family}_") and bool(config.get(one, 0)) == bool(config.get(other, default)):
+    if family.peft_either is not None:
+        one, other, default = family.peft_either
+        if bool(config.get(one, 0)) == bool(config.get(other, default)):
             raise RejectedError(f"just one of {one} and {other} must be set")
     bias = config.get("bias", "none")
-    if family in ("lora", "oft") and not (bias in ("none", "all") or str(bias).endswith("_only")):
+    if family.peft_checks_bias and not (bias in ("none", "all") or str(bias).endswith("_only")):
         raise RejectedError(f"bias is {bias!r}")
-    alpha = "lora_alpha" if family == "lora" else "alpha"
-    if family in ("lora", "loha", "lokr") and not _is_number(config.get(alpha, 8)):
+    alpha = family.alpha_field
+    if family.is_scaled and not _is_number(config.get(alpha, 8)):
         raise RejectedError(f"{alpha} is {config[alpha]!r}, not a number")
     if config.get("lora_bias") and config.get("use_dora"):
         raise RejectedError("it has no lora_bias for DoRA")
@@ -122,15 +125,29 @@ def rank_of(config: Config, path: str) -> int:
     return rank
 
 
-def starts_idle(config: Config, family: str) -> bool:
+def expected(family: Family, config: Config, path: str, weight: Shape) -> tuple[Mapping[str, Shape | None], ...]:
+    """Return the factors that PEFT makes for a module, in every way that the shape of its weight allows.
+
+    Returns:
+        Role → shape, None where several are right; () where that is not known.
+
+    Raises:
+        RejectedError: The configuration's rank is none.
+    """
+    if len(weight) not in (2, 3, 4, 5) or 0 in weight:
+        return ()
+    return family.peft_shapes(config, rank_of(config, path) if family.is_scaled else 0, weight)
+
+
+def starts_idle(config: Config, family: Family) -> bool:
     """Does an adapter of a module that the file has nothing for change nothing?"""
-    value = config.get("init_lora_weights" if family == "lora" else "init_weights", True)
+    value = config.get(family.init_field, True)
     return any(value is each or value == each for each in _HARMLESS if isinstance(value, type(each)))
 
 
-def expected_biases(config: Config, family: str, names: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def expected_biases(config: Config, family: Family, names: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """Yield the base's own biases that were trained along, under their names in the base."""
-    if family in ("loha", "lokr"):  # they know no such setting
+    if "bias" not in family.peft_fields:
         return
     bias = config.get("bias", "none")
     for name in names:

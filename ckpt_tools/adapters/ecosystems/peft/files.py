@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
-from ckpt_tools.adapters.families.suffixes import PEFT
+from ckpt_tools.adapters.adapter import Adapter, Sourced
+from ckpt_tools.adapters.families import family_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
@@ -28,51 +28,28 @@ def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:
     Raises:
         UsageError: PEFT has no name for a factor.
     """
-    adapted = {module.path: module.nesting for module in adapter.modules if module.family != "saved"}
+    adapted = {module.path: module.nesting for module in adapter.modules if not module.is_saved}
     for number, module in enumerate(adapter.modules):
         for role in module.factors:
-            if module.family == "saved":
+            if module.is_saved:
                 inner = ".base_layer" * (adapted.get(module.path, -1) + 1)
                 yield f"{ROOT}{module.path}{inner}.{role}", number, role
                 continue
-            suffix = PEFT.get(module.family, {}).get(role)
+            suffix = family_of(module).peft_names.get(role)
             if suffix is None:
                 raise UsageError(f"PEFT has no name for the factor {role} of {module.family}", where=module.path)
             yield f"{ROOT}{module.path}{'.base_layer' * module.nesting}.{suffix}", number, role
-
-
-def peft_shape(module: AdapterModule[F], role: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that PEFT gives a factor: LyCORIS and others write the same magnitudes with other dims.
-
-    Raises:
-        UsageError: The magnitudes are norms along another axis than PEFT's.
-    """
-    if role != "magnitude" or len(shape) < 2:
-        return shape
-    length = max(shape)
-    if sum(size != 1 for size in shape) > 1:
-        raise UsageError(f"the magnitude has the shape {list(shape)}", where=module.path)
-    kernel = len(shape) - 2
-    if shape[0] == 1 and shape[1] != 1 and kernel == 0:
-        raise UsageError(
-            "its magnitudes are norms over the columns of the weight, and PEFT's over the rows",
-            where=module.path,
-            hint="put the adapter into the base: ckpt merge-lora BASE ADAPTER DST",
-        )
-    return (1, length, *(1,) * kernel) if kernel else (length,)
 
 
 def renested(adapter: Adapter[F]) -> Adapter[F]:
     """Return the adapter with its wrappers counted anew: PEFT makes one for every parameter that is still adapted."""
     present: dict[str, set[int]] = {}
     for module in adapter.modules:
-        if module.family != "saved":
+        if not module.is_saved:
             present.setdefault(module.path, set()).add(module.nesting)
     return adapter.with_modules(
         tuple(
-            module
-            if module.family == "saved"
-            else replace(module, nesting=sorted(present[module.path]).index(module.nesting))
+            module if module.is_saved else replace(module, nesting=sorted(present[module.path]).index(module.nesting))
             for module in adapter.modules
         )
     )

@@ -9,8 +9,12 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
+from ckpt_tools.adapters.adapter import SAVED, Shape
+from ckpt_tools.adapters.base.model import base_path, parents_of
 from ckpt_tools.adapters.ecosystems.peft.config_rules import (
+    Config,
     check_config,
+    expected,
     expected_biases,
     has_targets,
     is_target,
@@ -19,10 +23,10 @@ from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     starts_idle,
 )
 from ckpt_tools.adapters.ecosystems.peft.parameters import check_parameters, wrapped_parameters
-from ckpt_tools.adapters.ecosystems.peft.shapes import Shape, Shapes, expected
-from ckpt_tools.adapters.ecosystems.peft.target_names import base_path, matched, parents_of
+from ckpt_tools.adapters.ecosystems.peft.target_names import matched
 from ckpt_tools.adapters.ecosystems.peft.tasks import check_task
 from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.read.keys import Key, parse_key
 from ckpt_tools.text import escape_name
 
@@ -31,14 +35,11 @@ ROOT = "base_model.model."
 CONFIG = "adapter_config.json"
 _WRAPPED = ".base_layer"
 """Ends the path of what PEFT wraps."""
-_TYPES = {"LORA": "lora", "LOHA": "loha", "LOKR": "lokr", "OFT": "oft", "BOFT": "boft"}
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 _SAVED_COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
 _STACKED = re.compile(r"\.experts\.\w+$")
 _OF_EXPERTS = frozenset({"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "input_linear"})
 """Modules of an expert."""
-_RANK_ROLES = {"A": 0, "A_embedding": 0, "B": 1, "B_embedding": 1}
-Config = Mapping[str, object]
 
 
 def load(file: AdapterFile, loading: Loading) -> None:
@@ -53,7 +54,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if file.file != FILE:
         raise RejectedError(f"it looks for {FILE}, and this is {file.file}")
     kind = config.get("peft_type")
-    family = _TYPES.get(str(kind))
+    family = PEFT_TYPES.get(str(kind))
     if family is None:
         raise RejectedError(f"peft_type is {kind!r}")
     check_config(config, family)
@@ -66,8 +67,8 @@ def load(file: AdapterFile, loading: Loading) -> None:
             "target_modules is not set: PEFT takes those of a table of its own, or refuses a model that is not in it",
             "ckpt export-lora SRC DST --to peft writes them",
         )
-    alpha = "lora_alpha" if family == "lora" else "alpha"
-    if family in ("lora", "loha", "lokr"):
+    if family.is_scaled:
+        alpha = family.alpha_field
         if alpha not in config:
             loading.say(
                 "loader-misreads",
@@ -85,7 +86,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     wrapped = wrapped_parameters(config, file.base or {})
     found, levels = _match(file, config, family, wrapped, loading)
     _check_saved(file, config)
-    if family == "lora":
+    if "trainable_token_indices" in family.peft_fields:
         _check_tokens(file, config)
     if file.base is None:
         loading.say(
@@ -120,7 +121,7 @@ def _with_tied(config: Config, file: AdapterFile) -> Config:
 
 
 def _match(
-    file: AdapterFile, config: Config, family: str, wrapped: Mapping[str, Sequence[str]], loading: Loading
+    file: AdapterFile, config: Config, family: Family, wrapped: Mapping[str, Sequence[str]], loading: Loading
 ) -> tuple[dict[str, dict[str, Shape]], dict[str, dict[int, dict[str, Shape]]]]:
     """Find a module for every tensor.
 
@@ -137,7 +138,7 @@ def _match(
             continue
         inner = name.removeprefix(ROOT)
         key = parse_key(inner)
-        if key is None or key.family == "saved":
+        if key is None or key.family == SAVED:
             if (twin := _SAVED_COPY.sub(".", inner)) != inner and f"{ROOT}{twin}" in file.tensors:
                 loading.use(name, twin.rpartition(".")[0])  # bias="all" writes a saved bias under three names
                 continue
@@ -163,12 +164,12 @@ def _match(
             levels[key.path][key.nesting][key.role] = head.shape
             continue
         found[key.path][key.role] = head.shape
-        if family == "lora" and (file.base is not None or not config.get("target_parameters")):
+        if family.peft_checks_rank and (file.base is not None or not config.get("target_parameters")):
             _check_rank(name, key, head.shape, config)
     return found, levels
 
 
-def _why_not(key: Key, family: str, config: Config, *, is_wrapped: bool) -> str | None:
+def _why_not(key: Key, family: Family, config: Config, *, is_wrapped: bool) -> str | None:
     """Why a factor does not go into the model; None when it does, as far as the configuration tells.
 
     Args:
@@ -181,12 +182,11 @@ def _why_not(key: Key, family: str, config: Config, *, is_wrapped: bool) -> str 
         return f"it is named for the adapter {key.adapter!r}, and PEFT loads as 'default'"
     if key.style != "peft":
         return "the suffix is not PEFT's"
-    if key.family != family:
+    if key.family != family.name:
         return f"peft_type is {config.get('peft_type')}"
-    if key.role == "magnitude" and config.get("use_dora") is not True:
-        return "use_dora is not set: a DoRA becomes another adapter"
-    if key.role == "B_bias" and config.get("lora_bias") is not True:
-        return "lora_bias is not set"
+    switch = next((field for field, role, _ in family.peft_switches if role == key.role), None)
+    if switch is not None and config.get(switch) is not True:
+        return f"{switch} is not set" + (": a DoRA becomes another adapter" if key.role == "magnitude" else "")
     if not has_targets(config) or is_target(config, key.path) is not False:
         return None
     if is_wrapped and config.get("target_parameters"):
@@ -217,7 +217,7 @@ def _why_not_plain(inner: str, shape: Shape, file: AdapterFile, config: Config) 
 
 
 def _check_rank(name: str, key: Key, shape: Shape, config: Config) -> None:
-    dim = _RANK_ROLES.get(key.role)
+    dim = FAMILIES[key.family].rank_dims((key.role,)).get(key.role)
     if dim is None:
         return
     if len(shape) < 2 or 0 in shape:
@@ -269,7 +269,7 @@ def _check_tokens(file: AdapterFile, config: Config) -> None:
 
 
 def _check_shapes(
-    path: str, factors: Mapping[str, Shape], family: str, config: Config, base: Mapping[str, Shape], loading: Loading
+    path: str, factors: Mapping[str, Shape], family: Family, config: Config, base: Mapping[str, Shape], loading: Loading
 ) -> None:
     """Hold a module's factors against those that PEFT would make for it."""
     weight = base.get(f"{base_path(path)}.weight")
@@ -296,14 +296,14 @@ def _check_shapes(
             )
 
 
-def _agrees(factors: Mapping[str, Shape], way: Shapes, *, is_whole: bool) -> bool:
+def _agrees(factors: Mapping[str, Shape], way: Mapping[str, Shape | None], *, is_whole: bool) -> bool:
     if is_whole and factors.keys() != way.keys():
         return False
     return all(way.get(role) in (None, shape) for role, shape in factors.items())
 
 
 def _say_missing(
-    base: Mapping[str, Shape], found: Mapping[str, object], family: str, config: Config, loading: Loading
+    base: Mapping[str, Shape], found: Mapping[str, object], family: Family, config: Config, loading: Loading
 ) -> None:
     """Name targets that the file has nothing for, which PEFT gives adapters of their own."""
     if not has_targets(config):
@@ -348,7 +348,7 @@ def _lost(idle: Sequence[str], used: Collection[str]) -> list[str]:
     ]
 
 
-def _say_biases(file: AdapterFile, base: Mapping[str, Shape], family: str, config: Config, loading: Loading) -> None:
+def _say_biases(file: AdapterFile, base: Mapping[str, Shape], family: Family, config: Config, loading: Loading) -> None:
     if not has_targets(config):
         return
     there = {name.removeprefix(ROOT).replace(f"{_WRAPPED}.", ".") for name in file.tensors}

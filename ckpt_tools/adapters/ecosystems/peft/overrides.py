@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.adapter import Sourced
-from ckpt_tools.adapters.ecosystems.peft.fields import PEFT_TYPES, has_field
+from ckpt_tools.adapters.families import PEFT_TYPES
 from ckpt_tools.errors import UsageError
 
 _INFERRED = ("peft_type", "inference_mode", "rank_pattern", "alpha_pattern", "lora_alpha", "alpha")
@@ -30,7 +30,7 @@ def parse_overrides(given: Sequence[str]) -> Mapping[str, Sourced[object]]:
             raise UsageError(f"{text!r} is not FIELD=VALUE", where="--config")
         if name in ("lora_alpha", "alpha"):
             raise UsageError(f"{name} has an option of its own", where="--config", hint=f"--alpha {value}")
-        if name in _INFERRED or not any(has_field(kind, name) for kind in PEFT_TYPES.values()):
+        if name in _INFERRED or not any(name in family.peft_fields for family in PEFT_TYPES.values()):
             what = "is worked out from the tensors" if name in _INFERRED else "is no field of PEFT's configuration"
             raise UsageError(f"{name} {what}", where="--config")
         if name in found:

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 
+from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, rank_of
 from ckpt_tools.adapters.ecosystems.peft.target_names import matched
 from ckpt_tools.adapters.ecosystems.simulation import Loading, RejectedError
 
-Shape = tuple[int, ...]
 Levels = Mapping[int, Mapping[str, Shape]]
 """Number of wrappers outside → role → shape."""
 _MOST = 4

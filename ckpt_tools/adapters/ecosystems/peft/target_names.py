@@ -8,25 +8,9 @@ end of a path, dot or not.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from ckpt_tools.adapters.read.sidecars import matches
-
-
-def parents_of(names: Iterable[str]) -> frozenset[str]:
-    """Return the paths of all modules that hold the named parameters, themselves or through others."""
-    found: set[str] = set()
-    for name in names:
-        path = name.rpartition(".")[0]
-        while path and path not in found:
-            found.add(path)
-            path = path.rpartition(".")[0]
-    return frozenset(found)
-
-
-def base_path(path: str) -> str:
-    """Return a module's path in the plain base model: PEFT wraps attention layers whose own parts it adapts as well."""
-    return path.replace(".base_layer.", ".")
 
 
 def minimal_suffixes(adapted: Collection[str], modules: Collection[str]) -> tuple[str, ...] | None:

@@ -5,70 +5,22 @@ PEFT begins an adapter anew, with a warning at best, in every module that its co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from typing import TypeGuard, TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
-from ckpt_tools.adapters.architectures.of_base import BaseFamily
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Fields, Sourced, some_modules
+from ckpt_tools.adapters.base.model import BaseModel, parents_of
 from ckpt_tools.adapters.base.tied import EMBEDDINGS, HEADS
-from ckpt_tools.adapters.ecosystems.peft.fields import PEFT_TYPES, has_field
-from ckpt_tools.adapters.ecosystems.peft.target_names import (
-    exact_pattern,
-    matched,
-    minimal_saved,
-    minimal_suffixes,
-    parents_of,
-)
+from ckpt_tools.adapters.ecosystems.peft.target_names import exact_pattern, matched, minimal_saved, minimal_suffixes
+from ckpt_tools.adapters.families import family_of
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 F = TypeVar("F")
-Config = dict[str, Sourced[object]]
-"""Field of adapter_config.json → value and source."""
-_MAX_SHOWN = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseModel:
-    """What is known of the base model."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """Parameter → shape; by the names on disk until `as_named`."""
-    source: str
-    """For people: "--base", "the base model in the source"."""
-    task_type: Sourced[object] | None = None
-    """PEFT's task type, by the architecture in its config.json."""
-    family: BaseFamily
-    """Which model it is."""
-    config: Mapping[str, object] = field(default_factory=dict)
-    """Its config.json."""
-
-    @property
-    def class_name(self) -> str | None:
-        """Diffusers' class."""
-        return self._text("_class_name")
-
-    @property
-    def model_type(self) -> str | None:
-        """Transformers' type."""
-        return self._text("model_type")
-
-    def _text(self, field: str) -> str | None:
-        value = self.config.get(field)
-        return value if isinstance(value, str) else None
 
 
 def pattern_path(module: AdapterModule[F]) -> str:
     """Return the name by which PEFT's patterns know a module, or a parameter of one."""
     return module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
-
-
-def some_modules(modules: Sequence[AdapterModule[F]]) -> str:
-    """Return how many modules, and the first names, for messages."""
-    shown = ", ".join(escape_name(module.path) for module in modules[:_MAX_SHOWN])
-    more = len(modules) - _MAX_SHOWN
-    return f"{len(modules)} modules ({shown}{f' and {more} more' if more > 0 else ''})"
 
 
 def refuse_parameters(path: str) -> UsageError:
@@ -81,7 +33,7 @@ def refuse_parameters(path: str) -> UsageError:
     )
 
 
-def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
+def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Fields:
     """Return target_modules and target_parameters, and the fields that go with them.
 
     Args:
@@ -96,7 +48,7 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
     # Below a `base_layer` lies what PEFT adapts along with the module around it.
     adapted = sorted({m.path for m in modules if m.parameter == "weight" and ".base_layer." not in m.path})
     known = adapter.settings.get("target_parameters")
-    config: Config = {}
+    config: Fields = {}
     if parameters:
         if known is None:
             raise refuse_parameters(parameters[0])
@@ -182,7 +134,7 @@ def _covers(target: object, adapted: Collection[str]) -> bool:
     return all(matched(target, path) in (True, None) for path in adapted)
 
 
-def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Config:
+def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Fields:
     """Return modules_to_save and bias: modules that were trained whole, and biases that were trained beside an adapter.
 
     Args:
@@ -194,17 +146,17 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
         UsageError: A module was trained in part, or the user's own names are not those of the modules.
     """
     adapted = {module.path for module in modules}
-    saved = [module for module in adapter.modules if module.family == "saved"]
+    saved = [module for module in adapter.modules if module.is_saved]
     biases = [module.path for module in saved if set(module.factors) == {"bias"}]
     # Of an adapted module PEFT saves an embedding's weight along with the factors.
     whole = [module for module in saved if module.path not in adapted and module.path not in biases]
-    config: Config = {}
-    family = modules[0].family
+    config: Fields = {}
+    family = family_of(modules[0])
     known = adapter.settings.get("bias")
     if known is not None and known.value not in (None, "none") and (biases or not adapter.omitted):
         config["bias"] = known
-    elif has_field(PEFT_TYPES[family], "bias"):
-        kind = f"{family}_only" if set(biases) <= adapted else "all"
+    elif "bias" in family.peft_fields:
+        kind = f"{family.name}_only" if set(biases) <= adapted else "all"
         config["bias"] = (
             Sourced(kind, "trained biases") if biases else Sourced("none", "nothing says biases were trained")
         )

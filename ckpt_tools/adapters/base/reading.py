@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced
-from ckpt_tools.adapters.architectures.of_base import family_of
+from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.live_names import adapted_paths, as_named, without_predictors
+from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.base.model_names import live_tensors
 from ckpt_tools.adapters.base.slots import stacked_experts
 from ckpt_tools.adapters.base.tied import HEAD, tied_embeddings
-from ckpt_tools.adapters.ecosystems.peft.targets import BaseModel
 from ckpt_tools.adapters.read.assemble import known_shape
 from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
@@ -73,7 +73,7 @@ def read_base(path: str | os.PathLike[str]) -> BaseModel:
         return BaseModel(
             shapes=without_predictors(shapes, config),
             source="--base",
-            family=family_of(shapes, config),
+            family=model_family_of(shapes, config),
             task_type=_task_type(config),
             config=config,
         )
@@ -107,7 +107,7 @@ def _base_in(adapter: Adapter[TensorEntry]) -> BaseModel | None:
     if not adapter.base_shapes:
         return None
     return BaseModel(
-        shapes=adapter.base_shapes, source="the base model in the source", family=family_of(adapter.base_shapes)
+        shapes=adapter.base_shapes, source="the base model in the source", family=model_family_of(adapter.base_shapes)
     )
 
 
