@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.adapters.adapter import Adapter, Convention
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, Architecture
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.choose import choose_family
 from ckpt_tools.adapters.architectures.resolve import readings
 from ckpt_tools.adapters.base.live_names import adapted_paths, as_named, replicated

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.adapters.adapter import Adapter, Fields, Sourced, Target
-from ckpt_tools.adapters.architectures.architecture import candidates
+from ckpt_tools.adapters.architectures import candidates
 from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.base.model_names import refuse_trainers_names
 from ckpt_tools.adapters.base.reading import base_of

@@ -34,7 +34,6 @@ from ckpt_tools.formats import dcp
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import scan
-from ckpt_tools.text import escape_name
 
 _NUMPY_BYTES = 64 << 20
 """Of numpy and its linear algebra, once imported."""
@@ -315,5 +314,5 @@ def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> li
 
 def _name_of(fqn: str, module: AdapterModule[TensorEntry], edit: TensorEdit) -> str:
     if len(edit.parts) == 1:
-        return escape_name(fqn)
-    return f"{escape_name(fqn)} ({escape_name(module.path)})"
+        return fqn
+    return f"{fqn} ({module.path})"

@@ -225,7 +225,7 @@ def test_findings_that_differ_in_their_place_alone_are_one() -> None:
     findings = [Finding(code="a", severity="error", where=f"m{i}", what="is lost", hint=None) for i in range(16)]
     other = Finding(code="b", severity="error", where="m0", what="is lost", hint=None)
     first, second = fold([*findings, other])
-    assert first.what == "is lost (16 times: m0, m1, m2 …)"
+    assert first.what == "is lost (16 times: m0, m1, m2 and 13 more)"
     assert second is other
 
 

@@ -12,9 +12,9 @@ from adapters.image_models import MODELS, adapter, delta, linears, lora, to_targ
 from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.architectures import ARCHITECTURES, detect_architecture
 from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.architectures.resolve import place, readings, unflatten
-from ckpt_tools.adapters.ecosystems.naming import ARCHITECTURES, detect_architecture
 from ckpt_tools.errors import UsageError
 
 CONVERTERS = {

@@ -12,7 +12,7 @@ from adapters.image_models import adapter, linears, lora, to_target
 from safetensors.torch import load_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES
+from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.choose import choose_family
 from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.base.reading import read_base

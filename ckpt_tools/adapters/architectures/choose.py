@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Adapter, F
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, ArchitectureName, candidates
+from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.adapters.architectures.rivals import rivals_of
 from ckpt_tools.adapters.families import columns_of, rows_of
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 _HEADERS = {
     "ss_base_model_version": {each.base_version: name for name, each in ARCHITECTURES.items()},
@@ -59,7 +59,7 @@ def choose_architectures(
         UsageError: A language model, or a family that ckpt has no names for.
     """
     paths = [module.path for module in adapter.modules]
-    where = escape_name(paths[0]) if paths else None
+    where = paths[0] if paths else None
     if architecture is None and base is not None and len(base.possible) < 2:
         architecture = base.name
         if architecture is None:

@@ -5,6 +5,8 @@ Source: github.com/black-forest-labs/flux, src/flux/model.py; diffusers, models/
 
 from __future__ import annotations
 
+from ckpt_tools.adapters.architectures.architecture import Architecture, encoder, transformer
+from ckpt_tools.adapters.architectures.encoders import CLIP, T5
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
 
 _DOUBLE = "double_blocks.{i}"
@@ -31,7 +33,7 @@ def _stream(native: str, *, attention: tuple[str, ...], out: str, feed_forward: 
     )
 
 
-FLUX1 = Names(
+_NAMES = Names(
     (
         rename("img_in", "x_embedder"),
         rename("txt_in", "context_embedder"),
@@ -64,3 +66,17 @@ FLUX1 = Names(
     )
 )
 """Every linear layer of FLUX.1, ControlNets apart."""
+
+FLUX1 = Architecture(
+    name="flux1",
+    title="FLUX.1",
+    parts=(
+        transformer(_NAMES),
+        encoder("text_encoder", CLIP, "clip_l", "lora_te1", "lora_te"),
+        encoder("text_encoder_2", T5, "t5xxl", "lora_te3", "lora_te2", is_in_diffusers=False),
+    ),
+    diffusers_class="FluxTransformer2DModel",
+    model_spec="flux-1/lora",
+    base_version="flux1",
+    implementation="https://github.com/black-forest-labs/flux",
+)

@@ -7,6 +7,7 @@ Source: diffusers, models/transformers/transformer_flux2.py and loaders/single_f
 
 from __future__ import annotations
 
+from ckpt_tools.adapters.architectures.architecture import Architecture, transformer
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
 
 _DOUBLE = "double_blocks.{i}"
@@ -30,7 +31,7 @@ def _stream(native: str, *, attention: tuple[str, ...], out: str, feed_forward: 
     )
 
 
-FLUX2 = Names(
+_NAMES = Names(
     (
         rename("img_in", "x_embedder"),
         rename("txt_in", "context_embedder"),
@@ -50,3 +51,13 @@ FLUX2 = Names(
     )
 )
 """Every linear layer of FLUX.2 (dev and klein)."""
+
+FLUX2 = Architecture(
+    name="flux2",
+    title="FLUX.2",
+    parts=(transformer(_NAMES),),
+    diffusers_class="Flux2Transformer2DModel",
+    model_spec="flux-2/lora",
+    base_version="flux2",
+    implementation="https://github.com/black-forest-labs/flux2",
+)

@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Shapes
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, ArchitectureName
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.text import escape_name
 
-_CLASSES: Mapping[str, ArchitectureName] = {
-    "FluxTransformer2DModel": "flux1",
-    "Flux2Transformer2DModel": "flux2",
-    "SD3Transformer2DModel": "sd3",
-}
-"""`_class_name` in diffusers' config.json → family."""
+_CLASSES = {each.diffusers_class: name for name, each in ARCHITECTURES.items()}
 _UNET = "UNet2DConditionModel"
 """Class of the U-Nets of SD 1, 2 and XL: the weights tell which."""
 _INNER = "diffusion_model."

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.adapters.adapter import Adapter, F
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, ArchitectureName
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName
 from ckpt_tools.adapters.architectures.resolve import readings
 from ckpt_tools.adapters.families import columns_of
 

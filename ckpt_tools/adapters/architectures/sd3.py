@@ -8,6 +8,8 @@ Source: github.com/Stability-AI/sd3.5, mmditx.py; diffusers, models/transformers
 
 from __future__ import annotations
 
+from ckpt_tools.adapters.architectures.architecture import Architecture, encoder, transformer
+from ckpt_tools.adapters.architectures.encoders import CLIP, T5
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
 
 _JOINT = "joint_blocks.{i}"
@@ -19,7 +21,7 @@ def _qkv(native: str, attention: str, names: tuple[str, ...]) -> Rule:
     return Rule(native=f"{_JOINT}.{native}.qkv", diffusers=paths, step="qkv")
 
 
-SD3 = Names(
+_NAMES = Names(
     (
         rename("x_embedder.proj", "pos_embed.proj"),
         rename("context_embedder", "context_embedder"),
@@ -48,3 +50,18 @@ SD3 = Names(
     )
 )
 """Every linear layer and the patch embedding of SD3 and SD3.5."""
+
+SD3 = Architecture(
+    name="sd3",
+    title="SD3",
+    parts=(
+        transformer(_NAMES),
+        encoder("text_encoder", CLIP, "clip_l", "lora_te1"),
+        encoder("text_encoder_2", CLIP, "clip_g", "lora_te2"),
+        encoder("text_encoder_3", T5, "t5xxl", "lora_te3", is_in_diffusers=False),
+    ),
+    diffusers_class="SD3Transformer2DModel",
+    model_spec="stable-diffusion-3/lora",
+    base_version="sd3",
+    implementation="https://github.com/Stability-AI/sd3.5",
+)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, Shape
+from ckpt_tools.adapters.architectures.architecture import Architecture, Part, encoder
+from ckpt_tools.adapters.architectures.encoders import CLIP
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
 from ckpt_tools.adapters.families import shape_of
 
@@ -72,7 +74,7 @@ def _middle() -> list[Rule]:
     return rules
 
 
-SDXL = Names(
+_NAMES = Names(
     (
         rename("input_blocks.0.0", "conv_in"),
         rename("time_embed.0", "time_embedding.linear_1"),
@@ -86,6 +88,19 @@ SDXL = Names(
     )
 )
 """Every linear layer and convolution of SDXL's U-Net."""
+
+SDXL = Architecture(
+    name="sdxl",
+    title="SDXL",
+    parts=(
+        Part(component="unet", names=_NAMES, comfyui="diffusion_model", kohya=("lora_unet", "lycoris")),
+        encoder("text_encoder", CLIP, "clip_l", "lora_te1"),
+        encoder("text_encoder_2", CLIP, "clip_g", "lora_te2"),
+    ),
+    model_spec="stable-diffusion-xl-v1-base/lora",
+    base_version="sdxl_base_v1-0",
+    implementation="https://github.com/Stability-AI/generative-models",
+)
 
 _KERNELS = (
     (r"(?:.*\.)?(?:conv_in|conv_out|conv1|conv2|(?:down|up)samplers\.\d+\.conv)", 3),

@@ -14,7 +14,6 @@ from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 Module = AdapterModule[TensorEntry]
 _BIAS = {"B_bias": "bias", "diff_b": "bias"}
@@ -79,7 +78,7 @@ def match_modules(
             for fqn, part in _parts(index, module, role, slot, names[name], given, orientation):
                 parts[fqn].append(part)
         except _MismatchError as error:
-            problems.append(f"{escape_name(module.path)}: {error}")
+            problems.append(f"{module.path}: {error}")
     if problems:
         raise UsageError(
             f"{len(problems)} of {len(adapter.modules)} modules do not fit the base: {some(problems)}",
@@ -122,7 +121,7 @@ def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
         return own[0]
     raise UsageError(
         f"{module.path} is adapted in {'several parameters' if own else 'a parameter'}, and nothing says "
-        f"in which: {', '.join(map(escape_name, own)) or 'none of the base fits'}",
+        f"in which: {', '.join(own) or 'none of the base fits'}",
         where=module.path,
         hint="put PEFT's adapter_config.json beside the adapter: its target_parameters say it",
     )
@@ -230,10 +229,10 @@ def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple
     factor = role if is_whole else next(name for name in _BIAS if name in module.factors)
     own, entries = module.factors[factor].shape, [rows.entry for rows in slot.rows]
     if slot.parts:
-        raise _MismatchError(f"the base has it inside of {escape_name(entries[0].fqn)}, fused with others")
+        raise _MismatchError(f"the base has it inside of {entries[0].fqn}, fused with others")
     shape = entries[0].shape if len(entries) == 1 else (sum(rows.count for rows in slot.rows),)
     if (own != shape) if is_whole else (math.prod(own) != math.prod(shape) or len(shape) != 1):
-        raise _MismatchError(f"its {escape_name(role)} is {list(own)}, the base's is {list(shape)}")
+        raise _MismatchError(f"its {role} is {list(own)}, the base's is {list(shape)}")
     offset = 0
     for rows in slot.rows:
         part = Part(module=index, role=role, shape=shape, start=0, count=rows.count, offset=offset)
@@ -270,7 +269,7 @@ def _within(slot: Slot, name: str, given: Mapping[str, Module], entry: TensorEnt
     total = num_rows(entry.shape)
     sizes = {part: _matrix(given[part])[0] for part in slot.parts if part in given}
     if None in sizes.values():
-        raise _MismatchError(f"its rows in {escape_name(entry.fqn)} are not known")
+        raise _MismatchError(f"its rows in {entry.fqn} are not known")
     known = {part: size for part, size in sizes.items() if size is not None}
     if len(slot.parts) == 2:
         known |= dict.fromkeys(slot.parts, total // 2) if not set(known.values()) - {total // 2} else {}
@@ -284,7 +283,7 @@ def _within(slot: Slot, name: str, given: Mapping[str, Module], entry: TensorEnt
         elif query in known and (total - known[query]) % 2 == 0:
             known |= dict.fromkeys((key, value), (total - known[query]) // 2)
     if len(known) < len(slot.parts) or sum(known.values()) != total or min(known.values()) < 1:
-        raise _MismatchError(f"the parts have {list(known.values())} rows, {escape_name(entry.fqn)} has {total}")
+        raise _MismatchError(f"the parts have {list(known.values())} rows, {entry.fqn} has {total}")
     start = 0
     for part in slot.parts:
         if part == name:
@@ -305,7 +304,7 @@ def _ordered(adapter: Adapter[TensorEntry], fqn: str, parts: Sequence[Part]) -> 
     others = sorted((part for part in parts if part not in whole), key=lambda part: part.start)
     for first, second in pairwise(others):
         if second.start < first.start + first.count:
-            paths = " and ".join(escape_name(adapter.modules[part.module].path) for part in (first, second))
+            paths = " and ".join(adapter.modules[part.module].path for part in (first, second))
             raise UsageError(f"{paths} both change {fqn}", hint="an adapter has one module per weight")
     if len(whole) > 1:
         raise UsageError(f"the adapter has two whole tensors for {fqn}")

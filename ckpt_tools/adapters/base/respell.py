@@ -62,7 +62,7 @@ def match_any_spelling(
 def _respellings(
     loaded: Adapter[Array], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
 ) -> Iterator[tuple[Adapter[Array], str, tuple[str, ...]]]:
-    from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES
+    from ckpt_tools.adapters.architectures import ARCHITECTURES
     from ckpt_tools.adapters.architectures.choose import choose_architectures
     from ckpt_tools.adapters.architectures.of_base import model_family_of
     from ckpt_tools.adapters.ecosystems.fit import Fitting

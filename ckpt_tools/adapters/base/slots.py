@@ -194,7 +194,7 @@ def resolve(
         for name, slot in found.items():
             counts[slot].append(name)
         twice = next(names for names in counts.values() if len(names) > 1)
-        raise UsageError(f"{' and '.join(map(escape_name, twice))} would both be the same tensor of the base")
+        raise UsageError(f"{' and '.join(twice)} would both be the same tensor of the base")
     return found, notes
 
 
@@ -247,7 +247,7 @@ def _unmatched(missing: Sequence[str], wanted: Sequence[str], slots: Mapping[str
             "the base ties lm_head to its embedding and stores one tensor for both: a change of one of them cannot be "
             "merged. Save the base untied (tie_word_embeddings=false) first"
         )
-    shown = some([escape_name(name) for name in missing])
+    shown = some(missing)
     return UsageError(f"{len(missing)} of {len(set(wanted))} adapted tensors are not in the base: {shown}", hint=hint)
 
 

@@ -10,7 +10,6 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import scan
-from ckpt_tools.text import escape_name
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
 HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out")
@@ -83,7 +82,7 @@ def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> 
     for pair in pairs:
         found = scan([pair.changed, pair.kept], base.source, num_workers=num_workers).digests
         if found[pair.changed.fqn] == found[pair.kept.fqn]:
-            changed, kept = escape_name(pair.changed.fqn), escape_name(pair.kept.fqn)
+            changed, kept = pair.changed.fqn, pair.kept.fqn
             raise UsageError(
                 f"{changed} and {kept} hold the same values, as a tied embedding and head do, and the adapter changes "
                 "one of them: a model that ties them would load the one or the other",

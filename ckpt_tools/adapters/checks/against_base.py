@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Shapes
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, Architecture
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.resolve import Place, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, base_path, parents_of
 from ckpt_tools.adapters.checks.integrity import check_base
@@ -69,7 +70,7 @@ def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Fin
     elif foreign:
         what = f"the base model has no module of this name ({len(foreign)} of {len(adapter.modules)} are not in it)"
         hint = "was the adapter trained on this model, and are all its names of one tool?"
-        where = escape_name(foreign[0])
+        where = foreign[0]
         findings.append(Finding.error(code="adapter-unmatched", where=where, what=what, hint=hint))
     return findings, not_checked
 

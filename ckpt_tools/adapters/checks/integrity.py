@@ -30,7 +30,7 @@ from ckpt_tools.adapters.settings import config_rank, said_zero
 from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.description.transform import strip_wrappers
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
@@ -224,7 +224,7 @@ def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
             # Quantised layers keep their weights under names of their own.
             if path in modules and module.parameter and (module.parameter != "weight" or path not in holders):
                 what = f"the base model has no parameter {module.parameter!r} in this module"
-                yield _finding("adapter-unmatched", module.path, escape_name(what))
+                yield _finding("adapter-unmatched", module.path, what)
             continue
         family, shapes = family_of(module), module.shapes
         found = family.matrix(shapes) if family.is_matrix_sure(shapes) else None
@@ -267,7 +267,7 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
                 yield _finding(
                     "adapter-non-finite",
                     f"{module.path} {role}",
-                    f"factor {role} of {escape_name(module.path)!r} has elements that are infinite or not a number",
+                    f"factor {role} of {module.path!r} has elements that are infinite or not a number",
                     "the training run has diverged: use a checkpoint from before",
                 )
         if module.is_saved:
@@ -279,7 +279,7 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
             changing += 1
     if not idle:
         return
-    shown = ", ".join(escape_name(module.path) for module in idle[:3]) + (" …" if len(idle) > 3 else "")
+    shown = first_few([module.path for module in idle])
     if changing:
         yield _finding(
             "adapter-zero",

@@ -9,10 +9,10 @@ from typing import Literal
 from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.adapters.ecosystems.loaders import Loader, LoaderReport
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.text import first_few
 
 Verdict = Literal["loads", "fails", "unknown"]
 """loads: proven; fails: something is wrong; unknown: nothing is known to be wrong, and not everything was checked."""
-_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,7 @@ def fold(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         if len(places) == 1:
             folded.append(first)
             continue
-        more = " …" if len(places) > _MAX_NAMED else ""
-        what = f"{first.what} ({len(places)} times: {', '.join(places[:_MAX_NAMED])}{more})"
+        what = f"{first.what} ({len(places)} times: {first_few(places)})"
         folded.append(replace(first, what=what))
     return tuple(folded)
 

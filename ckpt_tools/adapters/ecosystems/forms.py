@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, Fields, Shapes, Sourced, Target
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import unflatten
 from ckpt_tools.adapters.base.model import parents_of
-from ckpt_tools.adapters.ecosystems.naming import ARCHITECTURES, ArchitectureName, to_target
 from ckpt_tools.adapters.ecosystems.peft.files import from_one_model
+from ckpt_tools.adapters.ecosystems.to_target import to_target
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.assemble import Named, assemble
 from ckpt_tools.adapters.read.keys import parse_key

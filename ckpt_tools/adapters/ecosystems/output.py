@@ -16,7 +16,6 @@ from ckpt_tools.formats.safetensors import build_header, data_order
 from ckpt_tools.moving.casting import cast
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging
-from ckpt_tools.text import escape_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ def staged(destination: str, *, overwrite: bool) -> Iterator[Staging]:
         staging.begin()
         yield staging
     except OSError as error:
-        where = escape_name(error.filename if isinstance(error.filename, str) else destination)
+        where = error.filename if isinstance(error.filename, str) else destination
         raise StorageError(error.strerror or str(error), where=where) from error
     finally:
         staging.discard()

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture, Part
+from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import Place, place
+from ckpt_tools.adapters.architectures.rule import Names
 from ckpt_tools.adapters.families import FAMILIES, columns_of, family_of, rows_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
 from ckpt_tools.errors import UsageError
@@ -34,6 +36,12 @@ def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple
         UsageError: A name that the tables do not know, or know twice.
     """
     return [(place(module.path, architecture), module) for module in adapter.modules]
+
+
+def unchanged(adapter: Adapter[Array], base: BaseFamily) -> list[Placed]:
+    """Place modules where they are, for a model without tables: their paths are those of the base."""
+    part = Part(component=base.component or "transformer", names=Names(()), comfyui="diffusion_model", kohya=())
+    return [Placed(part=part, module=module) for module in adapter.modules]
 
 
 def in_diffusers(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> list[Placed]:

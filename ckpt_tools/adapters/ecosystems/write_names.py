@@ -11,7 +11,8 @@ from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.forms import architecture_of, as_loras, under_base_names
-from ckpt_tools.adapters.ecosystems.naming import Written, passes_unchanged, to_target
+from ckpt_tools.adapters.ecosystems.to_target import passes_unchanged, to_target
+from ckpt_tools.adapters.ecosystems.written import Written
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError

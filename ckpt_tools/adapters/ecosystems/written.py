@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckpt_tools.adapters.families.family import Module
     from ckpt_tools.moving.arrays import Array
 
 _TRAPS = ("checkpoint", "optimizer", "scheduler")
@@ -23,8 +24,6 @@ class Written:
     """Name → tensor, row-major; some may be the adapter's own arrays, or share memory."""
     metadata: Mapping[str, str]
     """The header's `__metadata__`."""
-    config: Mapping[str, object] | None = None
-    """Contents of a config file beside it; None where the ecosystem has none."""
     notes: tuple[str, ...] = ()
     """What was done, for people."""
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -37,3 +36,11 @@ def file_name(adapter_name: str) -> str:
     if plain == "default" or not plain.isascii() or any(trap in plain.lower() for trap in _TRAPS):
         plain = "lora"
     return f"{plain[:100]}.safetensors"
+
+
+def put(tensors: dict[str, Array], name: str, module: Module, suffixes: Mapping[str, str]) -> None:
+    """Add a module's factors under its name and the suffixes of their roles."""
+    import numpy as np
+
+    for role, factor in module.factors.items():
+        tensors[f"{name}.{suffixes[role]}"] = np.asarray(factor, order="C")

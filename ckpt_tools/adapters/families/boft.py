@@ -33,6 +33,7 @@ class Boft(RotatingFamily):
 
     name = "boft"
     title = "BOFT"
+    lycoris_algorithm = "boft"
     marker = "boft_"
     peft_names: ClassVar = {"R": "boft_R", "s": "boft_s"}
     peft_type = "BOFT"

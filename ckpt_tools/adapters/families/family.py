@@ -83,6 +83,8 @@ class Family:
     takes these over for transformers and U-Nets."""
     lycoris_names: ClassVar[Mapping[str, str]] = NONE
     """Role → the end of the name as kohya, LyCORIS and ComfyUI have it; beside them stands an `alpha`."""
+    lycoris_algorithm: ClassVar[str]
+    """What LyCORIS calls it."""
     also_read: ClassVar[tuple[tuple[Style, str, str], ...]] = ()
     """(style, pattern, role) of names that are read, and that ckpt writes otherwise."""
 

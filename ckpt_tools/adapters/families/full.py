@@ -26,6 +26,7 @@ class Full(Family):
 
     name = "full"
     title = "full difference"
+    lycoris_algorithm = "full"
     lycoris_names: ClassVar = {"diff": "diff", "diff_b": "diff_b"}
     is_own = False
     joins = True

@@ -40,6 +40,7 @@ class Loha(ScaledFamily):
 
     name = "loha"
     title = "LoHa"
+    lycoris_algorithm = "loha"
     marker = "hada_"
     peft_names: ClassVar = _NAMES
     lycoris_names: ClassVar = {**_NAMES, "magnitude": "dora_scale"}

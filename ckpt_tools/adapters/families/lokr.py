@@ -57,6 +57,7 @@ class Lokr(ScaledFamily):
 
     name = "lokr"
     title = "LoKr"
+    lycoris_algorithm = "lokr"
     marker = "lokr_"
     peft_names: ClassVar = _NAMES
     lycoris_names: ClassVar = {**_NAMES, "magnitude": "dora_scale"}

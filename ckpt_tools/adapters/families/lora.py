@@ -43,6 +43,7 @@ class Lora(ScaledFamily):
 
     name = "lora"
     title = "LoRA"
+    lycoris_algorithm = "locon"
     marker = "lora_"
     peft_names: ClassVar = {
         "A": "lora_A.weight",

@@ -59,6 +59,7 @@ class Oft(RotatingFamily):
 
     name = "oft"
     title = "OFT"
+    lycoris_algorithm = "diag-oft"
     marker = "oft_"
     peft_names: ClassVar = {"R": "oft_R.weight", "R_embedding": "oft_embedding_R.weight"}
     peft_type = "OFT"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced
+from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.sidecars import ASSUMED
 from ckpt_tools.description.checkpoint import Finding
 
@@ -56,11 +57,10 @@ def assumptions(adapter: Adapter[F], *, is_base_proven: bool = False) -> tuple[A
     if adapter.convention != "peft" or "peft_type" in adapter.settings:
         return assumed_before(adapter)  # a configuration is there, or its ecosystem has no such setting
     scaled = [m for m in adapter.modules if m.alpha is not None and m.alpha.source != "tensor alpha"]
-    has_lora = any(module.family == "lora" for module in adapter.modules)
     found = []
-    if any(module.family == "lora" for module in scaled):
+    if any(_RSLORA.field in family_of(module).peft_fields for module in scaled):
         found.append(_RSLORA)
-    if has_lora and not is_base_proven:
+    if not is_base_proven and any(_INIT.field in family_of(module).peft_fields for module in adapter.modules):
         found.append(_INIT)
     if len(scaled) > 1:
         found.append(_ALPHAS)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, ALL_NAMES, TRAINER_NAMES
 from ckpt_tools.errors import StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.dcp import METADATA_NAME
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 
 PEFT_FILE = "adapter_model.safetensors"
 """PEFT's own file."""
@@ -67,14 +67,14 @@ def locate(path: str, adapter_name: str | None) -> Location:
     if any(_VERL_PICKLE.fullmatch(name) for name in files):
         hint = "verl's model_merger writes safetensors; or save with the LoRA adapter's own directory"
         if held:
-            hint = f"the adapter that verl wrote beside them: {escape_name(os.path.join(path, held[0]))}"
+            hint = f"the adapter that verl wrote beside them: {os.path.join(path, held[0])}"
         raise UnreadableError(
             "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute",
             where=path,
             hint=hint,
         )
     if held and not any(name.endswith(".safetensors") for name in files):
-        shown = ", ".join(escape_name(name) for name in held[:6])
+        shown = first_few(held, 6)
         raise UsageError(
             f"a directory of adapters: {shown}",
             where=path,

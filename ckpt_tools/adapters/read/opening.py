@@ -26,7 +26,6 @@ from ckpt_tools.description.checkpoint import Checkpoint, Format, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path, read_file
-from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
@@ -155,7 +154,7 @@ def _refuse_type(sidecars: Sidecars, path: str) -> None:
     for fields in (sidecars.peft, *sidecars.components.values()):
         found = fields.get("peft_type")
         if found is not None and found.value not in (*PEFT_TYPES, None):
-            raise _refusal(escape_name(str(found.value)), path)
+            raise _refusal(str(found.value), path)
 
 
 def _refusal(kind: str, path: str) -> UnknownTypeError:
@@ -183,7 +182,7 @@ def _name(opened: Opened, path: str) -> list[Named]:
             continue
         named.append(Named(name, parse_key(name), entry))
     if len(roots) > 1:
-        shown = ", ".join(escape_name(root) for root in sorted(roots))
+        shown = ", ".join(sorted(roots))
         raise UsageError(
             f"adapters of {len(roots)} models: {shown}",
             where=path,
@@ -229,7 +228,7 @@ def _omitted(whole: Checkpoint, chosen: Checkpoint) -> frozenset[str]:
 def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[list[Named], str]:
     """Keep the tensors of one adapter, and whatever carries no adapter's name."""
     names = sorted({item.key.adapter for item in named if item.key is not None and item.key.adapter is not None})
-    shown = ", ".join(escape_name(name) for name in names)
+    shown = ", ".join(names)
     if adapter_name is not None and adapter_name not in names:
         what = f"it holds {shown}" if names else "its tensors' names carry no adapter's name"
         raise UsageError(

@@ -17,7 +17,6 @@ from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.opening import Opened, read_document
 from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's own."""
@@ -62,7 +61,7 @@ def read_json(source: Source, name: str) -> dict[str, object]:
     Raises:
         UnreadableError: It is none.
     """
-    where = escape_name(os.path.join(source.root, name))
+    where = os.path.join(source.root, name)
     document = parse_json(read_document(source, name, _MAX_BYTES), what=name, where=where)
     if not isinstance(document, dict):
         raise UnreadableError(f"{name} is not a JSON object", where=where)

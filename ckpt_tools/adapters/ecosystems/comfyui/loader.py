@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, Architecture, Part
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import Architecture, Part
 from ckpt_tools.adapters.architectures.rule import Match
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading
 from ckpt_tools.adapters.read.sidecars import BASE_NORM, DORA_SCALE

@@ -18,7 +18,6 @@ from ckpt_tools.adapters.families.family import Module, refuse
 from ckpt_tools.adapters.read.sidecars import DORA_SCALE
 from ckpt_tools.moving.arrays import Array
 
-__all__ = ["DORA_SCALE", "comfyui_module"]
 _WITHOUT_RESCALE = ("oft",)
 """Families of which ComfyUI leaves out `rescale`."""
 

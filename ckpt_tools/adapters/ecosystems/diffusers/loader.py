@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, Architecture, ArchitectureName, Part
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import Architecture, ArchitectureName, Part
 from ckpt_tools.adapters.architectures.rule import Match
 from ckpt_tools.adapters.ecosystems.diffusers import any_model as diffusers_any
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError

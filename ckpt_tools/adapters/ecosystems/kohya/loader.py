@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES
+from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 
 _SUFFIX = re.compile(

@@ -13,7 +13,6 @@ from typing import TypeVar
 from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text import escape_name
 
 F = TypeVar("F")
 ROOT = "base_model.model."
@@ -68,7 +67,7 @@ def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
     if adapter.convention == "peft" or prefixes == {""}:
         return adapter, None
     if len(prefixes) > 1:
-        shown = ", ".join(escape_name(prefix.rstrip(".")) or "others" for prefix in sorted(prefixes))
+        shown = ", ".join(prefix.rstrip(".") or "others" for prefix in sorted(prefixes))
         raise UsageError(
             f"an adapter for {len(prefixes)} models ({shown}), and PEFT's are for one",
             hint=f"export them one by one: --include '{max(prefixes)}**'",

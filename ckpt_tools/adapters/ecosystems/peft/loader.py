@@ -28,7 +28,7 @@ from ckpt_tools.adapters.ecosystems.peft.tasks import check_task
 from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.read.keys import Key, parse_key
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 
 FILE = "adapter_model.safetensors"
 ROOT = "base_model.model."
@@ -316,7 +316,7 @@ def _say_missing(
         return
     is_idle = starts_idle(config, family)
     lost = _lost(idle, used)
-    shown = ", ".join(map(escape_name, (lost or idle)[:3])) + (" …" if len(lost or idle) > 3 else "")
+    shown = first_few(lost or idle)
     if not is_idle or lost:
         anew = "which change nothing" if is_idle else "of random numbers, as init_weights says"
         loading.say(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced
+from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.sidecars import DORA_SCALE
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
@@ -99,7 +100,8 @@ def refuse_variants(adapter: Adapter[F]) -> None:
         if found is not None and is_variant(found.value):
             raise _refusal(name, found, reason)
     neumann = adapter.settings.get("use_cayley_neumann")
-    if any(module.family == "oft" for module in adapter.modules) and neumann is not None and neumann.value is True:
+    has_it = any("use_cayley_neumann" in family_of(module).peft_fields for module in adapter.modules)
+    if has_it and neumann is not None and neumann.value is True:
         version = adapter.settings.get("peft_version", Sourced("", neumann.source))
         minor = _VERSION.match(str(version.value))
         is_early = not str(version.value) or (minor is not None and int(minor[1]) < _FIRST_STABLE_MINOR)

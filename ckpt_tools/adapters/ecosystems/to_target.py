@@ -1,7 +1,4 @@
-"""Names of the ecosystems: what diffusers, kohya and ComfyUI call the modules and the factors of an adapter.
-
-`to_target` writes an adapter in the names of one of them; `detect_architecture` tells the model family from names.
-"""
+"""An adapter in the names of diffusers, kohya or ComfyUI, whichever model family it is for."""
 
 from __future__ import annotations
 
@@ -10,15 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools.adapters.adapter import Adapter, Target
-from ckpt_tools.adapters.architectures.architecture import ARCHITECTURES, ArchitectureName, detect_architecture
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.ecosystems.written import Written
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
-
-__all__ = ["ARCHITECTURES", "ArchitectureName", "Written", "detect_architecture", "passes_unchanged", "to_target"]
 
 
 def to_target(
@@ -49,15 +45,17 @@ def to_target(
         UsageError: An unknown family or module, or one that the target cannot express.
     """
     from ckpt_tools.adapters.architectures.choose import choose_architectures
-    from ckpt_tools.adapters.ecosystems import targets
+    from ckpt_tools.adapters.ecosystems.comfyui.writer import to_comfyui, to_comfyui_unchanged
+    from ckpt_tools.adapters.ecosystems.diffusers.writer import to_diffusers, to_diffusers_unchanged
     from ckpt_tools.adapters.ecosystems.fit import Fitting
+    from ckpt_tools.adapters.ecosystems.kohya.writer import to_kohya
 
-    writers = {"diffusers": targets.to_diffusers, "kohya": targets.to_kohya, "comfyui": targets.to_comfyui}
+    writers = {"diffusers": to_diffusers, "kohya": to_kohya, "comfyui": to_comfyui}
     if target not in writers:
         raise UsageError(f"{target!r} has no names of its own to write", hint="--to diffusers, kohya or comfyui")
     if architecture is None and base is not None and passes_unchanged(base, target):
         fitting = Fitting(svd_rank=svd_rank, convention=adapter.convention, may_fuse=may_fuse)
-        unchanged = targets.to_diffusers_unchanged if target == "diffusers" else targets.to_comfyui_unchanged
+        unchanged = to_diffusers_unchanged if target == "diffusers" else to_comfyui_unchanged
         return unchanged(adapter, base, fitting)
     found = choose_architectures(adapter, architecture=architecture, base=base)
     results: list[Written] = []
@@ -82,7 +80,7 @@ def to_target(
 
 def passes_unchanged(base: BaseFamily, target: Target) -> bool:
     """Does the target take the modules of a base without tables under their own names?"""
-    from ckpt_tools.adapters.ecosystems.targets import SAME_IN_COMFYUI
+    from ckpt_tools.adapters.ecosystems.comfyui.writer import SAME_IN_COMFYUI
 
     if base.possible or base.is_language_model or base.component is None:
         return False
