@@ -75,9 +75,7 @@ def check_lora(
     """
     wanted = _loaders(loaders)
     if architecture is not None and architecture not in (*ARCHITECTURES, "llm"):
-        raise UsageError(
-            f"{architecture!r} is no model family with names", hint=f"one of {', '.join((*ARCHITECTURES, 'llm'))}"
-        )
+        raise UsageError(f"unknown model family {architecture!r}", hint=f"one of {', '.join((*ARCHITECTURES, 'llm'))}")
     path = os.fspath(source)
     try:
         with read_adapter(path, adapter_name=adapter, format=format) as read:
@@ -104,7 +102,7 @@ def _loaders(names: Sequence[str]) -> tuple[Loader, ...]:
     for name in names:
         found = next((loader for loader in LOADERS if loader == name), None)
         if found is None:
-            raise UsageError(f"{name!r} is no loader that ckpt knows", hint=f"--for takes {', '.join(LOADERS)}")
+            raise UsageError(f"unknown loader {name!r}", hint=f"--for takes {', '.join(LOADERS)}")
         if found not in chosen:
             chosen.append(found)
     return tuple(chosen)

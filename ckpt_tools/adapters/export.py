@@ -224,7 +224,7 @@ def _on_its_model(
             return named
         if architecture is None and not candidates([module.path for module in adapter.modules]):
             raise UsageError(
-                "the names are not those of the model's modules, and of no diffusion model that ckpt has tables for",
+                "the names are neither the model's own nor those of a diffusion model that ckpt has tables for",
                 where=adapter.modules[0].path,
                 hint="give the base model, whose names they are made from: --base DIR",
             )

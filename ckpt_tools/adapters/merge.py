@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.frozen import refuse_changed
-from ckpt_tools.adapters.base.matching import Match
+from ckpt_tools.adapters.base.matching import BaseMatch
 from ckpt_tools.adapters.base.model_names import live_tensors
 from ckpt_tools.adapters.base.respell import match_any_spelling
 from ckpt_tools.adapters.base.slots import find_slots, some
@@ -237,7 +237,7 @@ def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
     if len(others) > optimizer:
         notes.append(f"left out {len(others) - optimizer} tensors that are not the model's")
     if checkpoint.blobs:
-        notes.append(f"left out {len(checkpoint.blobs)} items that are no tensors")
+        notes.append(f"left out {len(checkpoint.blobs)} items that are not tensors")
     return notes
 
 
@@ -265,7 +265,7 @@ def _mixes_rows(module: AdapterModule[TensorEntry]) -> bool:
 # What is said
 
 
-def _notes(adapter: Adapter[TensorEntry], match: Match, scale: float) -> list[str]:
+def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, scale: float) -> list[str]:
     families = sorted({family_of(module).label(module) for module in adapter.modules})
     notes = [f"{len(adapter.modules)} modules ({', '.join(families)}) change {len(match.parts)} tensors"]
     alphas = {

@@ -6,9 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Shapes, Sourced, some_modules
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, F, Shapes, Sourced, some_modules
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.sidecars import ASSUMED, DIFFUSERS_HEADER, Sidecars, by_pattern
 from ckpt_tools.description.checkpoint import TensorEntry
@@ -23,7 +22,6 @@ _UNIT_SCALE: Mapping[Convention, str] = {
 """Whose loaders take a missing alpha for a scale of 1. PEFT's do not: they take 8."""
 _STACK = "experts"
 """What transformers calls the module of all experts, which holds parameters and is no layer."""
-F = TypeVar("F")
 _MAX_ALPHA = 100_000
 """Larger ones are slips: trainers take about the rank, rsLoRA its multiples."""
 ReadScalar = Callable[[TensorEntry], float | None]
@@ -222,7 +220,7 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
     """
     scaled = [module for module in adapter.modules if family_of(module).is_scaled]
     if alpha is not None and not scaled:
-        raise UsageError("--alpha is for LoRA, LoHa and LoKr, and there is none here", hint="leave it out")
+        raise UsageError("--alpha needs a LoRA, a LoHa or a LoKr, and this adapter has none", hint="leave it out")
     missing = [
         module for module in scaled if module.alpha is None and alpha is None and not _is_unscaled(module, adapter)
     ]

@@ -76,16 +76,14 @@ def choose_architectures(
         )
     if architecture is not None:
         if architecture not in ARCHITECTURES:
-            raise UsageError(
-                f"{architecture!r} is no model family with names", hint=f"one of {', '.join(ARCHITECTURES)}"
-            )
+            raise UsageError(f"unknown model family {architecture!r}", hint=f"one of {', '.join(ARCHITECTURES)}")
         return (architecture,)
     found = _possible(paths, base)
     said = family_in_header(adapter)
     strange = next((path for path in paths if not any(readings(path, ARCHITECTURES[name]) for name in found)), None)
     if not found or (strange is not None and said not in found):
         raise UsageError(
-            "the adapter's modules are of no model family that ckpt has tables for (these are "
+            "the adapter's modules do not belong to a model family that ckpt has tables for (these are "
             f"{', '.join(each.title for each in ARCHITECTURES.values())})",
             where=where if strange is None else strange,
             hint="--to peft takes any model's modules under their own names; --to diffusers needs the model for that: "

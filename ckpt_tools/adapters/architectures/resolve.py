@@ -71,7 +71,7 @@ def place(path: str, architecture: Architecture) -> Place:
         return found[0]
     if not found:
         raise UsageError(
-            f"{path!r} is no module of {architecture.title} that ckpt knows",
+            f"{path!r} is not a known module of {architecture.title}",
             where=path,
             hint="is it an adapter of another model? --architecture names the right one",
         )
@@ -108,6 +108,6 @@ def unflatten(path: str, base_names: Collection[str]) -> str:
     flat = re.sub(r"^(?:lora_unet|lora_transformer|lora_prior_unet|lycoris|lora)_", "", path)
     found = table.get(flat)
     if found is None:
-        problem = "is the name of two modules of the base" if flat in table else "is the name of no module of the base"
+        problem = "names two modules of the base" if flat in table else "does not name a module of the base"
         raise UsageError(f"{path!r} {problem}", where=path)
     return found

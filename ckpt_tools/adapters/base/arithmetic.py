@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter
-from ckpt_tools.adapters.base.matching import Part
+from ckpt_tools.adapters.base.matching import ChangedRows
 from ckpt_tools.adapters.families.change import change_of
 from ckpt_tools.adapters.families.changes import Change
 from ckpt_tools.adapters.families.setting import Setting
@@ -40,7 +40,13 @@ class Arithmetic:
     """
 
     def __init__(
-        self, name: str, before: DType, after: DType, parts: Sequence[Part], adapter: Adapter[Array], scale: float
+        self,
+        name: str,
+        before: DType,
+        after: DType,
+        parts: Sequence[ChangedRows],
+        adapter: Adapter[Array],
+        scale: float,
     ) -> None:
         self._name = name
         self._before, self._after = before, after
@@ -146,7 +152,7 @@ def _differs(change: Change, old: Array, new: Array, offset: int) -> bool:
     return not np.array_equal(old.astype(np.float32), new)
 
 
-def _change(part: Part, adapter: Adapter[Array], scale: float) -> Change:
+def _change(part: ChangedRows, adapter: Adapter[Array], scale: float) -> Change:
     setting = Setting(
         scale=scale,
         transposed=part.transposed,

@@ -6,13 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, Shapes
+from ckpt_tools.adapters.adapter import Adapter, F, Shapes
 from ckpt_tools.adapters.base.model import BaseModel, base_path, parents_of
 from ckpt_tools.adapters.base.model_names import renamings
 
-F = TypeVar("F")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 _STACK = re.compile(r"((?:model\.)*(?:bert\.)?(?:layers|encoder\.layer)|(?:transformer\.)?h)\.(\d{1,6})\.")
 """The layers that PEFT can replicate."""

@@ -21,7 +21,7 @@ _BIAS = {"B_bias": "bias", "diff_b": "bias"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ChangedRows:
     """Rows of one base tensor that one module changes."""
 
     module: int
@@ -43,10 +43,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class BaseMatch:
     """Which tensors of the base an adapter changes."""
 
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[ChangedRows, ...]]
     """FQN in the base → its parts; whole tensors first."""
     notes: tuple[str, ...]
     """How names were understood, for people."""
@@ -54,7 +54,7 @@ class Match:
 
 def match_modules(
     adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
-) -> Match:
+) -> BaseMatch:
     """Find every module's tensors.
 
     Args:
@@ -70,7 +70,7 @@ def match_modules(
     names, notes = resolve([name for _, _, name in wanted], slots, adapter.convention)
     given = {names[name]: adapter.modules[index] for index, role, name in wanted if role == "weight"}
     orientation = _Orientation(adapter, tensors)
-    parts: dict[str, list[Part]] = defaultdict(list)
+    parts: dict[str, list[ChangedRows]] = defaultdict(list)
     problems: list[str] = []
     for index, role, name in wanted:
         module, slot = adapter.modules[index], slots[names[name]]
@@ -84,7 +84,7 @@ def match_modules(
             f"{len(problems)} of {len(adapter.modules)} modules do not fit the base: {some(problems)}",
             hint="is it the base that the adapter was trained on?",
         )
-    return Match(parts={fqn: _ordered(adapter, fqn, found) for fqn, found in parts.items()}, notes=tuple(notes))
+    return BaseMatch(parts={fqn: _ordered(adapter, fqn, found) for fqn, found in parts.items()}, notes=tuple(notes))
 
 
 class _MismatchError(Exception):
@@ -179,7 +179,7 @@ def _parts(
     name: str,
     given: Mapping[str, Module],
     orientation: _Orientation,
-) -> Iterable[tuple[str, Part]]:
+) -> Iterable[tuple[str, ChangedRows]]:
     for rows in slot.rows:
         if not rows.entry.dtype.is_float:
             raise _MismatchError(
@@ -199,7 +199,7 @@ def _parts(
         start, count = _within(slot, name, given, entry)
         _same(made, (count, math.prod(entry.shape[1:])), entry.shape)
         shape = (count, *entry.shape[1:])
-        yield entry.fqn, Part(module=index, role=role, shape=shape, start=start, count=count, offset=0)
+        yield entry.fqn, ChangedRows(module=index, role=role, shape=shape, start=start, count=count, offset=0)
         return
     transposed = orientation(module, entry.shape, made)
     stacked = len(entry.shape) == 3 and module.parameter != "weight"
@@ -210,7 +210,7 @@ def _parts(
         raise _MismatchError(f"A has {module.factors['A'].shape[0]} rows, which {num_experts} experts cannot share")
     yield (
         entry.fqn,
-        Part(
+        ChangedRows(
             module=index,
             role=role,
             shape=entry.shape,
@@ -223,7 +223,7 @@ def _parts(
     )
 
 
-def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple[str, Part]]:
+def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple[str, ChangedRows]]:
     """Whole tensors, and biases."""
     is_whole = module.is_saved
     factor = role if is_whole else next(name for name in _BIAS if name in module.factors)
@@ -235,12 +235,12 @@ def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple
         raise _MismatchError(f"its {role} is {list(own)}, the base's is {list(shape)}")
     offset = 0
     for rows in slot.rows:
-        part = Part(module=index, role=role, shape=shape, start=0, count=rows.count, offset=offset)
+        part = ChangedRows(module=index, role=role, shape=shape, start=0, count=rows.count, offset=offset)
         yield rows.entry.fqn, part
         offset += rows.count
 
 
-def _scatter(index: int, slot: Slot, made: Matrix) -> Iterable[tuple[str, Part]]:
+def _scatter(index: int, slot: Slot, made: Matrix) -> Iterable[tuple[str, ChangedRows]]:
     """A module whose rows are those of several tensors, one after the other."""
     total = sum(rows.count for rows in slot.rows)
     columns = math.prod(slot.rows[0].entry.shape[1:])
@@ -251,7 +251,7 @@ def _scatter(index: int, slot: Slot, made: Matrix) -> Iterable[tuple[str, Part]]
     for rows in slot.rows:
         yield (
             rows.entry.fqn,
-            Part(
+            ChangedRows(
                 module=index,
                 role="weight",
                 shape=shape,
@@ -298,7 +298,7 @@ def _same(made: Matrix, target: tuple[int, ...], shape: tuple[int, ...]) -> None
         raise _MismatchError(f"it changes {shown} elements, the base's weight is {list(shape)}")
 
 
-def _ordered(adapter: Adapter[TensorEntry], fqn: str, parts: Sequence[Part]) -> tuple[Part, ...]:
+def _ordered(adapter: Adapter[TensorEntry], fqn: str, parts: Sequence[ChangedRows]) -> tuple[ChangedRows, ...]:
     """Put whole tensors first, and refuse rows that two modules change."""
     whole = [part for part in parts if adapter.modules[part.module].is_saved]
     others = sorted((part for part in parts if part not in whole), key=lambda part: part.start)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.adapter import Adapter, F
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps import live_names, load_table
 
-F = TypeVar("F")
 _TRAINERS = (
     ("torchtitan", re.compile(r"layers\.\d+\.attention\.w[qkvo]")),
     (

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
-from ckpt_tools.adapters.base.matching import Match, match_modules
+from ckpt_tools.adapters.base.matching import BaseMatch, match_modules
 from ckpt_tools.adapters.read.assemble import known_shape
 from ckpt_tools.adapters.read.lazy import LazyAdapter
 from ckpt_tools.description.checkpoint import TensorEntry
@@ -24,7 +24,7 @@ def match_any_spelling(
     loading: LazyAdapter,
     tensors: Mapping[str, TensorEntry],
     config: Mapping[str, object],
-) -> tuple[Adapter[TensorEntry], Match, list[str]]:
+) -> tuple[Adapter[TensorEntry], BaseMatch, list[str]]:
     """Find every module's tensors, under the adapter's own names or those of the base's implementation.
 
     Args:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_tools.adapters.base.matching import Part
+from ckpt_tools.adapters.base.matching import ChangedRows
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Blocks, Box
@@ -41,7 +41,7 @@ class TensorEdit:
         self,
         entry: TensorEntry,
         dtype: DType,
-        parts: Sequence[Part],
+        parts: Sequence[ChangedRows],
         load: Callable[[], Adapter[Array]],
         scale: float,
         source: Source,

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Shape, Shapes
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Shape, Shapes
 from ckpt_tools.adapters.base.model import base_path, parents_of
 from ckpt_tools.adapters.checks.values import Values, is_float, look_at
 from ckpt_tools.adapters.families import family_of
@@ -35,7 +35,6 @@ from ckpt_tools.text import first_few
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
-F = TypeVar("F")
 ValueTable = Mapping[tuple[int, str], Values | None]
 """(number of the module, role) → what its values are like."""
 
@@ -70,7 +69,10 @@ def check_structure(adapter: Adapter[F], *, base: Shapes | None = None, repairs:
     """Yield what headers tell; arguments as for `check_adapter`."""
     for name in adapter.unknown:
         yield _finding(
-            "adapter-unknown-key", name, "belongs to no kind of adapter that is known", "--exclude it if it is no part"
+            "adapter-unknown-key",
+            name,
+            "is not part of any kind of adapter that ckpt knows",
+            "leave it out with --exclude if it does not belong to the adapter",
         )
     yield from _wrapper_keys(adapter, is_error=not repairs and not adapter.is_training_state)
     for module in adapter.modules:
@@ -139,9 +141,7 @@ def _check_module(module: AdapterModule[F]) -> Iterator[Finding]:
         where = factor.fqn if isinstance(factor, TensorEntry) else f"{module.path} {role}"
         dtype = _dtype(factor)
         if not module.is_saved and dtype is not None and not is_float(dtype):
-            yield _finding(
-                "adapter-dtype", where, f"factor {role} is {dtype.name}, which are no floating-point numbers"
-            )
+            yield _finding("adapter-dtype", where, f"factor {role} is {dtype.name}, which is not a floating-point type")
     bad = [
         role
         for role, shape in shapes.items()

@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule
-from ckpt_tools.adapters.checks.integrity import F, ValueTable, is_idle
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F
+from ckpt_tools.adapters.checks.integrity import ValueTable, is_idle
 from ckpt_tools.description.checkpoint import Finding
 
 _INDEX = re.compile(r"(?<![^._])\d+(?![^._])")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
-from ckpt_tools.adapters.adapter import Adapter, Fields, Shapes, Sourced, Target
+from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Target
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import ArchitectureName
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
@@ -27,8 +27,6 @@ from ckpt_tools.text import escape_name
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
-F = TypeVar("F")
-
 
 def architecture_of(name: str | None) -> ArchitectureName | Literal["llm"] | None:
     """Return the model family that the user names.
@@ -42,7 +40,7 @@ def architecture_of(name: str | None) -> ArchitectureName | Literal["llm"] | Non
     for each in known:
         if name == each:
             return each  # type: ignore[return-value]  # it is one of the literals
-    raise UsageError(f"{name!r} is no model family", hint=f"--architecture takes {', '.join(known)}")
+    raise UsageError(f"unknown model family {name!r}", hint=f"--architecture takes {', '.join(known)}")
 
 
 def unflatten_paths(adapter: Adapter[F], base: Shapes) -> Adapter[F]:
@@ -140,7 +138,7 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
         if shape is None and family_of(module).hides_kernel(module.factors):
             raise UsageError(
                 f"{module.path!r} may be a convolution, and its factors do not show a kernel; PEFT has "
-                f"no word for this {module.family} as it is",
+                f"no form for this {module.family} as it is",
                 where=module.path,
                 hint="give the base model, whose weights tell: --base DIR",
             )
@@ -175,7 +173,7 @@ def target_of(name: str) -> Target:
     for each in TARGETS:
         if name == each:
             return each
-    raise UsageError(f"{name!r} is no ecosystem that ckpt writes for", hint=f"--to takes {', '.join(TARGETS)}")
+    raise UsageError(f"unknown target {name!r}", hint=f"--to takes {', '.join(TARGETS)}")
 
 
 TARGETS: tuple[Target, ...] = ("peft", "diffusers", "kohya", "comfyui")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ckpt_tools.adapters.adapter import AdapterModule, FamilyName, Shape
+from ckpt_tools.adapters.adapter import AdapterModule, F, FamilyName, Shape
 from ckpt_tools.adapters.families.boft import Boft
-from ckpt_tools.adapters.families.family import F, Family
+from ckpt_tools.adapters.families.family import Family
 from ckpt_tools.adapters.families.full import Full
 from ckpt_tools.adapters.families.loha import Loha
 from ckpt_tools.adapters.families.lokr import Lokr

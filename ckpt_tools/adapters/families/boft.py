@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Fields, Shape, Shapes, Sourced
-from ckpt_tools.adapters.families.family import PEFT_COMMON, F, Factors, Matrix, Module, refuse_roles
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
+from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Matrix, Module, refuse_roles
 from ckpt_tools.adapters.families.oft import (
     LYCORIS_ROLES,
     WHY_NOT_PEFT,

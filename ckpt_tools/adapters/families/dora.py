@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ckpt_tools.adapters.adapter import AdapterModule, Shape
-from ckpt_tools.adapters.families.family import MERGE_HINT, F, Factors
+from ckpt_tools.adapters.adapter import AdapterModule, F, Shape
+from ckpt_tools.adapters.families.family import MERGE_HINT, Factors
 from ckpt_tools.adapters.families.setting import PLAIN, Setting
 from ckpt_tools.errors import UsageError
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, FamilyName, Fields, Shape, Shapes
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, FamilyName, Fields, Shape, Shapes
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ckpt_tools.adapters.families.setting import Setting
     from ckpt_tools.moving.arrays import Array
 
-F = TypeVar("F")
 Style = Literal["peft", "lycoris", "diffusers-old", "torchtitan"]
 """Whose suffix a name has; "peft" is also what diffusers and ai-toolkit write."""
 Matrix = tuple[int | None, int | None]

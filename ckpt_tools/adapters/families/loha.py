@@ -13,10 +13,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Fields, Shape, Shapes, Sourced
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
 from ckpt_tools.adapters.families.family import (
     PEFT_LYCORIS,
-    F,
     Factors,
     Module,
     ScaledFamily,

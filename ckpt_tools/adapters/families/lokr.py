@@ -15,11 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Fields, Shape, Shapes, Sourced
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
 from ckpt_tools.adapters.families.family import (
     MERGE_HINT,
     PEFT_LYCORIS,
-    F,
     Factors,
     InexpressibleError,
     Module,

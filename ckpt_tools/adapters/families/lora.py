@@ -15,10 +15,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Fields, Shape, Shapes, Sourced
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
 from ckpt_tools.adapters.families.family import (
     PEFT_COMMON,
-    F,
     Factors,
     Matrix,
     Module,

@@ -25,7 +25,7 @@ def block_size(num_elems: int) -> int:
     """
     size = (1 + math.isqrt(1 + 8 * num_elems)) // 2
     if size * (size - 1) // 2 != num_elems:
-        raise UnreadableError(f"oft_R has {num_elems} elements in a row, which is no b(b-1)/2")
+        raise UnreadableError(f"oft_R has {num_elems} elements in a row, which is not b(b-1)/2 for any b")
     return size
 
 

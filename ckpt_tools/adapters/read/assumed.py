@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, Sourced
+from ckpt_tools.adapters.adapter import Adapter, F, Sourced
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.sidecars import ASSUMED
 from ckpt_tools.description.checkpoint import Finding
-
-F = TypeVar("F")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -291,6 +291,6 @@ def _left_out(opened: Opened, named: list[Named], adapter: Adapter[TensorEntry])
         (base, "tensors of the base model"),
         (optimizer, "tensors of optimizer state"),
         (max(others, 0), "other tensors"),
-        (len(checkpoint.blobs), "items that are no tensors"),
+        (len(checkpoint.blobs), "items that are not tensors"),
     )
     return tuple(f"{count} {what}" for count, what in rows if count)

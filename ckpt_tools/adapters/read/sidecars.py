@@ -221,7 +221,7 @@ def matches(pattern: str, text: str, *, shown: str, where: str, full: bool = Fal
     """Match a regular expression out of a file, which nobody vouches for."""
     # Quantified groups that hold quantifiers take exponential time; module names need none.
     if len(pattern) > _MAX_PATTERN_CHARS or re.search(r"\)\s*[*+{]", shown) or len(re.findall("[*+{]", shown)) > 12:
-        raise UsageError(f"the pattern {shown!r} could take for ever to match", where=where, hint="name the modules")
+        raise UsageError(f"the pattern {shown!r} could take forever to match", where=where, hint="name the modules")
     try:
         found = re.fullmatch(pattern, text) if full else re.match(pattern, text)
     except (re.error, RecursionError, OverflowError) as error:

@@ -109,7 +109,7 @@ def _check(
 ) -> None:
     weight = base.get(f"{path}.weight")
     if weight is None:
-        raise RejectedError(f"{path} is no module with a weight, which PEFT could adapt")
+        raise RejectedError(f"{path} has no weight that PEFT could adapt")
     rank_of(config, path)
     ways = [way for way in expected(FAMILIES["lora"], config, path, weight) if "A" in way and "B" in way]
     for way in ways[:1]:  # of a Linear or a convolution: diffusers' models have no other order of dims

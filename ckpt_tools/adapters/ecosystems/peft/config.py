@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Fields, Sourced
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Sourced
 from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.ecosystems.peft.targets import (
     pattern_path,
@@ -23,7 +22,6 @@ from ckpt_tools.adapters.families import FAMILIES, Family
 from ckpt_tools.adapters.families.family import MERGE_HINT
 from ckpt_tools.errors import UsageError
 
-F = TypeVar("F")
 _MAX_SHOWN = 3
 _OWN_FIELDS = frozenset(
     [

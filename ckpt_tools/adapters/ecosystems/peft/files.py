@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, Sourced
+from ckpt_tools.adapters.adapter import Adapter, F, Sourced
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.errors import UsageError
 
-F = TypeVar("F")
 ROOT = "base_model.model."
 """In front of every name."""
 _PREFIXES = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "base_model.model.")

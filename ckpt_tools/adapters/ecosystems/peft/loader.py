@@ -206,7 +206,7 @@ def _why_not_plain(inner: str, shape: Shape, file: AdapterFile, config: Config) 
     if is_wrapped is not None and is_wrapped != holder.endswith(_WRAPPED):
         if is_wrapped:
             return "its module is a target, whose own tensors PEFT keeps under base_layer"
-        return "its module is no target, and has no base_layer"
+        return "its module is not a target, and has no base_layer"
     if file.base is None:
         return None
     if f"{module}.{parameter}" not in file.base:
@@ -221,7 +221,7 @@ def _check_rank(name: str, key: Key, shape: Shape, config: Config) -> None:
     if dim is None:
         return
     if len(shape) < 2 or 0 in shape:
-        raise RejectedError(f"size mismatch: {name} is {list(shape)}, which is no factor")
+        raise RejectedError(f"size mismatch: {name} is {list(shape)}, which is not the shape of a factor")
     rank = rank_of(config, base_path(key.path))
     if shape[dim] != rank and len(shape) == 2:
         raise RejectedError(f"size mismatch: {name} is {list(shape)}, the configuration's rank is {rank}")

@@ -6,16 +6,14 @@ PEFT begins an adapter anew, with a warning at best, in every module that its co
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TypeGuard, TypeVar
+from typing import TypeGuard
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Fields, Sourced, some_modules
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Sourced, some_modules
 from ckpt_tools.adapters.base.model import BaseModel, parents_of
 from ckpt_tools.adapters.base.tied import EMBEDDINGS, HEADS
 from ckpt_tools.adapters.ecosystems.peft.target_names import exact_pattern, matched, minimal_saved, minimal_suffixes
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.errors import UsageError
-
-F = TypeVar("F")
 
 
 def pattern_path(module: AdapterModule[F]) -> str:

@@ -39,7 +39,7 @@ def check_task(config: Config, model_type: str | None, loading: Loading) -> None
     if task is None:
         return
     if task not in _TASKS:
-        raise RejectedError(f"task_type is {task!r}, which is none of {', '.join(_TASKS)}")
+        raise RejectedError(f"task_type is {task!r}, which is not one of {', '.join(_TASKS)}")
     if model_type is not None and model_type in _WITHOUT_IDS.split():
         loading.say(
             "loader-misreads",

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
-from ckpt_tools.adapters.adapter import Adapter, Sourced
+from ckpt_tools.adapters.adapter import Adapter, F, Sourced
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.sidecars import DORA_SCALE
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
-F = TypeVar("F")
 _CHANGED_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Initialisations that take the factors out of the base weights: the adapter belongs to what is left of these.
 Source: peft 0.21 `tuners/lora/layer.py`, `*_init`."""
