@@ -26,7 +26,7 @@ _MAX_ALPHA = 100_000
 """Larger ones are slips: trainers take about the rank, rsLoRA its multiples."""
 ReadScalar = Callable[[TensorEntry], float | None]
 """Returns the number that a tensor of one element holds."""
-Fields = Mapping[str, Sourced[object]]
+Settings = Mapping[str, Sourced[object]]
 
 
 def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, read_scalar: ReadScalar) -> Adapter[TensorEntry]:
@@ -36,7 +36,7 @@ def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, read_scalar:
         UnreadableError: A setting of an impossible type.
     """
     components = {module.path.partition(".")[0] for module in adapter.modules} & sidecars.components.keys()
-    settings: Fields = sidecars.peft
+    settings: Settings = sidecars.peft
     if len(components) == 1 and not settings:
         settings = sidecars.components[next(iter(components))]
     settings = {name: found for name, found in settings.items() if found.value is not None}
@@ -81,7 +81,7 @@ def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[
     return _with_targets(adapter.with_modules(tuple(modules)))
 
 
-def _parameters(adapter: Adapter[TensorEntry], settings: Fields) -> Iterator[tuple[AdapterModule[TensorEntry], str]]:
+def _parameters(adapter: Adapter[TensorEntry], settings: Settings) -> Iterator[tuple[AdapterModule[TensorEntry], str]]:
     """Say which parameter each module changes: the weight, or one of those that PEFT wraps one by one."""
     wanted = settings.get("target_parameters")
     names = (
@@ -116,7 +116,7 @@ def _parameters(adapter: Adapter[TensorEntry], settings: Fields) -> Iterator[tup
 
 
 def _with_rank(
-    module: AdapterModule[TensorEntry], adapter: Adapter[TensorEntry], settings: Fields
+    module: AdapterModule[TensorEntry], adapter: Adapter[TensorEntry], settings: Settings
 ) -> AdapterModule[TensorEntry]:
     """The factors of stacked experts have rank × experts rows: the base or the configuration tells."""
     if module.parameter == "weight":
@@ -130,7 +130,7 @@ def _with_rank(
     return replace(module, rank=_config_rank(module, settings))
 
 
-def _config_rank(module: AdapterModule[F], settings: Fields) -> Sourced[int] | None:
+def _config_rank(module: AdapterModule[F], settings: Settings) -> Sourced[int] | None:
     """Return the rank that PEFT's configuration gives a module."""
     path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
     patterns = settings.get("rank_pattern")
@@ -144,7 +144,7 @@ def _config_rank(module: AdapterModule[F], settings: Fields) -> Sourced[int] | N
     return None if rank is None or not rank.value else Sourced(_whole(rank.value, "r"), rank.source)
 
 
-def config_rank(module: AdapterModule[F], settings: Fields) -> int | None:
+def config_rank(module: AdapterModule[F], settings: Settings) -> int | None:
     """Return the rank that the settings give a module, whatever its tensors have; None where they do not say."""
     found = _config_rank(module, settings)
     return None if found is None else found.value
@@ -158,7 +158,7 @@ def _whole(value: object, name: str) -> int:
 
 def _with_alpha(
     module: AdapterModule[TensorEntry],
-    settings: Fields,
+    settings: Settings,
     convention: Convention,
     sidecars: Sidecars,
     read_scalar: ReadScalar,
@@ -184,7 +184,7 @@ def _with_alpha(
 
 
 def _alpha_beside(
-    module: AdapterModule[TensorEntry], settings: Fields, convention: Convention, sidecars: Sidecars
+    module: AdapterModule[TensorEntry], settings: Settings, convention: Convention, sidecars: Sidecars
 ) -> Sourced[float] | None:
     name = family_of(module).alpha_field
     path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"

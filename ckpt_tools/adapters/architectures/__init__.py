@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Literal
 
 from ckpt_tools.adapters.architectures.architecture import Architecture, ArchitectureName
 from ckpt_tools.adapters.architectures.flux1 import FLUX1
@@ -37,18 +36,3 @@ def candidates(paths: Iterable[str]) -> tuple[ArchitectureName, ...]:
     }
     best = max(counts.values(), default=0)
     return tuple(name for name, count in counts.items() if count == best) if best else ()
-
-
-def detect_architecture(paths: Iterable[str]) -> ArchitectureName | Literal["llm"] | None:
-    """Tell from module names which family a model is of, or None when that does not follow from them.
-
-    Args:
-        paths: Module paths in any spelling, of an adapter or of a base model.
-    """
-    from ckpt_tools.adapters.architectures.resolve import is_language_model_path
-
-    names = list(dict.fromkeys(paths))
-    found = candidates(names)
-    if not found:
-        return "llm" if any(is_language_model_path(path) for path in names) else None
-    return found[0] if len(found) == 1 else None
