@@ -2,38 +2,32 @@
 
 A factor is a `TensorEntry` while only headers were read, and an `Array` once its bytes are there: `F` below.
 
-Whatever an ecosystem calls its tensors, here a factor has one role. Letters: r rank, out and in the dims of the base
-weight, k a kernel's, n a number of blocks, b a block's size.
-
-    lora   A (r, in[, k, k]), B (out, r[, 1, 1]), mid (r, r, k, k) of Tucker, A_embedding (r, num_embeddings) and
-           B_embedding (dim, r), B_bias (out,)
-    loha   w1_a (out, r), w1_b (r, in), w2_a, w2_b alike; t1, t2 (r, r, k, k)
-    lokr   w1 (l, m), or w1_a (l, r) and w1_b (r, m); w2 (out/l, in/m[, k, k]), or w2_a and w2_b; t2 (r, r, k, k)
-    oft    R (n, b(b-1)/2) as PEFT has it (R_embedding for an embedding), or blocks (n, b, b) as LyCORIS has it; rescale
-    boft   R (m, n, b, b) and s (out, 1) as PEFT has it, or blocks (m, n, b, b) as LyCORIS has it; rescale
-    full   diff (the weight's shape), diff_b (out,)
-    saved  weight, bias, …: whole tensors that replace the base's (PEFT's modules_to_save, trained biases); the role is
-           the parameter's name below the path. Such a module may stand beside another one with the same path.
-
-Any of lora, loha and lokr may have a magnitude as well (DoRA): (out,), (out, 1, …) or (1, in, 1, …).
+Whatever an ecosystem calls its tensors, here a factor has one role: the file of its family in `families/` lists them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
     from ckpt_tools.description.checkpoint import TensorEntry
 
-Family = Literal["lora", "loha", "lokr", "oft", "boft", "full", "saved"]
-"""How the factors change a weight; DoRA is a magnitude beside another family's factors."""
+SAVED: Literal["saved"] = "saved"
+"""The family of whole tensors, which replace the base's."""
+FamilyName = Literal["lora", "loha", "lokr", "oft", "boft", "full", "saved"]
+"""How the factors change a weight: the names of the table in `families/`."""
 Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "torchtitan"]
 """Whose names the tensors had."""
 Target = Literal["peft", "diffusers", "kohya", "comfyui"]
 """Whose names they can get."""
 
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+"""Shapes of factors by their role, or of a model's parameters by their name."""
 T_co = TypeVar("T_co", covariant=True)
 F = TypeVar("F")
 G = TypeVar("G")
@@ -49,6 +43,10 @@ class Sourced(Generic[T_co]):
     """For people: "--alpha", "header lora_adapter_metadata", "A has 16 rows", …"""
 
 
+Fields = dict[str, Sourced[object]]
+"""Field of a configuration → value and source."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterModule(Generic[F]):
     """The factors of one adapted module (or of one parameter of it)."""
@@ -56,7 +54,7 @@ class AdapterModule(Generic[F]):
     path: str
     """The module's path in the base model ("model.layers.0.self_attn.q_proj"); in the names of `Adapter.convention`
     where these do not tell the path (kohya's lora_unet_…)."""
-    family: Family
+    family: FamilyName
     """How the factors change the weight."""
     factors: Mapping[str, F]
     """Role → tensor."""
@@ -74,9 +72,19 @@ class AdapterModule(Generic[F]):
     module (target_parameters)."""
 
     @property
+    def is_saved(self) -> bool:
+        """Does it hold whole tensors, which replace the base's?"""
+        return self.family == SAVED
+
+    @property
     def is_dora(self) -> bool:
         """Has it a magnitude?"""
         return "magnitude" in self.factors
+
+    @property
+    def shapes(self) -> Shapes:
+        """Role → shape; () for a factor without one."""
+        return {role: tuple(getattr(factor, "shape", ())) for role, factor in self.factors.items()}
 
     def with_factors(self, factors: Mapping[str, G]) -> AdapterModule[G]:
         """Return the module with other factors in the place of its own."""
@@ -105,7 +113,7 @@ class Adapter(Generic[F]):
     """Names in an adapter's own file that are no part of any adapter that is known here."""
     is_training_state: bool = False
     """Read from a trainer's checkpoint: its names are not yet those that a loader would meet."""
-    base_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    base_shapes: Shapes = field(default_factory=dict)
     """Shapes of the base model's parameters, where the source holds these too; names as a plain model has them. () for
     quantised ones."""
     base_tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
@@ -114,3 +122,8 @@ class Adapter(Generic[F]):
     def with_modules(self, modules: tuple[AdapterModule[G], ...]) -> Adapter[G]:
         """Return the adapter with other modules in the place of its own."""
         return replace(self, modules=modules)  # type: ignore[arg-type, return-value]  # they may be of another type
+
+
+def some_modules(modules: Sequence[AdapterModule[F]]) -> str:
+    """Return how many modules, and the first names, for messages."""
+    return f"{len(modules)} modules ({first_few([module.path for module in modules])})"

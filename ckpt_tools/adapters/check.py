@@ -8,14 +8,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention
-from ckpt_tools.adapters.against_base import check_against
-from ckpt_tools.adapters.assumed import assumed_before
-from ckpt_tools.adapters.base import read_base
-from ckpt_tools.adapters.checked import LoraCheck, fold, to_json
-from ckpt_tools.adapters.integrity import check_structure, check_values
-from ckpt_tools.adapters.live_base import adapted_paths, as_named, replicated
-from ckpt_tools.adapters.loaders import (
+from ckpt_tools.adapters.adapter import Adapter, Convention
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.choose import choose_family
+from ckpt_tools.adapters.architectures.resolve import readings
+from ckpt_tools.adapters.base.live_names import adapted_paths, as_named, replicated
+from ckpt_tools.adapters.base.model import BaseModel
+from ckpt_tools.adapters.base.reading import read_base
+from ckpt_tools.adapters.checks.against_base import check_against
+from ckpt_tools.adapters.checks.integrity import check_structure, check_values
+from ckpt_tools.adapters.checks.own_format import own_loaders
+from ckpt_tools.adapters.checks.report import LoraCheck, fold, to_json
+from ckpt_tools.adapters.checks.suspicions import check_suspicions
+from ckpt_tools.adapters.checks.values import look_at
+from ckpt_tools.adapters.ecosystems.loaders import (
     LOADERS,
     NEEDS_BASE,
     AdapterFile,
@@ -25,16 +32,11 @@ from ckpt_tools.adapters.loaders import (
     TensorHead,
     simulate,
 )
-from ckpt_tools.adapters.naming.architecture import ARCHITECTURES, Architecture
-from ckpt_tools.adapters.naming.choose import choose_family
-from ckpt_tools.adapters.naming.resolve import readings
-from ckpt_tools.adapters.own_format import own_loaders
-from ckpt_tools.adapters.payload import TensorReader
-from ckpt_tools.adapters.read import OpenedAdapter, UnknownTypeError, read_adapter
-from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG, read_json
-from ckpt_tools.adapters.suspicions import check_suspicions
-from ckpt_tools.adapters.target_settings import BaseModel
-from ckpt_tools.adapters.values import look_at
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.read.assumed import assumed_before
+from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, read_json
+from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.errors import StorageError, UsageError
 from ckpt_tools.storage.source import Source
@@ -72,9 +74,7 @@ def check_lora(
     """
     wanted = _loaders(loaders)
     if architecture is not None and architecture not in (*ARCHITECTURES, "llm"):
-        raise UsageError(
-            f"{architecture!r} is no model family with names", hint=f"one of {', '.join((*ARCHITECTURES, 'llm'))}"
-        )
+        raise UsageError(f"unknown model family {architecture!r}", hint=f"one of {', '.join((*ARCHITECTURES, 'llm'))}")
     path = os.fspath(source)
     try:
         with read_adapter(path, adapter_name=adapter, format=format) as read:
@@ -101,7 +101,7 @@ def _loaders(names: Sequence[str]) -> tuple[Loader, ...]:
     for name in names:
         found = next((loader for loader in LOADERS if loader == name), None)
         if found is None:
-            raise UsageError(f"{name!r} is no loader that ckpt knows", hint=f"--for takes {', '.join(LOADERS)}")
+            raise UsageError(f"unknown loader {name!r}", hint=f"--for takes {', '.join(LOADERS)}")
         if found not in chosen:
             chosen.append(found)
     return tuple(chosen)
@@ -121,7 +121,7 @@ def _family(adapter: Adapter[TensorEntry], said: str | None, base: BaseModel | N
     if said is not None:
         return said  # type: ignore[return-value]  # one of the names, checked above
     found = choose_family(adapter, base=None if base is None else base.family)
-    paths = [module.path for module in adapter.modules if module.family != "saved"]
+    paths = [module.path for module in adapter.modules if not module.is_saved]
     if base is not None or found is None or found == "llm":
         return found
     unknown = [path for path in paths if not _is_explained(path, ARCHITECTURES[found], adapter.convention)]
@@ -269,7 +269,7 @@ def _summary(
     alpha = next((m.alpha for m in adapter.modules if m.alpha is not None and m.alpha.value == common), None)
     return LoraCheck(
         path=path,
-        kind="+".join(sorted({_kind(module) for module in adapter.modules})),
+        kind="+".join(sorted({family_of(module).kind(module) for module in adapter.modules})),
         rank=ranks.most_common(1)[0][0] if ranks else None,
         ranks=dict(ranks.most_common()),
         alpha=alpha,
@@ -284,11 +284,3 @@ def _summary(
         findings=fold(run.findings),
         not_checked=tuple(run.not_checked),
     )
-
-
-def _kind(module: AdapterModule[TensorEntry]) -> str:
-    if module.family != "lora":
-        return f"dora-{module.family}" if module.is_dora else module.family
-    if module.is_dora:
-        return "dora"
-    return "rslora" if module.use_rslora else "lora"

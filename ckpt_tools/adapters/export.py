@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_tools.adapters.adapter import Adapter, Sourced, Target
-from ckpt_tools.adapters.assumed import Assumption, assumptions, findings_of, header_of, sourced
-from ckpt_tools.adapters.base import base_of
-from ckpt_tools.adapters.family_settings import InexpressibleError
-from ckpt_tools.adapters.forms import (
+from ckpt_tools.adapters.adapter import Adapter, Fields, Sourced, Target
+from ckpt_tools.adapters.architectures import candidates
+from ckpt_tools.adapters.base.model import BaseModel
+from ckpt_tools.adapters.base.model_names import refuse_trainers_names
+from ckpt_tools.adapters.base.reading import base_of
+from ckpt_tools.adapters.checks.integrity import check_adapter, check_structure, check_values
+from ckpt_tools.adapters.checks.values import Values, look_at
+from ckpt_tools.adapters.ecosystems.forms import (
     architecture_of,
     as_loras,
     error_notes,
@@ -23,22 +26,20 @@ from ckpt_tools.adapters.forms import (
     through_diffusers,
     under_base_names,
 )
-from ckpt_tools.adapters.infer import infer_config, with_alpha
-from ckpt_tools.adapters.integrity import check_adapter, check_structure, check_values
-from ckpt_tools.adapters.known import settle_parameters
-from ckpt_tools.adapters.locate import PEFT_FILE
-from ckpt_tools.adapters.model_names import refuse_trainers_names
-from ckpt_tools.adapters.naming.architecture import candidates
-from ckpt_tools.adapters.overrides import parse_overrides
-from ckpt_tools.adapters.payload import TensorReader
-from ckpt_tools.adapters.peft_files import config_text, from_one_model, peft_names, peft_shape, renested
-from ckpt_tools.adapters.read import OpenedAdapter, load, read_adapter
-from ckpt_tools.adapters.sidecars import ADAPTER_CONFIG
-from ckpt_tools.adapters.target_settings import BaseModel, Config
-from ckpt_tools.adapters.values import Values, look_at
-from ckpt_tools.adapters.variants import doubt_about, refuse_foreign_shapes, refuse_variants
-from ckpt_tools.adapters.write import Item, Output, staged, write
-from ckpt_tools.adapters.write_names import write_names
+from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, write
+from ckpt_tools.adapters.ecosystems.peft.config import infer_config
+from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
+from ckpt_tools.adapters.ecosystems.peft.overrides import parse_overrides
+from ckpt_tools.adapters.ecosystems.peft.variants import doubt_about, refuse_foreign_shapes, refuse_variants
+from ckpt_tools.adapters.ecosystems.write_names import write_names
+from ckpt_tools.adapters.families import dora
+from ckpt_tools.adapters.families.family import InexpressibleError
+from ckpt_tools.adapters.read.assumed import Assumption, assumptions, findings_of, header_of, sourced
+from ckpt_tools.adapters.read.locate import PEFT_FILE
+from ckpt_tools.adapters.read.opening import OpenedAdapter, load, read_adapter
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
+from ckpt_tools.adapters.read.tensors import TensorReader
+from ckpt_tools.adapters.settings import settle_parameters, with_alpha
 from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME, DType
@@ -223,7 +224,7 @@ def _on_its_model(
             return named
         if architecture is None and not candidates([module.path for module in adapter.modules]):
             raise UsageError(
-                "the names are not those of the model's modules, and of no diffusion model that ckpt has tables for",
+                "the names are neither the model's own nor those of a diffusion model that ckpt has tables for",
                 where=adapter.modules[0].path,
                 hint="give the base model, whose names they are made from: --base DIR",
             )
@@ -237,9 +238,9 @@ def _on_its_model(
 
 def _for_peft(
     run: _Run, adapter: Adapter[Factor], base: BaseModel | None, base_model: str | None, svd_rank: int | None
-) -> tuple[Output, Config]:
+) -> tuple[Output, Fields]:
     try:
-        config = infer_config(adapter, shape_of=_shape, base=base, base_model=base_model)
+        config = infer_config(adapter, base=base, base_model=base_model)
     except InexpressibleError:
         refuse_variants(adapter)
         # Not as it is; perhaps as a LoRA.
@@ -248,12 +249,13 @@ def _for_peft(
         if run.has_error:
             return Output(file="", items=(), metadata={}, documents={}), {}
         adapter = as_loras(loaded, run.notes, svd_rank, base.shapes if base else {})
-        config = infer_config(adapter, shape_of=_shape, base=base, base_model=base_model)
+        config = infer_config(adapter, base=base, base_model=base_model)
     items = []
     for name, number, role in peft_names(adapter):
         module = adapter.modules[number]
         factor = module.factors[role]
-        items.append(_item(run, name, factor, peft_shape(module, role, _shape(factor))))
+        shape = module.shapes[role]
+        items.append(_item(run, name, factor, dora.peft_shape(module.path, shape) if role == "magnitude" else shape))
         run.seen[name] = (number, role)
     documents = {ADAPTER_CONFIG: config_text(config)}
     return Output(file=PEFT_FILE, items=items, metadata={"format": "pt"}, documents=documents), config
@@ -261,10 +263,6 @@ def _for_peft(
 
 def _is_loaded(adapter: Adapter[Factor]) -> bool:
     return not any(isinstance(factor, TensorEntry) for module in adapter.modules for factor in module.factors.values())
-
-
-def _shape(factor: Factor) -> tuple[int, ...]:
-    return tuple(factor.shape)
 
 
 def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
@@ -292,7 +290,7 @@ def _for_others(
     base_model: str | None,
     architecture: str | None,
     svd_rank: int | None,
-) -> tuple[Output, Config]:
+) -> tuple[Output, Fields]:
     refuse_variants(adapter)
     loaded = load(adapter, run.read.opened, run.reader)
     run.findings += check_adapter(loaded, repairs=True)
@@ -331,7 +329,7 @@ def _publish(
     run: _Run,
     adapter: Adapter[Factor],
     output: Output,
-    config: Config,
+    config: Fields,
     *,
     overwrite: bool,
     progress: Callable[[int], Progress] | None,
@@ -360,7 +358,7 @@ def _publish(
     return _export(run, output, config, published=True)
 
 
-def _export(run: _Run, output: Output, config: Config, *, dry_run: bool = False, published: bool = False) -> Export:
+def _export(run: _Run, output: Output, config: Fields, *, dry_run: bool = False, published: bool = False) -> Export:
     files = output.sizes() if output.items and (published or dry_run) else ()
     written = sum(nbytes for _, nbytes in files)
     opened = run.read.opened

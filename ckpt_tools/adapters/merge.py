@@ -9,21 +9,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
-from ckpt_tools.adapters.assumed import assumptions, findings_of
-from ckpt_tools.adapters.frozen import refuse_changed
-from ckpt_tools.adapters.infer import with_alpha
-from ckpt_tools.adapters.integrity import check_structure
-from ckpt_tools.adapters.known import settle_parameters
-from ckpt_tools.adapters.loading import Loading
-from ckpt_tools.adapters.matching import Match
-from ckpt_tools.adapters.model_names import live_tensors
-from ckpt_tools.adapters.read import OpenedAdapter
-from ckpt_tools.adapters.respell import match_any_spelling
-from ckpt_tools.adapters.sidecars import base_config
-from ckpt_tools.adapters.slots import find_slots, some
-from ckpt_tools.adapters.tensor_edit import TensorEdit
-from ckpt_tools.adapters.tied import Pair, refuse_equal, suspects
-from ckpt_tools.adapters.variants import refuse_variants
+from ckpt_tools.adapters.base.frozen import refuse_changed
+from ckpt_tools.adapters.base.matching import BaseMatch
+from ckpt_tools.adapters.base.model_names import live_tensors
+from ckpt_tools.adapters.base.respell import match_any_spelling
+from ckpt_tools.adapters.base.slots import find_slots, some
+from ckpt_tools.adapters.base.tensor_edit import TensorEdit
+from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects
+from ckpt_tools.adapters.checks.integrity import check_structure
+from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.read.assumed import assumptions, findings_of
+from ckpt_tools.adapters.read.lazy import LazyAdapter
+from ckpt_tools.adapters.read.opening import OpenedAdapter
+from ckpt_tools.adapters.read.sidecars import base_config
+from ckpt_tools.adapters.settings import settle_parameters, with_alpha
 from ckpt_tools.conversions.job import Job, cast_target, check_separate, notes_on
 from ckpt_tools.conversions.to_hf import gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
@@ -33,7 +33,6 @@ from ckpt_tools.formats.dcp_placing import kept_cells, place
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import scan
-from ckpt_tools.text import escape_name
 
 _NUMPY_BYTES = 64 << 20
 """Of numpy and its linear algebra, once imported."""
@@ -95,7 +94,7 @@ def merging_job(
     if strict and assumed:
         finding = findings_of(assumed, strict=True)[0]
         raise AdapterRefusedError(f"--strict: {finding.what}", where=finding.where, hint=finding.hint)
-    loading = Loading(adapter, read.opened)
+    loading = LazyAdapter(adapter, read.opened)
     try:
         job = _with_edits(job, adapter, read, loading, scale, num_workers)
         job.notes += [f"assumed: {each.text}, which nothing says. Otherwise: {each.otherwise}" for each in assumed]
@@ -105,7 +104,7 @@ def merging_job(
 
 
 def _with_edits(
-    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: Loading, scale: float, num_workers: int
+    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: LazyAdapter, scale: float, num_workers: int
 ) -> Job:
     """Add to a conversion what the adapter changes."""
     stored = adapter
@@ -175,7 +174,7 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
     if scale == 1.0:
         return
     for module in adapter.modules:
-        if module.is_dora or module.family in ("oft", "boft"):
+        if module.is_dora or family_of(module).is_rotation:
             what = "DoRA" if module.is_dora else module.family.upper()
             raise UsageError(
                 f"a multiple of {what} is not defined ({module.path})",
@@ -237,7 +236,7 @@ def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
     if len(others) > optimizer:
         notes.append(f"left out {len(others) - optimizer} tensors that are not the model's")
     if checkpoint.blobs:
-        notes.append(f"left out {len(checkpoint.blobs)} items that are no tensors")
+        notes.append(f"left out {len(checkpoint.blobs)} items that are not tensors")
     return notes
 
 
@@ -265,30 +264,21 @@ def _mixes_rows(module: AdapterModule[TensorEntry]) -> bool:
 # What is said
 
 
-def _notes(adapter: Adapter[TensorEntry], match: Match, scale: float) -> list[str]:
-    families = sorted({_label(module) for module in adapter.modules})
+def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, scale: float) -> list[str]:
+    families = sorted({family_of(module).label(module) for module in adapter.modules})
     notes = [f"{len(adapter.modules)} modules ({', '.join(families)}) change {len(match.parts)} tensors"]
     alphas = {
-        (m.alpha.value, m.alpha.source) for m in adapter.modules if m.alpha is not None and m.family not in _ROTATIONS
+        (m.alpha.value, m.alpha.source) for m in adapter.modules if m.alpha is not None and not family_of(m).is_rotation
     }
     if alphas:
         notes.append("alpha " + some([f"{value:g} ({source})" for value, source in sorted(alphas)]))
     if scale != 1.0:
         notes.append(f"times {scale:g} (--scale)")
-        if any(module.family == "saved" for module in adapter.modules):
+        if any(module.is_saved for module in adapter.modules):
             notes.append("tensors that the adapter holds whole were taken as they are: --scale does not apply to them")
     if adapter.left_out:
         notes.append("left out of the adapter's source: " + ", ".join(adapter.left_out))
     return [*notes, *match.notes]
-
-
-_ROTATIONS = ("oft", "boft")
-
-
-def _label(module: AdapterModule[TensorEntry]) -> str:
-    if module.is_dora:
-        return f"DoRA of {module.family}" if module.family != "lora" else "DoRA"
-    return "rsLoRA" if module.use_rslora else module.family
 
 
 def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> list[str]:
@@ -323,5 +313,5 @@ def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> li
 
 def _name_of(fqn: str, module: AdapterModule[TensorEntry], edit: TensorEdit) -> str:
     if len(edit.parts) == 1:
-        return escape_name(fqn)
-    return f"{escape_name(fqn)} ({escape_name(module.path)})"
+        return fqn
+    return f"{fqn} ({module.path})"

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from ckpt_tools.adapters.ecosystems.peft.overrides import parse_overrides
 from ckpt_tools.adapters.merge import merging_job
-from ckpt_tools.adapters.overrides import parse_overrides
-from ckpt_tools.adapters.read import read_adapter
+from ckpt_tools.adapters.read.opening import read_adapter
 from ckpt_tools.api.workers import ProgressFactory, default_num_workers
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.conversions.run import run

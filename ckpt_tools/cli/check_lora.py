@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from ckpt_tools import api
-from ckpt_tools.adapters.checked import LoraCheck, to_json
-from ckpt_tools.adapters.loaders import LoaderReport
+from ckpt_tools.adapters.checks.report import LoraCheck, to_json
+from ckpt_tools.adapters.ecosystems.loaders import LoaderReport
 from ckpt_tools.cli import adapter_options, options
 from ckpt_tools.cli.output import note, print_json, say, say_findings
 from ckpt_tools.text import escape_name

@@ -1,12 +1,13 @@
-"""Our arithmetic with torch's tensors before and after, as the oracles have them."""
+"""What ckpt makes of whole weights; with torch's tensors before and after, as the oracles have them, or numpy's."""
 
 from __future__ import annotations
 
+import numpy as np
 from arrays import to_array, to_tensor
 
-from ckpt_tools.adapters import delta as ours
-from ckpt_tools.adapters import rotation
-from ckpt_tools.adapters.delta import PLAIN
+from ckpt_tools.adapters.families import change as ours
+from ckpt_tools.adapters.families import family_of, rotation
+from ckpt_tools.adapters.families.setting import PLAIN
 
 
 def in_arrays(module):
@@ -22,11 +23,27 @@ def apply(change, rows, start=0):
 
 
 def new_weight(module, weight, setting=PLAIN):
-    return to_tensor(ours.new_weight(in_arrays(module), to_array(weight), setting))
+    return to_tensor(weight_of_arrays(in_arrays(module), to_array(weight), setting))
 
 
 def delta(module, shape, setting=PLAIN):
-    return to_tensor(ours.delta(in_arrays(module), tuple(shape), setting))
+    return to_tensor(delta_of_arrays(in_arrays(module), tuple(shape), setting))
+
+
+def weight_of_arrays(module, weight, setting=PLAIN):
+    change = ours.change_of(module, weight.shape, setting)
+    copy = weight.astype(np.float32).reshape(change.rows, change.columns)
+    return change.apply(copy, 0).reshape(weight.shape)
+
+
+def delta_of_arrays(module, shape, setting=PLAIN):
+    change = ours.change_of(module, shape, setting)
+    assert change.is_additive
+    return change.delta(0, change.rows).reshape(shape)
+
+
+def scale_of(module):
+    return family_of(module).scale(module)
 
 
 def cayley(skew):

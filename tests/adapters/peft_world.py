@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ckpt_tools.adapters.adapter import AdapterModule, Family, Sourced
+from ckpt_tools.adapters.adapter import AdapterModule, FamilyName, Sourced
 
 ROLES = {
     "lora_A": "A",
@@ -63,7 +63,7 @@ def adapt(model: nn.Module, config: object, seed: int = 0) -> tuple[nn.Module, d
 
 
 def modules_of(
-    peft_model: nn.Module, family: Family, *, alpha: float | None, rank: int | None, use_rslora: bool = False
+    peft_model: nn.Module, family: FamilyName, *, alpha: float | None, rank: int | None, use_rslora: bool = False
 ) -> list[AdapterModule[Tensor]]:
     """Take the factors out of a PEFT model, by name."""
     found: dict[str, dict[str, Tensor]] = {}

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ckpt_tools import api
 from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.sidecars import ASSUMED
+from ckpt_tools.adapters.read.sidecars import ASSUMED
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, UsageError
 

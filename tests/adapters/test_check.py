@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.loaders import AdapterFile, LoaderReport, TensorHead, simulate
+from ckpt_tools.adapters.ecosystems.loaders import AdapterFile, LoaderReport, TensorHead, simulate
 from ckpt_tools.cli import main
 from ckpt_tools.description.dtypes import BY_TORCH_NAME
 

@@ -22,9 +22,9 @@ from adapters.test_check import written as written_for
 from adapters.world_image import IMAGE
 from safetensors.torch import load_file, save_file
 
+from ckpt_tools.adapters.base.live_names import replicated
 from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.checked import LoraCheck, fold
-from ckpt_tools.adapters.live_base import replicated
+from ckpt_tools.adapters.checks.report import LoraCheck, fold
 from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
@@ -225,7 +225,7 @@ def test_findings_that_differ_in_their_place_alone_are_one() -> None:
     findings = [Finding(code="a", severity="error", where=f"m{i}", what="is lost", hint=None) for i in range(16)]
     other = Finding(code="b", severity="error", where="m0", what="is lost", hint=None)
     first, second = fold([*findings, other])
-    assert first.what == "is lost (16 times: m0, m1, m2 …)"
+    assert first.what == "is lost (16 times: m0, m1, m2 and 13 more)"
     assert second is other
 
 

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-from adapters.maths import apply, cayley, change_of, delta, new_weight, rotate_inputs_by_butterfly
+from adapters.maths import apply, cayley, change_of, delta, new_weight, rotate_inputs_by_butterfly, scale_of
 from adapters.peft_world import Zoo, adapt, modules_of, settings_of
 from torch import nn
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-from ckpt_tools.adapters.delta import Setting, scale_of
-from ckpt_tools.adapters.rotation import butterfly_order
+from ckpt_tools.adapters.families.rotation import butterfly_order
+from ckpt_tools.adapters.families.setting import Setting
 from ckpt_tools.errors import UnreadableError, UsageError
 
 TOLERANCE = 1e-6
@@ -369,9 +369,3 @@ def test_factors_that_do_not_fit_are_refused(factors):
     module = AdapterModule(path="x", family="lora", factors=factors, alpha=Sourced(1.0, "--alpha"))
     with pytest.raises(UnreadableError):
         new_weight(module, torch.randn(3, 4))
-
-
-def test_delta_of_a_rotation_is_refused():
-    module = AdapterModule(path="x", family="oft", factors={"blocks": torch.zeros(1, 3, 3)})
-    with pytest.raises(UsageError, match="not a sum"):
-        delta(module, (3, 4))

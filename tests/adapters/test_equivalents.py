@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from adapters.maths import delta_of_arrays as delta
+from adapters.maths import scale_of
+from adapters.maths import weight_of_arrays as new_weight
 from arrays import to_array
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-from ckpt_tools.adapters.delta import Setting, delta, new_weight, scale_of
-from ckpt_tools.adapters.equivalents import (
-    as_lora,
-    by_svd,
-    error_between,
-    with_plain_alpha,
-)
+from ckpt_tools.adapters.ecosystems.fit import Fitting
+from ckpt_tools.adapters.families.equivalents import Equivalent, as_lora, by_svd, error_between
+from ckpt_tools.adapters.families.setting import Setting
 from ckpt_tools.errors import UsageError
 
 ROUNDING = 2e-6
@@ -127,9 +126,9 @@ def test_magnitude_stays_with_the_new_family(by_column):
 
 def test_rslora_becomes_a_larger_alpha():
     before = module("lora", {"A": normal(4, 15), "B": normal(20, 4)}, alpha=6.0, use_rslora=True)
-    after = with_plain_alpha(before)
-    assert (after.module.alpha.value, after.module.use_rslora) == (12.0, False)
-    assert_same(before, after, (20, 15))
+    after = Fitting().with_plain_alpha(before)
+    assert (after.alpha.value, after.use_rslora) == (12.0, False)
+    assert_same(before, Equivalent(module=after, error=0.0, how=""), (20, 15))
 
 
 def test_svd_reports_its_error_and_is_exact_with_enough_rank():

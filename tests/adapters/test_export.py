@@ -159,11 +159,11 @@ def test_export_casts_when_told(large, tmp_path, dtype, kind):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"to": "onnx"}, "'onnx' is no ecosystem"),
+        ({"to": "onnx"}, "unknown target 'onnx'"),
         ({"dtype": "int8"}, "'int8' is not a dtype"),
         ({"adapter": "other"}, "no adapter 'other' here: it holds default"),
         ({"config": ["r"]}, "'r' is not FIELD=VALUE"),
-        ({"config": ["rang=4"]}, "rang is no field of PEFT's configuration"),
+        ({"config": ["rang=4"]}, "rang is not a field of PEFT's configuration"),
         ({"config": ["lora_alpha=4"]}, "lora_alpha has an option of its own"),
         ({"config": ["rank_pattern={}"]}, "rank_pattern is worked out from the tensors"),
         ({"config": ["r=4", "r=5"]}, "r is given twice"),
@@ -177,7 +177,7 @@ def test_export_with_options_that_cannot_be_meant_is_refused(large, tmp_path, op
 
 
 def test_export_of_a_damaged_chunk_is_refused(large, tmp_path):
-    from ckpt_tools.adapters.read import read_adapter
+    from ckpt_tools.adapters.read.opening import read_adapter
     from ckpt_tools.errors import UnreadableError
 
     shutil.copytree(large, tmp_path / "dcp")

@@ -95,7 +95,7 @@ def test_header_says_what_the_target_needs(trained, tmp_path):
 
 def test_unknown_architecture_is_refused(trained, tmp_path):
     source, _ = trained["flux1"]
-    with pytest.raises(UsageError, match="'flux9' is no model family") as caught:
+    with pytest.raises(UsageError, match="unknown model family 'flux9'") as caught:
         api.export_lora(source, tmp_path / "out", to="kohya", alpha=6, architecture="flux9")
     assert "flux1" in caught.value.hint
 

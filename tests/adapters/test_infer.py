@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.family_settings import _adjusted, factorization
-from ckpt_tools.adapters.sidecars import by_pattern
-from ckpt_tools.adapters.target_modules import exact_pattern, matched, minimal_saved, minimal_suffixes, parents_of
+from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.ecosystems.peft.target_names import exact_pattern, matched, minimal_saved, minimal_suffixes
+from ckpt_tools.adapters.families import PEFT_TYPES
+from ckpt_tools.adapters.families.lokr import factorization
+from ckpt_tools.adapters.families.oft import adjusted
+from ckpt_tools.adapters.read.sidecars import by_pattern
 from ckpt_tools.errors import UsageError
 
 ROOT = "base_model.model."
@@ -32,9 +35,9 @@ def test_block_sizes_are_adjusted_as_peft_does(dimension, wanted):
     from peft.tuners.oft.layer import OFTLayer
 
     if dimension % wanted or wanted > dimension:  # PEFT only then
-        assert _adjusted(dimension, wanted) == OFTLayer.adjust_oft_parameters(None, dimension, wanted)
+        assert adjusted(dimension, wanted) == OFTLayer.adjust_oft_parameters(None, dimension, wanted)
     else:
-        assert _adjusted(dimension, wanted) == wanted
+        assert adjusted(dimension, wanted) == wanted
 
 
 NAMES = st.lists(st.sampled_from("abq"), min_size=1, max_size=4).map(".".join)
@@ -245,11 +248,9 @@ def test_fields_are_those_of_peft_s_own_configurations():
 
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    from ckpt_tools.adapters.peft_fields import FIELDS, PEFT_TYPES
-
-    for kind in PEFT_TYPES.values():
+    for kind, family in PEFT_TYPES.items():
         theirs = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
-        assert set(FIELDS[kind]) == theirs - {"peft_type", "runtime_config"}
+        assert family.peft_fields == theirs - {"peft_type", "runtime_config"}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from adapters.image_models import MODELS, adapter, delta, linears, lora, to_targ
 from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
-from ckpt_tools.adapters.naming import ARCHITECTURES, detect_architecture
-from ckpt_tools.adapters.naming.of_base import family_of
-from ckpt_tools.adapters.naming.resolve import place, readings, unflatten
+from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
+from ckpt_tools.adapters.architectures.of_base import model_family_of
+from ckpt_tools.adapters.architectures.resolve import is_language_model_path, place, readings, unflatten
 from ckpt_tools.errors import UsageError
 
 CONVERTERS = {
@@ -205,13 +205,13 @@ def test_every_layer_has_one_reading_in_every_spelling(name: str) -> None:
             assert place(spelling, architecture).native == native, spelling
 
 
-def test_detect_architecture_of_shared_names_is_none() -> None:
-    assert detect_architecture(["transformer_blocks.0.attn.to_q"]) is None
-    assert detect_architecture(["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_mlp"]) == "flux1"
-    assert detect_architecture(["lora_unet_joint_blocks_3_x_block_attn_qkv"]) == "sd3"
-    assert detect_architecture(["model.layers.0.self_attn.q_proj"]) == "llm"
-    assert detect_architecture(["a.b"]) is None
-    assert detect_architecture([]) is None
+def test_candidates_for_shared_names_are_several() -> None:
+    assert len(candidates(["transformer_blocks.0.attn.to_q"])) > 1
+    assert candidates(["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_mlp"]) == ("flux1",)
+    assert candidates(["lora_unet_joint_blocks_3_x_block_attn_qkv"]) == ("sd3",)
+    assert candidates(["a.b"]) == candidates([]) == candidates(["model.layers.0.self_attn.q_proj"]) == ()
+    assert is_language_model_path("model.layers.0.self_attn.q_proj")
+    assert not is_language_model_path("a.b")
 
 
 def test_ambiguous_family_is_asked_for_only_where_it_matters() -> None:
@@ -222,7 +222,7 @@ def test_ambiguous_family_is_asked_for_only_where_it_matters() -> None:
     with pytest.raises(UsageError, match=r"FLUX\.1 or FLUX\.2 or SD3"):
         to_target(adapter(modules), "kohya")
     shapes = {f"{path}.weight": shape for path, shape in linears(MODELS["sd3"][0]()).items()}
-    written = to_target(adapter(modules), "kohya", base=family_of(shapes))
+    written = to_target(adapter(modules), "kohya", base=model_family_of(shapes))
     assert "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight" in written.tensors
 
 

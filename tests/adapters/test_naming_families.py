@@ -9,14 +9,14 @@ import torch
 from adapters.image_models import MODELS, adapter, lora, to_target
 from adapters.test_diffusers import TOLERANCE, load, save
 
-from ckpt_tools.adapters.adapter import AdapterModule, Family, Sourced
+from ckpt_tools.adapters.adapter import AdapterModule, FamilyName, Sourced
 from ckpt_tools.errors import UsageError
 
 ATTN = "double_blocks.0.img_attn"
 PARTS = [f"transformer.transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v")]
 
 
-def module(path: str, family: Family, alpha: float | None = 2.0, rank: int | None = None, **factors: torch.Tensor):
+def module(path: str, family: FamilyName, alpha: float | None = 2.0, rank: int | None = None, **factors: torch.Tensor):
     return AdapterModule(
         path=path,
         family=family,

@@ -12,10 +12,10 @@ from adapters.image_models import adapter, linears, lora, to_target
 from safetensors.torch import load_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.base import read_base
-from ckpt_tools.adapters.naming.architecture import ARCHITECTURES
-from ckpt_tools.adapters.naming.choose import choose_family
-from ckpt_tools.adapters.naming.of_base import family_of
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.choose import choose_family
+from ckpt_tools.adapters.architectures.of_base import model_family_of
+from ckpt_tools.adapters.base.reading import read_base
 from ckpt_tools.errors import UsageError
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -170,7 +170,7 @@ def test_a_base_of_another_model_is_never_one_with_tables(tmp_path):
         model.save_pretrained(tmp_path / title)
         by_config = read_base(tmp_path / title).family
         assert (by_config.title, by_config.name) == (title, None)
-        by_weights = family_of({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+        by_weights = model_family_of({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
         assert by_weights.name is None, title
         # Whatever its modules are called, nothing is written under the names of another model.
         modules = [lora(path, shape) for path, shape in linears(model).items() if len(shape) == 2][:6]
@@ -188,14 +188,14 @@ def test_a_base_with_tables_is_told_by_its_class_and_by_its_weights(name, tmp_pa
     assert read_base(tmp_path / "base").family.name == name
     # A part of the weights is evidence of nothing: other models have them as well.
     shapes = {f"{path}.weight": shape for path, shape in linears(model).items() if "attn" in path}
-    assert name in family_of(shapes).possible
+    assert name in model_family_of(shapes).possible
 
 
 def test_the_base_goes_before_the_header():
     modules = [lora(f"transformer_blocks.0.attn.{name}", (32, 32)) for name in ATTENTION]
-    family = family_of({}, {"_class_name": "QwenImageTransformer2DModel"})
+    family = model_family_of({}, {"_class_name": "QwenImageTransformer2DModel"})
     assert choose_family(adapter(modules), base=family) is None
-    family = family_of({}, {"_class_name": "SD3Transformer2DModel"})
+    family = model_family_of({}, {"_class_name": "SD3Transformer2DModel"})
     assert choose_family(adapter(modules), base=family) == "sd3"
 
 
@@ -226,7 +226,7 @@ def test_flux1_is_told_by_its_depth_and_width():
 
 def test_every_rival_has_names_that_the_family_has():
     """Held against diffusers' own classes: what tells a family from a rival is really not the rival's."""
-    from ckpt_tools.adapters.naming.rivals import RIVALS
+    from ckpt_tools.adapters.architectures.rivals import RIVALS
 
     own = set(linears(qwen_image()))
     (rival,) = [each for each in RIVALS["flux1"] if each.title == "Qwen-Image"]

@@ -13,7 +13,7 @@ from arrays import to_tensor
 from safetensors.torch import save_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.read import load, read_adapter
+from ckpt_tools.adapters.read.opening import load, read_adapter
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 ROOT = "base_model.model."
@@ -55,7 +55,7 @@ def test_read_of_a_peft_directory_has_every_tensor_and_setting(tmp_path, name):
     assert sum(len(module.factors) for module in adapter.modules) == count
     config = model.peft_config["default"]
     assert adapter.settings["peft_type"].value == config.peft_type.value
-    own = [module for module in loaded.modules if module.family != "saved"]
+    own = [module for module in loaded.modules if not module.is_saved]
     for module in own:
         if module.alpha is not None:
             assert module.alpha.value == (config.lora_alpha if name != "loha" and "lokr" not in name else config.alpha)
@@ -310,13 +310,13 @@ def test_read_of_a_kind_that_is_not_supported_is_refused_by_name(tmp_path, names
 def test_every_other_type_of_peft_is_refused_by_its_configuration(tmp_path):
     from peft import PeftType
 
-    from ckpt_tools.adapters.read import SUPPORTED_TYPES
+    from ckpt_tools.adapters.families import PEFT_TYPES
 
     save({ROOT + key: tensor for key, tensor in pair("q").items()}, tmp_path / "adapter_model.safetensors")
-    assert set(SUPPORTED_TYPES) <= {kind.value for kind in PeftType}
+    assert set(PEFT_TYPES) <= {kind.value for kind in PeftType}
     for kind in PeftType:
         (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": kind.value, "r": 4, "lora_alpha": 8}))
-        if kind.value in SUPPORTED_TYPES:
+        if kind.value in PEFT_TYPES:
             read(tmp_path)
             continue
         with pytest.raises(UnreadableError, match=f"of the type {kind.value},"):

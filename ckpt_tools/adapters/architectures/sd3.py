@@ -1,0 +1,67 @@
+"""SD3 and SD3.5: Stability's MMDiT names and those of diffusers' SD3Transformer2DModel.
+
+The context stream of the last block ends early: its modulation has two parts (shift, scale) instead of six, and
+diffusers has them the other way round.
+
+Source: github.com/Stability-AI/sd3.5, mmditx.py; diffusers, models/transformers/transformer_sd3.py.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.adapters.architectures.architecture import Architecture, encoder, transformer
+from ckpt_tools.adapters.architectures.encoders import CLIP, T5
+from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
+
+_JOINT = "joint_blocks.{i}"
+_BLOCK = "transformer_blocks.{i}"
+
+
+def _qkv(native: str, attention: str, names: tuple[str, ...]) -> Rule:
+    paths = tuple(f"{_BLOCK}.{attention}.{name}" for name in names)
+    return Rule(native=f"{_JOINT}.{native}.qkv", diffusers=paths, step="qkv")
+
+
+_NAMES = Names(
+    (
+        rename("x_embedder.proj", "pos_embed.proj"),
+        rename("context_embedder", "context_embedder"),
+        rename("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
+        rename("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
+        rename("y_embedder.mlp.0", "time_text_embed.text_embedder.linear_1"),
+        rename("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
+        _qkv("x_block.attn", "attn", ("to_q", "to_k", "to_v")),
+        _qkv("context_block.attn", "attn", ("add_q_proj", "add_k_proj", "add_v_proj")),
+        _qkv("x_block.attn2", "attn2", ("to_q", "to_k", "to_v")),
+        rename(f"{_JOINT}.x_block.attn.proj", f"{_BLOCK}.attn.to_out.0"),
+        rename(f"{_JOINT}.context_block.attn.proj", f"{_BLOCK}.attn.to_add_out"),
+        rename(f"{_JOINT}.x_block.attn2.proj", f"{_BLOCK}.attn2.to_out.0"),
+        rename(f"{_JOINT}.x_block.adaLN_modulation.1", f"{_BLOCK}.norm1.linear"),
+        Rule(
+            native=f"{_JOINT}.context_block.adaLN_modulation.1",
+            diffusers=(f"{_BLOCK}.norm1_context.linear",),
+            step="swap_if_two",
+        ),
+        rename(f"{_JOINT}.x_block.mlp.fc1", f"{_BLOCK}.ff.net.0.proj"),
+        rename(f"{_JOINT}.x_block.mlp.fc2", f"{_BLOCK}.ff.net.2"),
+        rename(f"{_JOINT}.context_block.mlp.fc1", f"{_BLOCK}.ff_context.net.0.proj"),
+        rename(f"{_JOINT}.context_block.mlp.fc2", f"{_BLOCK}.ff_context.net.2"),
+        rename("final_layer.linear", "proj_out"),
+        Rule(native="final_layer.adaLN_modulation.1", diffusers=("norm_out.linear",), step="swap"),
+    )
+)
+"""Every linear layer and the patch embedding of SD3 and SD3.5."""
+
+SD3 = Architecture(
+    name="sd3",
+    title="SD3",
+    parts=(
+        transformer(_NAMES),
+        encoder("text_encoder", CLIP, "clip_l", "lora_te1"),
+        encoder("text_encoder_2", CLIP, "clip_g", "lora_te2"),
+        encoder("text_encoder_3", T5, "t5xxl", "lora_te3", is_in_diffusers=False),
+    ),
+    diffusers_class="SD3Transformer2DModel",
+    model_spec="stable-diffusion-3/lora",
+    base_version="sd3",
+    implementation="https://github.com/Stability-AI/sd3.5",
+)

@@ -1,0 +1,311 @@
+"""Find the base tensors that an adapter changes, and prove that every module fits."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.base.slots import Slot, find_slots, num_rows, resolve, some
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.families.family import Matrix
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
+
+Module = AdapterModule[TensorEntry]
+_BIAS = {"B_bias": "bias", "diff_b": "bias"}
+"""Factors that change the bias beside the weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedRows:
+    """Rows of one base tensor that one module changes."""
+
+    module: int
+    """Index in `Adapter.modules`."""
+    role: str
+    """"weight" for the adapted parameter, "bias" for the bias beside it, of a whole tensor (saved) its name."""
+    shape: tuple[int, ...]
+    """Of what the module changes: the tensor's, or that of the fused or stacked whole."""
+    start: int
+    """First row of the tensor."""
+    count: int
+    """How many."""
+    offset: int
+    """The module's row that belongs to the first one."""
+    transposed: bool = False
+    """The weight is stored as (in, out)."""
+    num_experts: int = 1
+    """Experts whose rows follow each other in `shape`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseMatch:
+    """Which tensors of the base an adapter changes."""
+
+    parts: Mapping[str, tuple[ChangedRows, ...]]
+    """FQN in the base → its parts; whole tensors first."""
+    notes: tuple[str, ...]
+    """How names were understood, for people."""
+
+
+def match_modules(
+    adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
+) -> BaseMatch:
+    """Find every module's tensors.
+
+    Args:
+        adapter: From headers.
+        tensors: The base's, by the names that a plain model gives them.
+        config: The base's config.json; {} where there is none.
+
+    Raises:
+        UsageError: A module that finds no tensor, that does not fit, or that is ambiguous; with the names.
+    """
+    slots = find_slots(tensors, config)
+    wanted = list(_wanted(adapter, slots))
+    names, notes = resolve([name for _, _, name in wanted], slots, adapter.convention)
+    given = {names[name]: adapter.modules[index] for index, role, name in wanted if role == "weight"}
+    orientation = _Orientation(adapter, tensors)
+    parts: dict[str, list[ChangedRows]] = defaultdict(list)
+    problems: list[str] = []
+    for index, role, name in wanted:
+        module, slot = adapter.modules[index], slots[names[name]]
+        try:
+            for fqn, part in _parts(index, module, role, slot, names[name], given, orientation):
+                parts[fqn].append(part)
+        except _MismatchError as error:
+            problems.append(f"{module.path}: {error}")
+    if problems:
+        raise UsageError(
+            f"{len(problems)} of {len(adapter.modules)} modules do not fit the base: {some(problems)}",
+            hint="is it the base that the adapter was trained on?",
+        )
+    return BaseMatch(parts={fqn: _ordered(adapter, fqn, found) for fqn, found in parts.items()}, notes=tuple(notes))
+
+
+class _MismatchError(Exception):
+    """A module does not fit."""
+
+
+def _wanted(adapter: Adapter[TensorEntry], slots: Mapping[str, Slot]) -> Iterable[tuple[int, str, str]]:
+    """Yield (module, role, name) of everything that the adapter changes."""
+    for index, module in enumerate(adapter.modules):
+        if module.is_saved:
+            yield from ((index, role, f"{module.path}.{role}") for role in module.factors)
+            continue
+        if set(module.factors) - set(_BIAS):
+            yield index, "weight", f"{module.path}.{module.parameter or _only_parameter(module, slots)}"
+        for factor, role in _BIAS.items():
+            if factor in module.factors:
+                yield index, role, f"{module.path}.bias"
+
+
+def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
+    """Return the one parameter of a module that the factors fit, where nothing says which it is.
+
+    Raises:
+        UsageError: None or several.
+    """
+    family = family_of(module)
+    named = ((*name.rpartition("."), slot) for name, slot in slots.items())
+    own = [
+        leaf
+        for path, _, leaf, slot in named
+        if path == module.path and family.fits_parameter(module.shapes, slot.shape)
+    ]
+    if len(own) == 1:
+        return own[0]
+    raise UsageError(
+        f"{module.path} is adapted in {'several parameters' if own else 'a parameter'}, and nothing says "
+        f"in which: {', '.join(own) or 'none of the base fits'}",
+        where=module.path,
+        hint="put PEFT's adapter_config.json beside the adapter: its target_parameters say it",
+    )
+
+
+def _matrix(module: Module) -> Matrix:
+    """Return (rows, columns) of what a module changes, of one expert when there are several; None where any will do."""
+    found = family_of(module).matrix(module.shapes)
+    if found is None:
+        raise UsageError(
+            f"the factors of {module.path} are incomplete: {', '.join(module.factors)}",
+            where=module.path,
+            hint="save the adapter again",
+        )
+    return found
+
+
+class _Orientation:
+    """Says whether weights are stored as (in, out), as GPT-2's are."""
+
+    def __init__(self, adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry]) -> None:
+        known = adapter.settings.get("fan_in_fan_out")
+        if known is not None and not isinstance(known.value, bool | None):
+            raise UsageError(f"fan_in_fan_out is {known.value!s}, neither true nor false", where=known.source)
+        self._setting = None if known is None else known.value
+        self._seen: set[bool] = set()
+        for module in adapter.modules:
+            entry = tensors.get(f"{module.path}.{module.parameter}")
+            if entry is None or len(entry.shape) != 2 or not family_of(module).is_linear(module.factors):
+                continue
+            shape = _matrix(module)
+            if shape in (entry.shape, entry.shape[::-1]) and shape[0] != shape[1]:
+                self._seen.add(shape != entry.shape)
+
+    def __call__(self, module: Module, shape: tuple[int, ...], made: Matrix) -> bool:
+        """Is this weight stored as (in, out)?"""
+        if not family_of(module).is_linear(module.factors) or None in made:
+            return False
+        if len(shape) == 3 and module.parameter != "weight":
+            if made == shape[1:] and made[0] == made[1]:
+                raise _MismatchError("the experts are square, and nothing says whether they are transposed")
+            return made == shape[:0:-1]
+        if len(shape) != 2 or made[0] != made[1]:
+            return len(shape) == 2 and made != shape and made == shape[::-1]
+        if self._seen == {True, False} or (self._seen == {True} and self._setting is False):
+            raise _MismatchError("the weight is square, and others say different things about how it is stored")
+        return bool(self._setting) if not self._seen else self._seen == {True}
+
+
+def _parts(
+    index: int,
+    module: Module,
+    role: str,
+    slot: Slot,
+    name: str,
+    given: Mapping[str, Module],
+    orientation: _Orientation,
+) -> Iterable[tuple[str, ChangedRows]]:
+    for rows in slot.rows:
+        if not rows.entry.dtype.is_float:
+            raise _MismatchError(
+                f"the base's weight is {rows.entry.dtype.name}: quantised weights cannot be merged into, take the "
+                "original ones"
+            )
+    if role != "weight" or module.is_saved:
+        yield from _beside(index, module, role, slot)
+        return
+    made = _matrix(module)
+    entry = slot.rows[0].entry
+    family_of(module).refuse_weight(module, entry.shape)
+    if len(slot.rows) > 1:
+        yield from _scatter(index, slot, made)
+        return
+    if slot.parts:
+        start, count = _within(slot, name, given, entry)
+        _same(made, (count, math.prod(entry.shape[1:])), entry.shape)
+        shape = (count, *entry.shape[1:])
+        yield entry.fqn, ChangedRows(module=index, role=role, shape=shape, start=start, count=count, offset=0)
+        return
+    transposed = orientation(module, entry.shape, made)
+    stacked = len(entry.shape) == 3 and module.parameter != "weight"
+    num_experts = entry.shape[0] if stacked else 1
+    target = entry.shape[1:] if stacked else (entry.shape[0], math.prod(entry.shape[1:]))
+    _same(made[::-1] if transposed else made, target, entry.shape)
+    if stacked and module.factors["A"].shape[0] % max(num_experts, 1):
+        raise _MismatchError(f"A has {module.factors['A'].shape[0]} rows, which {num_experts} experts cannot share")
+    yield (
+        entry.fqn,
+        ChangedRows(
+            module=index,
+            role=role,
+            shape=entry.shape,
+            start=0,
+            count=num_rows(entry.shape, 2 if num_experts > 1 else 1),
+            offset=0,
+            transposed=transposed,
+            num_experts=num_experts,
+        ),
+    )
+
+
+def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple[str, ChangedRows]]:
+    """Whole tensors, and biases."""
+    is_whole = module.is_saved
+    factor = role if is_whole else next(name for name in _BIAS if name in module.factors)
+    own, entries = module.factors[factor].shape, [rows.entry for rows in slot.rows]
+    if slot.parts:
+        raise _MismatchError(f"the base has it inside of {entries[0].fqn}, fused with others")
+    shape = entries[0].shape if len(entries) == 1 else (sum(rows.count for rows in slot.rows),)
+    if (own != shape) if is_whole else (math.prod(own) != math.prod(shape) or len(shape) != 1):
+        raise _MismatchError(f"its {role} is {list(own)}, the base's is {list(shape)}")
+    offset = 0
+    for rows in slot.rows:
+        part = ChangedRows(module=index, role=role, shape=shape, start=0, count=rows.count, offset=offset)
+        yield rows.entry.fqn, part
+        offset += rows.count
+
+
+def _scatter(index: int, slot: Slot, made: Matrix) -> Iterable[tuple[str, ChangedRows]]:
+    """A module whose rows are those of several tensors, one after the other."""
+    total = sum(rows.count for rows in slot.rows)
+    columns = math.prod(slot.rows[0].entry.shape[1:])
+    per_expert = total // slot.num_experts
+    _same(made, (per_expert, columns), (per_expert, columns))
+    shape = (slot.num_experts, per_expert, columns) if slot.num_experts > 1 else (total, columns)
+    offset = 0
+    for rows in slot.rows:
+        yield (
+            rows.entry.fqn,
+            ChangedRows(
+                module=index,
+                role="weight",
+                shape=shape,
+                start=0,
+                count=rows.count,
+                offset=offset,
+                num_experts=slot.num_experts,
+            ),
+        )
+        offset += rows.count
+
+
+def _within(slot: Slot, name: str, given: Mapping[str, Module], entry: TensorEntry) -> tuple[int, int]:
+    """Return the rows of a fused tensor that one of its parts has."""
+    total = num_rows(entry.shape)
+    sizes = {part: _matrix(given[part])[0] for part in slot.parts if part in given}
+    if None in sizes.values():
+        raise _MismatchError(f"its rows in {entry.fqn} are not known")
+    known = {part: size for part, size in sizes.items() if size is not None}
+    if len(slot.parts) == 2:
+        known |= dict.fromkeys(slot.parts, total // 2) if not set(known.values()) - {total // 2} else {}
+    else:
+        query, key, value = slot.parts
+        for one, other in ((key, value), (value, key)):
+            if one in known:
+                known.setdefault(other, known[one])
+        if key in known:
+            known.setdefault(query, total - known[key] - known[value])
+        elif query in known and (total - known[query]) % 2 == 0:
+            known |= dict.fromkeys((key, value), (total - known[query]) // 2)
+    if len(known) < len(slot.parts) or sum(known.values()) != total or min(known.values()) < 1:
+        raise _MismatchError(f"the parts have {list(known.values())} rows, {entry.fqn} has {total}")
+    start = 0
+    for part in slot.parts:
+        if part == name:
+            break
+        start += known[part]
+    return start, known[name]
+
+
+def _same(made: Matrix, target: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if any(own not in (None, wanted) for own, wanted in zip(made, target, strict=True)):
+        shown = " × ".join("any" if size is None else str(size) for size in made)
+        raise _MismatchError(f"it changes {shown} elements, the base's weight is {list(shape)}")
+
+
+def _ordered(adapter: Adapter[TensorEntry], fqn: str, parts: Sequence[ChangedRows]) -> tuple[ChangedRows, ...]:
+    """Put whole tensors first, and refuse rows that two modules change."""
+    whole = [part for part in parts if adapter.modules[part.module].is_saved]
+    others = sorted((part for part in parts if part not in whole), key=lambda part: part.start)
+    for first, second in pairwise(others):
+        if second.start < first.start + first.count:
+            paths = " and ".join(adapter.modules[part.module].path for part in (first, second))
+            raise UsageError(f"{paths} both change {fqn}", hint="an adapter has one module per weight")
+    if len(whole) > 1:
+        raise UsageError(f"the adapter has two whole tensors for {fqn}")
+    return (*whole, *others)

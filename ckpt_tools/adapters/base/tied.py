@@ -1,0 +1,115 @@
+"""Bases that tie their head to their embedding: a change of one of the two cannot be merged. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.adapters.read.sidecars import base_config
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.moving.execute import scan
+
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
+HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out")
+HEAD = "lm_head.weight"
+"""Of every language model of transformers, whatever its own parts are called."""
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of architectures' names whose models have a head, stored or tied."""
+UNTIE = (
+    "untie the base first: give lm_head a copy of the weight, set tie_word_embeddings=false in its config, and save it"
+)
+"""What helps, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """An embedding and a head that may be one parameter in the model; one of them is changed."""
+
+    changed: TensorEntry
+    kept: TensorEntry
+
+
+def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collection[str]) -> tuple[Pair, ...]:
+    """Return the pairs that must not hold the same values (see `refuse_equal`).
+
+    PEFT's adapter of a tied embedding leaves the head alone, until it is merged.
+
+    Args:
+        base: The base.
+        tensors: Its tensors, by the names that a plain model gives them.
+        changed: FQNs of those that the adapter changes.
+
+    Raises:
+        UsageError: The base stores an embedding that is its head too, and the adapter changes the embedding.
+    """
+    is_tied = _says_tied(base)
+    if is_tied is False:
+        return ()
+    embeddings, heads = list(_named(tensors, EMBEDDINGS)), list(_named(tensors, HEADS))
+    if is_tied and not heads:
+        for entry in embeddings:
+            if entry.fqn in changed:
+                raise UsageError(
+                    f"the base ties its head to {entry.fqn}: merged, the adapter of the embedding would "
+                    "change the head too, which it did not in training",
+                    where=entry.fqn,
+                    hint=UNTIE,
+                )
+    pairs = ((one, other) for embedding in embeddings for head in heads for one, other in _both_ways(embedding, head))
+    return tuple(
+        Pair(changed=one, kept=other)
+        for one, other in pairs
+        if one.fqn in changed and other.fqn not in changed and (one.shape, one.dtype) == (other.shape, other.dtype)
+    )
+
+
+def tied_embeddings(base: Opened, tensors: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:
+    """Return the embeddings of a base that are its head too and stored once: its model has a module for the head."""
+    heads = list(_named(tensors, HEADS))
+    return () if heads or not _says_tied(base) else tuple(_named(tensors, EMBEDDINGS))
+
+
+def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> None:
+    """Read the pairs, and refuse those that hold the same: a tied parameter, stored under two names.
+
+    A tied model would load the one or the other.
+
+    Raises:
+        UsageError: With the names.
+    """
+    for pair in pairs:
+        found = scan([pair.changed, pair.kept], base.source, num_workers=num_workers).digests
+        if found[pair.changed.fqn] == found[pair.kept.fqn]:
+            changed, kept = pair.changed.fqn, pair.kept.fqn
+            raise UsageError(
+                f"{changed} and {kept} hold the same values, as a tied embedding and head do, and the adapter changes "
+                "one of them: a model that ties them would load the one or the other",
+                where=changed,
+                hint=f"{UNTIE}; if they are not tied, say so in a config.json beside the base: "
+                '{"tie_word_embeddings": false}',
+            )
+
+
+def _both_ways(embedding: TensorEntry, head: TensorEntry) -> tuple[tuple[TensorEntry, TensorEntry], ...]:
+    return (embedding, head), (head, embedding)
+
+
+def _named(tensors: Mapping[str, TensorEntry], leaves: Collection[str]) -> Iterator[TensorEntry]:
+    for name, entry in tensors.items():
+        path, _, parameter = name.rpartition(".")
+        if parameter == "weight" and path.rpartition(".")[2] in leaves and len(entry.shape) == 2:
+            yield entry
+
+
+def _says_tied(base: Opened) -> bool | None:
+    """Does the base's configuration tie them? None where it does not say."""
+    config = base_config(base)
+    nested = config.get("text_config")
+    for fields in (config, nested if isinstance(nested, dict) else {}):
+        if isinstance(found := fields.get("tie_word_embeddings"), bool):
+            return found
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return True if any(isinstance(name, str) and name.endswith(_LANGUAGE_MODELS) for name in names) else None

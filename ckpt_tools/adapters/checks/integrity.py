@@ -1,0 +1,318 @@
+"""What is wrong with an adapter, whatever shall become of it: findings with stable codes.
+
+adapter-truncated       a factor is empty, or has fewer dims than it needs
+adapter-missing-factor  half a pair
+adapter-rank            the factors of a module disagree on its rank
+adapter-dtype           a factor holds no floating-point numbers
+adapter-config          the configuration beside the tensors has another rank than these
+adapter-alpha-zero      the scale is 0: the adapter changes nothing
+adapter-alpha-missing   nothing says the alpha, and a loader would assume one
+adapter-zero            the factors multiply to 0: the adapter, or a part of it, changes nothing
+adapter-non-finite      infinite, or not a number
+adapter-wrapper-key     names with leftovers of torch.compile or a wrapper, which no loader strips
+adapter-unknown-key     names that are no part of any adapter that is known
+adapter-unmatched       the base model has no such module
+adapter-shape           the base model's weight has another shape
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Shape, Shapes
+from ckpt_tools.adapters.base.model import base_path, parents_of
+from ckpt_tools.adapters.checks.values import Values, is_float, look_at
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.families.family import Matrix
+from ckpt_tools.adapters.settings import config_rank, said_zero
+from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
+from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.description.transform import strip_wrappers
+from ckpt_tools.text import first_few
+
+if TYPE_CHECKING:
+    from ckpt_tools.moving.arrays import Array
+
+ValueTable = Mapping[tuple[int, str], Values | None]
+"""(number of the module, role) → what its values are like."""
+
+_FLAT = ("magnitude", "B_bias", "rescale", "diff_b", "diff", "alpha")
+"""Roles that may have one dim or none."""
+_TRUNCATED_HINT = (
+    "this is what an FSDP or ZeRO-3 run leaves that saved one rank's part: export from the sharded checkpoint instead "
+    "(its DCP directory, or accelerate's pytorch_model_fsdp_0)"
+)
+
+
+def check_adapter(adapter: Adapter[F], *, base: Shapes | None = None, repairs: bool = False) -> Iterator[Finding]:
+    """Yield everything that is wrong with an adapter.
+
+    Args:
+        adapter: From headers, or loaded: values are looked at when they are there.
+        base: Shapes of the base model's parameters by name: are the adapted modules there, and of the right shape?
+        repairs: What is wrong with names alone will be put right: only a warning.
+    """
+    yield from check_structure(adapter, base=base, repairs=repairs)
+    table = {
+        (number, role): _look(factor)
+        for number, module in enumerate(adapter.modules)
+        for role, factor in module.factors.items()
+        if not isinstance(factor, TensorEntry)
+    }
+    if table:
+        yield from check_values(adapter, table)
+
+
+def check_structure(adapter: Adapter[F], *, base: Shapes | None = None, repairs: bool = False) -> Iterator[Finding]:
+    """Yield what headers tell; arguments as for `check_adapter`."""
+    for name in adapter.unknown:
+        yield _finding(
+            "adapter-unknown-key",
+            name,
+            "is not part of any kind of adapter that ckpt knows",
+            "leave it out with --exclude if it does not belong to the adapter",
+        )
+    yield from _wrapper_keys(adapter, is_error=not repairs and not adapter.is_training_state)
+    for module in adapter.modules:
+        findings = list(_check_module(module))
+        yield from findings
+        if not findings and module.parameter == "weight":
+            yield from _check_config(module, adapter)
+            yield from _check_settings(module, adapter)
+        yield from _check_alpha(module, adapter)
+    if base:
+        yield from check_base(adapter, base)
+
+
+def _finding(code: str, where: str, what: str, hint: str | None = None, severity: Severity = "error") -> Finding:
+    return Finding(code=code, severity=severity, where=where, what=what, hint=hint)
+
+
+def _check_config(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
+    found = config_rank(module, adapter.settings)
+    if found is None or module.rank is None or not family_of(module).is_scaled or found == module.rank.value:
+        return
+    yield _finding(
+        "adapter-config",
+        module.path,
+        f"rank {found} by {adapter.settings['r'].source if 'r' in adapter.settings else 'rank_pattern'}, and "
+        f"{module.rank.source}",
+        "is it the configuration of another run? Its alpha would be wrong as well",
+    )
+
+
+def _check_settings(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
+    """Tensors that the configuration promises: PEFT would begin them anew, and say a warning."""
+    for setting, role, _ in family_of(module).peft_switches:
+        found = adapter.settings.get(setting)
+        if found is not None and found.value is True and role not in module.factors:
+            yield _finding(
+                "adapter-missing-factor",
+                module.path,
+                f"factor {role} is missing: {setting} is true ({found.source}), and PEFT would begin it anew",
+                "was the adapter saved whole? If it was trained without, say so in its adapter_config.json",
+            )
+
+
+def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:
+    names = [
+        factor.fqn
+        for module in adapter.modules
+        for factor in module.factors.values()
+        if isinstance(factor, TensorEntry)
+    ]
+    wrapped = [name for name in names if strip_wrappers(name) != name]
+    if wrapped:
+        yield _finding(
+            "adapter-wrapper-key",
+            wrapped[0],
+            f"{len(wrapped)} of {len(names)} names have leftovers of a wrapper (_orig_mod, …): a loader finds no such "
+            "modules, and the adapter does nothing",
+            "ckpt export-lora strips them",
+            "error" if is_error else "warning",
+        )
+
+
+def _check_module(module: AdapterModule[F]) -> Iterator[Finding]:
+    shapes = module.shapes
+    for role, factor in module.factors.items():
+        where = factor.fqn if isinstance(factor, TensorEntry) else f"{module.path} {role}"
+        dtype = _dtype(factor)
+        if not module.is_saved and dtype is not None and not is_float(dtype):
+            yield _finding("adapter-dtype", where, f"factor {role} is {dtype.name}, which is not a floating-point type")
+    bad = [
+        role
+        for role, shape in shapes.items()
+        if 0 in shape or (not module.is_saved and role not in _FLAT and len(shape) < 2)
+    ]
+    for role in bad:
+        factor = module.factors[role]
+        where = factor.fqn if isinstance(factor, TensorEntry) else f"{module.path} {role}"
+        yield _finding("adapter-truncated", where, f"factor {role} has the shape {list(shapes[role])}", _TRUNCATED_HINT)
+    yield from _check_pairs(module, shapes, bad)
+
+
+def _check_pairs(module: AdapterModule[F], shapes: Shapes, bad: list[str]) -> Iterator[Finding]:
+    family = family_of(module)
+    missing = family.missing(shapes)
+    for role in missing:
+        yield _finding("adapter-missing-factor", module.path, f"factor {role} is missing (there are {_roles(shapes)})")
+    if missing or bad:
+        return
+    dims = family.rank_dims(shapes)
+    for roles in family.ranked_together(shapes):
+        group = [role for role in roles if role in dims]
+        if len({shapes[role][dims[role]] for role in group}) > 1:
+            shown = ", ".join(f"{role} {list(shapes[role])}" for role in group)
+            yield _finding("adapter-rank", module.path, f"the factors disagree on the rank: {shown}", _TRUNCATED_HINT)
+
+
+def _roles(shapes: Shapes) -> str:
+    return ", ".join(sorted(shapes)) or "none"
+
+
+def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
+    family = family_of(module)
+    if not family.is_scaled:
+        return
+    zero = said_zero(module, adapter)
+    if module.alpha is None and zero is not None:
+        yield _finding(
+            "adapter-alpha-zero",
+            module.path,
+            f"alpha is 0 in {zero}: a loader multiplies by it, and nothing changes",
+            "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE",
+        )
+    elif module.alpha is None:
+        if not adapter.is_training_state and not family.is_unranked(module.factors):
+            yield _finding(
+                "adapter-alpha-missing",
+                module.path,
+                "nothing says the alpha, and PEFT would take 8",
+                "put lora_alpha into adapter_config.json, or export with --alpha",
+            )
+    elif module.alpha.value == 0:
+        yield _finding(
+            "adapter-alpha-zero",
+            module.path,
+            f"alpha is 0 ({module.alpha.source}): the module changes nothing",
+            "give the alpha of the training run: --alpha VALUE",
+        )
+    elif not math.isfinite(module.alpha.value):
+        yield _finding("adapter-non-finite", module.path, f"alpha is {module.alpha.value} ({module.alpha.source})")
+
+
+def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
+    """Yield modules that the base lacks, or has in another shape; a saved one may be a new head."""
+    modules, holders = parents_of(base), {name.rpartition(".")[0] for name in base}
+    unmatched = [m for m in adapter.modules if not m.is_saved and base_path(m.path) not in modules]
+    for module in unmatched:
+        yield _finding(
+            "adapter-unmatched",
+            module.path,
+            f"the base model has no such module ({len(unmatched)} of {len(adapter.modules)} are not in it)",
+            "is it the base that the adapter was trained on?",
+        )
+    for module in adapter.modules:
+        path = base_path(module.path)
+        if module.is_saved:
+            continue  # a resized embedding, or a head of another size, is what such modules are for
+        weight = base.get(f"{path}.{module.parameter}")
+        if weight is None:
+            # Quantised layers keep their weights under names of their own.
+            if path in modules and module.parameter and (module.parameter != "weight" or path not in holders):
+                what = f"the base model has no parameter {module.parameter!r} in this module"
+                yield _finding("adapter-unmatched", module.path, what)
+            continue
+        family, shapes = family_of(module), module.shapes
+        found = family.matrix(shapes) if family.is_matrix_sure(shapes) else None
+        if found is not None and weight and not _fits(found, weight, is_stack=module.parameter != "weight"):
+            yield _misfit(module, ", ".join(sorted(shapes)), found, weight)
+
+
+def _misfit(module: AdapterModule[F], role: str, found: Matrix, weight: tuple[int, ...]) -> Finding:
+    return _finding(
+        "adapter-shape",
+        module.path,
+        f"{role} are for {list(found)}, and the base model's is {list(weight)}",
+        "is it the base that the adapter was trained on?",
+    )
+
+
+def _fits(found: Matrix, weight: Shape, *, is_stack: bool) -> bool:
+    if len(weight) < 2:
+        return False
+    if is_stack and len(weight) == 3:
+        return set(found) == set(weight[1:])
+    flat = (weight[0], math.prod(weight[1:]))
+    return found == flat or (len(weight) == 2 and found == flat[::-1])  # GPT-2's Conv1D is (in, out)
+
+
+def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
+    """Yield what the values tell.
+
+    Args:
+        adapter: Whose modules the table numbers.
+        table: What was seen of them; a factor that was not looked at is absent or None.
+    """
+    idle: list[AdapterModule[F]] = []
+    changing = 0
+    adapted = {module.path for module in adapter.modules if not module.is_saved}
+    for number, module in enumerate(adapter.modules):
+        seen = {role: table.get((number, role)) for role in module.factors}
+        for role, values in seen.items():
+            if values is not None and not values.is_finite:
+                yield _finding(
+                    "adapter-non-finite",
+                    f"{module.path} {role}",
+                    f"factor {role} of {module.path!r} has elements that are infinite or not a number",
+                    "the training run has diverged: use a checkpoint from before",
+                )
+        if module.is_saved:
+            changing += module.path not in adapted  # else an embedding that PEFT saves along with its factors
+            continue
+        if is_idle(module, {role: values for role, values in seen.items() if values is not None}):
+            idle.append(module)
+        else:
+            changing += 1
+    if not idle:
+        return
+    shown = first_few([module.path for module in idle])
+    if changing:
+        yield _finding(
+            "adapter-zero",
+            idle[0].path,
+            f"{len(idle)} of {len(adapter.modules)} modules change nothing: their factors multiply to 0 ({shown})",
+            "they were not trained, or not saved",
+            "warning",
+        )
+    else:
+        yield _finding(
+            "adapter-zero",
+            idle[0].path,
+            f"the adapter changes nothing: the factors of all {len(idle)} modules multiply to 0 ({shown})",
+            "it is as it was before training, or its trained values were not saved",
+        )
+
+
+def is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
+    """Does a module change nothing, by what was seen of its factors? A DoRA may: its row norms are its own."""
+    return not module.is_dora and family_of(module).is_idle(module.factors, seen)
+
+
+def _dtype(factor: object) -> DType | None:
+    if isinstance(factor, TensorEntry):
+        return factor.dtype
+    return BY_TORCH_NAME.get(str(getattr(factor, "dtype", "")))
+
+
+def _look(factor: object) -> Values | None:
+    array: Array = factor  # type: ignore[assignment]
+    dtype = _dtype(array)
+    if dtype is None or not array.size:
+        return None
+    from ckpt_tools.moving.arrays import bytes_of
+
+    return look_at(bytes_of(array), dtype)

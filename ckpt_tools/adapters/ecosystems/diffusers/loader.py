@@ -1,0 +1,347 @@
+"""What `pipe.load_lora_weights` does with an adapter's names, per model family.
+
+Source: diffusers 0.42, loaders/lora_pipeline.py (the four mixins), lora_conversion_utils.py, peft.py,
+utils/peft_utils.py; and what these were seen to do (tests/adapters/test_check.py runs them).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import Architecture, ArchitectureName, Part
+from ckpt_tools.adapters.architectures.rule import Match
+from ckpt_tools.adapters.ecosystems.diffusers import any_model as diffusers_any
+from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.read.sidecars import DIFFUSERS_KEY
+
+_TRAPS = ("scheduler", "optimizer", "checkpoint")
+_OLD_UNET = (
+    (".to_out_lora.up", ".to_out.0.lora_B"),
+    (".to_out_lora.down", ".to_out.0.lora_A"),
+    *((f".to_{x}_lora.{old}", f".to_{x}.lora_{new}") for x in "qkv" for old, new in (("down", "A"), ("up", "B"))),
+    (".lora.up", ".lora_B"),
+    (".lora.down", ".lora_A"),
+)
+_FLUX1_BLOCKS = {"double_blocks": 19, "single_blocks": 38}
+_SIDES = (".lora_A.weight", ".lora_B.weight")
+
+Keys = dict[str, str]
+"""Name after a conversion → name in the file."""
+
+
+def load(file: AdapterFile, loading: Loading) -> None:
+    """Apply diffusers' rules.
+
+    Raises:
+        RejectedError: It raises.
+    """
+    _check_file(file)
+    if file.architecture is None:
+        diffusers_any.load(file, loading)
+        return
+    if file.architecture == "llm":
+        raise RejectedError("it has no loader for language models")
+    architecture = ARCHITECTURES[file.architecture]
+    keys = {name: name for name in file.tensors}
+    for name in [name for name in keys if "dora_scale" in name]:
+        loading.ignored[name] = "dora_scale is dropped, so that a DoRA becomes another adapter"
+        del keys[name]
+    _READERS[architecture.name](keys, file, architecture, loading)
+
+
+def _check_file(file: AdapterFile) -> None:
+    if file.is_named:
+        return
+    everything = (file.file, *file.siblings)
+    allowed = [name for name in everything if not any(trap in name for trap in _TRAPS)]
+    if not allowed:
+        raise RejectedError(f"it overlooks files with {', '.join(_TRAPS)} in their names, and there is no other")
+    if file.file not in allowed and not any(name == "pytorch_lora_weights.safetensors" for name in allowed):
+        raise RejectedError(f"it overlooks {file.file!r} and takes {allowed[0]!r} instead")
+
+
+def _flux1(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
+    if any(".lora_down.weight" in key for key in keys):
+        keys = _flux1_kohya(keys, architecture, loading)
+    elif any("processor" in key for key in keys) or any("query_norm.scale" in key for key in keys):
+        loading.say("loader-unchecked", "warning", file.file, "X-Labs' and BFL's own formats are not simulated")
+        return
+    elif any("base_model" in key for key in keys):
+        raise RejectedError("names with base_model are read as fal's, which must have every module of FLUX.1")
+    else:
+        keys = _without_alphas(keys, file)
+    if not any("lora" in key for key in keys):
+        raise RejectedError("no name contains 'lora'")
+    _inject(keys, architecture, file, loading)
+
+
+def _without_alphas(keys: Keys, file: AdapterFile) -> Keys:
+    alphas = [key for key in keys if "alpha" in key]
+    for key in alphas:
+        if not file.tensors[keys[key]].dtype.name.startswith(("F", "BF")):
+            raise RejectedError(f"{key} is not a floating-point number")
+    if alphas and _has_metadata(file):
+        raise RejectedError("it has alphas as tensors and lora_adapter_metadata in its header")
+    return {key: name for key, name in keys.items() if key not in alphas} | {f"\0{key}": keys[key] for key in alphas}
+
+
+def _flux1_kohya(keys: Keys, architecture: Architecture, loading: Loading) -> Keys:
+    if any(key.startswith("transformer.") for key in keys):
+        kept = {key: name for key, name in keys.items() if key.startswith("transformer.")}
+        return {
+            key.replace("lora_down.weight", "lora_A.weight").replace("lora_up.weight", "lora_B.weight"): name
+            for key, name in kept.items()
+        }
+    if any(key.startswith("lora_transformer_") for key in keys):
+        loading.say("loader-unchecked", "warning", next(iter(keys)), "OneTrainer's names of FLUX.1 are not simulated")
+        return {}
+    found: Keys = {}
+    for key, name in keys.items():
+        flat = key.replace("diffusion_model.", "lora_unet_").replace("text_encoders.clip_l.transformer.", "lora_te_")
+        module, _, suffix = _cut(flat)
+        if not flat.startswith(("lora_unet_", "lora_te_", "lora_te1_")) or "text_projection" in flat:
+            continue
+        if ".diff" in flat or "position_embedding" in flat:
+            loading.ignored[name] = "full differences are filtered out"
+            continue
+        module = module.replace(".", "_")
+        part = architecture.parts[0 if module.startswith("lora_unet_") else 1]
+        inner = re.sub(r"^lora_(?:unet|te1?)_", "", module)
+        match = _native(part, inner)
+        if match is None or suffix not in ("lora_down.weight", "lora_up.weight", "alpha"):
+            raise RejectedError(f"incompatible key {key}")
+        if part.is_encoder:
+            found |= _spread(part, match, suffix, name, f"{part.component}.")
+            continue
+        container = match.native().split(".")[0]
+        number = dict(match.numbers).get("i", "0")
+        if container not in _FLUX1_BLOCKS:
+            loading.ignored[name] = "outside the blocks its conversion forgets the prefix that its loader asks for"
+        elif int(number) >= _FLUX1_BLOCKS[container]:
+            raise RejectedError(f"incompatible key {key}: block {number} of {_FLUX1_BLOCKS[container]}")
+        else:
+            found |= _spread(part, match, suffix, name, f"{part.component}.")
+    return found
+
+
+def _flux2(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
+    part = architecture.main
+    if any(".lora_down.weight" in key for key in keys):
+        keys = _flux2_kohya(keys, part)
+    else:
+        keys = {key.replace("base_model.model.", "diffusion_model."): name for key, name in keys.items()}
+        is_native = any(key.startswith("diffusion_model.") for key in keys)
+        if any(".lokr_" in key for key in keys):
+            _flux2_lokr(keys, file, architecture, loading)
+            return
+        if is_native:
+            keys = _flux2_native(keys, part, loading)
+    wrong = next((key for key in keys if "lora" not in key and "lokr" not in key and key[0] != "\0"), None)
+    if wrong is not None:
+        raise RejectedError(f"{wrong} is neither LoRA nor LoKr")
+    _inject(keys, architecture, file, loading)
+
+
+def _flux2_kohya(keys: Keys, part: Part) -> Keys:
+    outside = {"img_in", "txt_in", "time_in.in_layer", "time_in.out_layer", "final_layer.linear"}
+    found: Keys = {}
+    for key, name in keys.items():
+        module, _, suffix = _cut(key)
+        match = _native(part, module.removeprefix("lora_unet_")) if module.startswith("lora_unet_") else None
+        if match is not None and ("_blocks" in match.native() or match.native() in outside):
+            found |= _spread(part, match, suffix, name, "transformer.")
+    return found
+
+
+def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
+    found: Keys = {}
+    for key, name in keys.items():
+        inner = key.removeprefix("diffusion_model.").replace("lora_down", "lora_A").replace("lora_up", "lora_B")
+        module, _, suffix = _cut(inner)
+        if inner.startswith(("single_transformer_blocks.", "transformer_blocks.", "sformer_blocks.")):
+            inner = inner.replace("sformer_blocks.", "transformer_blocks.", 1) if inner.startswith("sf") else inner
+            found[f"transformer.{inner}"] = name
+            continue
+        match = _native(part, module)
+        if match is None or suffix not in ("lora_A.weight", "lora_B.weight"):
+            raise RejectedError(f"it does not know {key}")
+        if match.rule.step == "swap":
+            loading.say(
+                "loader-misreads",
+                "error",
+                name,
+                f"diffusers takes {key} over without swapping its halves: scale and shift are exchanged",
+                "ckpt export-lora SRC DST --to diffusers swaps them",
+            )
+        found |= _spread(part, match, suffix, name, "transformer.")
+    return found
+
+
+def _flux2_lokr(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
+    part = architecture.main
+    for key, name in keys.items():
+        module, _, suffix = _cut(key)
+        if suffix == "alpha" or suffix.startswith("lokr_"):
+            for prefix in ("diffusion_model.", "transformer.", "lycoris_", ""):
+                matches = part.names.find(module.removeprefix(prefix)) if module.startswith(prefix) else ()
+                if matches:
+                    loading.use(name, f"transformer.{matches[0].diffusers()[matches[0].part or 0]}")
+                    break
+        else:
+            raise RejectedError(f"{key} is not LoKr")
+    if any(suffix in key for key in keys for suffix in ("lokr_t2",)):
+        raise RejectedError("it does not know lokr_t2")
+    if file.architecture and not loading.used:
+        loading.ignored |= dict.fromkeys(keys.values(), "no module has that name")
+
+
+def _sd3(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
+    _all_lora(keys)
+    _inject(keys, architecture, file, loading)
+
+
+def _sdxl(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
+    if all(key.startswith(("lora_te_", "lora_unet_", "lora_te1_", "lora_te2_")) for key in keys):
+        keys = _sdxl_kohya(keys, architecture)
+    else:
+        _all_lora(keys)
+    _inject(keys, architecture, file, loading)
+
+
+def _sdxl_kohya(keys: Keys, architecture: Architecture) -> Keys:
+    found: Keys = {}
+    for key, name in keys.items():
+        module, _, suffix = _cut(key)
+        if suffix not in ("lora_down.weight", "lora_up.weight", "alpha"):
+            raise RejectedError(f"it cannot rename {key}")
+        if not {f"{module}.lora_down.weight", f"{module}.lora_up.weight"} <= keys.keys():
+            raise RejectedError(f"{module} has no pair of lora_down and lora_up")
+        prefix, part = next(
+            (prefix, part)
+            for prefix, part in (
+                ("lora_unet_", architecture.parts[0]),
+                ("lora_te1_", architecture.parts[1]),
+                ("lora_te2_", architecture.parts[2]),
+                ("lora_te_", architecture.parts[1]),
+            )
+            if module.startswith(prefix)
+        )
+        matches = part.names.find(module.removeprefix(prefix))
+        if matches:
+            found |= _spread(part, matches[0], suffix, name, f"{part.component}.")
+    return found
+
+
+def _all_lora(keys: Keys) -> None:
+    wrong = next((key for key in keys if "lora" not in key), None)
+    if wrong is not None:
+        raise RejectedError(f"{wrong} does not contain 'lora'")
+
+
+def _native(part: Part, name: str) -> Match | None:
+    """Read a native path, dotted or with underscores."""
+    return next((match for match in part.names.find(name) if match.is_native or part.is_encoder), None)
+
+
+def _spread(part: Part, match: Match, suffix: str, name: str, prefix: str) -> Keys:
+    """Name what a tensor becomes: one of several modules where the native one is fused."""
+    ends = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
+    paths = (match.native(),) if part.is_encoder else match.diffusers()
+    if match.part is not None and not part.is_encoder:
+        paths = (paths[match.part],)
+    if suffix == "alpha":
+        return {f"\0{prefix}{paths[0]}": name}
+    return {f"{prefix}{path}.{ends.get(suffix, suffix)}": name for path in paths}
+
+
+def _cut(key: str) -> tuple[str, str, str]:
+    """Split a name into module, dot and suffix."""
+    match = re.search(r"\.(?:lora_\w+(?:\.\w+)?|lokr_\w+|hada_\w+|alpha|diff(?:_b)?|dora_scale|\w+_blocks)$", key)
+    return (key, "", "") if match is None else (key[: match.start()], ".", key[match.start() + 1 :])
+
+
+def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: Loading) -> None:
+    """Put what has a component's prefix into the component; a NUL in front marks alphas, which were understood."""
+    by_component: dict[str, Keys] = {}
+    alphas: dict[str, str] = {}
+    for key, name in keys.items():
+        if key.startswith("\0"):
+            alphas[key[1:]] = name
+            continue
+        for part in architecture.parts:
+            if part.is_in_diffusers and key.startswith(f"{part.component}."):
+                by_component.setdefault(part.component, {})[key[len(part.component) + 1 :]] = name
+    for part in architecture.parts:
+        inside = by_component.get(part.component)
+        if inside:
+            _inject_one(inside, part, loading)
+            _check_metadata(part, file)
+    modules = set(loading.modules)
+    loading.used |= {
+        name: (module,) for key, name in alphas.items() if (module := key.removesuffix(".alpha")) in modules
+    }
+
+
+def _inject_one(keys: Keys, part: Part, loading: Loading) -> None:
+    if part.is_encoder:
+        keys = _encoder_names(keys, part)
+    elif "lora_A" not in next(iter(keys)):
+        keys = {_renamed(key): name for key, name in keys.items()}
+    if not any("lora_B" in key for key in keys):
+        raise RejectedError(f"it finds no rank among the names of {part.component}")
+    for key, name in keys.items():
+        for end in (*_SIDES, ".lora_B.bias", ".lora_magnitude_vector"):
+            if key.endswith(end):
+                matches = part.names.find(key.removesuffix(end))
+                if any(match.is_diffusers or part.is_encoder for match in matches):
+                    loading.use(name, f"{part.component}.{key.removesuffix(end)}")
+                break
+
+
+def _renamed(key: str) -> str:
+    key = key.replace(".processor.", ".")
+    for old, new in _OLD_UNET:
+        if old in key:
+            return key.replace(old, new)
+    return key
+
+
+def _encoder_names(keys: Keys, part: Part) -> Keys:
+    """Diffusers recognises a text encoder's names by those of its attention, or by its own suffix."""
+    is_peft = any(".lora_A.weight" in key for key in keys)
+    has_own = any("lora_linear_layer" in key for key in keys)
+    has_attention = is_peft and any(f".{x}_proj.lora_" in key for key in keys for x in ("q", "k", "v", "out"))
+    if not (has_own or has_attention):
+        raise RejectedError(f"an adapter of the MLPs of {part.component} alone, under PEFT's names, is not recognised")
+    for old, new in ((".lora_linear_layer.down", ".lora_A"), (".lora_linear_layer.up", ".lora_B")):
+        keys = {key.replace(old, new): name for key, name in keys.items()}
+    return keys
+
+
+def _metadata(file: AdapterFile) -> Mapping[str, object]:
+    try:
+        document = json.loads(file.metadata.get(DIFFUSERS_KEY, "{}"))
+    except (ValueError, RecursionError):
+        raise RejectedError("its lora_adapter_metadata is not JSON") from None
+    return document if isinstance(document, dict) else {}
+
+
+def _has_metadata(file: AdapterFile) -> bool:
+    return bool(_metadata(file))
+
+
+def _check_metadata(part: Part, file: AdapterFile) -> None:
+    document = _metadata(file)
+    if document and not any(key.startswith(f"{part.component}.") for key in document):
+        raise RejectedError(f"its header has no configuration of {part.component}: PEFT's defaults (rank 8) are taken")
+
+
+_READERS: Mapping[ArchitectureName, Callable[[Keys, AdapterFile, Architecture, Loading], None]] = {
+    "flux1": _flux1,
+    "flux2": _flux2,
+    "sd3": _sd3,
+    "sdxl": _sdxl,
+}

@@ -1,0 +1,128 @@
+"""The file that `pipe.load_lora_weights` reads: loras under diffusers' module names, and their configuration.
+
+Source: diffusers 0.42, loaders/lora_base.py (`_load_sft_state_dict_metadata`), utils/peft_utils.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.of_base import BaseFamily
+from ckpt_tools.adapters.ecosystems.diffusers.flux2_lokr import place_lokr
+from ckpt_tools.adapters.ecosystems.fit import Fitting, require
+from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, place_all, unchanged
+from ckpt_tools.adapters.ecosystems.written import Written, put
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.families.family import Module, refuse
+from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE
+from ckpt_tools.adapters.read.sidecars import DIFFUSERS_KEY
+from ckpt_tools.moving.arrays import Array
+
+_TEXT_ENCODER = {"A": "lora_linear_layer.down.weight", "B": "lora_linear_layer.up.weight"}
+"""diffusers' text encoders: with PEFT's names an adapter of the MLP alone is not recognised.
+Source: diffusers 0.42 utils/state_dict_utils.py."""
+
+
+def to_diffusers(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
+    """Write loras under diffusers' module names, alpha/r multiplied into B: most of its loaders refuse an alpha.
+
+    Raises:
+        UsageError: A module that diffusers does not load, or not as it is meant.
+    """
+    places = place_all(adapter, architecture)
+    whole = place_lokr(places, architecture) if fitting.may_fuse else None
+    if whole is not None:
+        return _lokr_file(whole, fitting)
+    return _diffusers_file(in_diffusers(places, as_lora=fitting.as_lora), architecture.title, fitting)
+
+
+def to_diffusers_unchanged(adapter: Adapter[Array], base: BaseFamily, fitting: Fitting) -> Written:
+    """Write loras of a model without tables under its own module names.
+
+    Raises:
+        UsageError: A module that diffusers does not load.
+    """
+    return _diffusers_file(unchanged(adapter, base), base.title, fitting)
+
+
+def _diffusers_file(placed: list[Placed], title: str, fitting: Fitting) -> Written:
+    fitted = [replace(each, module=_for_diffusers(each, title, fitting)) for each in placed]
+    tensors: dict[str, Array] = {}
+    for each in fitted:
+        names = _TEXT_ENCODER if each.part.is_encoder else family_of(each.module).peft_names
+        require(each, names, "diffusers")
+        put(tensors, f"{each.part.component}.{each.module.path}", each.module, names)
+    return Written(
+        file=DIFFUSERS_FILE,
+        tensors=tensors,
+        metadata=_metadata(fitted),
+        notes=fitting.finish(),
+        errors=fitting.errors,
+    )
+
+
+def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
+    """LoKr of FLUX.2; diffusers takes alpha for the rank here as well, and rebuilds the configuration by itself."""
+    tensors: dict[str, Array] = {}
+    for each in placed:
+        module = fitting.baked_lokr(each.module)
+        put(tensors, f"{each.part.component}.{module.path}", module, family_of(module).peft_names)
+    return Written(
+        file=DIFFUSERS_FILE, tensors=tensors, metadata={"format": "pt"}, notes=fitting.finish(), errors=fitting.errors
+    )
+
+
+def _for_diffusers(placed: Placed, title: str, fitting: Fitting) -> Module:
+    module = placed.module
+    if not placed.part.is_in_diffusers:
+        raise refuse(module, f"diffusers loads no adapter of {placed.part.component} of {title}")
+    module = fitting.as_lora(module)
+    if "A_embedding" in module.factors:
+        raise refuse(module, "diffusers loads no adapter of an embedding")
+    module = fitting.baked(module)
+    if module.is_dora:
+        magnitude = fitting.magnitude_by_row(module)
+        if module.factors["A"].ndim == 4:
+            magnitude = magnitude.reshape(1, -1, 1, 1)
+        module = replace(module, factors={**module.factors, "magnitude": magnitude})
+    return module
+
+
+def _metadata(placed: Sequence[Placed]) -> dict[str, str]:
+    """Return the header of a diffusers file of loras whose scale is 1: alpha is the rank, for every module.
+
+    diffusers takes PEFT's LoraConfig from `lora_adapter_metadata`, all of it: a component that is not in there would
+    get PEFT's defaults (rank 8).
+    """
+    document: dict[str, object] = {}
+    for component in dict.fromkeys(each.part.component for each in placed):
+        those = [each for each in placed if each.part.component == component]
+        config = _lora_config([each.module for each in those], short=those[0].part.is_encoder)
+        document |= {f"{component}.{key}": value for key, value in config.items()}
+    return {"format": "pt", DIFFUSERS_KEY: json.dumps(document, indent=2, sort_keys=True)}
+
+
+def _lora_config(modules: Sequence[Module], *, short: bool) -> Mapping[str, object]:
+    """LoraConfig of one component; `short` paths fit CLIP with and without `text_model.`."""
+    ranks = {
+        module.path.removeprefix("text_model.") if short else module.path: module.factors["A"].shape[0]
+        for module in modules
+    }
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    others = {path: each for path, each in ranks.items() if each != rank}
+    anchored = others if short else {f"^{path}": each for path, each in others.items()}
+    return {
+        "r": rank,
+        "lora_alpha": rank,
+        "rank_pattern": anchored,
+        "alpha_pattern": anchored,
+        "target_modules": sorted(ranks),
+        "use_dora": any(module.is_dora for module in modules),
+        "lora_bias": any("B_bias" in module.factors for module in modules),
+        "peft_type": "LORA",
+    }

@@ -1,0 +1,199 @@
+"""What an adapter must become before it has a place at its target: other paths, another family."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Target
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName
+from ckpt_tools.adapters.architectures.of_base import BaseFamily
+from ckpt_tools.adapters.architectures.resolve import unflatten
+from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.ecosystems.peft.files import from_one_model
+from ckpt_tools.adapters.ecosystems.to_target import to_target
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.read.assemble import Named, assemble
+from ckpt_tools.adapters.read.keys import parse_key
+from ckpt_tools.adapters.read.sidecars import read_sidecars
+from ckpt_tools.adapters.settings import add_settings
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
+from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    from ckpt_tools.moving.arrays import Array
+
+
+def architecture_of(name: str | None) -> ArchitectureName | Literal["llm"] | None:
+    """Return the model family that the user names.
+
+    Raises:
+        UsageError: There is none of this name.
+    """
+    known = ("llm", *ARCHITECTURES)
+    if name is None:
+        return None
+    for each in known:
+        if name == each:
+            return each  # type: ignore[return-value]  # it is one of the literals
+    raise UsageError(f"unknown model family {name!r}", hint=f"--architecture takes {', '.join(known)}")
+
+
+def unflatten_paths(adapter: Adapter[F], base: Shapes) -> Adapter[F]:
+    """Return the adapter with the paths of the base model in the place of kohya's flattened names.
+
+    Raises:
+        UsageError: A name is that of no module of the base, or of several.
+    """
+    names = tuple(base)
+    return adapter.with_modules(
+        tuple(replace(module, path=unflatten(module.path, names)) for module in adapter.modules)
+    )
+
+
+_ROOTS = ("", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "base_model.model.")
+"""What the ecosystems put in front of a model's own module paths."""
+
+
+def under_base_names(adapter: Adapter[F], base: Shapes) -> Adapter[F] | None:
+    """Return the adapter with the base's own module paths; None where its modules are called otherwise there."""
+    modules = parents_of(base)
+    for root in _ROOTS:
+        paths = [module.path.removeprefix(root) for module in adapter.modules]
+        if all(module.path.startswith(root) for module in adapter.modules) and modules.issuperset(paths):
+            renamed = zip(adapter.modules, paths, strict=True)
+            return adapter.with_modules(tuple(replace(module, path=path) for module, path in renamed))
+    if all("." not in module.path for module in adapter.modules):
+        try:
+            return unflatten_paths(adapter, base)
+        except UsageError:
+            return None
+    return None
+
+
+def through_diffusers(
+    loaded: Adapter[Array],
+    notes: list[str],
+    architecture: str | None,
+    svd_rank: int | None,
+    base: BaseFamily | None,
+) -> Adapter[Array]:
+    """Return an adapter of a diffusion model under diffusers' module paths, which are also PEFT's.
+
+    Raises:
+        UsageError: No architecture that is known, or something that cannot be said there.
+    """
+    from ckpt_tools.moving.arrays import dtype_of
+
+    written = to_target(
+        loaded, "diffusers", architecture=architecture_of(architecture), base=base, svd_rank=svd_rank, may_fuse=False
+    )
+    notes += [*written.notes, *error_notes(written.errors)]
+    named = [
+        Named(
+            name, parse_key(name), TensorEntry(fqn=name, dtype=dtype_of(tensor), shape=tuple(tensor.shape), chunks=())
+        )
+        for name, tensor in written.tensors.items()
+    ]
+    described = assemble(
+        named, convention="diffusers", is_training=False, trained=None, bias=None, path="the converted adapter"
+    )
+    described = add_settings(
+        described, read_sidecars((), written.metadata), lambda entry: _scalar(written.tensors, entry)
+    )
+    placed, _ = from_one_model(described)
+    return placed.with_modules(
+        tuple(
+            module.with_factors({role: written.tensors[entry.fqn] for role, entry in module.factors.items()})
+            for module in placed.modules
+        )
+    )
+
+
+def _scalar(tensors: Mapping[str, Array], entry: TensorEntry) -> float | None:
+    tensor = tensors[entry.fqn]
+    return float(tensor.item()) if tensor.size == 1 else None
+
+
+def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, base: Shapes) -> Adapter[Array]:
+    """Return the adapter with every module said as a LoRA.
+
+    Raises:
+        UsageError: That is not possible exactly, and no rank of an approximation is given.
+    """
+    from ckpt_tools.adapters.families.equivalents import as_lora
+
+    modules = []
+    hows: Counter[str] = Counter()
+    errors: dict[str, float] = {}
+    for module in loaded.modules:
+        if module.is_saved:
+            modules.append(module)
+            continue
+        shape = base.get(f"{module.path}.weight")
+        if shape is None and family_of(module).hides_kernel(module.factors):
+            raise UsageError(
+                f"{module.path!r} may be a convolution, and its factors do not show a kernel; PEFT has "
+                f"no form for this {module.family} as it is",
+                where=module.path,
+                hint="give the base model, whose weights tell: --base DIR",
+            )
+        result = as_lora(module, shape, svd_rank=svd_rank)
+        hows[result.how] += 1
+        errors[module.path] = result.error
+        modules.append(result.module)
+    notes += [f"{count} modules: {how}" for how, count in hows.items()]
+    notes += error_notes(errors)
+    settings = {name: value for name, value in loaded.settings.items() if name in _KEPT}
+    return replace(loaded.with_modules(tuple(modules)), settings=settings)
+
+
+_KEPT = ("base_model_name_or_path", "task_type", "target_modules", "modules_to_save", "revision")
+"""Settings that hold whatever the family."""
+
+
+def error_notes(errors: Mapping[str, float]) -> list[str]:
+    """Say how far a conversion is off, at worst."""
+    if not errors or max(errors.values()) == 0:
+        return []
+    worst = max(errors, key=lambda path: errors[path])
+    return [f"largest error, relative to the largest element: {errors[worst]:.2g} ({escape_name(worst)})"]
+
+
+def target_of(name: str) -> Target:
+    """Return the ecosystem of this name.
+
+    Raises:
+        UsageError: There is none.
+    """
+    for each in TARGETS:
+        if name == each:
+            return each
+    raise UsageError(f"unknown target {name!r}", hint=f"--to takes {', '.join(TARGETS)}")
+
+
+TARGETS: tuple[Target, ...] = ("peft", "diffusers", "kohya", "comfyui")
+"""Values of `--to`."""
+
+
+def summary(adapter: Adapter[TensorEntry], base_model: str | None) -> Fields:
+    """Return what is known of an adapter, for targets that have no configuration of their own."""
+    known: Fields = {}
+    families = Counter(module.family for module in adapter.modules)
+    known["type"] = Sourced(" + ".join(families), "the factors' names")
+    for name, values in (
+        ("rank", [m.rank for m in adapter.modules if family_of(m).is_scaled and m.rank is not None]),
+        ("alpha", [m.alpha for m in adapter.modules if family_of(m).is_scaled and m.alpha is not None]),
+    ):
+        counts = Counter(found.value for found in values if found is not None)
+        if counts:
+            common = counts.most_common(1)[0][0]
+            source = next(found.source for found in values if found is not None and found.value == common)
+            known[name] = Sourced(common if len(counts) == 1 else sorted(counts), source)
+    if base_model is not None:
+        known["base_model"] = Sourced(base_model, "--base-model")
+    return known

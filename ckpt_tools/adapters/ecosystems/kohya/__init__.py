@@ -1,0 +1,1 @@
+"""kohya's sd-scripts, and LyCORIS beside them."""

@@ -1,0 +1,90 @@
+"""What kohya's sd-scripts do with an adapter's names when they load network weights, with LyCORIS beside them.
+
+Source: github.com/kohya-ss/sd-scripts, networks/lora.py, lora_flux.py, lora_sd3.py (`create_network_from_weights`);
+lycoris-lora 4.1, kohya.py, modules/*.py (`make_module_from_state_dict`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
+
+_SUFFIX = re.compile(
+    r"(?P<module>[^.]+)\.(?P<suffix>lora_(?:up|down|mid)\.weight|alpha|dora_scale|hada_\w+|lokr_\w+|diff|diff_b"
+    r"|oft_blocks|oft_diag|rescale)"
+)
+_PLAIN = ("lora_up.weight", "lora_down.weight", "alpha")
+_WITHOUT_ALPHA = {"diff", "diff_b"}
+_BLOCKS = ("double_blocks.", "single_blocks.", "joint_blocks.", "input_blocks.", "middle_block.", "output_blocks.")
+_NOT_BLOCKS = ("input_blocks.0.",)
+
+
+def load(file: AdapterFile, loading: Loading) -> None:
+    """Apply kohya's rules."""
+    if file.architecture is None:
+        loading.say(
+            "loader-unchecked",
+            "warning",
+            file.file,
+            "the model family is not known to ckpt",
+            "--architecture names one that ckpt knows",
+        )
+        return
+    if file.architecture == "llm" or file.architecture == "flux2":
+        what = "language models" if file.architecture == "llm" else "FLUX.2"
+        loading.ignored |= dict.fromkeys(file.tensors, f"kohya's sd-scripts have no {what}")
+        return
+    architecture = ARCHITECTURES[file.architecture]
+    needs_lycoris = False
+    outside: list[str] = []
+    ends: dict[str, set[str]] = {}
+    for name in file.tensors:
+        hit = _SUFFIX.fullmatch(name)
+        if hit is None:
+            continue
+        for part in architecture.parts:
+            prefix = f"{part.kohya[0]}_"
+            rest = hit["module"].removeprefix(prefix)
+            if not hit["module"].startswith(prefix):
+                continue
+            match = next((each for each in part.names.find(rest) if each.native().replace(".", "_") == rest), None)
+            if match is not None:
+                loading.use(name, f"{part.component}.{match.native()}")
+                needs_lycoris |= hit["suffix"] not in _PLAIN
+                ends.setdefault(hit["module"], set()).add(hit["suffix"])
+                if not part.is_encoder and not _is_in_block(match.native()):
+                    outside.append(match.native())
+    _check_alphas(ends, takes_rank=file.architecture == "sdxl" and not needs_lycoris)
+    if outside and not needs_lycoris:
+        loading.say(
+            "loader-needs",
+            "warning",
+            outside[0],
+            "kohya's networks.lora looks for modules inside the blocks, and leaves others out unless it is told of "
+            "them: load it with --network_module lycoris.kohya",
+        )
+    if needs_lycoris:
+        loading.say(
+            "loader-needs",
+            "info",
+            file.file,
+            "kohya's networks.lora has plain LoRA alone: load it with --network_module lycoris.kohya",
+        )
+
+
+def _check_alphas(ends: Mapping[str, set[str]], *, takes_rank: bool) -> None:
+    """Of the loaders networks.lora alone takes the rank for an alpha that is missing; the others end with an error.
+
+    Raises:
+        RejectedError: One is missing.
+    """
+    lacking = [module for module, found in ends.items() if "alpha" not in found and not found <= _WITHOUT_ALPHA]
+    if lacking and not takes_rank:
+        raise RejectedError(f"{len(lacking)} modules have no alpha, which it looks up for each: {lacking[0]}")
+
+
+def _is_in_block(native: str) -> bool:
+    return native.startswith(_BLOCKS) and not native.startswith(_NOT_BLOCKS)

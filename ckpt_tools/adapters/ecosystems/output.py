@@ -1,0 +1,143 @@
+"""Write an adapter's files: tensor by tensor, whole or not at all, read back before they are published."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.errors import CkptError, StorageError
+from ckpt_tools.formats.digest import digest_block
+from ckpt_tools.formats.opening import read_file
+from ckpt_tools.formats.safetensors import build_header, data_order
+from ckpt_tools.moving.casting import cast
+from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.staging import Staging
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A tensor to write."""
+
+    name: str
+    """In the file."""
+    shape: tuple[int, ...]
+    """In the file."""
+    dtype: DType
+    """In the file."""
+    stored: DType
+    """Of what `read` returns."""
+    read: Callable[[], memoryview]
+    """Returns the row-major bytes; called once."""
+
+    @property
+    def entry(self) -> TensorEntry:
+        """Describe it, without saying where it lies."""
+        return TensorEntry(fqn=self.name, dtype=self.dtype, shape=self.shape, chunks=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The files of an adapter."""
+
+    file: str
+    """Name of the safetensors file."""
+    items: Sequence[Item]
+    """What goes in."""
+    metadata: Mapping[str, str]
+    """`__metadata__` of its header."""
+    documents: Mapping[str, bytes]
+    """Small files beside it."""
+
+    def head(self) -> tuple[bytes, dict[str, int]]:
+        """Return the header, and where every tensor begins in the file."""
+        ordered = data_order([item.entry for item in self.items])
+        head, starts = build_header(ordered, metadata=self.metadata)
+        return head, {entry.fqn: start for entry, start in zip(ordered, starts, strict=True)}
+
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """Return (name, bytes) of every file."""
+        head, _ = self.head()
+        nbytes = len(head) + sum(item.entry.nbytes for item in self.items)
+        return (self.file, nbytes), *((name, len(content)) for name, content in self.documents.items())
+
+
+@contextmanager
+def staged(destination: str, *, overwrite: bool) -> Iterator[Staging]:
+    """Lend a staging directory that is gone afterwards, unless it was published.
+
+    Raises:
+        StorageError: The system could not write.
+    """
+    staging = Staging(destination, overwrite=overwrite)
+    try:
+        staging.begin()
+        yield staging
+    except OSError as error:
+        where = error.filename if isinstance(error.filename, str) else destination
+        raise StorageError(error.strerror or str(error), where=where) from error
+    finally:
+        staging.discard()
+
+
+def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview], None]) -> None:
+    """Write everything, durably, and read it back.
+
+    Memory: the largest tensor, twice when it is cast.
+
+    Args:
+        output: What to write.
+        staging: Where to; the caller publishes it.
+        see: Given every tensor's bytes as they were read.
+
+    Raises:
+        StorageError: The system could not write, or gives back something else.
+    """
+    head, starts = output.head()
+    nbytes = dict(output.sizes())[output.file]
+    staging.create(output.file, nbytes)
+    staging.write(output.file, 0, [head])
+    digests = {}
+    for item in output.items:
+        content = item.read()
+        see(item, content)
+        if item.dtype is not item.stored and len(content):
+            target = memoryview(bytearray(item.entry.nbytes))
+            cast(content, item.stored, target, item.dtype, bulk=False)
+            content = target
+        if len(content) != item.entry.nbytes:
+            raise CkptError(f"{len(content)} bytes for {item.entry.nbytes}", where=item.name)
+        digests[item.name] = digest_block(content)
+        staging.write(output.file, starts[item.name], [content])
+    staging.sync(output.file)
+    for name, document in output.documents.items():
+        staging.write_document(name, document)
+    _read_back(output, staging.directory, digests)
+
+
+def _read_back(output: Output, directory: str, digests: Mapping[str, bytes]) -> None:
+    with Source(directory) as source:
+        written = read_file(source, output.file)
+        found = {entry.fqn: entry for entry in written.header.tensors}
+        for item in output.items:
+            entry = found.pop(item.name, None)
+            same = entry is not None and (entry.dtype, entry.shape) == (item.dtype, item.shape)
+            span = entry.chunks[0].span if entry is not None else None
+            if (
+                not same
+                or span is None
+                or digests[item.name] != digest_block(source.read(output.file, span.offset, span.nbytes))
+            ):
+                raise StorageError(
+                    f"tensor {item.name!r} reads back as something else than was written",
+                    where=output.file,
+                    hint="nothing was published; check the storage",
+                )
+        for name, document in output.documents.items():
+            if source.read(name, 0, source.size(name)) != document:
+                raise StorageError("a file reads back as something else than was written", where=name)
+            if name.endswith(".json"):
+                json.loads(document)

@@ -1,0 +1,1 @@
+"""PEFT: its configuration, its files, and what `PeftModel.from_pretrained` does with them."""

@@ -1,0 +1,211 @@
+"""What an adapter's configuration must be, from its tensors and from what is known beside them. Pure.
+
+Every value says where it comes from. What the tensors do not tell, and what changes the result, is asked for: a wrong
+alpha or a wrong kind of rotation gives an adapter that loads, and does something else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Sourced
+from ckpt_tools.adapters.base.model import BaseModel
+from ckpt_tools.adapters.ecosystems.peft.targets import (
+    pattern_path,
+    refuse_parameters,
+    saved_fields,
+    target_fields,
+)
+from ckpt_tools.adapters.families import FAMILIES, Family
+from ckpt_tools.adapters.families.family import MERGE_HINT
+from ckpt_tools.errors import UsageError
+
+_MAX_SHOWN = 3
+_OWN_FIELDS = frozenset(
+    [
+        "peft_type",
+        "base_model_name_or_path",
+        "task_type",
+        "inference_mode",
+        "r",
+        "lora_alpha",
+        "alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "target_parameters",
+        "modules_to_save",
+        "bias",
+    ]
+)
+"""Worked out from the tensors; what a configuration beside them says is only taken where it agrees."""
+_TRAINING_ONLY = ("velora_config",)
+"""Fields that ask for tensors which only training needs, and which are not exported."""
+
+
+def infer_config(
+    adapter: Adapter[F],
+    *,
+    base: BaseModel | None = None,
+    base_model: str | None = None,
+) -> Fields:
+    """Return PEFT's configuration for an adapter.
+
+    Args:
+        adapter: With alphas (`with_alpha`), under the base model's module paths.
+        base: The base model, against which the names of targets are proven.
+        base_model: Hub id or path of the base model, to be written.
+
+    Raises:
+        UsageError: PEFT cannot express it in one configuration, or something that changes the result is not known.
+    """
+    family = _only_family(adapter)
+    modules = [module for module in adapter.modules if module.family == family.name]
+    config: Fields = {"peft_type": Sourced(family.peft_type, _type_source(modules))}
+    config |= _identity(adapter, base, base_model)
+    if family.is_scaled:
+        config |= _ranks_and_alphas(adapter, family, modules)
+    config |= family.peft_config(adapter, modules, base.shapes if base else {})
+    config |= target_fields(adapter, modules, base)
+    config |= saved_fields(adapter, modules, base)
+    for name, found in adapter.settings.items():
+        if name not in config and name not in (*_OWN_FIELDS, *_TRAINING_ONLY) and name in family.peft_fields:
+            config[name] = found
+    config["inference_mode"] = Sourced(True, "an exported adapter is not being trained")
+    return config
+
+
+def _only_family(adapter: Adapter[F]) -> Family:
+    counts = Counter(module.family for module in adapter.modules if not module.is_saved)
+    if not counts:
+        raise UsageError(
+            "there are trained modules here, and no adapter's factors",
+            hint="`ckpt gather` takes tensors out of a checkpoint",
+        )
+    for family in map(FAMILIES.__getitem__, counts):
+        if family.peft_type is None:
+            raise UsageError(f"PEFT has no form for {family.title}s ({counts[family.name]} modules)", hint=MERGE_HINT)
+    if len(counts) > 1:
+        raise UsageError(
+            f"PEFT has one type for an adapter, and here are {' and '.join(sorted(counts))}",
+            hint="export them one by one, with --include and --exclude",
+        )
+    return FAMILIES[next(iter(counts))]
+
+
+def _type_source(modules: Sequence[AdapterModule[F]]) -> str:
+    roles = sorted(modules[0].factors)
+    return f"factors {', '.join(roles)}"
+
+
+def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | None) -> Fields:
+    config: Fields = {}
+    settings = adapter.settings
+    if base_model is not None:
+        config["base_model_name_or_path"] = Sourced(base_model, "--base-model")
+    else:
+        config["base_model_name_or_path"] = settings.get("base_model_name_or_path", Sourced(None, "nothing says it"))
+    task = settings.get("task_type")
+    if task is None and "peft_type" in settings:
+        config["task_type"] = Sourced(None, f"{settings['peft_type'].source} has none")
+        return config
+    task = task or (base.task_type if base else None)
+    config["task_type"] = _with_its_head(task, adapter) if task else Sourced(None, "nothing says it")
+    return config
+
+
+_HEADS: Mapping[str, tuple[str, ...]] = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+"""Task type → modules that PEFT takes for trained, whatever modules_to_save says. Source: peft 0.21 `peft_model.py`."""
+
+
+def _with_its_head(task: Sourced[object], adapter: Adapter[F]) -> Sourced[object]:
+    """PEFT does not load an adapter of such a task without its head.
+
+    Raises:
+        UsageError: The user gives the task, and there is no head.
+    """
+    heads = _HEADS.get(task.value) if isinstance(task.value, str) else None
+    if heads is None or any(module.is_saved and module.path.endswith(heads) for module in adapter.modules):
+        return task
+    what = f"for {task.value} PEFT wants a trained {' or '.join(heads)}, and there is none here"
+    if task.source == "--config":
+        raise UsageError(what, where="--config", hint="leave task_type out: PEFT loads the adapter without one")
+    return Sourced(None, f"{what} ({task.source})")
+
+
+def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[AdapterModule[F]]) -> Fields:
+    """Put the most frequent rank and alpha in front, and the others into patterns that match one module each."""
+    if any(not module.parameter for module in modules) and (whole := _configured(adapter, modules)):
+        return whole
+    ranks: dict[str, Sourced[int]] = {}
+    alphas: dict[str, Sourced[float]] = {}
+    for module in modules:
+        path = pattern_path(module)
+        if not module.parameter and "target_parameters" not in adapter.settings:
+            raise refuse_parameters(module.path)
+        if module.rank is None:
+            raise UsageError(
+                f"the rank of {module.path!r} is not known: its factors do not tell",
+                hint="give the one of the training run: --config r=VALUE",
+            )
+        ranks[path] = module.rank
+        if module.alpha is not None:
+            alphas[path] = module.alpha
+    config: Fields = {}
+    for key, patterns, values in (("r", "rank_pattern", ranks), (family.alpha_field, "alpha_pattern", alphas)):
+        counts = Counter(found.value for found in values.values())
+        # The first of the most frequent ones in the order of the modules; what is alike is said alike.
+        common = counts.most_common(1)[0][0]
+        first = next(found for found in values.values() if found.value == common)
+        rest = {path: found for path, found in values.items() if found.value != common}
+        few = f" in {counts[common]} of {len(values)} modules" if rest else ""
+        config[key] = Sourced(_plain(common), first.source + few)
+        sources = sorted({found.source for found in rest.values()})
+        config[patterns] = Sourced(
+            {f"^{_escaped(path)}": _plain(found.value) for path, found in rest.items()},
+            ", ".join(sources[:_MAX_SHOWN]) if rest else "all modules are alike",
+        )
+    if "use_rslora" in family.peft_fields:
+        rslora = {module.use_rslora for module in modules}
+        if len(rslora) > 1:
+            raise UsageError("some modules have use_rslora and some not, which PEFT has one setting for")
+        known = adapter.settings.get("use_rslora")
+        config["use_rslora"] = Sourced(rslora.pop(), known.source if known else "alpha is the numerator of alpha/r")
+    return config
+
+
+def _configured(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Fields:
+    """Return ranks and alphas as the training run's configuration has them; {} where that has none by name.
+
+    Which of a module's parameters has which factors, and so which pattern, the base model alone would tell.
+    """
+    settings = adapter.settings
+    patterns = [settings[name] for name in ("rank_pattern", "alpha_pattern") if name in settings]
+    if not any(found.value for found in patterns) or not {"r", "lora_alpha"} <= settings.keys():
+        return {}
+    given = {m.alpha for m in modules if m.alpha is not None and m.alpha.source == "--alpha"}
+    config: Fields = {name: settings[name] for name in ("r", "rank_pattern") if name in settings}
+    if given:
+        config |= {"lora_alpha": given.pop(), "alpha_pattern": Sourced({}, "--alpha")}
+    else:
+        config |= {name: settings[name] for name in ("lora_alpha", "alpha_pattern") if name in settings}
+    config["use_rslora"] = settings.get("use_rslora", Sourced(False, "alpha is the numerator of alpha/r"))
+    return config
+
+
+def _escaped(path: str) -> str:
+    return re.escape(path).replace(r"\-", "-")
+
+
+def _plain(value: float) -> float:
+    """PEFT writes alphas as whole numbers where they are."""
+    return int(value) if float(value).is_integer() else value

@@ -1,0 +1,82 @@
+"""PEFT's own files: the names in adapter_model.safetensors, and the text of adapter_config.json. Pure.
+
+Source: peft 0.21 `utils/save_and_load.py`, `config.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ckpt_tools.adapters.adapter import Adapter, F, Sourced
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.errors import UsageError
+
+ROOT = "base_model.model."
+"""In front of every name."""
+_PREFIXES = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "base_model.model.")
+"""Of one model in a pipeline; PEFT's adapters are for one model, and name its modules from its own root."""
+
+
+def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:
+    """Yield (name, number of the module, role) of every tensor of PEFT's file.
+
+    Raises:
+        UsageError: PEFT has no name for a factor.
+    """
+    adapted = {module.path: module.nesting for module in adapter.modules if not module.is_saved}
+    for number, module in enumerate(adapter.modules):
+        for role in module.factors:
+            if module.is_saved:
+                inner = ".base_layer" * (adapted.get(module.path, -1) + 1)
+                yield f"{ROOT}{module.path}{inner}.{role}", number, role
+                continue
+            suffix = family_of(module).peft_names.get(role)
+            if suffix is None:
+                raise UsageError(f"PEFT has no name for the factor {role} of {module.family}", where=module.path)
+            yield f"{ROOT}{module.path}{'.base_layer' * module.nesting}.{suffix}", number, role
+
+
+def renested(adapter: Adapter[F]) -> Adapter[F]:
+    """Return the adapter with its wrappers counted anew: PEFT makes one for every parameter that is still adapted."""
+    present: dict[str, set[int]] = {}
+    for module in adapter.modules:
+        if not module.is_saved:
+            present.setdefault(module.path, set()).add(module.nesting)
+    return adapter.with_modules(
+        tuple(
+            module if module.is_saved else replace(module, nesting=sorted(present[module.path]).index(module.nesting))
+            for module in adapter.modules
+        )
+    )
+
+
+def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
+    """Return the adapter with the module paths of its model, without the name that a pipeline has for that.
+
+    Returns:
+        The adapter, and the name that was taken off.
+
+    Raises:
+        UsageError: It is for several models.
+    """
+    prefixes = {next((p for p in _PREFIXES if module.path.startswith(p)), "") for module in adapter.modules}
+    if adapter.convention == "peft" or prefixes == {""}:
+        return adapter, None
+    if len(prefixes) > 1:
+        shown = ", ".join(prefix.rstrip(".") or "others" for prefix in sorted(prefixes))
+        raise UsageError(
+            f"an adapter for {len(prefixes)} models ({shown}), and PEFT's are for one",
+            hint=f"export them one by one: --include '{max(prefixes)}**'",
+        )
+    prefix = prefixes.pop()
+    modules = tuple(replace(module, path=module.path[len(prefix) :]) for module in adapter.modules)
+    omitted = frozenset(path.removeprefix(prefix) for path in adapter.omitted)
+    return replace(adapter.with_modules(modules), omitted=omitted), prefix.rstrip(".")
+
+
+def config_text(config: Mapping[str, Sourced[object]]) -> bytes:
+    """Return adapter_config.json."""
+    document = {name: found.value for name, found in sorted(config.items())}
+    return (json.dumps(document, indent=2) + "\n").encode()

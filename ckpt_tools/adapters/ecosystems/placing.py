@@ -1,0 +1,183 @@
+"""Modules under the names of the target: renamed, cut into parts or put together as the tables say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.architectures.architecture import Architecture, Part
+from ckpt_tools.adapters.architectures.of_base import BaseFamily
+from ckpt_tools.adapters.architectures.resolve import Place, place
+from ckpt_tools.adapters.architectures.rule import Names
+from ckpt_tools.adapters.families import FAMILIES, columns_of, family_of, rows_of
+from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
+from ckpt_tools.errors import UsageError
+from ckpt_tools.moving.arrays import Array
+
+AsLora = Callable[[Module], Module]
+"""Makes an exact lora of a module, or raises `InexpressibleError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A module with its place in the target."""
+
+    part: Part
+    """The model that it is in."""
+    module: Module
+    """Its path is the one inside that model, in the target's spelling."""
+
+
+def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple[Place, Module]]:
+    """Look every module up.
+
+    Raises:
+        UsageError: A name that the tables do not know, or know twice.
+    """
+    return [(place(module.path, architecture), module) for module in adapter.modules]
+
+
+def unchanged(adapter: Adapter[Array], base: BaseFamily) -> list[Placed]:
+    """Place modules where they are, for a model without tables: their paths are those of the base."""
+    part = Part(component=base.component or "transformer", names=Names(()), comfyui="diffusion_model", kohya=())
+    return [Placed(part=part, module=module) for module in adapter.modules]
+
+
+def in_diffusers(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> list[Placed]:
+    """Return the modules as diffusers has them: split where the authors fuse.
+
+    Raises:
+        UsageError: A module twice, or one that cannot be split exactly.
+    """
+    placed: list[Placed] = []
+    for where, module in places:
+        paths = where.diffusers
+        if where.match.part is not None:
+            placed.append(Placed(part=where.part, module=replace(module, path=paths[where.match.part])))
+        elif len(paths) > 1:
+            placed += [Placed(part=where.part, module=each) for each in _split(where, module, as_lora)]
+        else:
+            moved = replace(module, path=paths[0])
+            placed.append(Placed(part=where.part, module=_swap(moved, as_lora) if _is_swapped(where, moved) else moved))
+    return _once(placed)
+
+
+def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> list[Placed]:
+    """Return the modules as their authors have them: fused where diffusers splits.
+
+    Raises:
+        UsageError: A module twice, or parts that cannot be put together exactly.
+    """
+    placed: list[Placed] = []
+    groups: dict[tuple[str, str, bool], dict[int, Module]] = {}
+    wheres: dict[tuple[str, str, bool], Place] = {}
+    for where, module in places:
+        moved = replace(module, path=where.native)
+        if where.match.part is None or where.part.is_encoder:
+            placed.append(Placed(part=where.part, module=moved))
+        elif len(where.match.rule.diffusers) == 1:
+            placed.append(Placed(part=where.part, module=_swap(moved, as_lora) if _is_swapped(where, moved) else moved))
+        else:
+            key = (where.part.component, where.native, _is_bias(module))
+            group = groups.setdefault(key, {})
+            if where.match.part in group:
+                raise _twice(module.path)
+            group[where.match.part] = module
+            wheres[key] = where
+    for key, group in groups.items():
+        where = wheres[key]
+        parts = dict(group)
+        families = {part.family for part in parts.values()}
+        if len(families) > 1 or not FAMILIES[families.pop()].joins:
+            parts = {index: as_lora(part) for index, part in parts.items()}
+        family = family_of(next(iter(parts.values())))
+        whole = family.join(parts, _sizes(where, parts), where.native)
+        placed.append(Placed(part=where.part, module=whole))
+    return _once(placed)
+
+
+def _once(placed: list[Placed]) -> list[Placed]:
+    seen: set[tuple[str, str, bool]] = set()
+    for each in placed:
+        key = (each.part.component, each.module.path, _is_bias(each.module))
+        if key in seen:
+            raise _twice(each.module.path)
+        seen.add(key)
+    return placed
+
+
+def _is_bias(module: Module) -> bool:
+    """Is it the change of a bias, which LyCORIS keeps beside that of the weight?"""
+    return module.factors.keys() == {"diff_b"}
+
+
+def _twice(path: str) -> UsageError:
+    return UsageError(
+        f"{path!r} is adapted twice, under two names",
+        where=path,
+        hint="an adapter has one module per weight: remove one of them",
+    )
+
+
+def _split(where: Place, module: Module, as_lora: AsLora) -> tuple[Module, ...]:
+    rows = rows_of(module)
+    if rows is None:
+        raise refuse(module, f"its rows cannot be split into {', '.join(where.diffusers)}")
+    sizes = _parts_of(where, rows, columns_of(module))
+    if sizes is None:
+        raise refuse(module, f"{rows} rows are not those of {', '.join(where.diffusers)}")
+    try:
+        return family_of(module).split(module, sizes, where.diffusers)
+    except InexpressibleError:
+        if family_of(module).is_low_rank_pair(module.factors):
+            raise
+        return family_of(module := as_lora(module)).split(module, sizes, where.diffusers)
+
+
+def _parts_of(where: Place, rows: int, columns: int | None) -> tuple[int, ...] | None:
+    if where.match.rule.step == "qkv":
+        return None if rows % 3 else (rows // 3,) * 3
+    if columns is None or rows <= 3 * columns:
+        return None
+    return (columns, columns, columns, rows - 3 * columns)
+
+
+def _sizes(where: Place, parts: Mapping[int, Module]) -> tuple[int, ...]:
+    """Rows of every part, also of those that the adapter leaves alone."""
+    some = next(iter(parts.values()))
+    known = {index: rows_of(part) for index, part in parts.items()}
+    count = len(where.match.rule.diffusers)
+    if where.match.rule.step == "qkv":
+        heights = set(known.values())
+        height = heights.pop()
+        if height is None or heights:
+            raise refuse(some, "query, key and value have different heights")
+        return (height,) * count
+    width = columns_of(some)
+    if width is None:
+        raise refuse(some, "the width of its input is not known")
+    # The MLP of FLUX.1 is four times as wide as the block: only asked where the adapter leaves it alone.
+    mlp = known.get(3) or 4 * width
+    return (width, width, width, mlp)
+
+
+def _is_swapped(where: Place, module: Module) -> bool:
+    step = where.match.rule.step
+    if step == "swap":
+        return True
+    if step != "swap_if_two":
+        return False
+    rows, columns = rows_of(module), columns_of(module)
+    if rows is None or columns is None:
+        raise refuse(module, "its shape does not tell whether it is the last block, whose halves are swapped")
+    return rows == 2 * columns
+
+
+def _swap(module: Module, as_lora: AsLora) -> Module:
+    try:
+        return family_of(module).swap_halves(module)
+    except InexpressibleError:
+        if family_of(module).is_low_rank_pair(module.factors):
+            raise
+        return family_of(module := as_lora(module)).swap_halves(module)

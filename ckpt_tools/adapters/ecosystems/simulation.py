@@ -1,0 +1,185 @@
+"""What a loader is given, and what it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName
+from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.description.dtypes import DType
+
+Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]
+"""Whose rules."""
+ModelFamily = ArchitectureName | Literal["llm"]
+"""A family of models whose names ckpt knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHead:
+    """What a header says of a tensor."""
+
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: DType
+    """Its element type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFile:
+    """An adapter as a loader finds it: the names in its file, not yet understood."""
+
+    file: str
+    """Name of the safetensors file."""
+    tensors: Mapping[str, TensorHead]
+    """Name → head, in the order of the file."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The header's `__metadata__`."""
+    config: Mapping[str, object] | None = None
+    """adapter_config.json beside the file; None where there is none."""
+    siblings: tuple[str, ...] = ()
+    """Other safetensors files in its directory."""
+    is_named: bool = False
+    """The loader is told the file, not its directory alone."""
+    architecture: ModelFamily | None = None
+    """The model family, where it is known."""
+    base: Mapping[str, tuple[int, ...]] | None = None
+    """Names and shapes of the base model's parameters, where it was given."""
+    base_class: str | None = None
+    """diffusers' class of the base model."""
+    base_type: str | None = None
+    """transformers' type of the base model."""
+    constrained: frozenset[str] = frozenset()
+    """Modules whose rotations have a constraint (alpha of LyCORIS' OFT and BOFT)."""
+
+
+NEEDS_BASE = "loader-unchecked-base"
+"""Code of what a loader decides by the base model, which was not given."""
+
+
+class RejectedError(Exception):
+    """The loader raises; the message says on what."""
+
+
+@dataclass(slots=True)
+class Loading:
+    """What became of every tensor: used for a module, or left out."""
+
+    used: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensor → modules of the model: several where a fused one is split."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Tensor → why the loader leaves it out."""
+    findings: list[Finding] = field(default_factory=list)
+    """What else to say."""
+
+    def use(self, name: str, module: str) -> None:
+        """Note that a tensor goes into a module."""
+        self.used[name] = tuple(dict.fromkeys((*self.used.get(name, ()), module)))
+
+    def say_scale(self, alpha: str, value: object) -> None:
+        """Say that a configuration's alpha of 0 makes a loader's every change 0 (verl#5325)."""
+        if isinstance(value, int | float) and value == 0:
+            self.say(
+                "loader-no-op",
+                "error",
+                "adapter_config.json",
+                f"{alpha} is 0, and every change is multiplied by it: nothing changes",
+                "ckpt export-lora SRC DST --alpha VALUE writes the one of the training run",
+            )
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Every module that gets something."""
+        return tuple(dict.fromkeys(module for modules in self.used.values() for module in modules))
+
+    def say(self, code: str, severity: Severity, where: str, what: str, hint: str | None = None) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(code=code, severity=severity, where=where, what=what, hint=hint))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderReport:
+    """Will a loader take the adapter, and will it change anything?"""
+
+    loader: Loader
+    """Whose rules."""
+    loads: bool | None
+    """Does it end without an error? None when the rules do not tell."""
+    matched: tuple[str, ...]
+    """Modules that get an adapter."""
+    num_matched: int
+    """Tensors that are used."""
+    unmatched: tuple[str, ...]
+    """Tensors that are left out."""
+    findings: tuple[Finding, ...]
+    """Why."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Do the rules tell everything, or would the base model decide?"""
+        return self.loads is not None and not any(each.code == NEEDS_BASE for each in self.findings)
+
+    @property
+    def is_whole(self) -> bool:
+        """Is everything loaded, and as it is meant?"""
+        return self.changes and self.loads is True and not any(each.severity == "error" for each in self.findings)
+
+    @property
+    def changes(self) -> bool:
+        """Is anything loaded at all?"""
+        return bool(self.matched) and self.loads is not False
+
+
+Rules = Callable[[AdapterFile, Loading], None]
+"""Fills in a `Loading`; raises `RejectedError` where the loader raises."""
+
+
+def report(loader: Loader, rules: Rules, file: AdapterFile) -> LoaderReport:
+    """Apply a loader's rules to an adapter."""
+    loading = Loading()
+    hint = _HINTS["peft"] if file.architecture == "llm" and loader != "vllm" else _HINTS[loader]
+    loads: bool | None = True
+    try:
+        rules(file, loading)
+    except RejectedError as error:
+        loads = False
+        loading.used.clear()
+        loading.say("loader-rejects", "error", file.file, f"{loader} refuses it: {error}", hint)
+    unmatched = tuple(name for name in file.tensors if name not in loading.used)
+    if any(finding.code == "loader-unchecked" for finding in loading.findings):
+        loads = None
+    elif loads and not loading.used:
+        loading.say(
+            "loader-no-op",
+            "error",
+            file.file,
+            f"{loader} loads none of the {len(file.tensors)} tensors and says at most a warning: nothing changes",
+            hint,
+        )
+    elif loads and unmatched:
+        reasons = {loading.ignored.get(name, "no module has that name") for name in unmatched}
+        loading.say(
+            "loader-ignores",
+            "error",
+            unmatched[0],
+            f"{loader} leaves out {len(unmatched)} of {len(file.tensors)} tensors: {'; '.join(sorted(reasons))}",
+            hint,
+        )
+    return LoaderReport(
+        loader=loader,
+        loads=loads,
+        matched=loading.modules,
+        num_matched=len(loading.used),
+        unmatched=unmatched if loads is not None else (),
+        findings=tuple(loading.findings),
+    )
+
+
+_HINTS: Mapping[Loader, str] = {
+    "peft": "ckpt export-lora SRC DST --to peft",
+    "diffusers": "ckpt export-lora SRC DST --to diffusers",
+    "comfyui": "ckpt export-lora SRC DST --to comfyui",
+    "kohya": "ckpt export-lora SRC DST --to kohya",
+    "vllm": "ckpt export-lora SRC DST --to peft; what vLLM lacks can be merged into the base: ckpt merge-lora",
+}

@@ -1,0 +1,123 @@
+"""What vLLM does with a PEFT adapter (`--enable-lora`).
+
+Source: github.com/vllm-project/vllm, vllm/lora/peft_helper.py, lora_model.py, utils.py, worker_manager.py; issues
+#9280 (modules_to_save), #2847 (rank), #21500 (lm_head).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.ecosystems.peft.variants import variants_in
+from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loading, RejectedError
+
+_ROOT = "base_model.model."
+_NAME = re.compile(r"(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])")
+_DEFAULT_RANK = 16
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that --max-lora-rank takes."""
+_FROZEN = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings")
+
+
+def load(file: AdapterFile, loading: Loading) -> None:
+    """Apply vLLM's rules.
+
+    Raises:
+        RejectedError: It raises.
+    """
+    if file.architecture not in (None, "llm"):
+        loading.ignored |= dict.fromkeys(file.tensors, "vLLM serves language models")
+        return
+    config = _checked_config(file)
+    _check_rank(file, config.get("r"), loading)
+    loading.say_scale("lora_alpha", config.get("lora_alpha"))
+    modules = parents_of(file.base) if file.base is not None else None
+    if modules is None:
+        loading.say(NEEDS_BASE, "info", file.file, "vLLM leaves out modules that the model does not have: give --base")
+    embeddings = set()
+    for name, head in file.tensors.items():
+        hit = _NAME.fullmatch(name)
+        if name.endswith(_FROZEN):
+            loading.ignored[name] = "the embedding that PEFT saved along is left out: the base's own is taken"
+            continue
+        if hit is None:
+            raise RejectedError(f"{name} is an unsupported LoRA weight")
+        if len(head.shape) < 2 or 0 in head.shape:
+            raise RejectedError(f"{name} has the shape {list(head.shape)}, and is copied into a matrix")
+        module = hit["module"].removeprefix(_ROOT)
+        if modules is not None and module not in modules:
+            loading.ignored[name] = "the base model has no such module"
+            continue
+        if module.rpartition(".")[2] in _EMBEDDINGS:
+            embeddings.add(module)
+        loading.use(name, module)
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        if config.get(pattern):
+            loading.say(
+                "loader-misreads",
+                "error",
+                "adapter_config.json",
+                f"vLLM takes r and lora_alpha for every module and ignores {pattern}: some modules get a wrong scale",
+                "ckpt merge-lora BASE ADAPTER DST, and serve the merged model",
+            )
+    for name, reason in variants_in(config):
+        loading.say(
+            "loader-misreads",
+            "error",
+            "adapter_config.json",
+            f"vLLM knows nothing of {name}, and loads the factors as plain ones: {reason}",
+            "ckpt export-lora or merge-lora say whether it can be served in another way",
+        )
+    if embeddings:
+        loading.say(
+            "loader-needs",
+            "warning",
+            min(embeddings),
+            "vLLM takes adapters of embeddings and of lm_head for some models only, and refuses them for others",
+        )
+
+
+def _checked_config(file: AdapterFile) -> Mapping[str, object]:
+    config = file.config
+    if config is None:
+        raise RejectedError("there is no adapter_config.json beside it")
+    if file.file != "adapter_model.safetensors":
+        raise RejectedError(f"it looks for adapter_model.safetensors, and this is {file.file}")
+    missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
+    if missing:
+        raise RejectedError(f"adapter_config.json lacks {', '.join(missing)}")
+    if config.get("peft_type") != "LORA":
+        raise RejectedError(f"peft_type is {config.get('peft_type')!r}, it has LORA alone")
+    if config.get("modules_to_save"):
+        raise RejectedError("modules_to_save must be empty")
+    if config.get("use_dora"):
+        raise RejectedError("it does not support DoRA")
+    if config.get("bias") not in (None, "none"):
+        raise RejectedError(f"bias is {config['bias']!r}, and it has none")
+    alpha = config["lora_alpha"]
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise RejectedError(f"lora_alpha is {alpha!r}, not a number")
+    return config
+
+
+def _check_rank(file: AdapterFile, rank: object, loading: Loading) -> None:
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise RejectedError(f"r is {rank!r}")
+    largest = max(
+        (head.shape[0] for name, head in file.tensors.items() if name.endswith("lora_A.weight") and head.shape),
+        default=rank,
+    )
+    rank = max(rank, largest)
+    if rank > _RANKS[-1]:
+        raise RejectedError(f"its rank is {rank}, the most is {_RANKS[-1]}")
+    if rank > _DEFAULT_RANK:
+        needed = next(each for each in _RANKS if each >= rank)
+        loading.say(
+            "loader-needs",
+            "info",
+            file.file,
+            f"rank {rank} is above vLLM's default of {_DEFAULT_RANK}: start it with --max-lora-rank {needed}",
+        )

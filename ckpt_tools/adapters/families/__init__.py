@@ -1,0 +1,52 @@
+"""Families of adapters: one file for each, with all that this one knows, and the table of them.
+
+A new family is a file with a subclass of `Family`, its name in `FamilyName`, and a line of `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ckpt_tools.adapters.adapter import AdapterModule, F, FamilyName, Shape
+from ckpt_tools.adapters.families.boft import Boft
+from ckpt_tools.adapters.families.family import Family
+from ckpt_tools.adapters.families.full import Full
+from ckpt_tools.adapters.families.loha import Loha
+from ckpt_tools.adapters.families.lokr import Lokr
+from ckpt_tools.adapters.families.lora import Lora
+from ckpt_tools.adapters.families.oft import Oft
+from ckpt_tools.adapters.families.saved import Saved
+
+__all__ = ["FAMILIES", "PEFT_TYPES", "Family", "columns_of", "family_of", "rows_of", "shape_of"]
+
+FAMILIES: Mapping[FamilyName, Family] = MappingProxyType(
+    {each.name: each for each in (Lora(), Loha(), Lokr(), Oft(), Boft(), Full(), Saved())}
+)
+"""By name; those of PEFT first."""
+PEFT_TYPES: Mapping[str, Family] = MappingProxyType(
+    {each.peft_type: each for each in FAMILIES.values() if each.peft_type is not None}
+)
+"""By PEFT's `peft_type`."""
+
+
+def family_of(module: AdapterModule[F]) -> Family:
+    """Return the family of a module."""
+    return FAMILIES[module.family]
+
+
+def shape_of(module: AdapterModule[F]) -> Shape | None:
+    """Return the shape of the weight that a module adds to, as far as its factors show it."""
+    return family_of(module).shape(module.shapes)
+
+
+def rows_of(module: AdapterModule[F]) -> int | None:
+    """Return out of the weight that a module adds to, where its factors tell."""
+    shape = shape_of(module)
+    return None if shape is None else shape[0]
+
+
+def columns_of(module: AdapterModule[F]) -> int | None:
+    """Return in of the weight that a module adds to (without a kernel), where its factors tell."""
+    shape = shape_of(module)
+    return None if shape is None or len(shape) < 2 else shape[1]

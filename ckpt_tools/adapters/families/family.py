@@ -1,0 +1,343 @@
+"""What every family of adapters says of itself: `Family`, of which each has a subclass in a file of its own.
+
+Headers alone need no numpy: what does arithmetic on factors imports it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, FamilyName, Fields, Shape, Shapes
+from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.checks.values import Values
+    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.setting import Setting
+    from ckpt_tools.moving.arrays import Array
+
+Style = Literal["peft", "lycoris", "diffusers-old", "torchtitan"]
+"""Whose suffix a name has; "peft" is also what diffusers and ai-toolkit write."""
+Matrix = tuple[int | None, int | None]
+"""(rows, columns) of what a module changes; None in the place of a number where any will do."""
+Factors = Mapping[str, "Array"]
+Module = AdapterModule["Array"]
+"""With its factors loaded."""
+NONE: Mapping[str, str] = MappingProxyType({})
+MERGE_HINT = "put the adapter into the base: ckpt merge-lora BASE ADAPTER DST"
+
+PEFT_COMMON = (
+    "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
+    "exclude_modules layers_to_transform layers_pattern modules_to_save"
+)
+"""Fields of every configuration of PEFT's. Source: peft 0.21 `config.py`, `tuners/*/config.py`."""
+PEFT_LYCORIS = (
+    f"{PEFT_COMMON} r alpha rank_pattern alpha_pattern rank_dropout module_dropout use_effective_conv2d init_weights"
+)
+"""Fields of PEFT's LoHa, which its LoKr has as well."""
+
+
+class InexpressibleError(UsageError):
+    """What is asked for cannot be said in the factors that the target has."""
+
+
+def refuse(module: AdapterModule[F], reason: str, hint: str | None = None) -> InexpressibleError:
+    """Return the error that `module` cannot be written, and why."""
+    kind = "DoRA" if module.is_dora else module.family
+    return InexpressibleError(f"{module.path!r} ({kind}) cannot be written: {reason}", where=module.path, hint=hint)
+
+
+def refuse_roles(modules: Iterable[AdapterModule[F]], roles: Sequence[str], reason: str) -> None:
+    """Raise InexpressibleError when a module has one of `roles`."""
+    for module in modules:
+        for role in roles:
+            if role in module.factors:
+                raise InexpressibleError(
+                    f"PEFT cannot express the factor {role} of {module.path!r}: {reason}", hint=MERGE_HINT
+                )
+
+
+def missing_halves(pairs: Iterable[tuple[str, str]], roles: Collection[str]) -> list[str]:
+    """Return what lacks of pairs of which one half is there."""
+    sides = (side for one, two in pairs for side in ((one, two), (two, one)))
+    return [other for role, other in sides if role in roles and other not in roles]
+
+
+class Family:
+    """One way in which factors change a weight. What a family does not say, it does not have."""
+
+    name: ClassVar[FamilyName]
+    title: ClassVar[str]
+    """For people."""
+
+    # The names of its tensors
+
+    marker: ClassVar[str] = ""
+    """What the names of its factors hold, and no other tensor's."""
+    peft_names: ClassVar[Mapping[str, str]] = NONE
+    """Role → the end of the name as `PeftModel.save_pretrained` writes it, without the adapter's own name; diffusers
+    takes these over for transformers and U-Nets."""
+    lycoris_names: ClassVar[Mapping[str, str]] = NONE
+    """Role → the end of the name as kohya, LyCORIS and ComfyUI have it; beside them stands an `alpha`."""
+    lycoris_algorithm: ClassVar[str]
+    """What LyCORIS calls it."""
+    also_read: ClassVar[tuple[tuple[Style, str, str], ...]] = ()
+    """(style, pattern, role) of names that are read, and that ckpt writes otherwise."""
+
+    # PEFT's configuration
+
+    peft_type: ClassVar[str | None] = None
+    peft_fields: ClassVar[frozenset[str]] = frozenset()
+    alpha_field: ClassVar[str] = "alpha"
+    init_field: ClassVar[str] = "init_weights"
+    peft_checks_bias: ClassVar[bool] = False
+    """Does PEFT refuse an unknown value of `bias`?"""
+    peft_checks_layers: ClassVar[bool] = False
+    """Does PEFT refuse layers_to_transform beside a pattern in target_modules?"""
+    peft_checks_rank: ClassVar[bool] = False
+    """Are all factors matrices of which a dim is the rank, whatever the weight?"""
+    peft_either: ClassVar[tuple[str, str, int] | None] = None
+    """Two fields of which exactly one must be set, and the second one's default."""
+    peft_switches: ClassVar[tuple[tuple[str, str, str], ...]] = ()
+    """(field, role, what it is) of settings that stand for a factor in every module."""
+
+    # What kind of change it is
+
+    is_scaled: ClassVar[bool] = False
+    """Has it a rank and an alpha, of which the quotient multiplies the change?"""
+    is_rotation: ClassVar[bool] = False
+    is_own: ClassVar[bool] = True
+    """Must it be the only one in a module?"""
+    why_not_a_sum: ClassVar[str | None] = None
+    """Why what it adds to a weight depends on the weight; None where it does not."""
+    joins: ClassVar[bool] = False
+    """Can modules be put together into one of the same family?"""
+    row_roles: ClassVar[tuple[str, ...]] = ()
+    """Factors whose first dim is the weight's rows."""
+
+    def kind(self, module: AdapterModule[F]) -> str:
+        """Return what reports call a module: loha, dora-loha."""
+        return f"dora-{self.name}" if module.is_dora else self.name
+
+    def label(self, module: AdapterModule[F]) -> str:
+        """Return what notes call a module: loha, DoRA of loha."""
+        return f"DoRA of {self.name}" if module.is_dora else self.name
+
+    def how_as_lora(self, rank: int) -> str:
+        """Return what is done to say a module exactly as a LoRA."""
+        return f"{self.title} as LoRA of rank {rank}"
+
+    def why_no_lora(self, shapes: Shapes) -> str | None:
+        """Return why the factors change more than a LoRA can; None where they do not."""
+        return None
+
+    def why_not_low_rank(self, weight: Shape) -> str:
+        """Return why there is no exact LoRA, where `low_rank` has none."""
+        return f"its factors are full: an exact LoRA would be as large as the weight of shape {list(weight)}"
+
+    # What the shapes of the factors tell
+
+    def shape(self, shapes: Shapes) -> Shape | None:
+        """Return the shape of the weight, as far as the factors show it: flat ones of a convolution make a matrix."""
+        return None
+
+    def matrix(self, shapes: Shapes) -> Matrix | None:
+        """Return (rows, columns) of what the factors change, of one expert where there are several."""
+        shape = self.shape(shapes)
+        return None if shape is None else (shape[0], math.prod(shape[1:]))
+
+    def is_matrix_sure(self, shapes: Shapes) -> bool:
+        """Is `matrix` held against the base's weight wherever an adapter is checked, and not by a merge alone?"""
+        return False
+
+    def is_linear(self, roles: Collection[str]) -> bool:
+        """Are these factors that PEFT has for transposed weights and for parameters of stacked experts as well?"""
+        return False
+
+    def is_low_rank_pair(self, roles: Collection[str]) -> bool:
+        """Is the change the product of two matrices, as every ecosystem has it?"""
+        return False
+
+    def fits_parameter(self, shapes: Shapes, parameter: Shape) -> bool:
+        """Can the factors change a parameter of this shape, which may be a stack of experts?"""
+        return False
+
+    def hides_kernel(self, roles: Collection[str]) -> bool:
+        """Can the factors be those of a linear layer and of a convolution alike?"""
+        return False
+
+    def is_unranked(self, roles: Collection[str]) -> bool:
+        """Are the factors whole? LyCORIS and ComfyUI scale no such module, whatever its alpha."""
+        return False
+
+    def missing(self, roles: Collection[str]) -> list[str]:
+        """Return the roles that lack."""
+        return []
+
+    def rank_dims(self, roles: Collection[str]) -> Mapping[str, int]:
+        """Return role → the dim of the factor that is the rank, the surest first."""
+        return {}
+
+    def ranked_together(self, roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
+        """Return groups of roles that have one rank."""
+        return (tuple(roles),)
+
+    def refuse_weight(self, module: AdapterModule[F], shape: Shape) -> None:
+        """Raise UsageError for a weight of which the family has no change that weights can express."""
+
+    def is_idle(self, roles: Collection[str], seen: Mapping[str, Values]) -> bool:
+        """Do the factors change nothing, by what was seen of their values? There is no magnitude among them."""
+        return False
+
+    # PEFT
+
+    def peft_config(self, adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Shapes) -> Fields:
+        """Return the fields of PEFT's configuration that this family needs beside ranks, alphas and targets.
+
+        Args:
+            adapter: The whole of it, for its settings.
+            modules: To be described by one configuration.
+            base: Shapes of the base model's parameters; empty when it is not known.
+
+        Raises:
+            UsageError: One configuration of PEFT cannot express it, or something is not known that changes the result.
+        """
+        return {}
+
+    def peft_shapes(
+        self, config: Mapping[str, object], rank: int, weight: Shape
+    ) -> tuple[Mapping[str, Shape | None], ...]:
+        """Return the factors that PEFT makes for a module, in every way that the shape of its weight allows.
+
+        Args:
+            config: adapter_config.json.
+            rank: That the configuration gives the module.
+            weight: Shape of the module's weight, 2 to 5 dims: a matrix may be a Linear's (out, in), GPT-2's (in, out)
+                or an embedding's (number, dim).
+
+        Returns:
+            Role → shape, None where several are right; () where that is not known.
+        """
+        return ()
+
+    # Arithmetic
+
+    def rank(self, module: Module, num_experts: int = 1) -> int | None:
+        """Return r, from the factors where they tell it; None for a family without one."""
+        return None
+
+    def scale(self, module: Module, num_experts: int = 1) -> float:
+        """Return what the product of the factors is multiplied by.
+
+        Raises:
+            UsageError: alpha is not known.
+        """
+        return 1.0
+
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+        """Return what the factors make of a tensor: see `change_of`, which calls this.
+
+        Raises:
+            KeyError: A factor is missing.
+            ValueError: The factors do not go together.
+        """
+        raise NotImplementedError
+
+    def low_rank(self, factors: Factors, shape: Shape) -> tuple[Array, Array] | None:
+        """Return (out, R) and (R, columns) of which the product is the unscaled change; None when R is not small."""
+        return None
+
+    def split(self, module: Module, sizes: Sequence[int], paths: Sequence[str]) -> tuple[Module, ...]:
+        """Cut a module into the modules that hold sizes[0], sizes[1], … of its rows.
+
+        Args:
+            module: Over out = sum(sizes) rows.
+            sizes: Rows of each part.
+            paths: Path of each part.
+
+        Raises:
+            InexpressibleError: The factors do not have one row per row of the weight.
+        """
+        from ckpt_tools.adapters.families import rows
+
+        return rows.split(module, self.roles_of_rows(module), sizes, paths)
+
+    def swap_halves(self, module: Module) -> Module:
+        """Exchange the upper and the lower half of the rows.
+
+        Raises:
+            InexpressibleError: The factors do not have halves.
+        """
+        from ckpt_tools.adapters.families import rows
+
+        return rows.swap_halves(module, self.roles_of_rows(module))
+
+    def join(self, parts: Mapping[int, Module], sizes: Sequence[int], path: str) -> Module:
+        """Put modules of this family together, where it `joins`, into one; parts that lack stay unchanged.
+
+        Args:
+            parts: By their position.
+            sizes: Rows of every part, also of those that lack.
+            path: Path of the whole.
+
+        Raises:
+            InexpressibleError: They do not add up, or a DoRA of some of the parts.
+        """
+        raise NotImplementedError
+
+    def roles_of_rows(self, module: AdapterModule[F]) -> tuple[str, ...]:
+        """Return the factors of a module whose first dim is the weight's rows.
+
+        Raises:
+            InexpressibleError: There are none.
+        """
+        if not self.row_roles:
+            raise refuse(module, "its factors have no rows of the weight")
+        return tuple(role for role in self.row_roles if role in module.factors)
+
+
+class ScaledFamily(Family):
+    """A family that adds a product of its factors, multiplied by alpha/r; there may be a magnitude beside it (DoRA)."""
+
+    is_scaled = True
+
+    def rank(self, module: Module, num_experts: int = 1) -> int | None:
+        """Return r, from the factors where they tell it."""
+        for role, dim in self.rank_dims(module.factors).items():
+            if role in module.factors:
+                return int(module.factors[role].shape[dim]) // num_experts
+        return None if module.rank is None else module.rank.value
+
+    def scale(self, module: Module, num_experts: int = 1) -> float:
+        """Return alpha/r, or alpha/√r with rsLoRA; 1 where there is no rank (LoKr of two whole factors).
+
+        Raises:
+            UsageError: alpha is not known.
+        """
+        rank = self.rank(module, num_experts)
+        if rank is None:
+            return 1.0
+        if module.alpha is None:
+            raise UsageError(
+                f"alpha of {module.path} is not known, and the result depends on it",
+                hint="--alpha says it; it is in the trainer's configuration",
+            )
+        return module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
+
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+        """Return the product, with its magnitude around it where there is one."""
+        from ckpt_tools.adapters.families import dora
+
+        inner = self.product(factors, shape, self.scale(module, setting.num_experts) * setting.scale, setting)
+        if not module.is_dora:
+            return inner
+        if setting.num_experts > 1:
+            raise UsageError(f"{module.path}: DoRA of stacked experts is not defined")
+        return dora.decomposed(module, inner, factors, shape, setting)
+
+    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
+        """Return what is added to the weight, magnitudes apart."""
+        raise NotImplementedError

@@ -1,0 +1,248 @@
+"""OFT: the weight times rotations, PEFT's of the inputs or LyCORIS' (diag-oft) of the outputs.
+
+Roles: R (n, b(b-1)/2) as PEFT has it, R_embedding for an embedding; blocks (n, b, b) and rescale (out, …) as LyCORIS
+has it, whose alpha is a constraint. Letters: n blocks of size b, out the rows of the weight.
+
+Source: peft 0.21 `tuners/oft/{config,layer}.py`; lycoris-lora 4.1 `modules/diag_oft.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
+from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Family, Matrix, Module, refuse_roles
+from ckpt_tools.adapters.families.setting import Setting, geometry
+from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.checks.values import Values
+    from ckpt_tools.adapters.families.changes import Change
+
+
+class RotatingFamily(Family):
+    """A family whose change depends on the weight: it rotates it."""
+
+    is_rotation = True
+    why_not_a_sum = "it rotates the weight: what it adds depends on the base"
+    lycoris_names: ClassVar = {"blocks": "oft_blocks", "rescale": "rescale"}
+
+    def is_idle(self, roles: Collection[str], seen: Mapping[str, Values]) -> bool:
+        """The rotations are none, and nothing is scaled."""
+        scale = seen.get("s")
+        rotates = "rescale" in roles or not any(
+            role in seen and seen[role].is_zero for role in ("R", "R_embedding", "blocks")
+        )
+        return not rotates and (scale is None or scale.is_one)
+
+    def matrix(self, shapes: Shapes) -> Matrix | None:
+        """Return the rows that LyCORIS' blocks cover."""
+        return math.prod(shapes["blocks"][-3:-1]), None
+
+    def outputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int) -> Change:
+        """Return the rotation of the outputs by LyCORIS' blocks."""
+        from ckpt_tools.adapters.families import rotation
+        from ckpt_tools.adapters.families.changes import OutputRotation
+
+        constraint = 0.0 if module.alpha is None else module.alpha.value
+        rotations = rotation.lycoris_rotation(factors["blocks"], constraint * rows)
+        if math.prod(rotations.shape[-3:-1]) != rows:
+            raise ValueError("the blocks do not cover the outputs")
+        rescale = factors["rescale"].reshape(-1) if "rescale" in factors else None
+        return OutputRotation(rows, columns, rotations, rescale)
+
+
+class Oft(RotatingFamily):
+    """A block-diagonal rotation."""
+
+    name = "oft"
+    title = "OFT"
+    lycoris_algorithm = "diag-oft"
+    marker = "oft_"
+    peft_names: ClassVar = {"R": "oft_R.weight", "R_embedding": "oft_embedding_R.weight"}
+    peft_type = "OFT"
+    peft_fields = frozenset(
+        f"{PEFT_COMMON} r oft_block_size module_dropout fan_in_fan_out bias init_weights coft eps block_share "
+        "use_cayley_neumann num_cayley_neumann_terms".split()
+    )
+    peft_checks_bias = True
+    peft_either = ("r", "oft_block_size", 32)
+
+    def matrix(self, shapes: Shapes) -> Matrix | None:
+        """PEFT's blocks may be shared: the maths refuses what does not fit."""
+        return super().matrix(shapes) if "blocks" in shapes else (None, None)
+
+    def missing(self, roles: Collection[str]) -> list[str]:
+        """The rotations."""
+        return [] if {"R", "R_embedding", "blocks"} & set(roles) else ["R"]
+
+    def refuse_weight(self, module: AdapterModule[F], shape: Shape) -> None:
+        """PEFT's of a convolution."""
+        if "R" in module.factors and math.prod(shape[2:]) > 1:
+            raise UsageError(
+                f"{module.path} is a convolution: PEFT's OFT rotates patches of its input and takes the mean "
+                "where they overlap, which no weights do (PEFT's own merge gives another model than was trained)",
+                where=module.path,
+                hint="let PEFT load it, unmerged; the other modules alone: --exclude",
+            )
+
+    # PEFT
+
+    def peft_config(self, adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Shapes) -> Fields:
+        """Return the settings that the rotations depend on, and the size or the number of the blocks."""
+        refuse_roles(modules, LYCORIS_ROLES, WHY_NOT_PEFT)
+        blocks = [_blocks_of(module) for module in modules]
+        config: Fields = {}
+        shared = adapter.settings.get("block_share")
+        asked: list[str] = []
+        if any(count > 1 for count, _ in blocks):
+            config["block_share"] = Sourced(False, "R has several blocks")
+        elif shared is not None:
+            config["block_share"] = shared
+        else:
+            widths = [_width(base.get(f"{module.path}.weight")) for module in modules]
+            if all(width is not None for width in widths):
+                alone = all(width == size for width, (_, size) in zip(widths, blocks, strict=True))
+                config["block_share"] = Sourced(not alone, "one block, and the width of the base's weight")
+            else:
+                asked.append("block_share=true|false")
+        for name, when in (
+            ("use_cayley_neumann", None),
+            ("num_cayley_neumann_terms", "use_cayley_neumann"),
+            ("peft_version", "use_cayley_neumann"),  # before 0.18 PEFT computed another rotation
+            ("coft", None),
+            ("eps", "coft"),
+        ):
+            if name in adapter.settings:
+                config[name] = adapter.settings[name]
+            elif when is None:
+                asked.append(f"{name}=true|false")
+            elif name == "peft_version" and "peft_type" in adapter.settings:
+                continue  # PEFT's own file without it is older than 0.18, and PEFT warns
+            elif when in config and config[when].value is True:
+                asked.append(f"{name}=VALUE")
+        if asked:
+            raise UsageError(
+                "the tensors of OFT do not tell all settings that its rotations depend on: "
+                + ", ".join(each.partition("=")[0] for each in asked),
+                where=modules[0].path,
+                hint="give those of the training run: " + " ".join(f"--config {each}" for each in asked),
+            )
+        return config | _oft_size(adapter, blocks, is_shared=config["block_share"].value is True)
+
+    def peft_shapes(
+        self, config: Mapping[str, object], rank: int, weight: Shape
+    ) -> tuple[Mapping[str, Shape | None], ...]:
+        """Source: peft 0.21 `tuners/oft/layer.py`, `update_layer`."""
+        ways = (weight, weight[::-1]) if len(weight) == 2 else (weight,)
+        found: list[Mapping[str, Shape | None]] = []
+        for inputs in map(peft_inputs, ways):
+            size = peft_block_size(inputs, config.get("oft_block_size", 32), config.get("r", 0))
+            if size is not None:
+                shape = (1 if config.get("block_share") else inputs // size, size * (size - 1) // 2)
+                found += [{role: shape} for role in (("R", "R_embedding") if len(weight) == 2 else ("R",))]
+        return tuple(found)
+
+    # Arithmetic
+
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+        """Return the rotation."""
+        import numpy as np
+
+        from ckpt_tools.adapters.families import rotation
+        from ckpt_tools.adapters.families.changes import InputRotation
+
+        rows, columns = geometry(shape, setting.num_experts)
+        if "blocks" in factors:
+            return self.outputs_rotated(module, factors, rows, columns)
+        name = "R" if "R" in factors else "R_embedding"
+        coft = setting.bool_of("coft", default=False)
+        rotations = rotation.peft_rotation(
+            factors[name],
+            use_cayley_neumann=setting.bool_of("use_cayley_neumann"),
+            num_terms=int(setting.number_of("num_cayley_neumann_terms", 5)),
+            coft_eps=setting.number_of("eps", 6e-5) if coft else None,
+        )
+        if setting.transposed:
+            raise UsageError(f"{module.path}: OFT of a transposed weight is not defined")
+        num, size, _ = rotations.shape
+        if num * size != columns and not (num == 1 and columns % size == 0):
+            raise ValueError("the blocks do not cover the inputs")
+        if name == "R":  # PEFT multiplies an embedding by R, other weights by its transpose
+            rotations = rotations.swapaxes(1, 2)
+        return InputRotation(rows, columns, np.ascontiguousarray(rotations))
+
+
+LYCORIS_ROLES = ("blocks", "rescale")
+WHY_NOT_PEFT = "LyCORIS rotates the output of a layer, and PEFT its input: no settings make them the same"
+
+
+def peft_inputs(weight: Shape) -> int:
+    """Return how long the inputs are that PEFT rotates."""
+    return weight[1] * weight[2] ** 2 if len(weight) > 2 else weight[1]  # it squares the first side of a kernel
+
+
+def peft_block_size(inputs: int, size: object, count: object) -> int | None:
+    """Return the size of a block, from it or from how many there are; None where it is not known here.
+
+    PEFT takes the nearest size that divides.
+    """
+    if not isinstance(size, int) or not isinstance(count, int):
+        return None
+    if count and inputs % count == 0:
+        size = inputs // count
+    return size if size >= 1 and inputs % size == 0 else None
+
+
+def _blocks_of(module: AdapterModule[F]) -> tuple[int, int]:
+    """Return (n, b) of R (n, b(b-1)/2)."""
+    shape = module.shapes.get("R", module.shapes.get("R_embedding", ()))
+    if len(shape) == 2:
+        size = (1 + math.isqrt(1 + 8 * shape[1])) // 2
+        if size * (size - 1) // 2 == shape[1] and shape[0]:
+            return shape[0], size
+    raise UsageError(f"R of {module.path!r} has the shape {list(shape)}: no rotations of any block size")
+
+
+def adjusted(dimension: int, wanted: int) -> int:
+    """Return the divisor of `dimension` nearest to `wanted`, the lower one when two are as near.
+
+    Source: peft 0.21 `tuners/oft/layer.py`, `adjust_oft_parameters`.
+    """
+    higher = next((n for n in range(wanted, dimension + 1) if dimension % n == 0), dimension)
+    lower = next((n for n in range(min(wanted, dimension), 0, -1) if dimension % n == 0), 1)
+    return lower if wanted - lower <= higher - wanted else higher
+
+
+def _width(shape: tuple[int, ...] | None) -> int | None:
+    """Return how long a rotated input is: in × kernel."""
+    return None if shape is None or len(shape) < 2 else math.prod(shape[1:])
+
+
+def _oft_size(adapter: Adapter[F], blocks: Sequence[tuple[int, int]], *, is_shared: bool) -> Fields:
+    """One block size for all modules, or one number of blocks; PEFT moves either to a divisor of the width."""
+    sizes, counts = {size for _, size in blocks}, {count for count, _ in blocks}
+    known = {name: adapter.settings[name] for name in ("r", "oft_block_size") if name in adapter.settings}
+    size = known.get("oft_block_size")
+    by_number = {"oft_block_size": Sourced(0, "the number of blocks is set")}
+    if len(sizes) == 1 or is_shared:
+        if len(sizes) == 1:
+            return _by_size(sizes.pop(), size)
+    elif len(counts) == 1:
+        return {"r": Sourced(counts.pop(), "rows of R"), **by_number}
+    else:
+        given = [size.value] if size is not None and isinstance(size.value, int) and size.value > 0 else []
+        for wanted in (*given, *sorted(sizes, reverse=True)):
+            if all(adjusted(count * own, wanted) == own for count, own in blocks):
+                return _by_size(wanted, size)
+    raise UsageError(
+        "neither one block size nor one number of blocks gives all modules the shapes that they have",
+        hint="export them one by one, with --include and --exclude",
+    )
+
+
+def _by_size(wanted: int, known: Sourced[object] | None) -> Fields:
+    source = known.source if known is not None and known.value == wanted else "columns of R"
+    return {"oft_block_size": Sourced(wanted, source), "r": Sourced(0, "the size of the blocks is set")}

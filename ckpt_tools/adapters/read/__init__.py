@@ -1,0 +1,1 @@
+"""Reading an adapter out of whatever holds one, from headers alone."""

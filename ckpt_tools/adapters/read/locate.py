@@ -1,0 +1,124 @@
+"""Where in a path the adapter is: which file or directory to open, and where its sidecars may lie."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, ALL_NAMES, TRAINER_NAMES
+from ckpt_tools.errors import StorageError, UnreadableError, UsageError
+from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.text import first_few
+
+PEFT_FILE = "adapter_model.safetensors"
+"""PEFT's own file."""
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+"""diffusers' own file."""
+_ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_\d+)?")
+_VERL_PICKLE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """What to open."""
+
+    path: str
+    """A safetensors file or a directory."""
+    sidecars: tuple[tuple[str, frozenset[str]], ...]
+    """Directories in which sidecars may lie, nearest first, and which of them."""
+    took_adapter: bool = False
+    """The adapter's name chose the directory."""
+
+
+def locate(path: str, adapter_name: str | None) -> Location:
+    """Find the adapter in what a user names.
+
+    Args:
+        path: A file, a PEFT directory, a DCP directory, accelerate's checkpoint, or a directory of adapters.
+        adapter_name: Chooses among adapters in directories of their own.
+
+    Raises:
+        UnreadableError: No adapter in a form that ckpt reads; the hint names the way out.
+        UsageError: Several, and no name that chooses.
+    """
+    if not os.path.isdir(path):
+        directory = os.path.dirname(os.path.abspath(path))
+        return Location(path=path, sidecars=_beside(directory, path))
+    files, directories = _list(path)
+    if METADATA_NAME in files:
+        return Location(path=path, sidecars=_around_dcp(path))
+    held = sorted(name for name in directories if os.path.lexists(os.path.join(path, name, PEFT_FILE)))
+    if adapter_name in held:  # PEFT puts each into a directory of its own, and "default" beside these
+        chosen = os.path.join(path, str(adapter_name))
+        return Location(path=os.path.join(chosen, PEFT_FILE), sidecars=_beside(chosen, PEFT_FILE), took_adapter=True)
+    for name in (PEFT_FILE, DIFFUSERS_FILE):
+        if name in files:
+            return Location(path=os.path.join(path, name), sidecars=_beside(path, name))
+    fsdp = sorted(name for name in directories if _ACCELERATE.fullmatch(name))
+    if fsdp:
+        if len(fsdp) > 1:
+            raise UsageError(
+                f"the checkpoint of {len(fsdp)} models: {', '.join(fsdp)}",
+                where=path,
+                hint=f"name one: {os.path.join(path, fsdp[0])}",
+            )
+        return locate(os.path.join(path, fsdp[0]), adapter_name)
+    if any(_VERL_PICKLE.fullmatch(name) for name in files):
+        hint = "verl's model_merger writes safetensors; or save with the LoRA adapter's own directory"
+        if held:
+            hint = f"the adapter that verl wrote beside them: {os.path.join(path, held[0])}"
+        raise UnreadableError(
+            "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute",
+            where=path,
+            hint=hint,
+        )
+    if held and not any(name.endswith(".safetensors") for name in files):
+        shown = first_few(held, 6)
+        raise UsageError(
+            f"a directory of adapters: {shown}",
+            where=path,
+            hint=f"choose one: --adapter {held[0]}",
+        )
+    if "adapter_model.bin" in files:
+        raise UnreadableError(
+            "a pickled adapter (adapter_model.bin), which ckpt does not execute",
+            where=path,
+            hint="save it again with a PEFT that writes safetensors, in a trusted environment",
+        )
+    if ADAPTER_CONFIG in files and not any(name.endswith(".safetensors") for name in files):
+        raise UnreadableError(
+            f"{ADAPTER_CONFIG} without {PEFT_FILE}: the adapter's tensors were not saved",
+            where=path,
+            hint="use the trainer's sharded checkpoint (pytorch_model_fsdp_0, or its DCP directory)",
+        )
+    return Location(path=path, sidecars=_beside(path, ""))
+
+
+def _list(path: str) -> tuple[set[str], set[str]]:
+    files: set[str] = set()
+    directories: set[str] = set()
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                (directories if entry.is_dir() else files).add(entry.name)
+    except OSError as error:
+        raise StorageError(f"cannot list: {error.strerror}", where=path) from error
+    return files, directories
+
+
+def _beside(directory: str, file: str) -> tuple[tuple[str, frozenset[str]], ...]:
+    """PEFT's configuration belongs to PEFT's file; trainers put theirs a level up as well."""
+    names = ALL_NAMES
+    if file and os.path.basename(file) != PEFT_FILE and os.path.lexists(os.path.join(directory, PEFT_FILE)):
+        names = TRAINER_NAMES  # somebody else's configuration
+    parent = os.path.dirname(os.path.abspath(directory))
+    return (directory, names), (parent, frozenset({"lora_train_meta.json"}))
+
+
+def _around_dcp(path: str) -> tuple[tuple[str, frozenset[str]], ...]:
+    """Trainers put PEFT's configuration beside the DCP directory that holds the model."""
+    path = os.path.abspath(path)
+    parent = os.path.dirname(path)
+    above = ALL_NAMES if _ACCELERATE.fullmatch(os.path.basename(path)) else frozenset({"lora_train_meta.json"})
+    return (path, ALL_NAMES), (parent, above)

@@ -1,0 +1,287 @@
+"""Read an adapter out of whatever holds one, from headers alone; and its bytes, when they are asked for.
+
+with read_adapter("runs/step-1000") as (opened, adapter):
+    loaded = load(adapter, opened)
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
+from ckpt_tools.adapters.families import PEFT_TYPES
+from ckpt_tools.adapters.read.assemble import Named, assemble, without_wrappers
+from ckpt_tools.adapters.read.keys import is_for_training, parse_key, refused_kind
+from ckpt_tools.adapters.read.locate import locate
+from ckpt_tools.adapters.read.sidecars import Sidecars, read_sidecars
+from ckpt_tools.adapters.read.tensors import TensorReader
+from ckpt_tools.adapters.settings import add_settings
+from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.opening import Opened, open_path
+
+if TYPE_CHECKING:
+    from ckpt_tools.moving.arrays import Array
+
+_ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
+_STATE = re.compile(r"^(?:[^.]+\.)?state\.")
+_PEFT_ROOT = "base_model.model."
+_LANGUAGE_MODEL = re.compile(r"transformer\.(?:h|encoder|wte|word_embeddings|output_layer)\.")
+"""Language models (GPT-2, Falcon, Bloom, ChatGLM) whose own root is called like diffusers' component."""
+_COMPONENTS = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "text_model.")
+"""Prefixes by which a file names the parts of a diffusers pipeline."""
+
+
+class UnknownTypeError(UnreadableError):
+    """An adapter of a kind that ckpt does not judge; nothing says that it is broken."""
+
+
+class OpenedAdapter(NamedTuple):
+    """What `read_adapter` yields."""
+
+    opened: Opened
+    """The way to the bytes."""
+    adapter: Adapter[TensorEntry]
+    """What the headers say."""
+
+
+@contextmanager
+def read_adapter(
+    path: str,
+    *,
+    adapter_name: str | None = None,
+    format: str | None = None,  # noqa: A002 - the option's name
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    settings: Mapping[str, Sourced[object]] | None = None,
+) -> Iterator[OpenedAdapter]:
+    """Open `path` and describe the adapter that it holds. Nothing but headers and scalars (alphas) is read.
+
+    Args:
+        path: A safetensors file, a PEFT directory, a DCP directory with or without the base model and optimizer
+            state, or accelerate's checkpoint directory.
+        adapter_name: Which one, when there are several.
+        format: Overrides what would be detected.
+        include: Globs of the names to look at; all by default.
+        exclude: Globs of the names to leave out.
+        settings: Fields of PEFT's configuration that the user gives; they go before those of files.
+
+    Raises:
+        UnknownTypeError: An adapter of a kind that is not supported.
+        UnreadableError: No adapter here, or a damaged source.
+        UsageError: Several adapters, and `adapter_name` does not choose.
+    """
+    location = locate(path, adapter_name)
+    with open_path(location.path, format=format) as whole:
+        if not whole.format.is_training and not whole.checkpoint.tensors:
+            raise UnreadableError(
+                "an empty adapter: there are no tensors in it, and a loader that takes it changes nothing",
+                where=path,
+                hint="it was saved without its weights, as FSDP and ZeRO-3 runs do that gather none: export from the "
+                "training checkpoint (its DCP directory, or accelerate's pytorch_model_fsdp_0)",
+            )
+        opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
+        sidecars = read_sidecars(location.sidecars, opened.metadata)
+        sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})})
+        _refuse_type(sidecars, path)
+        named = _name(opened, path)
+        chosen, name = _choose(named, None if location.took_adapter else adapter_name, path)
+        adapter = assemble(
+            chosen,
+            convention=_convention(chosen, sidecars),
+            is_training=opened.format.is_training,
+            trained=_trained(opened),
+            bias=sidecars.peft["bias"].value if "bias" in sidecars.peft else None,
+            path=path,
+            all_names=[strip_wrappers(entry.fqn) for entry in whole.checkpoint.tensors if not is_optimizer(entry)],
+        )
+        adapter = replace(
+            adapter,
+            name=name,
+            left_out=_left_out(opened, named, adapter),
+            omitted=_omitted(whole, opened.checkpoint) if include or exclude else frozenset(),
+        )
+        yield OpenedAdapter(opened, add_settings(adapter, sidecars, TensorReader(opened).read_scalar))
+
+
+def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | None = None) -> Adapter[Array]:
+    """Read the adapter's tensors, and no other byte.
+
+    Memory: the adapter. CRC-32s are checked where the source records them.
+
+    Raises:
+        UnreadableError: Incomplete, truncated or damaged.
+    """
+    reader = reader or TensorReader(opened)
+    return adapter.with_modules(
+        tuple(
+            module.with_factors({role: to_array(reader, entry) for role, entry in module.factors.items()})
+            for module in adapter.modules
+        )
+    )
+
+
+def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
+    """Read one tensor.
+
+    Raises:
+        UnreadableError: Damaged, or of a type that is no array's.
+    """
+    from ckpt_tools.moving.arrays import array_of, numpy_dtype
+
+    if numpy_dtype(entry.dtype) is None:
+        raise UnreadableError(f"an adapter of {entry.dtype.name} elements", where=entry.fqn)
+    return array_of(reader.read(entry), entry.dtype, entry.shape)
+
+
+def _refuse_type(sidecars: Sidecars, path: str) -> None:
+    for fields in (sidecars.peft, *sidecars.components.values()):
+        found = fields.get("peft_type")
+        if found is not None and found.value not in (*PEFT_TYPES, None):
+            raise _refusal(str(found.value), path)
+
+
+def _refusal(kind: str, path: str) -> UnknownTypeError:
+    return UnknownTypeError(
+        f"an adapter of the type {kind}, which ckpt does not convert",
+        where=path,
+        hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT and full differences; "
+        "what wrote this one can merge it",
+    )
+
+
+def _name(opened: Opened, path: str) -> list[Named]:
+    """Name every tensor as a plain model does, adapters' suffixes apart."""
+    checkpoint = opened.checkpoint
+    prefix = ""
+    if opened.format.is_training:
+        checkpoint, prefix = find_model(checkpoint)
+    roots: Counter[str] = Counter()
+    named = []
+    for entry in checkpoint.tensors:
+        root, name = _cut_root(strip_wrappers(entry.fqn).removeprefix(prefix))
+        if root is not None:
+            roots[root] += 1
+        if is_for_training(name):
+            continue
+        named.append(Named(name, parse_key(name), entry))
+    if len(roots) > 1:
+        shown = ", ".join(sorted(roots))
+        raise UsageError(
+            f"adapters of {len(roots)} models: {shown}",
+            where=path,
+            hint=f"choose one: --include {shlex.quote(min(roots) + '.**')}",
+        )
+    has_any = any(item.key is not None and not item.key.is_weak for item in named)
+    for sure in (True,) if has_any else (True, False):
+        for item in named:
+            if item.key is None and (kind := refused_kind(item.name, sure=sure)) is not None:
+                raise _refusal(kind, path)
+    if not any(item.key is not None for item in named):
+        raise UnreadableError(
+            f"no adapter here: none of {len(named)} tensors has a name that an adapter's has",
+            where=path,
+            hint="`ckpt inspect SRC --tensors` lists the names",
+        )
+    return named
+
+
+def _cut_root(name: str) -> tuple[str | None, str]:
+    """Return whose name it is, where a trainer holds several models, and the name inside that model."""
+    match = _ROOT.match(name)
+    if match is not None:
+        return None, name[match.end() :]
+    at = name.find("." + _PEFT_ROOT)
+    return (None, name) if at < 0 else (name[:at], name[at + 1 + len(_PEFT_ROOT) :])
+
+
+def _omitted(whole: Opened, chosen: Checkpoint) -> frozenset[str]:
+    prefix = find_model(chosen)[1] if whole.format.is_training else ""
+    model = find_model(whole.checkpoint)[0] if whole.format.is_training else whole.checkpoint
+    kept = {entry.fqn for entry in chosen.tensors}
+    paths = set()
+    for entry in model.tensors:
+        if entry.fqn in kept:
+            continue
+        _, name = _cut_root(strip_wrappers(entry.fqn).removeprefix(prefix))
+        key = parse_key(name)
+        paths.add(key.path if key is not None else without_wrappers(name).rpartition(".")[0])
+    return frozenset(paths)
+
+
+def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[list[Named], str]:
+    """Keep the tensors of one adapter, and whatever carries no adapter's name."""
+    names = sorted({item.key.adapter for item in named if item.key is not None and item.key.adapter is not None})
+    shown = ", ".join(names)
+    if adapter_name is not None and adapter_name not in names:
+        what = f"it holds {shown}" if names else "its tensors' names carry no adapter's name"
+        raise UsageError(
+            f"no adapter {adapter_name!r} here: {what}",
+            where=path,
+            hint=f"--adapter {names[0]}" if names else "leave --adapter out",
+        )
+    if adapter_name is None and len(names) > 1:
+        raise UsageError(f"{len(names)} adapters here: {shown}", where=path, hint=f"choose one: --adapter {names[0]}")
+    chosen = adapter_name if adapter_name is not None else names[0] if names else None
+    kept = [item for item in named if item.key is None or item.key.adapter in (None, chosen)]
+    return kept, chosen or "default"
+
+
+def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
+    keys = [item.key for item in named if item.key is not None]
+    if any(key.adapter is not None for key in keys) or any(_PEFT_ROOT in item.entry.fqn for item in named):
+        return "peft"
+    strong = [key for key in keys if not key.is_weak]
+    styles = Counter(key.style for key in strong)
+    paths = [key.path for key in keys]
+    if styles["torchtitan"]:
+        return "torchtitan"
+    if any(path.startswith("diffusion_model.") for path in paths):
+        return "ai-toolkit" if sidecars.is_ai_toolkit else "comfyui"
+    is_flat = all("." not in path for path in paths)
+    if is_flat and not (strong and all(key.style == "peft" and key.family == "lora" for key in strong)):
+        return "kohya"
+    if sidecars.is_ai_toolkit:
+        return "ai-toolkit"
+    is_pipeline = any(path.startswith(_COMPONENTS) and not _LANGUAGE_MODEL.match(path) for path in paths)
+    if styles["diffusers-old"] or (is_pipeline and "peft_type" not in sidecars.peft):
+        return "diffusers"
+    return "kohya" if styles["lycoris"] else "peft"
+
+
+def _trained(opened: Opened) -> frozenset[str] | None:
+    """Return the names that the optimizer has state for, as a plain model has them; None without an optimizer."""
+    states = [entry for entry in opened.checkpoint.tensors if opened.format.is_training and is_optimizer(entry)]
+    if not states:
+        return None
+    names = set()
+    for entry in states:
+        # optim.state.<fqn>.exp_avg, or state.<fqn>.exp_avg; the root is cut off as it is for the parameters.
+        name = str(entry.path[-2]) if len(entry.path) > 2 else _STATE.sub("", entry.fqn.rpartition(".")[0])
+        name = strip_wrappers(name)
+        match = _ROOT.match(name)
+        names.add(name if match is None else name[match.end() :])
+    return frozenset(names)
+
+
+def _left_out(opened: Opened, named: list[Named], adapter: Adapter[TensorEntry]) -> tuple[str, ...]:
+    checkpoint = opened.checkpoint
+    used = {entry.fqn for module in adapter.modules for entry in module.factors.values()} | set(adapter.unknown)
+    optimizer = sum(map(is_optimizer, checkpoint.tensors)) if opened.format.is_training else 0
+    base = len(adapter.base_shapes)
+    alphas = sum(item.key is not None and item.key.role == "alpha" for item in named)
+    others = len(checkpoint.tensors) - len(used) - optimizer - base - alphas
+    rows = (
+        (base, "tensors of the base model"),
+        (optimizer, "tensors of optimizer state"),
+        (max(others, 0), "other tensors"),
+        (len(checkpoint.blobs), "items that are not tensors"),
+    )
+    return tuple(f"{count} {what}" for count, what in rows if count)

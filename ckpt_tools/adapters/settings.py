@@ -1,0 +1,281 @@
+"""What is known of an adapter beyond its factors: alphas, ranks of stacked experts, PEFT's settings; and from where."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, F, Shapes, Sourced, some_modules
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.read.sidecars import ASSUMED, DIFFUSERS_HEADER, Sidecars, by_pattern
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.errors import UnreadableError, UsageError
+
+_UNIT_SCALE: Mapping[Convention, str] = {
+    "diffusers": "diffusers' convention: alpha = rank where none is written",
+    "ai-toolkit": "ai-toolkit's convention: alpha = rank where none is written",
+    "comfyui": "ComfyUI's convention: scale 1 where no alpha is written",
+    "kohya": "kohya's convention: scale 1 where no alpha is written",
+}
+"""Whose loaders take a missing alpha for a scale of 1. PEFT's do not: they take 8."""
+_STACK = "experts"
+"""What transformers calls the module of all experts, which holds parameters and is no layer."""
+_MAX_ALPHA = 100_000
+"""Larger ones are slips: trainers take about the rank, rsLoRA its multiples."""
+ReadScalar = Callable[[TensorEntry], float | None]
+"""Returns the number that a tensor of one element holds."""
+Settings = Mapping[str, Sourced[object]]
+
+
+def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, read_scalar: ReadScalar) -> Adapter[TensorEntry]:
+    """Add what sidecars, headers and scalar tensors say; what nothing says stays None.
+
+    Raises:
+        UnreadableError: A setting of an impossible type.
+    """
+    components = {module.path.partition(".")[0] for module in adapter.modules} & sidecars.components.keys()
+    settings: Settings = sidecars.peft
+    if len(components) == 1 and not settings:
+        settings = sidecars.components[next(iter(components))]
+    settings = {name: found for name, found in settings.items() if found.value is not None}
+    if sidecars.assumed is not None:
+        settings[ASSUMED] = Sourced(sidecars.assumed, f"header {ASSUMED}")
+    modules = [replace(module, parameter=parameter) for module, parameter in _parameters(adapter, settings)]
+    modules = [_with_rank(module, adapter, settings) for module in modules]
+    done = []
+    for module in modules:
+        component = sidecars.components.get(module.path.partition(".")[0])
+        done.append(_with_alpha(module, component or settings, adapter.convention, sidecars, read_scalar))
+    return _with_targets(replace(adapter, modules=tuple(done), settings=settings))
+
+
+def _with_targets(adapter: Adapter[TensorEntry]) -> Adapter[TensorEntry]:
+    """Name the parameters that the modules change, where the base's shapes told and no configuration does."""
+    named = sorted({m.parameter and f"{m.path}.{m.parameter}" for m in adapter.modules if m.parameter != "weight"})
+    if not named or "" in named or "target_parameters" in adapter.settings:
+        return adapter
+    found: Sourced[object] = Sourced(named, "shapes of the base model's parameters")
+    return replace(adapter, settings={**adapter.settings, "target_parameters": found})
+
+
+def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[TensorEntry]:
+    """Say which parameter each module changes where only the base model tells, and what the settings say of that one.
+
+    Args:
+        adapter: As read.
+        shapes: Of the base model's parameters, those of stacked experts among them.
+    """
+    held = replace(adapter, base_shapes=shapes)
+    modules = []
+    for module, parameter in _parameters(held, adapter.settings):
+        settled = module
+        if module.parameter == "weight" and parameter == "":
+            settled = replace(module, parameter="", rank=None)
+        elif parameter and parameter != module.parameter and module.parameter in ("", "weight"):
+            settled = _with_rank(replace(module, parameter=parameter), held, adapter.settings)
+            alpha = _alpha_beside(settled, adapter.settings, adapter.convention, Sidecars())
+            settled = replace(settled, alpha=alpha or module.alpha)
+        modules.append(settled)
+    return _with_targets(adapter.with_modules(tuple(modules)))
+
+
+def _parameters(adapter: Adapter[TensorEntry], settings: Settings) -> Iterator[tuple[AdapterModule[TensorEntry], str]]:
+    """Say which parameter each module changes: the weight, or one of those that PEFT wraps one by one."""
+    wanted = settings.get("target_parameters")
+    names = (
+        [name for name in wanted.value if isinstance(name, str)] if wanted and isinstance(wanted.value, list) else []
+    )
+    children: dict[str, list[str]] = defaultdict(list)
+    for name in adapter.base_shapes:
+        parent, _, leaf = name.rpartition(".")
+        children[parent].append(leaf)
+    nested = {module.path for module in adapter.modules if module.nesting}
+    for module in adapter.modules:
+        if not family_of(module).is_linear(module.factors):
+            yield module, "weight"
+            continue
+        targets = [name.rpartition(".") for name in names]
+        found = [leaf for parent, _, leaf in targets if parent and f".{module.path}".endswith(f".{parent}")]
+        own = children.get(module.path, [])
+        if not found and (module.path in nested or (own and "weight" not in own)):
+            found = own
+        if not found:
+            is_stack = module.path.rpartition(".")[2] == _STACK and not own
+            yield module, "" if module.path in nested or is_stack else "weight"
+            continue
+        if len(found) > 1:
+            shapes = {leaf: adapter.base_shapes.get(f"{module.path}.{leaf}") for leaf in found}
+            found = [
+                leaf
+                for leaf, shape in shapes.items()
+                if shape is not None and family_of(module).fits_parameter(module.shapes, shape)
+            ]
+        yield module, found[0] if len(found) == 1 else ""
+
+
+def _with_rank(
+    module: AdapterModule[TensorEntry], adapter: Adapter[TensorEntry], settings: Settings
+) -> AdapterModule[TensorEntry]:
+    """The factors of stacked experts have rank × experts rows: the base or the configuration tells."""
+    if module.parameter == "weight":
+        if module.rank is None and family_of(module).is_unranked(module.factors):
+            return replace(module, rank=_config_rank(module, settings))
+        return module
+    shape = adapter.base_shapes.get(f"{module.path}.{module.parameter}")
+    if shape is not None and family_of(module).fits_parameter(module.shapes, shape):
+        rank = module.factors["A"].shape[0] // (shape[0] if len(shape) == 3 else 1)
+        return replace(module, rank=Sourced(rank, f"A has {module.factors['A'].shape[0]} rows for {shape[0]} experts"))
+    return replace(module, rank=_config_rank(module, settings))
+
+
+def _config_rank(module: AdapterModule[F], settings: Settings) -> Sourced[int] | None:
+    """Return the rank that PEFT's configuration gives a module."""
+    path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
+    patterns = settings.get("rank_pattern")
+    if patterns is not None:
+        found, value = by_pattern(patterns.value, path, where="rank_pattern")
+        if not found and patterns.source == DIFFUSERS_HEADER:  # its patterns are those of one model of the pipeline
+            found, value = by_pattern(patterns.value, path.partition(".")[2], where="rank_pattern")
+        if found:
+            return Sourced(_whole(value, "rank_pattern"), f"rank_pattern of {patterns.source}")
+    rank = settings.get("r")
+    return None if rank is None or not rank.value else Sourced(_whole(rank.value, "r"), rank.source)
+
+
+def config_rank(module: AdapterModule[F], settings: Settings) -> int | None:
+    """Return the rank that the settings give a module, whatever its tensors have; None where they do not say."""
+    found = _config_rank(module, settings)
+    return None if found is None else found.value
+
+
+def _whole(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UnreadableError(f"{name} is {value!s}, not a whole number")
+    return value
+
+
+def _with_alpha(
+    module: AdapterModule[TensorEntry],
+    settings: Settings,
+    convention: Convention,
+    sidecars: Sidecars,
+    read_scalar: ReadScalar,
+) -> AdapterModule[TensorEntry]:
+    rslora = settings.get("use_rslora")
+    if rslora is not None and not isinstance(rslora.value, bool):
+        raise UnreadableError(f"use_rslora is {rslora.value!s}, neither true nor false")
+    factors, family = dict(module.factors), family_of(module)
+    entry = factors.pop("alpha", None)
+    module = replace(
+        module, factors=factors, use_rslora="use_rslora" in family.peft_fields and bool(rslora and rslora.value)
+    )
+    if entry is not None:
+        value = read_scalar(entry)
+        if value is None:
+            raise UnreadableError(
+                f"alpha {entry.fqn!r} is {entry.dtype.name} of shape {list(entry.shape)}, not one number"
+            )
+        return replace(module, alpha=Sourced(value, "tensor alpha"))
+    if not family.is_scaled:
+        return module
+    return replace(module, alpha=_alpha_beside(module, settings, convention, sidecars))
+
+
+def _alpha_beside(
+    module: AdapterModule[TensorEntry], settings: Settings, convention: Convention, sidecars: Sidecars
+) -> Sourced[float] | None:
+    name = family_of(module).alpha_field
+    path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
+    path = path.partition(".")[2] if path.partition(".")[0] in sidecars.components else path
+    patterns = settings.get("alpha_pattern")
+    if patterns is not None:
+        found, value = by_pattern(patterns.value, path, where="alpha_pattern")
+        if found:
+            return Sourced(_number(value, "alpha_pattern"), f"alpha_pattern of {patterns.source}")
+    alpha = settings.get(name)
+    if alpha is not None and alpha.value:  # 0 is what verl writes where it does not know
+        return Sourced(_number(alpha.value, name), alpha.source)
+    kernel = module.factors.get("A")
+    is_conv = kernel is not None and len(kernel.shape) > 2 and math.prod(kernel.shape[2:]) > 1
+    trainer = sidecars.conv_alpha if is_conv and sidecars.conv_alpha is not None else sidecars.alpha
+    if trainer is not None and convention != "ai-toolkit":
+        return trainer
+    reason = _UNIT_SCALE.get(convention)
+    if reason is None or module.rank is None:
+        return None
+    return Sourced(float(module.rank.value), reason)
+
+
+def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
+    """Return the adapter with an alpha in every module that needs one.
+
+    Args:
+        adapter: As read.
+        alpha: The user's; it goes before everything that was found.
+
+    Raises:
+        UsageError: An alpha is needed and nothing says it, or none is needed.
+    """
+    scaled = [module for module in adapter.modules if family_of(module).is_scaled]
+    if alpha is not None and not scaled:
+        raise UsageError("--alpha needs a LoRA, a LoHa or a LoKr, and this adapter has none", hint="leave it out")
+    missing = [
+        module for module in scaled if module.alpha is None and alpha is None and not _is_unscaled(module, adapter)
+    ]
+    if missing:
+        zero = said_zero(missing[0], adapter)
+        why = (
+            "it is in no tensor, header or file beside it" if zero is None else f"{zero} says 0, which changes nothing"
+        )
+        raise UsageError(
+            f"alpha of {some_modules(missing)} is not known: {why}",
+            where="--alpha",
+            hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
+            "changes every output",
+        )
+    if alpha is not None and not 0 < alpha <= _MAX_ALPHA:
+        raise UsageError(
+            f"--alpha must be above 0 and at most {_MAX_ALPHA}, got {alpha:g}",
+            where="--alpha",
+            hint="give the lora_alpha of the training run",
+        )
+    given = None if alpha is None else Sourced(float(alpha), "--alpha")
+    return adapter.with_modules(
+        tuple(
+            _unscaled(module) if _is_unscaled(module, adapter) else _given(module, given) for module in adapter.modules
+        )
+    )
+
+
+def _given(module: AdapterModule[F], alpha: Sourced[float] | None) -> AdapterModule[F]:
+    return module if alpha is None or not family_of(module).is_scaled else replace(module, alpha=alpha)
+
+
+def _unscaled(module: AdapterModule[F]) -> AdapterModule[F]:
+    """Say a scale of 1 by a rank at which PEFT too builds both factors whole, and an alpha like it."""
+    rank = max(max(module.shapes[role][:2], default=1) for role in ("w1", "w2"))
+    why = "both factors are whole, which LyCORIS does not scale"
+    return replace(module, rank=Sourced(rank, why), alpha=Sourced(float(rank), why))
+
+
+def _is_unscaled(module: AdapterModule[F], adapter: Adapter[F]) -> bool:
+    """LyCORIS does not scale a LoKr whose two factors are full."""
+    return adapter.convention != "peft" and family_of(module).is_unranked(module.factors)
+
+
+def said_zero(module: AdapterModule[F], adapter: Adapter[F]) -> str | None:
+    """Return what says an alpha of 0, which is taken for "not known" (verl#5325), but which loaders multiply by."""
+    found = adapter.settings.get(family_of(module).alpha_field)
+    is_zero = found is not None and isinstance(found.value, int | float) and found.value == 0
+    return found.source if found is not None and is_zero else None
+
+
+def _number(value: object, name: str) -> float:
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number beyond every float
+        pass
+    raise UnreadableError(f"{name} is {value!s}, not a number")
