@@ -42,6 +42,12 @@ def describe(docstring: str | None) -> str:
     return "\n".join(parts)
 
 
+def type_text(annotation: object) -> str:
+    """An annotation as one would write it: it is text in most modules, and a type where options are stated."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:collections\.abc|typing|ckpt_tools(?:\.\w+)+)\.", "", text)
+
+
 def signature(name: str, function: Callable[..., object]) -> str:
     """`def name(…)` as one would write it, on one line or on one per parameter."""
     found = inspect.signature(function)
@@ -49,10 +55,8 @@ def signature(name: str, function: Callable[..., object]) -> str:
     for parameter in found.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
             parts.append("*")
-        # Annotations are text in every module (from __future__ import annotations).
-        typed = (
-            parameter.name if parameter.annotation is parameter.empty else f"{parameter.name}: {parameter.annotation}"
-        )
+        is_typed = parameter.annotation is not parameter.empty
+        typed = f"{parameter.name}: {type_text(parameter.annotation)}" if is_typed else parameter.name
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         parts.append(typed + default)
     returns = "" if found.return_annotation is found.empty else f" -> {found.return_annotation}"

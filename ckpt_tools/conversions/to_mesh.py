@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from ckpt_tools.conversions.job import Job, cast_target
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
@@ -15,6 +16,17 @@ from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.options import (
+    AnyPath,
+    Destination,
+    DTypeName,
+    Exclude,
+    Include,
+    MeshText,
+    Option,
+    Source,
+    WorldSize,
+)
 from ckpt_tools.placement import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.storage.named_file import read_named_file
@@ -30,11 +42,29 @@ _PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 class MeshOptions:
     """How to cut, as the user said it."""
 
-    mesh: str | Mesh | None = None
-    world_size: int | None = None
-    rules: str | os.PathLike[str] | None = None
-    set: Sequence[str] = ()
-    tp_plan: str | None = None
+    mesh: MeshText = None
+    world_size: WorldSize = None
+    rules: Annotated[AnyPath | None, Option("YAML file of placement rules.", metavar="FILE")] = None
+    set: Annotated[
+        Sequence[str],
+        Option(
+            "A placement rule (repeatable, before the file's, first match wins); GLOB= means FSDP alone.",
+            metavar="GLOB=AXIS:S(D),…",
+        ),
+    ] = ()
+    tp_plan: Annotated[str | None, Option("Take the plan of the model's config.json.", metavar="auto")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingOptions(MeshOptions):
+    """What `shard` and `reshard` both take."""
+
+    source: Source = field(kw_only=False)
+    destination: Destination = field(kw_only=False)
+    dtype: DTypeName = "keep"
+    prefix: Annotated[str, Option("Put in front of every name (model.).", metavar="PFX")] = ""
+    include: Include = ()
+    exclude: Exclude = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,18 +159,10 @@ def _read_config(opened: Opened) -> Mapping[str, object]:
     return document
 
 
-def sharding_job(
-    opened: Opened,
-    destination: str,
-    options: MeshOptions,
-    *,
-    dtype: str,
-    prefix: str,
-    include: Sequence[str],
-    exclude: Sequence[str],
-) -> Job:
-    """Return the job that writes `opened`, cut as `options` say, to `destination`."""
-    chosen = select(opened.checkpoint, include=include, exclude=exclude)
+def sharding_job(opened: Opened, options: ShardingOptions) -> Job:
+    """Return the job that writes `opened`, cut as `options` say."""
+    dtype, prefix = options.dtype, options.prefix
+    chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
     layout = find_layout(opened, renamed, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
@@ -151,7 +173,7 @@ def sharding_job(
         opened=opened,
         source=source,
         target=dcp.place(target.tensors, grids, source.blobs),
-        destination=destination,
+        destination=os.fspath(options.destination),
         assets=[(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)],
         dtype=dtype,
         names={new.fqn: old.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)},
