@@ -193,3 +193,20 @@ DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes n
 NumWorkers = Annotated[int | None, Option("Threads that move bytes.", short="-j", env=True, min=1, max=256)]
 Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]
 From = Annotated[Format | None, Option("Format of SRC; detected by default.", name="--from")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshOptions:
+    """How to cut, as the user said it."""
+
+    mesh: MeshText = None
+    world_size: WorldSize = None
+    rules: Annotated[AnyPath | None, Option("YAML file of placement rules.", metavar="FILE")] = None
+    set: Annotated[
+        Sequence[str],
+        Option(
+            "A placement rule (repeatable, before the file's, first match wins); GLOB= means FSDP alone.",
+            metavar="GLOB=AXIS:S(D),…",
+        ),
+    ] = ()
+    tp_plan: Annotated[str | None, Option("Take the plan of the model's config.json.", metavar="auto")] = None

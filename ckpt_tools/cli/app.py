@@ -25,6 +25,7 @@ from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from typer._click import HelpFormatter
+    from typer._click.core import Parameter
 
 EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff,
 smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable checkpoint, 5 destination exists,
@@ -68,8 +69,34 @@ def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
+def _quickly(params: list[Parameter]) -> list[Parameter]:
+    """Let options read text by themselves: typer's conversion loads pydantic, which nobody need wait for."""
+    for param in params:
+        vars(param).setdefault("process_value", functools.partial(_value_of, param, param.process_value))
+    return params
+
+
+def _value_of(
+    param: Parameter, convert: Callable[[typer.Context, Any], Any], ctx: typer.Context, value: object
+) -> object:
+    """Return the value of an option, converted where it is neither text nor absent."""
+    if value is None and not param.required:
+        return () if param.multiple else None
+    is_text = vars(param)["type_descriptor"].annotation in (str, list[str])
+    return value if is_text and value is not None else convert(ctx, value)
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: typer.Context) -> list[Parameter]:  # type: ignore[override]
+        return _quickly(super().get_params(ctx))
+
+
 class _Commands(TyperGroup):
     """Lists commands as their table has them, and loads the one that runs."""
+
+    def get_params(self, ctx: typer.Context) -> list[Parameter]:  # type: ignore[override]
+        """Return the options before a command."""
+        return _quickly(super().get_params(ctx))
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:  # type: ignore[override]  # noqa: ARG002
         """Load a command."""
@@ -87,7 +114,7 @@ class _Commands(TyperGroup):
 def _load(name: str) -> TyperCommand:
     app = _new_app(add_completion=False)
     found = commands.COMMANDS[name]
-    app.command(name, help=found.help, epilog=EXIT_CODES)(_interruptible(commands.load(name)))
+    app.command(name, cls=_Command, help=found.help, epilog=EXIT_CODES)(_interruptible(commands.load(name)))
     return cast("TyperCommand", typer.main.get_command(app))
 
 

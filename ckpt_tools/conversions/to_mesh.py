@@ -17,15 +17,13 @@ from ckpt_tools.formats import dcp
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.opening import Opened, read_document
 from ckpt_tools.options import (
-    AnyPath,
     Destination,
     DTypeName,
     Exclude,
     Include,
-    MeshText,
+    MeshOptions,
     Option,
     Source,
-    WorldSize,
 )
 from ckpt_tools.placement import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
 from ckpt_tools.placement.auto_plan import auto_plan
@@ -36,23 +34,6 @@ _CONFIG_NAME = "config.json"
 _MAX_RULES_BYTES = 16 << 20
 _PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """Directories that accelerate and transformers' Trainer put into that of a step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshOptions:
-    """How to cut, as the user said it."""
-
-    mesh: MeshText = None
-    world_size: WorldSize = None
-    rules: Annotated[AnyPath | None, Option("YAML file of placement rules.", metavar="FILE")] = None
-    set: Annotated[
-        Sequence[str],
-        Option(
-            "A placement rule (repeatable, before the file's, first match wins); GLOB= means FSDP alone.",
-            metavar="GLOB=AXIS:S(D),…",
-        ),
-    ] = ()
-    tp_plan: Annotated[str | None, Option("Take the plan of the model's config.json.", metavar="auto")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
