@@ -88,6 +88,12 @@ class Parameter:
             return ()
         return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
 
+    @property
+    def text(self) -> str:
+        """Its help, and the words that the command line shows in place of a value."""
+        shown = self.stated.metavar if isinstance(self.stated, Option) else None
+        return f"{self.stated.help} ({shown})" if shown and "|" in shown else self.stated.help
+
     def check(self, value: object) -> None:
         """Refuse a word that it does not take.
 
@@ -156,7 +162,7 @@ def _signature(stated: Sequence[Parameter], function: Callable[..., object]) -> 
 def _describe(stated: Sequence[Parameter], text: str) -> str:
     """Return a docstring with the section that the options class states."""
     head, raises, tail = inspect.cleandoc(text).partition("\nRaises:")
-    rows = [f"    {each.name}: {each.stated.help}" for each in sorted(stated, key=lambda each: not each.is_positional)]
+    rows = [f"    {each.name}: {each.text}" for each in sorted(stated, key=lambda each: not each.is_positional)]
     return "\n".join([head.rstrip(), "", "Args:", *rows, *(["", f"Raises:{tail}"] if raises else [])])
 
 
@@ -188,7 +194,7 @@ Include = Annotated[
     ),
 ]
 Exclude = Annotated[Sequence[str], Option("Without these tensors (repeatable).", metavar="GLOB")]
-Overwrite = Annotated[bool, Option("Replace DST; the old one stays until the new is durable.")]
+Overwrite = Annotated[bool, Option("Replace DST; the old one is kept until the new one is durable.")]
 DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
 NumWorkers = Annotated[int | None, Option("Threads that move bytes.", short="-j", env=True, min=1, max=256)]
 Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]

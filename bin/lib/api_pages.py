@@ -8,6 +8,8 @@ import inspect
 import itertools
 import re
 import textwrap
+import types
+import typing
 from collections.abc import Callable
 
 HEAD = """\
@@ -34,7 +36,8 @@ def describe(docstring: str | None) -> str:
             in_section = True
             parts += [f"**{section[1]}**", ""]
         elif in_section and line.startswith("    ") and not line.startswith("     ") and entry:
-            parts.append(f"- `{entry[1]}`: {entry[2]}")
+            text = f"- `{entry[1]}`: {entry[2]}"
+            parts += textwrap.wrap(text, 116, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         elif in_section and line.startswith("     "):
             parts.append(f"  {line.strip()}")
         else:
@@ -44,7 +47,11 @@ def describe(docstring: str | None) -> str:
 
 def type_text(annotation: object) -> str:
     """An annotation as one would write it: it is text in most modules, and a type where options are stated."""
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    if isinstance(annotation, str):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " | ".join(map(type_text, typing.get_args(annotation)))
+    text = "None" if annotation is types.NoneType else inspect.formatannotation(annotation)
     return re.sub(r"\b(?:collections\.abc|typing|ckpt_tools(?:\.\w+)+)\.", "", text)
 
 

@@ -21,16 +21,16 @@ from ckpt_tools.options import (
 )
 
 Alpha = Annotated[float | None, Option("lora_alpha of the training run.", metavar="VALUE")]
-Base = Annotated[AnyPath | None, Option("The base model: modules and shapes are held against it.", metavar="DIR")]
-AdapterName = Annotated[str | None, Option("Which one, of several.", name="--adapter", metavar="NAME")]
+Base = Annotated[AnyPath | None, Option("Base model, to check modules and shapes.", metavar="DIR")]
+AdapterName = Annotated[str | None, Option("Adapter name, if there are several.", name="--adapter", metavar="NAME")]
 Config = Annotated[
     Sequence[str],
     Option(
-        "A setting of PEFT's configuration that neither tensors nor files tell (repeatable).", metavar="FIELD=VALUE"
+        "Setting of PEFT's configuration that neither tensors nor files contain (repeatable).", metavar="FIELD=VALUE"
     ),
 ]
 Architecture = Annotated[
-    str | None, Option("Model family, where the names do not tell it.", metavar="flux1|flux2|sdxl|sd3|llm")
+    str | None, Option("Model family, if the names do not show it.", metavar="flux1|flux2|sdxl|sd3|llm")
 ]
 Strict = Annotated[bool, Option("Refuse an adapter when a setting of its run must be assumed.")]
 
@@ -44,7 +44,7 @@ class ExportOptions:
         Argument("What holds the adapter: a training checkpoint (DCP), a PEFT directory, a safetensors file.", "SRC"),
     ] = field(kw_only=False)
     destination: Destination = field(kw_only=False)
-    to: Annotated[str, Option("Whose format to write.", metavar="peft|diffusers|kohya|comfyui")] = "peft"
+    to: Annotated[str, Option("Format to write.", metavar="peft|diffusers|kohya|comfyui")] = "peft"
     alpha: Alpha = None
     base_model: Annotated[str | None, Option("Hub id of the base model.", metavar="ORG/NAME")] = None
     base: Base = None

@@ -25,15 +25,16 @@ class _ModelAndRanks:
             "Parameters (7B) of a model without a config, for the formula; with --layers and --hidden.", metavar="N"
         ),
     ] = None
-    layers: Annotated[int | None, Option("With --params: blocks.")] = None
-    hidden: Annotated[int | None, Option("With --params: width.")] = None
+    layers: Annotated[int | None, Option("With --params: number of blocks.")] = None
+    hidden: Annotated[int | None, Option("With --params: hidden size.")] = None
     vocab: Annotated[int | None, Option("With --params: rows of the output layer; 0 for none.")] = None
     mesh: MeshText = None
     world_size: WorldSize = None
     strategy: Annotated[
         str | Sequence[str] | None,
         Option(
-            "Repeatable; what suits the mesh by default. all shows all, with and without checkpointing.",
+            "Sharding strategy (repeatable; default: what suits the mesh); "
+            "all shows all, with and without checkpointing.",
             metavar="full_shard|shard_grad_op|hybrid_shard|no_shard|all",
         ),
     ] = None
@@ -46,17 +47,19 @@ class EstimateCall(Training, _ModelAndRanks):
     activation_checkpointing: Annotated[
         bool | Literal["both"],
         Option(
-            "Compute activations again in backward.",
+            "Recompute activations in the backward pass.",
             name="--activation-checkpointing/--no-activation-checkpointing",
             is_tristate=True,
         ),
     ] = False
     lora: Annotated[bool | int | None, Option("Freeze the model; train LoRA adapters on its linear layers.")] = None
-    lora_rank: Annotated[int | None, Option(f"Rank of the adapters, {DEFAULT_LORA_RANK}; means --lora.", min=1)] = None
+    lora_rank: Annotated[
+        int | None, Option(f"Rank of the adapters (default: {DEFAULT_LORA_RANK}); implies --lora.", min=1)
+    ] = None
     gpu_memory: Annotated[
         str | int | None,
         Option(
-            "What a device has (80GB): says what fits, and looks for a change that does when nothing fits.",
+            "Memory of a device (80GB): shows what fits; if nothing does, suggests a change that would.",
             metavar="SIZE",
         ),
     ] = None

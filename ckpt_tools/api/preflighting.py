@@ -24,16 +24,16 @@ class PreflightOptions:
             "A trainer's config; for OpenRLHF and verl also the script or text file with its command line.", "CONFIG"
         ),
     ] = field(kw_only=False)
-    framework: Annotated[Framework | None, Option("Whose config it is.", none="auto")] = None
-    world_size: Annotated[int | None, Option("Number of ranks; what CONFIG says by default.", min=1)] = None
-    model: Annotated[AnyPath | None, Option("The model's directory; what CONFIG names by default.", metavar="DIR")] = (
-        None
-    )
+    framework: Annotated[Framework | None, Option("Framework of the config.", none="auto")] = None
+    world_size: Annotated[int | None, Option("Number of ranks (default: from CONFIG).", min=1)] = None
+    model: Annotated[AnyPath | None, Option("Directory of the model (default: from CONFIG).", metavar="DIR")] = None
     checkpoint: Annotated[
         AnyPath | None,
-        Option("What is loaded; what CONFIG resumes from, or the model's own weights, by default.", metavar="SRC"),
+        Option(
+            "Checkpoint to load (default: the one that CONFIG resumes from, or the model's own weights).", metavar="SRC"
+        ),
     ] = None
-    gpu_memory: Annotated[str | None, Option("What a device has (80GB).", metavar="SIZE")] = None
+    gpu_memory: Annotated[str | None, Option("Memory of a device (80GB).", metavar="SIZE")] = None
     smoke: Annotated[
         bool, Option("Train a few steps of the model, cut down, on this machine.", name="--smoke/--no-smoke")
     ] = True

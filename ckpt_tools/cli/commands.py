@@ -56,13 +56,13 @@ COMMANDS: dict[str, Command] = {
         train?
 
         Reads the config without the trainer; checks it against rules, the model, the checkpoint and the memory of a
-        device, and trains a few steps of a cut-down model. The report lists what was not checked; an option that could
-        not be read, or a config that is not understood, is exit code 3.
+        device, and trains a few steps of a cut-down model. The report lists what was not checked; an option or a
+        config that cannot be read is exit code 3.
         """,
     ),
     "export-lora": Command(
         "export_lora",
-        "Take a LoRA, or a relative of it, out of any checkpoint, and write it for an ecosystem; nothing else is read.",
+        "Extract a LoRA-family adapter from any checkpoint and write it for PEFT, diffusers, kohya or ComfyUI.",
     ),
     "merge-lora": Command(
         "convert", "Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming."
@@ -76,8 +76,8 @@ COMMANDS: dict[str, Command] = {
         """
         Push a directory to the Hugging Face hub in one commit, and check what arrived.
 
-        The token comes from HF_TOKEN or `hf auth login`. Nothing is sent that is not whole, and nothing over the head
-        of somebody who commits meanwhile.
+        The token comes from HF_TOKEN or `hf auth login`. Incomplete files are refused, and so is a commit on top
+        of one that somebody else made meanwhile.
         """,
     ),
     "env": Command("env", "Print versions, for a bug report."),

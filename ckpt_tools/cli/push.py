@@ -21,7 +21,7 @@ def run(
     call: Call[PushResult],
     *,
     base_model: Annotated[
-        str | None, Option("For the model card: what it extends.", metavar="ORG/NAME", after="commit_message")
+        str | None, Option("Hub id of the base model, for the model card.", metavar="ORG/NAME", after="commit_message")
     ] = None,
     license: License = None,  # noqa: A002 - the option's name
     no_card: Annotated[bool, Option("Make no model card, and add nothing to README.md.")] = False,

@@ -52,18 +52,18 @@ _DTYPES = "bf16|f16|f32"
 class Training:
     """What all cases of an estimate have in common."""
 
-    seq_len: Annotated[int, Option("Tokens of a sample.", min=1)] = 2048
+    seq_len: Annotated[int, Option("Tokens per sample.", min=1)] = 2048
     batch_size: Annotated[int, Option("Samples per rank.", min=1)] = 1
-    param_dtype: Annotated[str, Option("Compute in.", metavar=_DTYPES)] = "bf16"
-    reduce_dtype: Annotated[str, Option("Average gradients in.", metavar=_DTYPES)] = "f32"
-    master_dtype: Annotated[str, Option("Keep trained parameters and gradients in.", metavar=_DTYPES)] = "f32"
+    param_dtype: Annotated[str, Option("Compute dtype.", metavar=_DTYPES)] = "bf16"
+    reduce_dtype: Annotated[str, Option("Dtype of the gradient average.", metavar=_DTYPES)] = "f32"
+    master_dtype: Annotated[str, Option("Dtype of trained parameters and gradients.", metavar=_DTYPES)] = "f32"
     frozen_dtype: Annotated[
-        str, Option("With --lora: keep the others in; bf16.", metavar=_DTYPES, is_tristate=True)
+        str, Option("With --lora: dtype of frozen weights (default: bf16).", metavar=_DTYPES, is_tristate=True)
     ] = "bf16"
-    optimizer: Annotated[str, Option("Its state.", metavar="adamw|adam|sgd|sgd-momentum")] = "adamw"
+    optimizer: Annotated[str, Option("Optimizer.", metavar="adamw|adam|sgd|sgd-momentum")] = "adamw"
     state_dtype: Annotated[
         str | None,
-        Option("Its dtype, where it is not --master-dtype, as with PyTorch's own optimizers.", metavar=_DTYPES),
+        Option("Dtype of the optimizer state (default: --master-dtype, as in PyTorch).", metavar=_DTYPES),
     ] = None
     quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4", after="lora_rank")] = (
         None

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from ckpt_tools.options import Option
 
-Private = Annotated[bool, Option("Create it private; never send to a public one.")]
+Private = Annotated[bool, Option("Create the repository as private; refuse a public one.")]
 CreatePr = Annotated[bool, Option("Open a pull request instead of committing.")]
-Revision = Annotated[str | None, Option("main by default.", metavar="BRANCH")]
-CommitMessage = Annotated[str | None, Option("Of the commit.", metavar="TEXT")]
-License = Annotated[str | None, Option("For the model card: apache-2.0, …", metavar="NAME")]
-Endpoint = Annotated[str | None, Option("HF_ENDPOINT or huggingface.co by default.", metavar="URL")]
+Revision = Annotated[str | None, Option("Branch (default: main).", metavar="BRANCH")]
+CommitMessage = Annotated[str | None, Option("Commit message.", metavar="TEXT")]
+License = Annotated[str | None, Option("License for the model card: apache-2.0, …", metavar="NAME")]
+Endpoint = Annotated[str | None, Option("Address of the hub (default: HF_ENDPOINT, or huggingface.co).", metavar="URL")]

@@ -69,7 +69,7 @@ class PushOptions:
     include: Annotated[
         Sequence[str],
         Option(
-            "Only these files (repeatable). Without a slash it is held against names in every directory.",
+            "Only these files (repeatable). Without a slash, names in every directory match.",
             metavar="GLOB",
         ),
     ] = ()
@@ -77,13 +77,15 @@ class PushOptions:
     delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
     check: Annotated[
         CheckLevel,
-        Option("Read back what was sent, everything, or nothing (the hub's digests are compared in any case)."),
+        Option("Read back what was uploaded, everything, or nothing (the hub's digests are always compared)."),
     ] = "sent"
     token: Annotated[str | None, Doc("By default HF_TOKEN, or what `hf auth login` stored.")] = field(
         default=None, repr=False
     )
     endpoint: Endpoint = None
-    dry_run: Annotated[bool, Option("Show what is new, changed, unchanged; send nothing.", short="-n")] = False
+    dry_run: Annotated[bool, Option("Plan only: new, changed and unchanged files. Uploads nothing.", short="-n")] = (
+        False
+    )
     num_workers: NumWorkers = None
     progress: ProgressField = None
     say: Annotated[Say | None, Doc("Told what takes long.")] = None

@@ -39,38 +39,42 @@ class SmokeOptions:
         ),
     ] = field(default=None, kw_only=False)
     model: Annotated[
-        AnyPath | None, Option("Where the config.json is; beside SRC by default.", metavar="DIR|CONFIG")
+        AnyPath | None, Option("Model config or its directory (default: beside SRC).", metavar="DIR|CONFIG")
     ] = None
-    factory: Annotated[str | None, Option("Builds the model, instead of a config.", metavar="PKG.MOD:CALLABLE")] = None
+    factory: Annotated[
+        str | None, Option("Function that builds the model, in place of a config.", metavar="PKG.MOD:CALLABLE")
+    ] = None
     mesh: MeshText = None
-    nproc: Annotated[int | None, Option("Number of ranks; 2, or as many as the mesh needs.", min=1)] = None
-    device: Annotated[str, Option("auto takes GPUs if every rank gets one.", metavar="auto|cpu|cuda")] = "auto"
+    nproc: Annotated[int | None, Option("Number of ranks (default: 2, or what the mesh needs).", min=1)] = None
+    device: Annotated[
+        str, Option("Where the ranks compute; auto takes GPUs if there is one per rank.", metavar="auto|cpu|cuda")
+    ] = "auto"
     strategy: Annotated[
         str | None,
         Option(
-            "What suits the mesh by default. FSDP1's names and accelerate's numbers work too.",
+            "Sharding strategy (default: what suits the mesh); FSDP1's names and accelerate's numbers work too.",
             metavar="full_shard|shard_grad_op|hybrid_shard|no_shard",
         ),
     ] = None
     steps: Annotated[int, Option("Training steps.", min=1)] = 3
-    param_dtype: Annotated[str, Option("Mixed precision: compute in.", metavar="keep|bf16|f16|f32")] = "keep"
+    param_dtype: Annotated[str, Option("Mixed precision: compute dtype.", metavar="keep|bf16|f16|f32")] = "keep"
     reduce_dtype: Annotated[
         str,
-        Option("Mixed precision: average gradients in; as --param-dtype by default.", metavar="keep|bf16|f16|f32"),
+        Option("Mixed precision: dtype of the gradient average (default: --param-dtype).", metavar="keep|bf16|f16|f32"),
     ] = "keep"
     lora: Annotated[bool, Option("Freeze the model; train LoRA adapters on its linear layers.")] = False
     quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4")] = None
     memory: Annotated[
         str | int | None,
         Option(
-            "What the run may take (8GB), what is free by default; larger models are tried with fewer layers.",
+            "Memory limit of the run, e.g. 8GB (default: what is free); larger models are tried with fewer layers.",
             metavar="SIZE",
         ),
     ] = None
     timeout_s: Annotated[
         float | str | None,
         Option(
-            "A phase that takes longer hangs, and where is a finding; 120 by default, more for large models.",
+            "Seconds before a phase counts as hung (default: 120, more for large models).",
             name="--timeout",
             metavar="SECONDS",
         ),
