@@ -5,92 +5,125 @@
     ckpt_tools.shard("model", "model-dp8", mesh="dp_shard=8")
     ckpt_tools.verify("model-dp8").ok
 
-Importing the package loads neither torch nor numpy.
+Importing the package loads nothing: every name is loaded when it is asked for.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ckpt_tools import api
-from ckpt_tools._version import __version__
-from ckpt_tools.api import (
-    diff,
-    estimate,
-    gather,
-    inspect,
-    open_checkpoint,
-    preflight,
-    reshard,
-    shard,
-    smoke,
-    verify,
-)
-from ckpt_tools.checks.diff import Difference
-from ckpt_tools.checks.verify import Verification
-from ckpt_tools.conversions.job import Conversion
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
-from ckpt_tools.description.dtypes import DType
-from ckpt_tools.description.layout import Box, Mesh, Placement, Replicate, Shard, parse_mesh
-from ckpt_tools.description.summary import Summary
-from ckpt_tools.errors import (
-    CkptError,
-    DestinationExistsError,
-    HubError,
-    LimitError,
-    UnreadableError,
-    UsageError,
-)
-from ckpt_tools.smoke import SmokeReport
-
 if TYPE_CHECKING:
-    from ckpt_tools.api import check_lora, export_lora, merge_lora, push
+    from ckpt_tools._version import __version__ as __version__
+    from ckpt_tools.api import (
+        check_lora as check_lora,
+    )
+    from ckpt_tools.api import (
+        diff as diff,
+    )
+    from ckpt_tools.api import (
+        estimate as estimate,
+    )
+    from ckpt_tools.api import (
+        export_lora as export_lora,
+    )
+    from ckpt_tools.api import (
+        gather as gather,
+    )
+    from ckpt_tools.api import (
+        inspect as inspect,
+    )
+    from ckpt_tools.api import (
+        merge_lora as merge_lora,
+    )
+    from ckpt_tools.api import (
+        open_checkpoint as open_checkpoint,
+    )
+    from ckpt_tools.api import (
+        preflight as preflight,
+    )
+    from ckpt_tools.api import (
+        push as push,
+    )
+    from ckpt_tools.api import (
+        reshard as reshard,
+    )
+    from ckpt_tools.api import (
+        shard as shard,
+    )
+    from ckpt_tools.api import (
+        smoke as smoke,
+    )
+    from ckpt_tools.api import (
+        verify as verify,
+    )
+    from ckpt_tools.checks.diff import Difference as Difference
+    from ckpt_tools.checks.verify import Verification as Verification
+    from ckpt_tools.conversions.job import Conversion as Conversion
+    from ckpt_tools.description.checkpoint import BlobEntry as BlobEntry
+    from ckpt_tools.description.checkpoint import ByteSpan as ByteSpan
+    from ckpt_tools.description.checkpoint import Checkpoint as Checkpoint
+    from ckpt_tools.description.checkpoint import Chunk as Chunk
+    from ckpt_tools.description.checkpoint import Finding as Finding
+    from ckpt_tools.description.checkpoint import TensorEntry as TensorEntry
+    from ckpt_tools.description.dtypes import DType as DType
+    from ckpt_tools.description.layout import Box as Box
+    from ckpt_tools.description.layout import Mesh as Mesh
+    from ckpt_tools.description.layout import Placement as Placement
+    from ckpt_tools.description.layout import Replicate as Replicate
+    from ckpt_tools.description.layout import Shard as Shard
+    from ckpt_tools.description.layout import parse_mesh as parse_mesh
+    from ckpt_tools.description.summary import Summary as Summary
+    from ckpt_tools.errors import CkptError as CkptError
+    from ckpt_tools.errors import DestinationExistsError as DestinationExistsError
+    from ckpt_tools.errors import HubError as HubError
+    from ckpt_tools.errors import LimitError as LimitError
+    from ckpt_tools.errors import UnreadableError as UnreadableError
+    from ckpt_tools.errors import UsageError as UsageError
+    from ckpt_tools.smoke.report import SmokeReport as SmokeReport
 
-__all__ = [
-    "BlobEntry",
-    "Box",
-    "ByteSpan",
-    "Checkpoint",
-    "Chunk",
-    "CkptError",
-    "Conversion",
-    "DType",
-    "DestinationExistsError",
-    "Difference",
-    "Finding",
-    "HubError",
-    "LimitError",
-    "Mesh",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "SmokeReport",
-    "Summary",
-    "TensorEntry",
-    "UnreadableError",
-    "UsageError",
-    "Verification",
-    "__version__",
-    "check_lora",
-    "diff",
-    "estimate",
-    "export_lora",
-    "gather",
-    "inspect",
-    "merge_lora",
-    "open_checkpoint",
-    "parse_mesh",
-    "preflight",
-    "push",
-    "reshard",
-    "shard",
-    "smoke",
-    "verify",
-]
+_ROOMS = {
+    "_version": "__version__",
+    "api": "check_lora diff estimate export_lora gather inspect merge_lora open_checkpoint preflight push reshard "
+    "shard smoke verify",
+    "checks.diff": "Difference",
+    "checks.verify": "Verification",
+    "conversions.job": "Conversion",
+    "description.checkpoint": "BlobEntry ByteSpan Checkpoint Chunk Finding TensorEntry",
+    "description.dtypes": "DType",
+    "description.layout": "Box Mesh Placement Replicate Shard parse_mesh",
+    "description.summary": "Summary",
+    "errors": "CkptError DestinationExistsError HubError LimitError UnreadableError UsageError",
+    "smoke.report": "SmokeReport",
+}
+"""Module → names that are public here."""
+_HOMES = {name: f"{__name__}.{room}" for room, names in _ROOMS.items() for name in names.split()}
+__all__ = [*sorted(_HOMES)]  # noqa: PLE0604 - the names above
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        found: object = getattr(api, name)
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _HOMES:
+        found: object = getattr(import_module(_HOMES[name]), name)
+    elif name in _ROOMS:
+        found = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """The functions estimate, preflight and smoke have the names of packages: loading these must not hide them."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

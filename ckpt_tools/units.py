@@ -1,4 +1,4 @@
-"""Sizes and durations: parse what people write, format what people read.
+"""Sizes, counts and durations: parse what people write, format what people read.
 
 Decimal suffixes are powers of 1000 and binary suffixes powers of 1024, as in huggingface_hub:
 5GB = 5·10⁹ bytes, 5GiB = 5·2³⁰ bytes.
@@ -7,11 +7,14 @@ Decimal suffixes are powers of 1000 and binary suffixes powers of 1024, as in hu
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from ckpt_tools.errors import UsageError
 
 _DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -26,6 +29,18 @@ def parse_size(text: str) -> int:
     if match is None or scale is None or (num_bytes := int(float(match[1]) * scale)) <= 0:
         raise UsageError(f"{text!r} is not a size", hint="write for example 5GB, 500MB or 2GiB")
     return num_bytes
+
+
+def parse_count(text: str) -> int:
+    """Return the number of parameters that `text` stands for ("7B", "6738415616").
+
+    Raises:
+        UsageError: The text is not a number.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a number of parameters", hint="write for example 7B or 6738415616")
+    return int(Decimal(match[1]) * _COUNTS[match[2].upper()])
 
 
 def format_size(num_bytes: float) -> str:

@@ -8,6 +8,8 @@ import inspect
 import itertools
 import re
 import textwrap
+import types
+import typing
 from collections.abc import Callable
 
 HEAD = """\
@@ -34,12 +36,23 @@ def describe(docstring: str | None) -> str:
             in_section = True
             parts += [f"**{section[1]}**", ""]
         elif in_section and line.startswith("    ") and not line.startswith("     ") and entry:
-            parts.append(f"- `{entry[1]}`: {entry[2]}")
+            text = f"- `{entry[1]}`: {entry[2]}"
+            parts += textwrap.wrap(text, 116, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         elif in_section and line.startswith("     "):
             parts.append(f"  {line.strip()}")
         else:
             parts.append(line.strip() if in_section else line)
     return "\n".join(parts)
+
+
+def type_text(annotation: object) -> str:
+    """An annotation as one would write it: it is text in most modules, and a type where options are stated."""
+    if isinstance(annotation, str):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " | ".join(map(type_text, typing.get_args(annotation)))
+    text = "None" if annotation is types.NoneType else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:collections\.abc|typing|ckpt_tools(?:\.\w+)+)\.", "", text)
 
 
 def signature(name: str, function: Callable[..., object]) -> str:
@@ -49,10 +62,8 @@ def signature(name: str, function: Callable[..., object]) -> str:
     for parameter in found.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
             parts.append("*")
-        # Annotations are text in every module (from __future__ import annotations).
-        typed = (
-            parameter.name if parameter.annotation is parameter.empty else f"{parameter.name}: {parameter.annotation}"
-        )
+        is_typed = parameter.annotation is not parameter.empty
+        typed = f"{parameter.name}: {type_text(parameter.annotation)}" if is_typed else parameter.name
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         parts.append(typed + default)
     returns = "" if found.return_annotation is found.empty else f" -> {found.return_annotation}"

@@ -33,12 +33,14 @@ from ckpt_tools.adapters.ecosystems.loaders import (
     simulate,
 )
 from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.options import CheckOptions
 from ckpt_tools.adapters.read.assumed import assumed_before
 from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, read_json
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.errors import StorageError, UsageError
+from ckpt_tools.options import takes
 from ckpt_tools.storage.source import Source
 
 __all__ = ["LoraCheck", "check_lora", "to_json"]
@@ -48,37 +50,22 @@ _MOST_FOREIGN = 0.05
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 
 
-def check_lora(
-    source: str | os.PathLike[str],
-    *,
-    base: str | os.PathLike[str] | None = None,
-    loaders: Sequence[str] = (),
-    adapter: str | None = None,
-    architecture: str | None = None,
-    format: str | None = None,  # noqa: A002 - the option's name
-) -> LoraCheck:
+@takes(CheckOptions)
+def check_lora(options: CheckOptions) -> LoraCheck:
     """Check an adapter: its factors, its names against the base, and what loaders will do with it.
-
-    Args:
-        source: Whatever holds an adapter (see `read_adapter`).
-        base: The base model: are the adapted modules there, and of the right shape?
-        loaders: Of peft, diffusers, comfyui, kohya and vllm: those that have to take the adapter, whole. Without any,
-            those of the adapter's own format decide, and the others are reported.
-        adapter: Which one, when there are several.
-        architecture: The model family, where neither base nor names tell it.
-        format: Overrides what would be detected.
 
     Raises:
         UsageError: An unknown loader or family.
         UnreadableError: No adapter here, or a damaged source.
     """
-    wanted = _loaders(loaders)
+    wanted = _loaders(options.loaders)
+    architecture = options.architecture
     if architecture is not None and architecture not in (*ARCHITECTURES, "llm"):
         raise UsageError(f"unknown model family {architecture!r}", hint=f"one of {', '.join((*ARCHITECTURES, 'llm'))}")
-    path = os.fspath(source)
+    path = os.fspath(options.source)
     try:
-        with read_adapter(path, adapter_name=adapter, format=format) as read:
-            facts = None if base is None else _base_for(read.adapter, read_base(base))
+        with read_adapter(path, adapter_name=options.adapter, format=options.format) as read:
+            facts = None if options.base is None else _base_for(read.adapter, read_base(options.base))
             return _check(read, path, facts, _family(read.adapter, architecture, facts), wanted)
     except UnknownTypeError as error:
         return LoraCheck(

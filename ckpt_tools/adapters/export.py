@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +34,7 @@ from ckpt_tools.adapters.ecosystems.peft.variants import doubt_about, refuse_for
 from ckpt_tools.adapters.ecosystems.write_names import write_names
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
+from ckpt_tools.adapters.options import ExportOptions
 from ckpt_tools.adapters.read.assumed import Assumption, assumptions, findings_of, header_of, sourced
 from ckpt_tools.adapters.read.locate import PEFT_FILE
 from ckpt_tools.adapters.read.opening import OpenedAdapter, load, read_adapter
@@ -48,6 +49,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.moving.execute import Progress
+from ckpt_tools.options import takes
 from ckpt_tools.storage.staging import check_destination
 from ckpt_tools.text import escape_name
 
@@ -104,48 +106,11 @@ class _Run:
         return any(finding.severity == "error" for finding in self.findings)
 
 
-def export_lora(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
-    *,
-    to: str = "peft",
-    alpha: float | None = None,
-    base_model: str | None = None,
-    base: str | os.PathLike[str] | None = None,
-    adapter: str | None = None,
-    config: Sequence[str] = (),
-    architecture: str | None = None,
-    svd_rank: int | None = None,
-    dtype: str = "keep",
-    strict: bool = False,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    overwrite: bool = False,
-    dry_run: bool = False,
-    progress: Callable[[int], Progress] | None = None,
-    format: str | None = None,  # noqa: A002 - the option's name
-) -> Export:
+@takes(ExportOptions)
+def export_lora(options: ExportOptions) -> Export:
     """Export an adapter; reads its tensors and no others.
 
-    Args:
-        source: A checkpoint or file that holds an adapter (see `read_adapter`).
-        destination: The directory to create.
-        to: "peft", "diffusers", "kohya" or "comfyui".
-        alpha: Goes before every alpha that is found.
-        base_model: Hub id of the base model, for the configuration.
-        base: The base model, or its config's directory: names of targets are proven against it.
-        adapter: Which one, when there are several.
-        config: "FIELD=VALUE" of PEFT's configuration, for what nothing else tells.
-        architecture: The model family, where names do not tell it.
-        svd_rank: Rank of an approximation, for what the target cannot express exactly.
-        dtype: "keep", or cast to "bf16", "f16" or "f32".
-        strict: Refuse an adapter of which something is assumed.
-        include: Globs of the names to look at.
-        exclude: Globs of the names to leave out.
-        overwrite: Replace an existing destination once the new one is durable.
-        dry_run: Say what would be written; values are not looked at.
-        progress: Makes the receiver of progress.
-        format: Overrides what would be detected.
+    With `dry_run`, values are not looked at.
 
     Raises:
         UsageError: Something is not known and changes the result, or the target cannot express the adapter.
@@ -153,55 +118,59 @@ def export_lora(
         DestinationExistsError: The destination exists.
     """
     start = time.monotonic()
-    ecosystem = target_of(to)
-    architecture_of(architecture)
-    if dtype not in DTYPES:
-        raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
-    target = os.fspath(destination)
+    ecosystem = target_of(options.to)
+    architecture_of(options.architecture)
+    if options.dtype not in DTYPES:
+        raise UsageError(f"{options.dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
+    target = os.fspath(options.destination)
     with read_adapter(
-        os.fspath(source),
-        adapter_name=adapter,
-        format=format,
-        include=include,
-        exclude=exclude,
-        settings=parse_overrides(config),
+        os.fspath(options.source),
+        adapter_name=options.adapter,
+        format=options.format,
+        include=options.include,
+        exclude=options.exclude,
+        settings=parse_overrides(options.config),
     ) as read:
         check_separate(read.opened, target)
-        check_destination(target, overwrite=overwrite)
-        if overwrite:
+        check_destination(target, overwrite=options.overwrite)
+        if options.overwrite:
             check_replaceable(target)
         refuse_foreign_shapes(read.adapter)
-        model, is_base_proven = base_of(read, base)
+        model, is_base_proven = base_of(read, options.base)
         whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
-        whole = with_alpha(renested(whole) if whole.omitted else whole, alpha)
+        whole = with_alpha(renested(whole) if whole.omitted else whole, options.alpha)
         run = _Run(
             read=read,
             destination=target,
             reader=TensorReader(read.opened),
             start=start,
-            dtype=dtype,
-            base=base,
+            dtype=options.dtype,
+            base=options.base,
             assumed=assumptions(whole, is_base_proven=is_base_proven),
             notes=["left out: " + ", ".join(whole.left_out)] if whole.left_out else [],
         )
-        run.findings += findings_of(run.assumed, strict=strict)
+        run.findings += findings_of(run.assumed, strict=options.strict)
         nothing = Output(file="", items=(), metadata={}, documents={})
         if (doubt := doubt_about(whole)) is not None:
             run.notes.append(doubt)
-        if to == "peft":
-            whole = _on_its_model(run, whole, model, architecture, svd_rank)
-        run.findings += check_structure(whole, base=model.shapes if model and to == "peft" else None, repairs=True)
+        if options.to == "peft":
+            whole = _on_its_model(run, whole, model, options.architecture, options.svd_rank)
+        run.findings += check_structure(
+            whole, base=model.shapes if model and options.to == "peft" else None, repairs=True
+        )
         if run.has_error:
-            return _export(run, nothing, {}, dry_run=dry_run)
-        if to == "peft":
-            output, known = _for_peft(run, whole, model, base_model, svd_rank)
+            return _export(run, nothing, {}, dry_run=options.dry_run)
+        if options.to == "peft":
+            output, known = _for_peft(run, whole, model, options.base_model, options.svd_rank)
         else:
-            output, known = _for_others(run, whole, ecosystem, model, base_model, architecture, svd_rank)
+            output, known = _for_others(
+                run, whole, ecosystem, model, options.base_model, options.architecture, options.svd_rank
+            )
         output = replace(output, metadata={**output.metadata, **header_of(run.assumed)})
         known = {**known, **sourced(run.assumed)}
-        if run.has_error or dry_run:
-            return _export(run, output, known, dry_run=dry_run)
-        return _publish(run, whole, output, known, overwrite=overwrite, progress=progress)
+        if run.has_error or options.dry_run:
+            return _export(run, output, known, dry_run=options.dry_run)
+        return _publish(run, whole, output, known, overwrite=options.overwrite, progress=options.progress)
 
 
 # For PEFT: names, and nothing else where that is enough

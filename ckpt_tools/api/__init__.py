@@ -1,53 +1,53 @@
-"""One function per verb, with the command line's names and defaults; the command line is a thin face on these."""
+"""One function per verb, with the command line's names and defaults; the command line is a thin face on these.
+
+A verb is loaded when it is asked for: nobody waits for the others.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ckpt_tools.api.conversions import gather, reshard, shard
-from ckpt_tools.api.estimating import estimate
-from ckpt_tools.api.preflighting import preflight
-from ckpt_tools.api.reading import diff, inspect, open_checkpoint, verify
-from ckpt_tools.api.training import smoke
-from ckpt_tools.api.workers import ProgressFactory, default_num_workers
-
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.check import check_lora
-    from ckpt_tools.adapters.export import export_lora
-    from ckpt_tools.api.merging import merge_lora
-    from ckpt_tools.api.pushing import push
+    from ckpt_tools.adapters.check import check_lora as check_lora
+    from ckpt_tools.adapters.export import export_lora as export_lora
+    from ckpt_tools.api.checking import diff as diff
+    from ckpt_tools.api.checking import verify as verify
+    from ckpt_tools.api.conversions import gather as gather
+    from ckpt_tools.api.conversions import reshard as reshard
+    from ckpt_tools.api.conversions import shard as shard
+    from ckpt_tools.api.estimating import estimate as estimate
+    from ckpt_tools.api.merging import merge_lora as merge_lora
+    from ckpt_tools.api.preflighting import preflight as preflight
+    from ckpt_tools.api.pushing import push as push
+    from ckpt_tools.api.reading import inspect as inspect
+    from ckpt_tools.api.reading import open_checkpoint as open_checkpoint
+    from ckpt_tools.api.training import smoke as smoke
+    from ckpt_tools.api.workers import default_num_workers as default_num_workers
+    from ckpt_tools.options import ProgressFactory as ProgressFactory
 
-__all__ = [
-    "ProgressFactory",
-    "check_lora",
-    "default_num_workers",
-    "diff",
-    "estimate",
-    "export_lora",
-    "gather",
-    "inspect",
-    "merge_lora",
-    "open_checkpoint",
-    "preflight",
-    "push",
-    "reshard",
-    "shard",
-    "smoke",
-    "verify",
-]
-
-_ON_USE = {
-    "check_lora": "ckpt_tools.adapters.check",
-    "export_lora": "ckpt_tools.adapters.export",
-    "merge_lora": "ckpt_tools.api.merging",
-    "push": "ckpt_tools.api.pushing",
+_ROOMS = {
+    "adapters.check": "check_lora",
+    "adapters.export": "export_lora",
+    "api.conversions": "gather reshard shard",
+    "api.estimating": "estimate",
+    "api.merging": "merge_lora",
+    "api.preflighting": "preflight",
+    "api.pushing": "push",
+    "api.checking": "diff verify",
+    "api.reading": "inspect open_checkpoint",
+    "api.training": "smoke",
+    "api.workers": "default_num_workers",
+    "options": "ProgressFactory",
 }
-"""Name → module: loaded when it is asked for, so that the other commands need not wait for it."""
+"""Module → names that are public here."""
+_HOMES = {name: f"ckpt_tools.{room}" for room, names in _ROOMS.items() for name in names.split()}
+__all__ = [*sorted(_HOMES)]  # noqa: PLE0604 - the names above
 
 
 def __getattr__(name: str) -> object:
-    if name in _ON_USE:
-        found: object = getattr(import_module(_ON_USE[name]), name)
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found

@@ -4,94 +4,98 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Literal
 
-from ckpt_tools.description.layout import Mesh
 from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run_estimate
-from ckpt_tools.units import parse_size
+from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, Training
+from ckpt_tools.options import AnyPath, Argument, MeshText, Option, WorldSize, takes
+from ckpt_tools.units import parse_count, parse_size
 
 
-def estimate(
-    model: str | os.PathLike[str] | None = None,
-    *,
-    params: int | None = None,
-    layers: int | None = None,
-    hidden: int | None = None,
-    vocab: int | None = None,
-    mesh: str | Mesh | None = None,
-    world_size: int | None = None,
-    strategy: str | Sequence[str] | None = None,
-    seq_len: int = 2048,
-    batch_size: int = 1,
-    param_dtype: str = "bf16",
-    reduce_dtype: str = "f32",
-    master_dtype: str = "f32",
-    frozen_dtype: str = "bf16",
-    optimizer: str = "adamw",
-    state_dtype: str | None = None,
-    activation_checkpointing: bool | Literal["both"] = False,
-    lora: int | None = None,
-    quantize: str | None = None,
-    offload: bool = False,
-    gpu_memory: str | int | None = None,
-) -> Estimate:
+@dataclass(frozen=True, kw_only=True)
+class _ModelAndRanks:
+    model: Annotated[
+        AnyPath | None,
+        Argument("A config.json or its directory; or a checkpoint without one, for the formula alone.", "[MODEL]"),
+    ] = field(default=None, kw_only=False)
+    params: Annotated[
+        int | str | None,
+        Option(
+            "Parameters (7B) of a model without a config, for the formula; with --layers and --hidden.", metavar="N"
+        ),
+    ] = None
+    layers: Annotated[int | None, Option("With --params: number of blocks.")] = None
+    hidden: Annotated[int | None, Option("With --params: hidden size.")] = None
+    vocab: Annotated[int | None, Option("With --params: rows of the output layer; 0 for none.")] = None
+    mesh: MeshText = None
+    world_size: WorldSize = None
+    strategy: Annotated[
+        str | Sequence[str] | None,
+        Option(
+            "Sharding strategy (repeatable; default: what suits the mesh); "
+            "all shows all, with and without checkpointing.",
+            metavar="full_shard|shard_grad_op|hybrid_shard|no_shard|all",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateCall(Training, _ModelAndRanks):
+    """The options of `estimate`, as the user says them."""
+
+    activation_checkpointing: Annotated[
+        bool | Literal["both"],
+        Option(
+            "Recompute activations in the backward pass.",
+            name="--activation-checkpointing/--no-activation-checkpointing",
+            is_tristate=True,
+        ),
+    ] = False
+    lora: Annotated[bool | int | None, Option("Freeze the model; train LoRA adapters on its linear layers.")] = None
+    lora_rank: Annotated[
+        int | None, Option(f"Rank of the adapters (default: {DEFAULT_LORA_RANK}); implies --lora.", min=1)
+    ] = None
+    gpu_memory: Annotated[
+        str | int | None,
+        Option(
+            "Memory of a device (80GB): shows what fits; if nothing does, suggests a change that would.",
+            metavar="SIZE",
+        ),
+    ] = None
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the adapters; `lora` itself may say it."""
+        if self.lora_rank is not None or self.lora is None or isinstance(self.lora, bool):
+            return self.lora_rank or (DEFAULT_LORA_RANK if self.lora else None)
+        return self.lora
+
+
+@takes(EstimateCall)
+def estimate(options: EstimateCall) -> Estimate:
     """Say how much memory training a model takes on the rank that holds the most; nothing is allocated.
 
-    Args:
-        model: A config.json or its directory: a step is run without data, and tracked. A checkpoint without a
-            config, of any format: a formula answers, from the shapes in its headers.
-        params: Number of parameters of a model that is nowhere yet, for the formula; with `layers` and `hidden`.
-        layers: Its blocks.
-        hidden: Its width.
-        vocab: Rows of its output layer.
-        mesh: For example "dp_replicate=2,dp_shard=4"; one axis over all ranks by default.
-        world_size: Number of ranks; 8 when neither this nor `mesh` says.
-        strategy: One or several of no_shard, shard_grad_op, full_shard and hybrid_shard, or "all"; what suits the
-            mesh by default.
-        seq_len: Tokens of a sample.
-        batch_size: Samples per rank and step.
-        param_dtype: "bf16", "f16" or "f32": what the ranks compute in.
-        reduce_dtype: In what gradients are averaged.
-        master_dtype: In what trained parameters and their gradients are kept.
-        frozen_dtype: In what the frozen ones are kept, with `lora`.
-        optimizer: "adamw", "adam", "sgd" or "sgd-momentum".
-        state_dtype: Of its state, where that is not `master_dtype`, as it is with PyTorch's own optimizers.
-        activation_checkpointing: Compute activations again in backward; "both" shows it beside the default.
-        lora: Rank of adapters on the frozen model.
-        quantize: "nf4" for 4-bit frozen weights.
-        offload: Keep parameters, gradients and optimizer state in host memory.
-        gpu_memory: What a device has, for example "80GB"; says what fits, and when nothing does what would.
+    With a config.json, a step is run without data, and tracked; otherwise a formula answers.
 
     Raises:
         UsageError: Options or a mesh that cannot be, or a model that cannot be built.
         UnreadableError: The checkpoint cannot be described.
     """
-    names = () if strategy is None else (strategy,) if isinstance(strategy, str) else tuple(strategy)
-    checkpointing = (False, True) if activation_checkpointing == "both" else (activation_checkpointing,)
-    case = Case(
-        lora=lora,
-        quantize=quantize,
-        offload=offload,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        master_dtype=master_dtype,
-        frozen_dtype=frozen_dtype,
-        optimizer=optimizer,
-        state_dtype=state_dtype,
+    strategy, both = options.strategy, options.activation_checkpointing == "both"
+    common = {each.name: getattr(options, each.name) for each in fields(Training)}
+    return run_estimate(
+        EstimateOptions(
+            model=None if options.model is None else os.fspath(options.model),
+            params=parse_count(options.params) if isinstance(options.params, str) else options.params,
+            layers=options.layers,
+            hidden=options.hidden,
+            vocab=options.vocab,
+            mesh=None if options.mesh is None else str(options.mesh),
+            world_size=options.world_size,
+            strategies=() if strategy is None else (strategy,) if isinstance(strategy, str) else tuple(strategy),
+            activation_checkpointing=(False, True) if both else (bool(options.activation_checkpointing),),
+            gpu_memory=parse_size(options.gpu_memory) if isinstance(options.gpu_memory, str) else options.gpu_memory,
+            case=Case(lora=options.rank, **common),
+        )
     )
-    options = EstimateOptions(
-        model=None if model is None else os.fspath(model),
-        params=params,
-        layers=layers,
-        hidden=hidden,
-        vocab=vocab,
-        mesh=None if mesh is None else str(mesh),
-        world_size=world_size,
-        strategies=names,
-        activation_checkpointing=checkpointing,
-        gpu_memory=parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory,
-        case=case,
-    )
-    return run_estimate(options)

@@ -4,46 +4,56 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Annotated
 
-import ckpt_tools.preflight as _preflight  # noqa: F401 - loaded later, it would take the name of the function
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.options import AnyPath, Argument, Doc, Option, takes
+from ckpt_tools.preflight.report import PreflightReport
+from ckpt_tools.preflight.spec import Framework
 from ckpt_tools.units import parse_size
 
-if TYPE_CHECKING:
-    from ckpt_tools.description.checkpoint import Finding
-    from ckpt_tools.preflight.report import PreflightReport
-    from ckpt_tools.preflight.spec import Framework
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightOptions:
+    """The options of `preflight`."""
+
+    config: Annotated[
+        AnyPath,
+        Argument(
+            "A trainer's config; for OpenRLHF and verl also the script or text file with its command line.", "CONFIG"
+        ),
+    ] = field(kw_only=False)
+    framework: Annotated[Framework | None, Option("Framework of the config.", none="auto")] = None
+    world_size: Annotated[int | None, Option("Number of ranks (default: from CONFIG).", min=1)] = None
+    model: Annotated[AnyPath | None, Option("Directory of the model (default: from CONFIG).", metavar="DIR")] = None
+    checkpoint: Annotated[
+        AnyPath | None,
+        Option(
+            "Checkpoint to load (default: the one that CONFIG resumes from, or the model's own weights).", metavar="SRC"
+        ),
+    ] = None
+    gpu_memory: Annotated[str | None, Option("Memory of a device (80GB).", metavar="SIZE")] = None
+    smoke: Annotated[
+        bool, Option("Train a few steps of the model, cut down, on this machine.", name="--smoke/--no-smoke")
+    ] = True
+    on_check: Annotated[
+        Callable[[str, str], None] | None,
+        Doc('Told when a check begins and ends: its name, and "begun", "done" or "failed".'),
+    ] = None
+    on_findings: Annotated[
+        Callable[[tuple[Finding, ...]], None] | None,
+        Doc("Told what was found as soon as it is known, before what is slow begins; each finding once."),
+    ] = None
 
 
-def preflight(
-    config: str | os.PathLike[str],
-    *,
-    framework: Framework | None = None,
-    world_size: int | None = None,
-    model: str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    gpu_memory: str | None = None,
-    smoke: bool = True,
-    on_check: Callable[[str, str], None] | None = None,
-    on_findings: Callable[[tuple[Finding, ...]], None] | None = None,
-) -> PreflightReport:
+@takes(PreflightOptions)
+def preflight(options: PreflightOptions) -> PreflightReport:
     """Read a trainer's config and say whether the run will start, fit, load and train.
 
     Config and rules, memory, the checkpoint against the model and the mesh, and a smoke run of a cut-down model. What
     could not be checked is listed in the report (`not_checked`); where that is the config itself, or an option on which
     something depends, `ok` is false. The trainer itself is never imported.
-
-    Args:
-        config: The config of accelerate, transformers' Trainer, torchtitan, axolotl, ai-toolkit or verl, or a script
-            with OpenRLHF's command line, which is read and not run.
-        framework: Whose config it is; found out by default.
-        world_size: Number of ranks; what the config says by default.
-        model: Directory of the model with its config.json; what the config names by default.
-        checkpoint: What is loaded; by default what the config resumes from, or the model's own weights.
-        gpu_memory: What a device has, for example "80GB"; without it nothing is said to fit or not.
-        smoke: Train a few steps of the model, cut down, on ranks of this machine.
-        on_check: Told when a check begins and ends: its name, and "begun", "done" or "failed".
-        on_findings: Told what was found as soon as it is known, before what is slow begins; each finding once.
 
     Raises:
         UsageError: Nobody's config, or a path that is not there.
@@ -53,13 +63,13 @@ def preflight(
     from ckpt_tools.preflight.run import preflight as run
 
     return run(
-        os.fspath(config),
-        framework=framework,
-        world_size=world_size,
-        model=None if model is None else os.fspath(model),
-        checkpoint=None if checkpoint is None else os.fspath(checkpoint),
-        gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
-        smoke=smoke,
-        on_check=on_check,
-        on_findings=on_findings,
+        os.fspath(options.config),
+        framework=options.framework,
+        world_size=options.world_size,
+        model=None if options.model is None else os.fspath(options.model),
+        checkpoint=None if options.checkpoint is None else os.fspath(options.checkpoint),
+        gpu_memory=None if options.gpu_memory is None else parse_size(options.gpu_memory),
+        smoke=options.smoke,
+        on_check=options.on_check,
+        on_findings=options.on_findings,
     )

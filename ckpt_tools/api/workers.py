@@ -1,14 +1,8 @@
-"""How much of the machine a command takes, and whom it tells."""
+"""How much of the machine a command takes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-
-from ckpt_tools.moving.execute import Progress
-
-ProgressFactory = Callable[[int], Progress]
-"""Given the number of bytes to move, returns what reports them."""
 
 
 def default_num_workers(*, computes: bool = False) -> int:

@@ -8,10 +8,12 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import commands
@@ -20,6 +22,10 @@ from ckpt_tools.cli.streams import OutputError, guarded_streams
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.storage.signals import STOP_SIGNALS
 from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    from typer._click import HelpFormatter
+    from typer._click.core import Parameter
 
 EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff,
 smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable checkpoint, 5 destination exists,
@@ -52,9 +58,9 @@ def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
     """Turn Ctrl-C into an error like any other: typer would swallow it, and what was noted about it."""
 
     @functools.wraps(command)
-    def run(*args: object, **options: object) -> int:
+    def run(**options: object) -> int:
         try:
-            return command(*args, **options)
+            return command(**options)
         except KeyboardInterrupt as error:
             notes: list[str] = getattr(error, "__notes__", [])
             what = "; ".join(["interrupted", *notes[:1]])
@@ -63,30 +69,72 @@ def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-def build_app(names: Iterable[str]) -> typer.Typer:
-    """Return the application with the commands `names`, in their order."""
-    app = typer.Typer(
-        name="ckpt",
-        epilog=EXIT_CODES,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    )
-    app.callback()(_root)
-    for name in names:
-        app.command(name, epilog=EXIT_CODES)(_interruptible(commands.load(name)))
-    return app
+def _quickly(params: list[Parameter]) -> list[Parameter]:
+    """Let options read text by themselves: typer's conversion loads pydantic, which nobody need wait for."""
+    for param in params:
+        vars(param).setdefault("process_value", functools.partial(_value_of, param, param.process_value))
+    return params
+
+
+def _value_of(
+    param: Parameter, convert: Callable[[typer.Context, Any], Any], ctx: typer.Context, value: object
+) -> object:
+    """Return the value of an option, converted where it is neither text nor absent."""
+    if value is None and not param.required:
+        return () if param.multiple else None
+    is_text = vars(param)["type_descriptor"].annotation in (str, list[str])
+    return value if is_text and value is not None else convert(ctx, value)
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: typer.Context) -> list[Parameter]:  # type: ignore[override]
+        return _quickly(super().get_params(ctx))
+
+
+class _Commands(TyperGroup):
+    """Lists commands as their table has them, and loads the one that runs."""
+
+    def get_params(self, ctx: typer.Context) -> list[Parameter]:  # type: ignore[override]
+        """Return the options before a command."""
+        return _quickly(super().get_params(ctx))
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:  # type: ignore[override]  # noqa: ARG002
+        """Load a command."""
+        return _load(cmd_name) if cmd_name in self.commands else None
+
+    def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Write the list of --help, from the table alone."""
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        rows = [(name, listed.get_short_help_str(limit)) for name, listed in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 @functools.cache
-def _click_command(name: str | None) -> Callable[..., object]:
-    """Return the application as typer builds it, once: it reads every signature anew.
+def _load(name: str) -> TyperCommand:
+    app = _new_app(add_completion=False)
+    found = commands.COMMANDS[name]
+    app.command(name, cls=_Command, help=found.help, epilog=EXIT_CODES)(_interruptible(commands.load(name)))
+    return cast("TyperCommand", typer.main.get_command(app))
 
-    Args:
-        name: The one command that will be run; None for all of them (help, completion, a misspelt name).
-    """
-    return typer.main.get_command(build_app(commands.COMMANDS if name is None else [name]))
+
+@functools.cache
+def _application() -> Callable[..., object]:
+    app = _new_app(cls=_Commands, no_args_is_help=True, epilog=EXIT_CODES)
+    app.callback()(_root)
+    for name, command in commands.COMMANDS.items():
+        app.command(name, help=command.help)(lambda: 0)
+    return typer.main.get_command(app)
+
+
+def _new_app(**settings: Any) -> typer.Typer:  # noqa: ANN401 - typer's
+    return typer.Typer(
+        name="ckpt",
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        **settings,
+    )
 
 
 def _is_set(argv: list[str], *names: str, variable: str) -> bool:
@@ -119,8 +167,7 @@ def _run_command(argv: list[str]) -> int:
     as_json = _is_set(argv, "--json", variable="CKPT_JSON")
     verbose = _is_set(argv, "-v", "--verbose", variable="CKPT_VERBOSE")
     try:
-        name = argv[0] if argv and argv[0] in commands.COMMANDS else None
-        result = _click_command(name)(args=argv, prog_name="ckpt", standalone_mode=False)
+        result = _application()(args=argv, prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:
         code = int(error.exit_code)

@@ -2,67 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from ckpt_tools import api
 from ckpt_tools.adapters.checks.report import LoraCheck, to_json
 from ckpt_tools.adapters.ecosystems.loaders import LoaderReport
-from ckpt_tools.cli import adapter_options, options
-from ckpt_tools.cli.output import note, print_json, say, say_findings
+from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.output import Output, note, print_json, say, say_findings
 from ckpt_tools.text import escape_name
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SRC", help="What holds the adapter: a safetensors file, a PEFT directory, a training checkpoint."
-    ),
-]
-For = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--for",
-        metavar="peft|diffusers|comfyui|kohya|vllm",
-        help="Loader that must accept the whole adapter (repeatable; default: that of the adapter's own format).",
-    ),
-]
 _MAX_SHOWN = 20
 _VERDICTS = {"loads": "ok", "fails": "NOT ok", "unknown": "not known: nothing is wrong in what was checked"}
 
 
-def check_lora(
-    source: Source,
-    base: adapter_options.Base = None,
-    loaders: For = None,
-    adapter: adapter_options.AdapterName = None,
-    architecture: adapter_options.Architecture = None,
-    from_format: options.From = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
-) -> int:
-    """Check an adapter: is it whole, and will peft, diffusers, ComfyUI, kohya or vLLM load it and change anything?"""
-    result = api.check_lora(
-        source,
-        base=base,
-        loaders=loaders or (),
-        adapter=adapter,
-        architecture=architecture,
-        format=from_format,
-    )
-    if json:
+def run(call: Call[LoraCheck], *, output: Output) -> int:
+    """Check an adapter, and print what loaders make of it."""
+    result = call()
+    if output.json:
         print_json(to_json(result))
         return 0 if result.ok else 3
-    say_findings(result.findings, most=None if verbose else _MAX_SHOWN)
-    if not quiet:
+    say_findings(result.findings, most=None if output.verbose else _MAX_SHOWN)
+    if not output.quiet:
         if result.convention is not None:
-            _say_adapter(result, verbose=verbose)
+            _say_adapter(result, verbose=output.verbose)
         if result.loaders:
-            _say_loaders(result, verbose=verbose)
+            _say_loaders(result, verbose=output.verbose)
         for text in result.not_checked:
             note(f"not checked: {text}")
-        say(f"{escape_name(source)}: {_VERDICTS[result.verdict]}")
+        say(f"{call.shown('source')}: {_VERDICTS[result.verdict]}")
     return 0 if result.ok else 3
 
 

@@ -3,29 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
-from typing import cast
 
-COMMANDS: dict[str, str] = {
-    "inspect": "inspect",
-    "shard": "shard",
-    "gather": "gather",
-    "reshard": "shard",
-    "verify": "verify",
-    "diff": "diff",
-    "smoke": "smoke",
-    "estimate": "estimate",
-    "preflight": "preflight",
-    "export-lora": "export_lora",
-    "merge-lora": "merge_lora",
-    "check-lora": "check_lora",
-    "push": "push",
-    "env": "env",
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What is known of a command before it is loaded."""
+
+    module: str
+    """The one of this package whose `run` prints what the library's function of the command's name returns. Loaded on
+    use: nobody waits for the others."""
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "inspect": Command(
+        "inspection",
+        "Show what a checkpoint holds and how it is sharded, from its headers alone; --mesh shows another layout.",
+    ),
+    "shard": Command("convert", "Convert full safetensors into a DTensor-sharded DCP checkpoint."),
+    "gather": Command("convert", "Convert a sharded checkpoint into full safetensors that transformers loads."),
+    "reshard": Command(
+        "convert", "Convert a sharded checkpoint for another mesh, optimizer state and non-tensor items included."
+    ),
+    "verify": Command(
+        "verify", "Check that a checkpoint is complete and intact: every element exactly once, every byte as written."
+    ),
+    "diff": Command("diff", "Compare two checkpoints: names, shapes, dtypes and values. Exit code 3 when they differ."),
+    "smoke": Command(
+        "smoke",
+        """
+        Train a few steps under FSDP2, before a long run: does this checkpoint load, train, save and reload correctly?
+
+        Everything is compared with the same model in one process: losses, gradients, norms. Under torchrun its
+        processes are the ranks.
+        """,
+    ),
+    "estimate": Command(
+        "estimate",
+        """
+        Say how much memory training takes on one rank, and whether it fits, before a GPU is booked.
+
+        A training step of the real model under FSDP2 runs without data, and PyTorch's own tracker counts; a formula
+        stands beside it as a second opinion, and alone where there is no config or weights are quantised.
+        """,
+    ),
+    "preflight": Command(
+        "preflight",
+        """
+        Go or no-go before the cluster is booked: will the run that a trainer's config describes start, fit, load,
+        train?
+
+        Reads the config without the trainer; checks it against rules, the model, the checkpoint and the memory of a
+        device, and trains a few steps of a cut-down model. The report lists what was not checked; an option or a
+        config that cannot be read is exit code 3.
+        """,
+    ),
+    "export-lora": Command(
+        "export_lora",
+        "Extract a LoRA-family adapter from any checkpoint and write it for PEFT, diffusers, kohya or ComfyUI.",
+    ),
+    "merge-lora": Command(
+        "convert", "Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming."
+    ),
+    "check-lora": Command(
+        "check_lora",
+        "Check an adapter: is it whole, and will peft, diffusers, ComfyUI, kohya or vLLM load it and change anything?",
+    ),
+    "push": Command(
+        "push",
+        """
+        Push a directory to the Hugging Face hub in one commit, and check what arrived.
+
+        The token comes from HF_TOKEN or `hf auth login`. Incomplete files are refused, and so is a commit on top
+        of one that somebody else made meanwhile.
+        """,
+    ),
+    "env": Command("env", "Print versions, for a bug report."),
 }
-"""Name → module of this package that holds the function of that name. Loaded on use: nobody waits for the others."""
 
 
 def load(name: str) -> Callable[..., int]:
-    """Return the function of a command."""
-    module = import_module(f"ckpt_tools.cli.{COMMANDS[name]}")
-    return cast("Callable[..., int]", getattr(module, name.replace("-", "_")))
+    """Return a command as typer reads it."""
+    from ckpt_tools import api
+    from ckpt_tools.cli.build import command
+
+    run: Callable[..., int] = import_module(f"ckpt_tools.cli.{COMMANDS[name].module}").run
+    return command(run, getattr(api, name.replace("-", "_"), None))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import platform
 
 from ckpt_tools._version import __version__
-from ckpt_tools.cli import options
-from ckpt_tools.cli.output import print_json, say
+from ckpt_tools.cli.output import Json, print_json, say
 from ckpt_tools.floors import FLOORS, TESTED_TORCH, installed_release, is_older
 
 _PACKAGES = (
@@ -15,8 +14,8 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def env(json: options.Json = False) -> int:
-    """Print versions, for a bug report."""
+def run(*, json: Json = False) -> int:
+    """Print the versions of what ckpt works with."""
     facts: dict[str, str | None] = {
         "ckpt": __version__,
         "python": platform.python_version(),

@@ -2,218 +2,45 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from decimal import Decimal
-from typing import Annotated
 
-import typer
-
-from ckpt_tools import api
-from ckpt_tools.cli import options
-from ckpt_tools.cli.output import print_json, terminal_width, use_colour
+from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.output import Output, print_json, terminal_width, use_colour
 from ckpt_tools.cli.screen import Screen
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.estimate.options import DEFAULT_LORA_RANK
 from ckpt_tools.estimate.report import CaseEstimate
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
-_SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[MODEL]",
-        help="A config.json or its directory; or a checkpoint without one, for the formula alone.",
-    ),
-]
-Params = Annotated[
-    str | None,
-    typer.Option(
-        "--params",
-        envvar="CKPT_PARAMS",
-        metavar="N",
-        help="Parameters (7B) of a model without a config, for the formula; with --layers and --hidden.",
-    ),
-]
-Layers = Annotated[int | None, typer.Option("--layers", envvar="CKPT_LAYERS", help="With --params: blocks.")]
-Hidden = Annotated[int | None, typer.Option("--hidden", envvar="CKPT_HIDDEN", help="With --params: width.")]
-Vocab = Annotated[
-    int | None,
-    typer.Option("--vocab", envvar="CKPT_VOCAB", help="With --params: rows of the output layer; 0 for none."),
-]
-Strategy = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--strategy",
-        envvar="CKPT_STRATEGY",
-        metavar="full_shard|shard_grad_op|hybrid_shard|no_shard|all",
-        help="Repeatable; what suits the mesh by default. all shows all, with and without checkpointing.",
-    ),
-]
-SeqLen = Annotated[int, typer.Option("--seq-len", envvar="CKPT_SEQ_LEN", min=1, help="Tokens of a sample.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", envvar="CKPT_BATCH_SIZE", min=1, help="Samples per rank.")]
-ParamDtype = Annotated[
-    str, typer.Option("--param-dtype", envvar="CKPT_PARAM_DTYPE", metavar="bf16|f16|f32", help="Compute in.")
-]
-ReduceDtype = Annotated[
-    str,
-    typer.Option("--reduce-dtype", envvar="CKPT_REDUCE_DTYPE", metavar="bf16|f16|f32", help="Average gradients in."),
-]
-MasterDtype = Annotated[
-    str,
-    typer.Option(
-        "--master-dtype",
-        envvar="CKPT_MASTER_DTYPE",
-        metavar="bf16|f16|f32",
-        help="Keep trained parameters and gradients in.",
-    ),
-]
-FrozenDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--frozen-dtype",
-        envvar="CKPT_FROZEN_DTYPE",
-        metavar="bf16|f16|f32",
-        help="With --lora: keep the others in; bf16.",
-    ),
-]
-Optimizer = Annotated[
-    str, typer.Option("--optimizer", envvar="CKPT_OPTIMIZER", metavar="adamw|adam|sgd|sgd-momentum", help="Its state.")
-]
-StateDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--state-dtype",
-        envvar="CKPT_STATE_DTYPE",
-        metavar="bf16|f16|f32",
-        help="Its dtype, where it is not --master-dtype, as with PyTorch's own optimizers.",
-    ),
-]
-Checkpointing = Annotated[
-    bool | None,
-    typer.Option(
-        "--activation-checkpointing/--no-activation-checkpointing",
-        envvar="CKPT_ACTIVATION_CHECKPOINTING",
-        help="Compute activations again in backward.",
-    ),
-]
-Lora = Annotated[
-    bool, typer.Option("--lora", envvar="CKPT_LORA", help="Freeze the model; train LoRA adapters on its linear layers.")
-]
-LoraRank = Annotated[
-    int | None,
-    typer.Option(
-        "--lora-rank", envvar="CKPT_LORA_RANK", min=1, help=f"Rank of the adapters, {DEFAULT_LORA_RANK}; means --lora."
-    ),
-]
-Quantize = Annotated[
-    str | None,
-    typer.Option("--quantize", envvar="CKPT_QUANTIZE", metavar="nf4", help="With --lora: 4-bit frozen weights."),
-]
-Offload = Annotated[
-    bool,
-    typer.Option("--offload", envvar="CKPT_OFFLOAD", help="Keep parameters, gradients and state in host memory."),
-]
-GpuMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu-memory",
-        envvar="CKPT_GPU_MEMORY",
-        metavar="SIZE",
-        help="What a device has (80GB): says what fits, and looks for a change that does when nothing fits.",
-    ),
-]
-
-
-def estimate(
-    model: Model = None,
-    params: Params = None,
-    layers: Layers = None,
-    hidden: Hidden = None,
-    vocab: Vocab = None,
-    mesh: options.Mesh = None,
-    world_size: options.WorldSize = None,
-    strategy: Strategy = None,
-    seq_len: SeqLen = 2048,
-    batch_size: BatchSize = 1,
-    param_dtype: ParamDtype = "bf16",
-    reduce_dtype: ReduceDtype = "f32",
-    master_dtype: MasterDtype = "f32",
-    frozen_dtype: FrozenDtype = None,
-    optimizer: Optimizer = "adamw",
-    state_dtype: StateDtype = None,
-    activation_checkpointing: Checkpointing = None,
-    lora: Lora = False,
-    lora_rank: LoraRank = None,
-    quantize: Quantize = None,
-    offload: Offload = False,
-    gpu_memory: GpuMemory = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
-) -> int:
-    """Say how much memory training takes on one rank, and whether it fits, before a GPU is booked.
-
-    A training step of the real model under FSDP2 runs without data, and PyTorch's own tracker counts; a formula
-    stands beside it as a second opinion, and alone where there is no config or weights are quantised.
-    """
-    if frozen_dtype is not None and not lora and lora_rank is None:
-        raise UsageError("--frozen-dtype, and nothing is frozen", hint="add --lora, or drop it")
-    shows_all = "all" in (strategy or ()) and activation_checkpointing is None
-    result = api.estimate(
-        model,
-        params=None if params is None else _count(params),
-        layers=layers,
-        hidden=hidden,
-        vocab=vocab,
-        mesh=mesh,
-        world_size=world_size,
-        strategy=strategy or None,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        master_dtype=master_dtype,
-        frozen_dtype=frozen_dtype or "bf16",
-        optimizer=optimizer,
-        state_dtype=state_dtype,
-        activation_checkpointing="both" if shows_all else bool(activation_checkpointing),
-        lora=lora_rank or (DEFAULT_LORA_RANK if lora else None),
-        quantize=quantize,
-        offload=offload,
-        gpu_memory=gpu_memory,
-    )
-    if json:
+def run(call: Call[Estimate], *, output: Output) -> int:
+    """Estimate, and print how much memory is needed."""
+    given = call.given
+    if "frozen_dtype" in given and not given.get("lora") and "lora_rank" not in given:
+        raise UsageError("--frozen-dtype needs --lora")
+    shows_all = "all" in given.get("strategy", ()) and "activation_checkpointing" not in given
+    result = call(activation_checkpointing="both") if shows_all else call()
+    if output.json:
         print_json(result.to_json())
     else:
-        _print(result, quiet=quiet, verbose=verbose)
+        _print(result, output)
     return 0 if result.fits or result.gpu_memory is None else 3
 
 
-def _count(text: str) -> int:
-    match = _COUNT.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{text!r} is not a number of parameters", hint="--params takes for example 7B or 6738415616")
-    return int(Decimal(match[1]) * _SCALES[match[2].upper()])
-
-
-def _print(result: Estimate, *, quiet: bool, verbose: bool) -> None:
+def _print(result: Estimate, output: Output) -> None:
     screen = Screen(stream=sys.stdout, width=terminal_width(), colour=use_colour())
-    if not quiet:
+    if not output.quiet:
         _print_table(screen, result)
         _print_margin(screen, result)
-        if verbose:
+        if output.verbose:
             _print_peaks(screen, result)
         for text in result.notes:
             screen.line(f"note: {text}")
         for reason in dict.fromkeys(case.why_not_tracked for case in result.cases if case.why_not_tracked):
             screen.line(f"note: by the formula: {escape_name(reason)}")
     if result.gpu_memory is not None:
-        _print_verdict(screen, result, quiet=quiet)
+        _print_verdict(screen, result, quiet=output.quiet)
 
 
 def _unit(result: Estimate) -> tuple[str, int]:

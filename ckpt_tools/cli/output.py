@@ -8,24 +8,49 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
-from ckpt_tools.api import ProgressFactory
 from ckpt_tools.cli.streams import complete
-from ckpt_tools.conversions.job import Conversion
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.moving.execute import Progress
+from ckpt_tools.errors import CkptError
+from ckpt_tools.options import Option, ProgressFactory
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from ckpt_tools.conversions.job import Conversion
+    from ckpt_tools.description.checkpoint import Finding
 
 SCHEMA_VERSION = 1
 """Of every JSON document."""
 PLAIN_INTERVAL_S = 30.0
 """Seconds between progress lines when stderr is not a terminal."""
-_MODES = ("auto", "bar", "plain", "none")
+
+Json = Annotated[bool, Option("One JSON document on stdout.", env=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """How a command shows its result."""
+
+    progress: Annotated[Literal["auto", "bar", "plain", "none"], Option("Progress on stderr.", env=True)] = "auto"
+    """Only where the library tells of it."""
+    json: Json = False
+    quiet: Annotated[bool, Option("Errors only.", short="-q", env=True)] = False
+    verbose: Annotated[bool, Option("More detail; tracebacks of failures.", short="-v", env=True)] = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Nothing is told on the way."""
+        return self.quiet or self.json
+
+    @property
+    def has_bars(self) -> bool:
+        """Progress is drawn, and not told line by line."""
+        wanted = self.progress == "bar" or (self.progress == "auto" and sys.stderr.isatty())
+        return wanted and not self.is_silent
 
 
 def print_json(document: Mapping[str, object]) -> None:
@@ -87,27 +112,19 @@ def terminal_width() -> int:
 
 
 @contextmanager
-def progress_of(mode: str, *, quiet: bool) -> Iterator[ProgressFactory | None]:
-    """Yield what makes progress receivers for `--progress MODE`.
-
-    Raises:
-        UsageError: An unknown mode.
-    """
-    if mode not in _MODES:
-        raise UsageError(f"{mode!r} is not a kind of progress", hint=f"--progress takes {', '.join(_MODES)}")
-    if mode == "auto":
-        mode = "bar" if sys.stderr.isatty() else "plain"
-    if quiet or mode == "none":
+def progress_of(output: Output) -> Iterator[ProgressFactory | None]:
+    """Yield what makes progress receivers for `--progress MODE`."""
+    if output.is_silent or output.progress == "none":
         yield None
         return
-    if mode == "plain":
+    if not output.has_bars:
         yield _plain
         return
     from tqdm import tqdm
 
     bars: list[tqdm[NoReturn]] = []
 
-    def start(total: int) -> Progress:
+    def start(total: int) -> Callable[[int], None]:
         bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False)
         bars.append(bar)
 
@@ -123,7 +140,7 @@ def progress_of(mode: str, *, quiet: bool) -> Iterator[ProgressFactory | None]:
             bar.close()
 
 
-def _plain(total: int) -> Progress:
+def _plain(total: int) -> Callable[[int], None]:
     """A line every 30 s: `12.4/48.0 GiB 26% 1.1 GiB/s ETA 0:00:32`."""
     lock = threading.Lock()
     start = last = time.monotonic()
@@ -177,17 +194,17 @@ def conversion_json(result: Conversion) -> dict[str, object]:
     }
 
 
-def print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose: bool) -> None:
+def print_conversion(result: Conversion, output: Output) -> None:
     """Print what a conversion did; under torchrun, on the rank that published."""
     if result.dry_run:
-        _print_conversion(result, as_json=as_json, quiet=quiet, verbose=verbose)
+        _print_conversion(result, output)
     elif result.published:
         with complete(escape_name(result.destination)):
-            _print_conversion(result, as_json=as_json, quiet=quiet, verbose=verbose)
+            _print_conversion(result, output)
 
 
-def _print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    if as_json:
+def _print_conversion(result: Conversion, output: Output) -> None:
+    if output.json:
         print_json(conversion_json(result))
         return
     for text in result.notes:
@@ -196,7 +213,7 @@ def _print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose
         note(f"warning: {text}")
     for text in result.not_checked:
         note(f"not checked: {text}")
-    if quiet:
+    if output.quiet:
         return
     destination = escape_name(result.destination)
     files = f"{len(result.files)} file" + ("s" if len(result.files) != 1 else "")
@@ -211,8 +228,8 @@ def _print_conversion(result: Conversion, *, as_json: bool, quiet: bool, verbose
         rate = format_size(result.throughput_bytes_per_s)
         say(f"in {result.seconds:.1f} s ({rate}/s), peak memory {format_size(result.peak_rss_bytes)}")
         say(_checked(result))
-    if result.dry_run or verbose:
-        shown = result.files if verbose or len(result.files) <= 20 else result.files[:18]
+    if result.dry_run or output.verbose:
+        shown = result.files if output.verbose or len(result.files) <= 20 else result.files[:18]
         for name, nbytes in shown:
             say(f"  {format_size(nbytes):>10}  {escape_name(name)}")
         if len(shown) < len(result.files):

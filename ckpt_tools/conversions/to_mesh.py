@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
@@ -14,6 +15,15 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
+from ckpt_tools.options import (
+    Destination,
+    DTypeName,
+    Exclude,
+    Include,
+    MeshOptions,
+    Option,
+    Source,
+)
 from ckpt_tools.placement import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.storage.named_file import read_named_file
@@ -22,14 +32,15 @@ _MAX_RULES_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeshOptions:
-    """How to cut, as the user said it."""
+class ShardingOptions(MeshOptions):
+    """What `shard` and `reshard` both take."""
 
-    mesh: str | Mesh | None = None
-    world_size: int | None = None
-    rules: str | os.PathLike[str] | None = None
-    set: Sequence[str] = ()
-    tp_plan: str | None = None
+    source: Source = field(kw_only=False)
+    destination: Destination = field(kw_only=False)
+    dtype: DTypeName = "keep"
+    prefix: Annotated[str, Option("Put in front of every name (model.).", metavar="PFX")] = ""
+    include: Include = ()
+    exclude: Exclude = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +129,10 @@ def _read_config(opened: Opened) -> Mapping[str, object]:
     return config.values
 
 
-def sharding_job(
-    opened: Opened,
-    destination: str,
-    options: MeshOptions,
-    *,
-    dtype: str,
-    prefix: str,
-    include: Sequence[str],
-    exclude: Sequence[str],
-) -> Job:
-    """Return the job that writes `opened`, cut as `options` say, to `destination`."""
-    chosen = select(opened.checkpoint, include=include, exclude=exclude)
+def sharding_job(opened: Opened, options: ShardingOptions) -> Job:
+    """Return the job that writes `opened`, cut as `options` say."""
+    dtype, prefix = options.dtype, options.prefix
+    chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
     layout = find_layout(opened, renamed, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
@@ -140,7 +143,7 @@ def sharding_job(
         opened=opened,
         source=source,
         target=place(target.tensors, grids, source.blobs),
-        destination=destination,
+        destination=os.fspath(options.destination),
         assets=[(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)],
         dtype=dtype,
         names={new.fqn: old.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated
 
 from ckpt_tools.description.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
+from ckpt_tools.options import Option
 
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
 """From the one that needs the most memory; side by side they stand in this order."""
@@ -42,8 +44,34 @@ MAX_WORLD_SIZE = 10**6
 _DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
 
 
+_DTYPES = "bf16|f16|f32"
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: another class has this one and a second base
+class Training:
+    """What all cases of an estimate have in common."""
+
+    seq_len: Annotated[int, Option("Tokens per sample.", min=1)] = 2048
+    batch_size: Annotated[int, Option("Samples per rank.", min=1)] = 1
+    param_dtype: Annotated[str, Option("Compute dtype.", metavar=_DTYPES)] = "bf16"
+    reduce_dtype: Annotated[str, Option("Dtype of the gradient average.", metavar=_DTYPES)] = "f32"
+    master_dtype: Annotated[str, Option("Dtype of trained parameters and gradients.", metavar=_DTYPES)] = "f32"
+    frozen_dtype: Annotated[
+        str, Option("With --lora: dtype of frozen weights (default: bf16).", metavar=_DTYPES, is_tristate=True)
+    ] = "bf16"
+    optimizer: Annotated[str, Option("Optimizer.", metavar="adamw|adam|sgd|sgd-momentum")] = "adamw"
+    state_dtype: Annotated[
+        str | None,
+        Option("Dtype of the optimizer state (default: --master-dtype, as in PyTorch).", metavar=_DTYPES),
+    ] = None
+    quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4", after="lora_rank")] = (
+        None
+    )
+    offload: Annotated[bool, Option("Keep parameters, gradients and state in host memory.", after="quantize")] = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Training):
     """One way to train the model."""
 
     strategy: str = "full_shard"
@@ -54,26 +82,6 @@ class Case:
     """Blocks run again in backward instead of keeping their activations."""
     lora: int | None = None
     """Rank of adapters on all linear layers but the output's; None trains every parameter."""
-    quantize: str | None = None
-    """"nf4" for 4-bit frozen linear layers."""
-    offload: bool = False
-    """Parameters, gradients and optimizer state live in host memory."""
-    seq_len: int = 2048
-    """Tokens of a sample."""
-    batch_size: int = 1
-    """Samples per data-parallel rank."""
-    param_dtype: str = "bf16"
-    """Of the gathered parameters, hence of computation."""
-    reduce_dtype: str = "f32"
-    """In which gradients are averaged."""
-    master_dtype: str = "f32"
-    """Of the trained parameters between steps, hence of gradients and optimizer state."""
-    frozen_dtype: str = "bf16"
-    """Of the frozen parameters between steps."""
-    optimizer: str = "adamw"
-    """One of `OPTIMIZERS`."""
-    state_dtype: str | None = None
-    """Of the optimizer's state; None is that of the trained parameters, as with PyTorch's own optimizers."""
 
     @property
     def num_shards(self) -> int:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import HubError, LimitError, UsageError
@@ -26,19 +26,19 @@ from ckpt_tools.hub.client import Hub, find_account
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory, read_start
+from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.moving.execute import Progress
+from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option
+from ckpt_tools.options import Progress as ProgressField
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
 CheckLevel = Literal["sent", "all", "names"]
 """What is read back: what was sent, everything, or nothing (the hub's own digests are compared all the same)."""
-
-CHECK_LEVELS: tuple[CheckLevel, ...] = ("sent", "all", "names")
-"""Values of `--check`."""
 
 
 def _say_nothing(_: str) -> None:
@@ -47,34 +47,45 @@ def _say_nothing(_: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOptions:
-    """How to push."""
+    """The options of `push`."""
 
-    repo: str
-    """name or namespace/name."""
-    private: bool = False
-    """Create the repository as a private one; one that others can read is refused."""
-    create_pr: bool = False
-    """Propose the change instead of making it."""
-    revision: str | None = None
-    """Branch; main by default."""
-    commit_message: str | None = None
-    """First line, and after an empty line the rest."""
-    token: str | None = field(default=None, repr=False)
-    """By default HF_TOKEN, or what `hf auth login` stored."""
-    endpoint: str | None = None
-    """By default HF_ENDPOINT, or huggingface.co."""
-    dry_run: bool = False
-    """Plan only."""
-    card: CardFacts | bool = True
-    """What the model card says besides what the configs say; False: no card is made."""
-    include: Sequence[str] = ()
-    """Globs of the files to push; all by default."""
-    exclude: Sequence[str] = ()
-    """Globs of the files to leave out."""
-    delete_stale: bool = False
-    """Delete weights that only the hub has, beside the new ones."""
-    check: CheckLevel = "sent"
-    """What is read back."""
+    directory: Annotated[AnyPath, Argument("What to push: a model, an adapter, a checkpoint.", "DIR")] = field(
+        kw_only=False
+    )
+    repo: Annotated[str, Argument("NAMESPACE/NAME, or NAME for one of your own; created if new.", "REPO")] = field(
+        kw_only=False
+    )
+    private: Private = False
+    create_pr: CreatePr = False
+    revision: Revision = None
+    commit_message: CommitMessage = None
+    card: Annotated[CardFacts | bool, Doc("What the model card says besides what the configs say; False for none.")] = (
+        True
+    )
+    include: Annotated[
+        Sequence[str],
+        Option(
+            "Only these files (repeatable). Without a slash, names in every directory match.",
+            metavar="GLOB",
+        ),
+    ] = ()
+    exclude: Annotated[Sequence[str], Option("Without these files (repeatable).", metavar="GLOB")] = ()
+    delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
+    check: Annotated[
+        CheckLevel,
+        Option("Read back what was uploaded, everything, or nothing (the hub's digests are always compared)."),
+    ] = "sent"
+    token: Annotated[str | None, Doc("By default HF_TOKEN, or what `hf auth login` stored.")] = field(
+        default=None, repr=False
+    )
+    endpoint: Endpoint = None
+    dry_run: Annotated[bool, Option("Plan only: new, changed and unchanged files. Uploads nothing.", short="-n")] = (
+        False
+    )
+    num_workers: NumWorkers = None
+    progress: ProgressField = None
+    say: Annotated[Say | None, Doc("Told what takes long.")] = None
+    bars: Annotated[bool, Doc("Let the hub's client draw its own bars while it uploads.")] = False
 
 
 @dataclass(slots=True, kw_only=True)

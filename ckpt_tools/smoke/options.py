@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
+from ckpt_tools.options import AnyPath, Argument, MeshText, Option
+from ckpt_tools.units import parse_size
 
 DEVICES = ("auto", "cpu", "cuda")
 """Where the ranks compute."""
@@ -28,35 +31,53 @@ class SmokeOptions:
         UsageError: A value that no run could have.
     """
 
-    source: str | None = None
-    """Checkpoint of any format; without one the model gets random weights."""
-    model: str | None = None
-    """Directory with a config.json, or the file itself; beside the weights by default."""
-    factory: str | None = None
-    """"pkg.mod:callable" that builds the model, instead of a config."""
-    mesh: str | None = None
-    """For example "dp_shard=2,tp=2"; one axis over all ranks by default."""
-    nproc: int | None = None
-    """Number of ranks."""
-    device: str = "auto"
-    """One of `DEVICES`; "auto" takes GPUs when there is one for every rank."""
-    strategy: str | None = None
-    """full_shard, shard_grad_op, hybrid_shard or no_shard; what suits the mesh by default."""
-    steps: int = 3
-    """Training steps."""
-    param_dtype: str = "keep"
-    """Dtype of computation."""
-    reduce_dtype: str = "keep"
-    """Dtype in which gradients are averaged; that of computation by default."""
-    lora: bool = False
-    """Freeze the model and train LoRA adapters on its linear layers."""
-    quantize: str | None = None
-    """Quantise the frozen weights: "nf4"."""
-    memory_bytes: int | None = None
-    """Memory that all ranks together may take (each one, on GPUs); what is free by default."""
-    timeout_s: float | None = None
-    """Seconds that a phase may take before its ranks count as hanging; by default two minutes, and more for large
-    models."""
+    source: Annotated[
+        AnyPath | None,
+        Argument(
+            "A safetensors file, a model directory or a DCP directory; without it the weights are random.", "[SRC]"
+        ),
+    ] = field(default=None, kw_only=False)
+    model: Annotated[
+        AnyPath | None, Option("Model config or its directory (default: beside SRC).", metavar="DIR|CONFIG")
+    ] = None
+    factory: Annotated[
+        str | None, Option("Function that builds the model, in place of a config.", metavar="PKG.MOD:CALLABLE")
+    ] = None
+    mesh: MeshText = None
+    nproc: Annotated[int | None, Option("Number of ranks (default: 2, or what the mesh needs).", min=1)] = None
+    device: Annotated[
+        str, Option("Where the ranks compute; auto takes GPUs if there is one per rank.", metavar="auto|cpu|cuda")
+    ] = "auto"
+    strategy: Annotated[
+        str | None,
+        Option(
+            "Sharding strategy (default: what suits the mesh); FSDP1's names and accelerate's numbers work too.",
+            metavar="full_shard|shard_grad_op|hybrid_shard|no_shard",
+        ),
+    ] = None
+    steps: Annotated[int, Option("Training steps.", min=1)] = 3
+    param_dtype: Annotated[str, Option("Mixed precision: compute dtype.", metavar="keep|bf16|f16|f32")] = "keep"
+    reduce_dtype: Annotated[
+        str,
+        Option("Mixed precision: dtype of the gradient average (default: --param-dtype).", metavar="keep|bf16|f16|f32"),
+    ] = "keep"
+    lora: Annotated[bool, Option("Freeze the model; train LoRA adapters on its linear layers.")] = False
+    quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4")] = None
+    memory: Annotated[
+        str | int | None,
+        Option(
+            "Memory limit of the run, e.g. 8GB (default: what is free); larger models are tried with fewer layers.",
+            metavar="SIZE",
+        ),
+    ] = None
+    timeout_s: Annotated[
+        float | str | None,
+        Option(
+            "Seconds before a phase counts as hung (default: 120, more for large models).",
+            name="--timeout",
+            metavar="SECONDS",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -68,8 +89,8 @@ class SmokeOptions:
             raise UsageError(f"{self.nproc} ranks cannot train", hint="--nproc takes 1 or more")
         if self.steps < 1:
             raise UsageError(f"{self.steps} steps prove nothing", hint="--steps takes 1 or more")
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise UsageError(f"a timeout of {self.timeout_s} s is over at once", hint="--timeout takes seconds")
+        if self.timeout is not None and self.timeout <= 0:
+            raise UsageError("--timeout must be positive")
         if self.quantize is not None and self.quantize not in QUANTIZATIONS:
             raise UsageError(
                 f"{self.quantize!r} is not a quantisation", hint=f"--quantize takes {', '.join(QUANTIZATIONS)}"
@@ -79,7 +100,7 @@ class SmokeOptions:
         if self.model is not None and self.factory is not None:
             raise UsageError("--model and --factory both say how to build the model", hint="drop one of them")
         if self.mesh is not None:
-            self._check_mesh(self.mesh)
+            self._check_mesh(str(self.mesh))
         if self.factory is not None and not all(self.factory.partition(":")):
             raise UsageError(f"{self.factory!r} names no callable", hint="write --factory pkg.mod:callable")
 
@@ -99,11 +120,28 @@ class SmokeOptions:
             )
 
     @property
+    def timeout(self) -> float | None:
+        """Seconds; None where nothing is said."""
+        if not isinstance(self.timeout_s, str):
+            return self.timeout_s
+        try:
+            return float(self.timeout_s.removesuffix("s"))
+        except ValueError as error:
+            raise UsageError(
+                f"--timeout must be a number of seconds, got {self.timeout_s!r}", hint="for example --timeout 300"
+            ) from error
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory that all ranks together may take (each one, on GPUs)."""
+        return parse_size(self.memory) if isinstance(self.memory, str) else self.memory
+
+    @property
     def label(self) -> str:
         """What is tried, for headings."""
-        return self.source or self.model or self.factory or "the built-in model"
+        return os.fspath(self.source or self.model or self.factory or "the built-in model")
 
 
-def absolute(path: str | None) -> str | None:
+def absolute(path: AnyPath | None) -> str | None:
     """Return `path` as seen from any directory."""
     return None if path is None else os.path.abspath(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,22 +82,23 @@ def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
     if policy is None:
         policy = parse_policy(_strategy_for(mesh), precision=precision)
     recipe = find_recipe(options)
-    timeout_s = options.timeout_s or DEFAULT_TIMEOUT_S + _source_bytes(options) / _SLOW_BYTES_PER_S
+    timeout_s = options.timeout or DEFAULT_TIMEOUT_S + _source_bytes(options) / _SLOW_BYTES_PER_S
     return Setting(options=options, mesh=mesh, policy=policy, recipe=recipe, timeout_s=timeout_s)
 
 
 def _source_bytes(options: SmokeOptions) -> int:
     if options.source is None:
         return 0
-    with open_path(options.source) as opened:
+    with open_path(os.fspath(options.source)) as opened:
         return opened.checkpoint.total_bytes
 
 
 def _find_mesh(options: SmokeOptions, policy: Policy | None, world_size: int | None) -> Mesh:
     nproc = world_size or options.nproc
     if options.mesh is not None:
-        needs = "-1" in options.mesh.replace(" ", "").replace("=", ",").split(",")
-        mesh = parse_mesh(options.mesh, world_size=(nproc or DEFAULT_RANKS) if needs else None)
+        text = str(options.mesh)
+        needs = "-1" in text.replace(" ", "").replace("=", ",").split(",")
+        mesh = parse_mesh(text, world_size=(nproc or DEFAULT_RANKS) if needs else None)
         if nproc is not None and mesh.world_size != nproc:
             raise UsageError(
                 f"the mesh {mesh} has {mesh.world_size} ranks, torchrun started {nproc}",
@@ -132,10 +134,10 @@ def find_recipe(options: SmokeOptions) -> Recipe:
     if options.factory is not None:
         return ModuleRecipe(options.factory)
     if options.model is not None:
-        return _recipe_of(read_config(options.model, hint=_MODEL_HINT))
+        return _recipe_of(read_config(os.fspath(options.model), hint=_MODEL_HINT))
     if options.source is None:
         return ModuleRecipe()
-    with open_path(options.source) as opened:
+    with open_path(os.fspath(options.source)) as opened:
         config = config_beside(opened.source)
         if config is not None:
             return _recipe_of(config)
@@ -143,7 +145,7 @@ def find_recipe(options: SmokeOptions) -> Recipe:
             return ModuleRecipe()
         raise UsageError(
             "nothing says what model this is: there is no config.json beside the weights",
-            where=options.source,
+            where=opened.source.root,
             hint="add --model DIR (with a config.json), or --factory pkg.mod:callable",
         )
 

@@ -102,7 +102,7 @@ class SourceCheck:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if options.source is not None:
-            with open_path(options.source):
+            with open_path(os.fspath(options.source)):
                 pass
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -110,7 +110,7 @@ class SourceCheck:
     def _run(self) -> None:
         start = time.perf_counter()
         try:
-            with open_path(self._options.source or "") as opened:
+            with open_path(os.fspath(self._options.source or "")) as opened:
                 is_small = opened.checkpoint.total_bytes <= DATA_LIMIT_BYTES
                 found = verify(opened, level="data" if is_small else "structure", num_workers=1)
         except BaseException as error:  # noqa: BLE001 - raised where the thread is joined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -441,16 +442,10 @@ def test_progress_plain_prints_a_line_per_interval(model: Path, tmp_path: Path, 
     assert "/s ETA 0:00:00" in last
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("CKPT_MESH", "dp_shard=2"), ("CKPT_RULES", "{rules}"), ("CKPT_JSON", "1"), ("CKPT_QUIET", "1")],
-)
-def test_options_come_from_the_environment(model: Path, tmp_path: Path, ckpt: Ckpt, monkeypatch, name, value) -> None:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("version: 1\nmesh: {dp_shard: 2}\n")
-    monkeypatch.setenv(name, value.format(rules=rules))
-    mesh = () if name in ("CKPT_MESH", "CKPT_RULES") else ("--mesh", "dp_shard=2")
-    code, out, _ = ckpt("shard", model, tmp_path / "run", *mesh)
+@pytest.mark.parametrize("name", ["CKPT_JSON", "CKPT_QUIET"])
+def test_output_is_steered_by_the_environment(model: Path, tmp_path: Path, ckpt: Ckpt, monkeypatch, name) -> None:
+    monkeypatch.setenv(name, "1")
+    code, out, _ = ckpt("shard", model, tmp_path / "run", "--mesh", "dp_shard=2")
     assert code == 0
     assert (tmp_path / "run" / "__1_0.distcp").exists()
     if name == "CKPT_JSON":
@@ -466,14 +461,24 @@ def test_errors_are_json_when_the_environment_asks_for_it(tmp_path: Path, ckpt: 
     assert json.loads(err)["exit_code"] == 4
 
 
-def test_environment_lists_and_flags_are_understood(model: Path, tmp_path: Path, ckpt_json, monkeypatch) -> None:
-    monkeypatch.setenv("CKPT_INCLUDE", "**up** **down**")
-    monkeypatch.setenv("CKPT_EXCLUDE", "**down**")
-    monkeypatch.setenv("CKPT_WORLD_SIZE", "4")
-    monkeypatch.setenv("CKPT_DRY_RUN", "true")
-    document = ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=-1")
-    assert document["num_tensors"] == 1
-    assert {row["file"] for row in document["plan"]["files"]} > {f"__{i}_0.distcp" for i in range(4)}
+@pytest.mark.parametrize(("value", "code"), [("2", 0), ("0", 2), ("many", 2)])
+def test_num_workers_come_from_the_environment(model: Path, ckpt: Ckpt, monkeypatch, value, code) -> None:
+    monkeypatch.setenv("CKPT_NUM_WORKERS", value)
+    assert ckpt("verify", model)[0] == code
+
+
+def test_environment_says_nothing_of_what_is_done(model: Path, tmp_path: Path, ckpt_json, monkeypatch) -> None:
+    for name, value in (("MESH", "dp_shard=2"), ("INCLUDE", "**up**"), ("DRY_RUN", "true"), ("BASE", "gone")):
+        monkeypatch.setenv(f"CKPT_{name}", value)
+    assert ckpt_json("shard", model, tmp_path / "run", code=2)["error"]["what"] == "no mesh is given"
+    document = ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=3")
+    assert document["num_tensors"] == 6
+    assert (tmp_path / "run" / "__2_0.distcp").exists()
+
+
+def test_help_names_the_variables_that_count(ckpt: Ckpt) -> None:
+    found = {name for verb in COMMANDS for name in re.findall(r"CKPT_[A-Z_]+", ckpt(verb, "--help")[1])}
+    assert found == {"CKPT_JSON", "CKPT_NUM_WORKERS", "CKPT_PROGRESS", "CKPT_QUIET", "CKPT_VERBOSE"}
 
 
 # Options of the conversions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpt_tools
 from ckpt_tools import api
 
 HEAVY = ("torch", "transformers", "accelerate", "safetensors.torch", "pandas", "scipy")
@@ -88,7 +91,7 @@ def fill(command, made, tmp_path):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_imports_no_torch(made, tmp_path, name):
     modules = modules_after(*fill(COMMANDS[name], made, tmp_path))
-    assert "ckpt_tools.api" in modules
+    assert "ckpt_tools.cli.app" in modules
     assert modules.isdisjoint(HEAVY)
     if name in NUMPY_FREE:
         assert "numpy" not in modules
@@ -112,5 +115,26 @@ def test_import_of_the_package_is_light():
     script = "import sys, ckpt_tools; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     modules = set(done.stdout.split())
-    assert "ckpt_tools" in modules
+    assert {name for name in modules if name.startswith("ckpt_tools")} == {"ckpt_tools"}
     assert modules.isdisjoint((*HEAVY, "numpy", "typer", "click", "rich", "huggingface_hub"))
+
+
+@pytest.mark.parametrize("package", [ckpt_tools, api], ids=["ckpt_tools", "api"])
+def test_names_that_type_checkers_see_are_those_that_are_there(package):
+    tree = ast.parse(inspect.getsource(package))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    named = {alias.asname or alias.name for node in block.body for alias in node.names}
+    assert sorted(named) == package.__all__
+    assert all(hasattr(package, name) for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+
+
+def test_packages_do_not_hide_the_functions_of_their_names():
+    script = (
+        "import ckpt_tools.smoke.report, ckpt_tools.estimate.report, ckpt_tools.preflight.report, inspect\n"
+        "from ckpt_tools import estimate, preflight, smoke\n"
+        "assert all(map(inspect.isfunction, (estimate, preflight, smoke, ckpt_tools.smoke)))\n"
+        "import ckpt_tools.smoke.options\n"
+        "assert ckpt_tools.smoke is smoke"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -37,11 +37,6 @@ def refuses_hf(refuses):
     return check
 
 
-@pytest.fixture(autouse=True)
-def _mesh_for_shard(monkeypatch) -> None:
-    monkeypatch.setenv("CKPT_MESH", "dp_shard=2")
-
-
 def _index(model: Path) -> Path:
     return model / "model.safetensors.index.json"
 
@@ -170,7 +165,7 @@ def test_file_is_a_fifo_is_refused(model: Path, refuses_hf) -> None:
 def test_asset_is_a_symlink_out_of_the_directory_is_refused(model: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "secret").write_text("secret")
     (model / "vocab.txt").symlink_to(tmp_path / "secret")
-    assert main(["shard", str(model), str(tmp_path / "out"), "--json"]) == 4
+    assert main(["shard", str(model), str(tmp_path / "out"), "--mesh", "dp_shard=2", "--json"]) == 4
     assert "leads out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert staging_left(tmp_path) == []
@@ -181,12 +176,11 @@ def test_names_that_would_drive_a_terminal_are_escaped(tmp_path: Path, capsys) -
     model = write_model(tmp_path / "model", {evil: tensor("F32", 4), "../../x": tensor("F32", 2)})
     assert main(["inspect", str(model), "--tensors"]) == 0
     assert main(["verify", str(model)]) == 0
-    assert main(["shard", str(model), str(tmp_path / "run"), "-v"]) == 0
+    shard = ["shard", str(model), str(tmp_path / "run"), "--mesh", "dp_shard=2"]
+    assert main([*shard, "-v"]) == 0
     assert main(["inspect", str(tmp_path / "run"), "--tensors", "--tensor", evil]) == 0
-    assert main(["shard", str(model), str(tmp_path / "run"), "--set", "nothing=tp:S(0)"]) != 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("CKPT_MESH")
-        assert main(["gather", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+    assert main([*shard, "--set", "nothing=tp:S(0)"]) != 0
+    assert main(["gather", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
     assert files_of(tmp_path / "back") == files_of(model)
     damage.truncate(tmp_path / "run" / "__0_0.distcp", 30)
     assert main(["verify", str(tmp_path / "run")]) == 3

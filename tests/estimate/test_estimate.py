@@ -57,7 +57,7 @@ def write_weights(path, shapes):
 
 def test_dtype_of_frozen_parameters_where_none_are_frozen_is_refused(capsys):
     assert main(["estimate", *FIGURES, "--frozen-dtype", "f32"]) == 2
-    assert "nothing is frozen" in capsys.readouterr().err
+    assert "--frozen-dtype needs --lora" in capsys.readouterr().err
     assert main(["estimate", *FIGURES, "--frozen-dtype", "f32", "--lora"]) == 0
 
 

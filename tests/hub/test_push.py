@@ -326,7 +326,7 @@ def test_push_impossible_arguments_are_usage_errors(hub: Hub, push_json, model: 
     assert "cannot name a repository" in push_json(model, "a/b/c", code=2)["what"]
     assert "cannot name a repository" in push_json(model, "me/..", code=2)["what"]
     assert "against main" in push_json(model, "me/m", "--create-pr", "--revision", "x", code=2)["what"]
-    assert "cannot be checked" in push_json(model, "me/m", "--check", "x", code=2)["what"]
+    assert "--check must be one of sent, all, names" in push_json(model, "me/m", "--check", "x", code=2)["what"]
     assert "takes a directory" in push_json(model / "config.json", "me/m", code=2)["what"]
     assert "no such directory" in push_json(tmp_path / "nothing", "me/m", code=4)["what"]
     assert "address" in push_json(model, "me/m", "--endpoint", "localhost:1", code=2)["what"]

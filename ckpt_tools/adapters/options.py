@@ -1,0 +1,87 @@
+"""The options of `export_lora` and `check_lora`, and what `merge_lora` shares with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from ckpt_tools.options import (
+    AnyPath,
+    Argument,
+    Destination,
+    DryRun,
+    DTypeName,
+    Exclude,
+    From,
+    Include,
+    Option,
+    Overwrite,
+    Progress,
+)
+
+Alpha = Annotated[float | None, Option("lora_alpha of the training run.", metavar="VALUE")]
+Base = Annotated[AnyPath | None, Option("Base model, to check modules and shapes.", metavar="DIR")]
+AdapterName = Annotated[str | None, Option("Adapter name, if there are several.", name="--adapter", metavar="NAME")]
+Config = Annotated[
+    Sequence[str],
+    Option(
+        "Setting of PEFT's configuration that neither tensors nor files contain (repeatable).", metavar="FIELD=VALUE"
+    ),
+]
+Architecture = Annotated[
+    str | None, Option("Model family, if the names do not show it.", metavar="flux1|flux2|sdxl|sd3|llm")
+]
+Strict = Annotated[bool, Option("Refuse an adapter when a setting of its run must be assumed.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """The options of `export_lora`."""
+
+    source: Annotated[
+        AnyPath,
+        Argument("What holds the adapter: a training checkpoint (DCP), a PEFT directory, a safetensors file.", "SRC"),
+    ] = field(kw_only=False)
+    destination: Destination = field(kw_only=False)
+    to: Annotated[str, Option("Format to write.", metavar="peft|diffusers|kohya|comfyui")] = "peft"
+    alpha: Alpha = None
+    base_model: Annotated[str | None, Option("Hub id of the base model.", metavar="ORG/NAME")] = None
+    base: Base = None
+    adapter: AdapterName = None
+    config: Config = ()
+    architecture: Architecture = None
+    svd_rank: Annotated[
+        int | None,
+        Option("Approximate what the format cannot express exactly; the error is reported.", metavar="R", min=1),
+    ] = None
+    dtype: DTypeName = "keep"
+    include: Include = ()
+    exclude: Exclude = ()
+    strict: Strict = False
+    overwrite: Overwrite = False
+    dry_run: DryRun = False
+    format: From = None
+    progress: Progress = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """The options of `check_lora`."""
+
+    source: Annotated[
+        AnyPath,
+        Argument("What holds the adapter: a safetensors file, a PEFT directory, a training checkpoint.", "SRC"),
+    ] = field(kw_only=False)
+    base: Base = None
+    loaders: Annotated[
+        Sequence[str],
+        Option(
+            "Loader that must accept the whole adapter (repeatable; default: that of the adapter's own format).",
+            name="--for",
+            metavar="peft|diffusers|comfyui|kohya|vllm",
+        ),
+    ] = ()
+    adapter: AdapterName = None
+    architecture: Architecture = None
+    format: From = None

@@ -1,0 +1,46 @@
+"""`ckpt inspect`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.output import Output, print_json, terminal_width, use_colour
+from ckpt_tools.cli.render_inspect import By, render
+from ckpt_tools.description.summarise import to_json
+from ckpt_tools.description.summary import Summary
+from ckpt_tools.errors import UsageError
+from ckpt_tools.options import Option
+
+
+def run(
+    call: Call[Summary],
+    *,
+    tensors: Annotated[bool, Option("List every tensor.")] = False,
+    tensor: Annotated[Sequence[str], Option("Show one tensor's chunks (repeatable).", metavar="FQN")] = (),
+    by: Annotated[By | None, Option("The one table to show.")] = None,
+    output: Output,
+) -> int:
+    """Print what a checkpoint holds."""
+    summary = call()
+    by_fqn = {entry.fqn: entry for entry in summary.tensors}
+    unknown = [fqn for fqn in tensor if fqn not in by_fqn]
+    if unknown:
+        raise UsageError(f"there is no tensor {unknown[0]!r}", hint="--tensors lists the names")
+    chosen = [by_fqn[fqn] for fqn in tensor]
+    listed = summary.tensors if tensors else None
+    if output.json:
+        print_json(to_json(summary, tensors=chosen or listed))
+    elif not output.quiet:
+        render(
+            summary,
+            stream=sys.stdout,
+            width=terminal_width(),
+            colour=use_colour(),
+            by=by,
+            tensors=listed,
+            grids=chosen,
+        )
+    return 0

@@ -1,0 +1,218 @@
+"""One statement per option: a field of one frozen class has its name, type, default and help.
+
+`takes` makes the library's function from such a class (type checkers see its fields as keywords), `cli.build` makes
+the command line from it, and `bin/docs` the reference pages.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.table import FORMATS
+
+P = ParamSpec("P")
+Options = TypeVar("Options")
+Result = TypeVar("Result")
+
+AnyPath = str | os.PathLike[str]
+ProgressFactory = Callable[[int], Callable[[int], None]]
+"""Given the number of bytes to move, returns what is told of every part that was moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """What a field is for. Alone: a field that only the library has."""
+
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class Argument(Doc):
+    """A positional argument of the command line."""
+
+    metavar: str
+
+
+@dataclass(frozen=True, slots=True)
+class Option(Doc):
+    """An option of the command line; what is not given here follows from the field."""
+
+    _: KW_ONLY
+    name: str | None = None
+    """With both dashes; that of the field by default."""
+    short: str | None = None
+    metavar: str | None = None
+    """By default the words of a `Literal`."""
+    min: float | None = None
+    max: float | None = None
+    env: bool = False
+    """CKPT_NAME in the environment sets it."""
+    none: str | None = None
+    """Word for None, and the default."""
+    is_tristate: bool = False
+    """Not given differs from the default, which is not shown."""
+    after: str | None = None
+    """The option that it follows in --help, where it is stated elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One option as its class states it."""
+
+    name: str
+    hint: Any
+    """Its type, without annotations."""
+    default: Any
+    """`inspect.Parameter.empty` without one."""
+    stated: Doc
+    is_positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        named = self.stated.name if isinstance(self.stated, Option) else None
+        return named or "--" + self.name.replace("_", "-")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that it takes; none where every text will do."""
+        parts = (self.hint, *get_args(self.hint))
+        if str in parts:
+            return ()
+        return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+
+    @property
+    def text(self) -> str:
+        """Its help, and the words that the command line shows in place of a value."""
+        shown = self.stated.metavar if isinstance(self.stated, Option) else None
+        return f"{self.stated.help} ({shown})" if shown and "|" in shown else self.stated.help
+
+    def check(self, value: object) -> None:
+        """Refuse a word that it does not take.
+
+        Raises:
+            UsageError: An unknown word.
+        """
+        if self.words and isinstance(value, str) and value not in self.words:
+            raise UsageError(f"{self.flag} must be one of {', '.join(self.words)}, got {value!r}")
+
+
+@functools.cache
+def parameters(options: type) -> tuple[Parameter, ...]:
+    """Return the options that a class states, in their order."""
+    hints = get_type_hints(options, include_extras=True)
+    return tuple(
+        parameter(
+            field.name,
+            hints[field.name],
+            inspect.Parameter.empty if field.default is MISSING else field.default,
+            is_positional=not field.kw_only,
+        )
+        for field in fields(options)
+    )
+
+
+def parameter(name: str, hint: object, default: object, *, is_positional: bool = False) -> Parameter:
+    """Return the option that an annotated field or parameter states."""
+    bare, stated = get_args(hint) if get_origin(hint) is Annotated else (hint, Doc(""))
+    return Parameter(name=name, hint=bare, default=default, stated=stated, is_positional=is_positional)
+
+
+def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], Result]], Callable[P, Result]]:
+    """Let a function of an options class be called with the fields of that class."""
+    stated = parameters(cast("type", options))  # a class; as a `Callable` it tells P
+
+    def decorate(function: Callable[[Options], Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            given = options(*args, **kwargs)
+            for each in stated:
+                each.check(getattr(given, each.name))
+            return function(given)
+
+        call.__dict__["options"] = options
+        call.__dict__["__signature__"] = _signature(stated, function)
+        call.__doc__ = _describe(stated, function.__doc__ or "")
+        return call
+
+    return decorate
+
+
+def options_of(function: Callable[..., object]) -> tuple[Parameter, ...]:
+    """Return the options of a function that `takes` made."""
+    return parameters(vars(function)["options"])
+
+
+def _signature(stated: Sequence[Parameter], function: Callable[..., object]) -> inspect.Signature:
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    made = [
+        inspect.Parameter(each.name, kinds[each.is_positional], default=each.default, annotation=each.hint)
+        for each in sorted(stated, key=lambda each: not each.is_positional)
+    ]
+    return inspect.Signature(made, return_annotation=function.__annotations__["return"])
+
+
+def _describe(stated: Sequence[Parameter], text: str) -> str:
+    """Return a docstring with the section that the options class states."""
+    head, raises, tail = inspect.cleandoc(text).partition("\nRaises:")
+    rows = [f"    {each.name}: {each.text}" for each in sorted(stated, key=lambda each: not each.is_positional)]
+    return "\n".join([head.rstrip(), "", "Args:", *rows, *(["", f"Raises:{tail}"] if raises else [])])
+
+
+# What several commands have
+
+Source = Annotated[AnyPath, Argument("A safetensors file, a model directory or a DCP directory.", "SRC")]
+Destination = Annotated[AnyPath, Argument("Directory to create.", "DST")]
+MeshText = Annotated[
+    str | Mesh | None,
+    Option(
+        "For example dp_replicate=2,dp_shard=4,tp=2: order is rank order, the last varies fastest; "
+        "-1 is inferred from --world-size. Axes: dp_replicate (ddp), dp_shard (fsdp, dp), tp, ep, cp, pp.",
+        metavar="AXIS=N,…",
+    ),
+]
+WorldSize = Annotated[int | None, Option("Number of ranks, for -1.", min=1)]
+DTypeName = Annotated[str, Option("Cast floating-point tensors.", metavar="keep|bf16|f16|f32")]
+MaxShardSize = Annotated[
+    str | None,
+    Option(
+        "Largest file, e.g. 5GB (decimal) or 5GiB. Default: the original files where known, else 5GB.", metavar="SIZE"
+    ),
+]
+Include = Annotated[
+    Sequence[str],
+    Option(
+        "Only these tensors (repeatable). * stays inside one dotted component, ** crosses, {a,b} alternates.",
+        metavar="GLOB",
+    ),
+]
+Exclude = Annotated[Sequence[str], Option("Without these tensors (repeatable).", metavar="GLOB")]
+Overwrite = Annotated[bool, Option("Replace DST; the old one is kept until the new one is durable.")]
+DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
+NumWorkers = Annotated[int | None, Option("Threads that move bytes.", short="-j", env=True, min=1, max=256)]
+Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]
+From = Annotated[str | None, Option("Format of SRC; detected by default.", name="--from", metavar="|".join(FORMATS))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshOptions:
+    """How to cut, as the user said it."""
+
+    mesh: MeshText = None
+    world_size: WorldSize = None
+    rules: Annotated[AnyPath | None, Option("YAML file of placement rules.", metavar="FILE")] = None
+    set: Annotated[
+        Sequence[str],
+        Option(
+            "A placement rule (repeatable, before the file's, first match wins); GLOB= means FSDP alone.",
+            metavar="GLOB=AXIS:S(D),…",
+        ),
+    ] = ()
+    tp_plan: Annotated[str | None, Option("Take the plan of the model's config.json.", metavar="auto")] = None
