@@ -207,7 +207,7 @@ def _fill(given: Given[Any], table: Table[Any]) -> None:
         fields, key = name.split(), one.find_key(given)
         changes: dict[str, Any] = {}
         if key is not None:
-            changes["keys"] = dict.fromkeys(fields, key) | dict(given.spec.keys)
+            changes["keys"] = {**given.spec.keys, **{field: key for field in fields if field not in given.spec.keys}}
         is_known = name == "world_size" and given.spec.world_size is not None
         if one.has_value and not is_known and (not one.engines or given.spec.engine in one.engines):
             found = one.evaluate(given)
