@@ -41,40 +41,23 @@ CHECK_LEVELS: tuple[CheckLevel, ...] = ("sent", "all", "names")
 """Values of `--check`."""
 
 
-def _say_nothing(_: str) -> None:
-    """Keep what takes long to oneself."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOptions:
-    """How to push."""
+    """How to push: the options of `api.push`, where each is described."""
 
     repo: str
-    """name or namespace/name."""
     private: bool = False
-    """Create the repository as a private one; one that others can read is refused."""
     create_pr: bool = False
-    """Propose the change instead of making it."""
     revision: str | None = None
-    """Branch; main by default."""
     commit_message: str | None = None
-    """First line, and after an empty line the rest."""
     token: str | None = field(default=None, repr=False)
-    """By default HF_TOKEN, or what `hf auth login` stored."""
     endpoint: str | None = None
-    """By default HF_ENDPOINT, or huggingface.co."""
     dry_run: bool = False
-    """Plan only."""
     card: CardFacts | bool = True
-    """What the model card says besides what the configs say; False: no card is made."""
     include: Sequence[str] = ()
-    """Globs of the files to push; all by default."""
     exclude: Sequence[str] = ()
-    """Globs of the files to leave out."""
     delete_stale: bool = False
-    """Delete weights that only the hub has, beside the new ones."""
     check: CheckLevel = "sent"
-    """What is read back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +77,7 @@ class Push:
     options: PushOptions
     num_workers: int
     progress: Callable[[int], Progress] | None = None
-    say: Say = _say_nothing
+    say: Say = lambda _: None
     bars: bool = False
     _notes: list[str] = field(default_factory=list)
 
