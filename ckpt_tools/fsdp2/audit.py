@@ -14,7 +14,8 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.buffer_audit import check_buffers
 from ckpt_tools.fsdp2.catalogue import build_finding
-from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, is_replicate, read_states, registered_methods
+from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, read_states, registered_methods
+from ckpt_tools.fsdp2.local import cut_dim
 from ckpt_tools.fsdp2.methods import dispatch_path
 from ckpt_tools.fsdp2.states import shown
 
@@ -165,10 +166,7 @@ def _differs_from_plan(tensor: DTensor, fqn: str, plan: ShardedPlan) -> str | No
     if expected is None or axes is None:
         return None
     dims = {axis: getattr(placement, "dim", None) for axis, placement in expected.items()}
-    found = {
-        axis: None if is_replicate(placement) else getattr(placement, "dim", None)
-        for axis, placement in zip(axes, tensor.placements, strict=True)
-    }
+    found = {axis: cut_dim(placement) for axis, placement in zip(axes, tensor.placements, strict=True)}
     wrong = [axis for axis in {**dims, **found} if dims.get(axis) != found.get(axis)]
     if not wrong:
         return None

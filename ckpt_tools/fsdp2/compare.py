@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.internals import (
-    is_replicate,
     local_of,
     mesh_axes,
     non_persistent_names,
@@ -117,7 +116,7 @@ def _replica_key(fqn: str, tensor: torch.Tensor) -> str | None:
     if coordinate is None:
         return None
     axes = zip(mesh_axes(tensor.device_mesh), tensor.placements, coordinate, strict=True)
-    cuts = [f"{name}={index}" for (name, _), placement, index in axes if not is_replicate(placement)]
+    cuts = [f"{name}={index}" for (name, _), placement, index in axes if not isinstance(placement, Replicate)]
     return f"{fqn} at {','.join(cuts)}" if cuts else fqn
 
 

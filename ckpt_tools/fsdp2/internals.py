@@ -13,14 +13,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_tools.errors import CkptError
@@ -28,6 +28,9 @@ from ckpt_tools.fsdp2.states import GroupState, Sharding, Training
 
 LOGGER = "torch.distributed.fsdp.fully_shard"
 """Name of the logger that tells, at DEBUG, when a group enters and leaves its passes."""
+
+StridedShard = _StridedShard
+"""FSDP's mark for a cut inside of tensor parallelism's cut of the same dim."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -280,9 +283,18 @@ def add_state_dict_hook(module: nn.Module, hook: Callable[[nn.Module], None]) ->
     return cast("RemovableHandle", handle)
 
 
-def is_replicate(placement: object) -> bool:
-    """Does every coordinate of the axis hold the same?"""
-    return isinstance(placement, Replicate)
+def replicate_function() -> Any:  # noqa: ANN401 - with overloads upstream
+    """Return `replicate`, FSDP2's form of data parallelism without sharding."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate
+
+
+def checkpoint_activations(unit: nn.Module) -> None:
+    """Recompute `unit` in backward. The composable form changes no names and no module, and FSDP knows it."""
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    checkpoint(unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

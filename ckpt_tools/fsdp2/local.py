@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, Placement, Shard
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.fsdp2.internals import StridedShard
 
 
 def local_box(tensor: torch.Tensor) -> Box:
@@ -50,7 +51,7 @@ def assemble(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def cut_dim(placement: TorchPlacement) -> int | None:
     """Return the dim that a placement cuts, None for none. FSDP's mark for "inside of tp" is a cut like any other."""
-    return placement.dim if isinstance(placement, (TorchShard, _StridedShard)) else None
+    return placement.dim if isinstance(placement, (TorchShard, StridedShard)) else None
 
 
 def placements_of(tensor: object) -> dict[str, Placement]:
@@ -60,6 +61,18 @@ def placements_of(tensor: object) -> dict[str, Placement]:
     names = tensor.device_mesh.mesh_dim_names or ()
     dims = zip(names, map(cut_dim, tensor.placements), strict=False)
     return {name: Shard(dim) for name, dim in dims if dim is not None}
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Return torch's type for a checkpoint's elements.
+
+    Raises:
+        UnreadableError: It has none.
+    """
+    found = getattr(torch, dtype.torch_name or "", None)
+    if not isinstance(found, torch.dtype):
+        raise UnreadableError(f"torch has no type for {dtype.name} elements")
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -83,6 +96,6 @@ def _range(length: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]
 
 def _on_first_dim(placement: TorchPlacement, dim: int) -> TorchPlacement:
     """Return what `placement` does to the indices of `dim` alone."""
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(0, split_factor=placement.split_factor) if placement.dim == dim else TorchReplicate()
+    if isinstance(placement, StridedShard):
+        return StridedShard(0, split_factor=placement.split_factor) if placement.dim == dim else TorchReplicate()
     return TorchShard(0) if isinstance(placement, TorchShard) and placement.dim == dim else TorchReplicate()

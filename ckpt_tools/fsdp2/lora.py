@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
+from ckpt_tools.fsdp2.wrap import refuse_sharded
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -77,13 +77,8 @@ def add_lora(
             that needs the base weights.
     """
     peft = _peft()
-    for fqn, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise UsageError(
-                "the model is sharded already: FSDP would not average the adapters' gradients",
-                where=fqn or type(model).__name__,
-                hint="add_lora first, shard_model then",
-            )
+    why = ": FSDP would not average the adapters' gradients"
+    refuse_sharded(model, why=why, hint="add_lora first, shard_model then")
     config = _config_of(config)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta:

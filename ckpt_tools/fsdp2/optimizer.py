@@ -12,14 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt_tools.description.checkpoint import BlobEntry, KeyPath, TensorEntry
-from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.torch_value import MAX_VALUE_BYTES, parse_value
 from ckpt_tools.fsdp2.agree import together
-from ckpt_tools.fsdp2.local import assemble, local_box
+from ckpt_tools.fsdp2.local import assemble, local_box, torch_dtype
 from ckpt_tools.fsdp2.read import BoxReader, as_whole
 
 _Item = TensorEntry | BlobEntry
@@ -89,18 +88,11 @@ def _value(item: _Item, parameter: torch.Tensor, reader: BoxReader, opened: Open
     """Return one entry of a parameter's state: cut like the parameter when it has its shape, else whole."""
     if isinstance(item, BlobEntry):
         return _plain(item, opened)
-    dtype = _torch_dtype(item.dtype)
+    dtype = torch_dtype(item.dtype)
     if item.shape == tuple(parameter.shape) and item.shape:
         local = reader.read(as_whole(item), local_box(parameter), dtype)
         return assemble(local.to(parameter.device), parameter)
     return reader.read(as_whole(item), Box((0,) * len(item.shape), item.shape), dtype)
-
-
-def _torch_dtype(dtype: DType) -> torch.dtype:
-    found = getattr(torch, dtype.torch_name or "", None)
-    if not isinstance(found, torch.dtype):
-        raise UnreadableError(f"torch has no type for {dtype.name} elements")
-    return found
 
 
 def _plain(blob: BlobEntry, opened: Opened) -> object:
@@ -183,7 +175,7 @@ class _Stored:
         if isinstance(item, BlobEntry):
             return _plain(item, self._opened)
         reader = BoxReader(self._opened)
-        return reader.read(as_whole(item), Box((0,) * len(item.shape), item.shape), _torch_dtype(item.dtype))
+        return reader.read(as_whole(item), Box((0,) * len(item.shape), item.shape), torch_dtype(item.dtype))
 
 
 def _is_equal(one: Mapping[str, object], other: Mapping[str, object]) -> bool:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.description.layout import Box
@@ -24,12 +23,14 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
+from ckpt_tools.fsdp2.local import torch_dtype
 from ckpt_tools.fsdp2.lora import base_name, base_of, finish_adapters
 from ckpt_tools.fsdp2.names import describe_misfit, match_names
 from ckpt_tools.fsdp2.quant_state import MAX_TEXT_BYTES, Quantised, attach, parse_text, quantised_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.scatter import rank0_load
 from ckpt_tools.fsdp2.ties import tied_groups
+from ckpt_tools.fsdp2.wrap import refuse_sharded
 
 _STATE = "quant_state"
 _STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
@@ -84,8 +85,7 @@ def quantise_linears(
     """
     _bitsandbytes()
     config = config or Quantisation()
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise UsageError("the model is sharded already", hint="quantise_linears first, shard_model then")
+    refuse_sharded(model, hint="quantise_linears first, shard_model then")
     if getattr(model, "peft_config", None):
         raise UsageError("the model has adapters already", hint="quantise_linears first, add_lora then")
     found = _find(model, skip)
@@ -321,7 +321,7 @@ def _quantise_file(base: nn.Module, layers: Mapping[str, nn.Module], path: str, 
             facts = _facts(layer)
             if whole.shape != facts.shape:
                 raise UsageError(f"{list(whole.shape)} in the checkpoint, {list(facts.shape)} in the model", where=name)
-            full = reader.read(whole, box, getattr(torch, str(whole.dtype.torch_name)))
+            full = reader.read(whole, box, torch_dtype(whole.dtype))
             packed, quant_state = quantize_4bit(
                 full,
                 compress_statistics=facts.double_quant,

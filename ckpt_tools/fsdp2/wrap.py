@@ -15,6 +15,7 @@ from ckpt_tools.description.layout import FSDP_AXIS, Placement, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
+from ckpt_tools.fsdp2.internals import checkpoint_activations, replicate_function
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS, fsdp_mesh, tp_mesh
 from ckpt_tools.fsdp2.methods import Methods, find_methods, register_methods
 from ckpt_tools.fsdp2.policy import Policy
@@ -91,7 +92,7 @@ def shard_model(
         UsageError: What cannot work: the mesh, the policy, names, styles, and methods that would be entered twice.
     """
     policy = policy or Policy()
-    _check_unsharded(model)
+    refuse_sharded(model, hint="build it anew, or shard only what is not")
     _check_axes(mesh, tp_plan)
     dp = fsdp_mesh(mesh)
     policy.check_mesh(dp)
@@ -113,7 +114,7 @@ def shard_model(
         extra["ignored_params"] = {p for p in model.parameters() if not p.dim()}
     for unit in units:
         if activation_checkpointing:
-            _checkpoint(unit)
+            checkpoint_activations(unit)
         apply(unit, **policy.kwargs(dp), **extra)
     if root:
         apply(model, **policy.kwargs(dp, root=True), **extra)
@@ -153,16 +154,7 @@ def _strategy_function(policy: Policy) -> Any:  # noqa: ANN401 - two functions w
     if policy.strategy != "no_shard":
         return fully_shard
     refuse_older("torch", "no_shard")
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
-    return replicate
-
-
-def _checkpoint(unit: nn.Module) -> None:
-    """Recompute `unit` in backward. The composable form changes no names and no module, and FSDP knows it."""
-    from torch.distributed._composable.checkpoint_activation import checkpoint
-
-    checkpoint(unit)
+    return replicate_function()
 
 
 def _turn_off_caches(model: nn.Module) -> None:
@@ -172,14 +164,15 @@ def _turn_off_caches(model: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
-def _check_unsharded(model: nn.Module) -> None:
+def refuse_sharded(model: nn.Module, *, why: str = "", hint: str) -> None:
+    """Refuse a model in which something is sharded.
+
+    Raises:
+        UsageError: Something is.
+    """
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            raise UsageError(
-                "the model is sharded already",
-                where=name or type(model).__name__,
-                hint="build it anew, or shard only what is not",
-            )
+            raise UsageError(f"the model is sharded already{why}", where=name or type(model).__name__, hint=hint)
 
 
 def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:

@@ -17,6 +17,7 @@ from ckpt_tools.formats.hf_sharded import SHARDED_FILE
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path, read_file
 from ckpt_tools.hub.dead import refuse_dead
+from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
@@ -110,10 +111,10 @@ def _kind(top: set[str]) -> Kind:
         return "peft"
     if DIFFUSERS_LORA in top:
         return "diffusers-lora"
-    if PIPELINE_CONFIG in top or ("diffusion_pytorch_model.safetensors" in top and "config.json" in top):
+    if PIPELINE_CONFIG in top or ("diffusion_pytorch_model.safetensors" in top and CONFIG_NAME in top):
         return "diffusers"
     has_weights = any(name.endswith(".safetensors") or _OLD_WEIGHTS.fullmatch(name) for name in top)
-    return "transformers" if "config.json" in top and has_weights else "weights"
+    return "transformers" if CONFIG_NAME in top and has_weights else "weights"
 
 
 def _check_adapter(source: Source, top: set[str]) -> None:

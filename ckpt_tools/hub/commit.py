@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -59,7 +59,7 @@ def upload(
 
     sending = [plan for plan in planned if plan.state in ("new", "changed")]
 
-    def send(*, as_streams: bool = False) -> list[CommitOperationAdd]:
+    def build(*, as_streams: bool) -> list[CommitOperationAdd]:
         additions = []
         for plan in sending:
             # What lies inside of git is read once and sent from memory.
@@ -69,6 +69,9 @@ def upload(
             else:
                 content = open_stream(source, plan.path) if as_streams else source.path(plan.path)
             additions.append(CommitOperationAdd(path_in_repo=plan.path, path_or_fileobj=content))
+        return additions
+
+    def send() -> None:
         hub.api.preupload_lfs_files(
             hub.repo,
             additions,
@@ -77,24 +80,17 @@ def upload(
             num_threads=num_workers,
             free_memory=False,
         )
-        return additions
 
     # Xet where the hub has it, and LFS where it has not or where Xet fails: both name the content by its sha256.
-    is_by_xet = uses_xet() and any(plan.mode == "lfs" for plan in sending)
-    additions = None
-    if is_by_xet and offers_xet(hub, create_pr=create_pr):
-        try:
-            with bounded_xet():
-                additions = hub.call("uploading to Xet", send, may_repeat=lambda _: False)
-        except HubError as error:
-            hub.say(f"{error.what}; trying without Xet")
-    if additions is None:
+    additions = build(as_streams=False)
+    is_by_lfs = True
+    if uses_xet() and any(plan.mode == "lfs" for plan in sending):
+        is_by_lfs = not (offers_xet(hub, create_pr=create_pr) and _is_sent_to_xet(hub, send))
+        if is_by_lfs:
+            additions = build(as_streams=True)
+    if is_by_lfs:
         # The client repeats every request of its own; as a whole it costs little, since it skips what has arrived.
-        additions = hub.call(
-            "uploading",
-            lambda: send(as_streams=is_by_xet),
-            may_repeat=lambda failure: failure.status is None and failure.was_sent,
-        )
+        hub.call("uploading", send, may_repeat=lambda failure: failure.status is None and failure.was_sent)
     try:
         source.check_unchanged()
     except CkptError as error:
@@ -104,6 +100,17 @@ def upload(
         if addition.upload_info.sha256.hex() != local[addition.path_in_repo].sha256:
             raise changed(addition.path_in_repo)
     return additions
+
+
+def _is_sent_to_xet(hub: Hub, send: Callable[[], None]) -> bool:
+    """Try to upload by Xet; say so where it fails."""
+    try:
+        with bounded_xet():
+            hub.call("uploading to Xet", send, may_repeat=lambda _: False)
+    except HubError as error:
+        hub.say(f"{error.what}; trying without Xet")
+        return False
+    return True
 
 
 def commit(

@@ -41,10 +41,6 @@ CheckLevel = Literal["sent", "all", "names"]
 """What is read back: what was sent, everything, or nothing (the hub's own digests are compared all the same)."""
 
 
-def _say_nothing(_: str) -> None:
-    """Keep what takes long to oneself."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOptions:
     """The options of `push`."""
@@ -105,7 +101,7 @@ class Push:
     options: PushOptions
     num_workers: int
     progress: Callable[[int], Progress] | None = None
-    say: Say = _say_nothing
+    say: Say = lambda _: None
     bars: bool = False
     _notes: list[str] = field(default_factory=list)
 

@@ -329,7 +329,7 @@ def test_destination_that_exists_is_kept(tmp_path):
     (tmp_path / "x" / "note").write_text("mine")
     with pytest.raises(DestinationExistsError):
         save_checkpoint(Pair(), None, tmp_path / "x")
-    with pytest.raises(UsageError, match="replaces a checkpoint"):
+    with pytest.raises(UsageError, match="only replaces checkpoints"):
         save_checkpoint(Pair(), None, tmp_path / "x", overwrite=True)
     assert (tmp_path / "x" / "note").read_text() == "mine"
 
