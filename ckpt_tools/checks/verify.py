@@ -132,19 +132,19 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: Findings) -> Ten
     """Return the tensor with raw spans, or None when it cannot be read whole."""
     if len(entry.chunks) == 1 and entry.chunks[0].encoding == "raw" and _is_whole(opened, entry, entry.chunks[0]):
         return entry
-    name = f"tensor {escape_name(entry.fqn)!r}"
+    name = f"tensor {entry.fqn!r}"
     before = len(findings)
     problem = check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
     if problem is not None:
         code = {"missing": "incomplete-tensor", "overlap": "overlapping-chunks"}.get(
             problem.kind, "chunk-outside-tensor"
         )
-        files = sorted({escape_name(chunk.span.file) for chunk in entry.chunks})
+        files = sorted({chunk.span.file for chunk in entry.chunks})
         findings.error(code, ", ".join(files[:4]) or opened.format.marker, f"{name}: {problem.describe(entry.shape)}")
     chunks = []
     for chunk in entry.chunks:
         if _check_span(opened, chunk.span, name, findings):
-            raw = _check_item(opened, entry, chunk, findings)
+            raw = _check_item(opened, entry, chunk, name, findings)
             if raw is not None:
                 chunks.append(raw)
     if len(findings) > before:
@@ -160,12 +160,11 @@ def _is_whole(opened: Opened, entry: TensorEntry, chunk: Chunk) -> bool:
 
 
 def _check_span(opened: Opened, span: ByteSpan, name: str, findings: Findings) -> bool:
-    where = escape_name(span.file)
     size = opened.checkpoint.files.get(span.file)
     if size is None:
         findings.error(
             "missing-file",
-            where,
+            span.file,
             f"{name}: its file is missing",
             "restore the file, or save the checkpoint again",
         )
@@ -173,7 +172,7 @@ def _check_span(opened: Opened, span: ByteSpan, name: str, findings: Findings) -
     if span.offset + span.nbytes > size:
         findings.error(
             "short-file",
-            where,
+            span.file,
             f"{name}: bytes {span.offset}..{span.offset + span.nbytes} are needed, the file has {size}",
             "the file is truncated: restore it, or save the checkpoint again",
         )
@@ -181,18 +180,19 @@ def _check_span(opened: Opened, span: ByteSpan, name: str, findings: Findings) -
     return True
 
 
-def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: Findings) -> Chunk | None:
-    where = f"{escape_name(chunk.span.file)}, bytes {chunk.span.offset}..{chunk.span.offset + chunk.span.nbytes}"
-    name = f"tensor {escape_name(entry.fqn)!r}"
+def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, findings: Findings) -> Chunk | None:
     if chunk.encoding == "raw":
         return chunk
+    span = chunk.span
     try:
-        head = dcp.read_item(chunk.span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
+        head = dcp.read_item(span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
     except CkptError as error:
+        where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
         findings.error("bad-item", where, f"{name}: {error.what}", error.hint)
         return None
     problem = dcp.item_mismatch(entry.dtype, chunk.box.sizes, head)
     if problem is not None:
+        where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
         findings.error("item-mismatch", where, f"{name}: {problem}")
         return None
     return dcp.raw_chunk(chunk, head)

@@ -21,7 +21,6 @@ from ckpt_tools.description.layout import Mesh, Placement, parse_placement
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.file_names import INDEX_SUFFIX
-from ckpt_tools.text import escape_name
 
 MANIFEST_NAME = "ckpt_manifest.json"
 """Its name in the root of a checkpoint."""
@@ -180,7 +179,7 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
     document: Any = parse_json(
         text,
         what="the manifest",
-        where=escape_name(where),
+        where=where,
         max_bytes=MAX_MANIFEST_BYTES,
         max_containers=MAX_MANIFEST_CONTAINERS,
     )

@@ -94,17 +94,16 @@ def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
         UnreadableError: Malformed, overlapping, with holes, or not as long as the file.
         LimitError: More than a header may hold.
     """
-    where = escape_name(file)
-    document = parse_json(text, what="the header", where=where, max_bytes=MAX_HEADER_BYTES)
+    document = parse_json(text, what="the header", where=file, max_bytes=MAX_HEADER_BYTES)
     if not isinstance(document, dict):
-        raise UnreadableError("the header is not a JSON object", where=where)
+        raise UnreadableError("the header is not a JSON object", where=file)
     metadata = document.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise UnreadableError("the header's __metadata__ is not a table of strings", where=where)
+        raise UnreadableError("the header's __metadata__ is not a table of strings", where=file)
     try:  # half a surrogate pair, which no text can hold
         "".join((*metadata, *metadata.values())).encode()
     except UnicodeEncodeError as error:
-        raise UnreadableError("the header's __metadata__ is not Unicode text", where=where) from error
+        raise UnreadableError("the header's __metadata__ is not Unicode text", where=file) from error
     data_start = LENGTH_BYTES + len(text)
     boxes: dict[tuple[int, ...], Box] = {}
     entries = [_parse_entry(fqn, fields, file, data_start, boxes) for fqn, fields in document.items()]
@@ -114,13 +113,13 @@ def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
         span = entry.chunks[0].span
         if span.offset != position:
             problem = "overlaps its predecessor" if span.offset < position else "leaves a hole before it"
-            raise UnreadableError(f"tensor {entry.fqn!r} {problem}", where=where)
+            raise UnreadableError(f"tensor {entry.fqn!r} {problem}", where=file)
         position += span.nbytes
     if file_nbytes is not None and position != file_nbytes:
         state = "truncated" if position > file_nbytes else "followed by unknown bytes"
         raise UnreadableError(
             f"the file is {state}: the header describes {position} bytes, the file has {file_nbytes}",
-            where=where,
+            where=file,
             hint="restore the file or copy it again",
         )
     return Header(tensors=tuple(entries), metadata=metadata, nbytes=position)

@@ -27,7 +27,7 @@ from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.manifest import BLOCK_BYTES
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import first_few
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,11 +251,11 @@ def check_complete(entry: TensorEntry) -> None:
     problem = check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
     if problem is None:
         return
-    files = sorted({escape_name(chunk.span.file) for chunk in entry.chunks})
+    files = sorted({chunk.span.file for chunk in entry.chunks})
     kind = "incomplete" if problem.kind == "missing" else "inconsistent"
     raise UnreadableError(
         f"tensor {entry.fqn!r} is {kind}: {problem.describe(entry.shape)}",
-        where=", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "") or None,
+        where=first_few(files, 4) or None,
         hint="`ckpt verify` lists everything that is wrong; restore the checkpoint or save it again",
     )
 
