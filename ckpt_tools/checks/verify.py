@@ -169,7 +169,7 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: list[Finding]) -
         outside = _span_problem(opened, chunk.span, name)
         if outside is not None:
             findings.append(outside)
-        elif (raw := _check_item(opened, entry, chunk, findings)) is not None:
+        elif (raw := _check_item(opened, entry, chunk, name, findings)) is not None:
             chunks.append(raw)
     if len(findings) > before:
         return None
@@ -199,18 +199,19 @@ def _span_problem(opened: Opened, span: ByteSpan, name: str) -> Finding | None:
     return None
 
 
-def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, findings: list[Finding]) -> Chunk | None:
-    where = f"{chunk.span.file}, bytes {chunk.span.offset}..{chunk.span.offset + chunk.span.nbytes}"
-    name = f"tensor {entry.fqn!r}"
+def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, findings: list[Finding]) -> Chunk | None:
     if chunk.encoding == "raw":
         return chunk
+    span = chunk.span
     try:
-        head = dcp.read_item(chunk.span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
+        head = dcp.read_item(span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
     except CkptError as error:
+        where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
         findings.append(Finding.error("bad-item", where, f"{name}: {error.what}", error.hint))
         return None
     problem = dcp.item_mismatch(entry.dtype, chunk.box.sizes, head)
     if problem is not None:
+        where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
         findings.append(Finding.error("item-mismatch", where, f"{name}: {problem}"))
         return None
     return dcp.raw_chunk(chunk, head)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
+from operator import add, sub
 from typing import Generic, TypeVar
 
 from ckpt_tools.errors import UsageError
@@ -68,11 +69,9 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """Return the common part, or None when no element is shared."""
         offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = tuple(
-            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
-        sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
-        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+        ends = map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes))
+        sizes = tuple(map(sub, ends, offsets))
+        return None if sizes and min(sizes) <= 0 else Box(offsets, sizes)
 
 
 @dataclass(frozen=True)

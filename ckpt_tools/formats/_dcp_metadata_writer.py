@@ -24,6 +24,7 @@ _BYTES_PER_CHUNK = 112
 _BYTES_PER_ENTRY = 200
 _T = TypeVar("_T")
 _NEW = b")\x81\x94"  # EMPTY_TUPLE NEWOBJ MEMOIZE
+_DICT = b"}\x94("  # EMPTY_DICT MEMOIZE MARK
 _FILLED = b"ub"  # SETITEMS BUILD
 _FALSE = b"\x89"
 _TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
@@ -121,9 +122,21 @@ class _Writer:
         self._next += 1
         return self._once(dims, opcodes + b"\x85\x94R")
 
+    def _begin(self, module: str, name: str, field: str) -> bytes:
+        """Return the opcodes of a new instance up to the name of its first field."""
+        key = (module, name, field)
+        known = self._seen.get(key)
+        if known is not None:
+            self._next += 2
+            return known
+        opcodes = self._class(module, name) + self._new() + self._open_dict() + self._string(field)
+        # From now on class and name are fetched from the memo.
+        self._seen[key] = self._class(module, name) + _NEW + _DICT + self._string(field)
+        return opcodes
+
     def _open_dict(self) -> bytes:
         self._next += 1
-        return b"}\x94("
+        return _DICT
 
     def _entries(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> None:
         """Write `state_dict_metadata`."""
@@ -135,9 +148,13 @@ class _Writer:
             put(self._string("chunks"), b"]\x94(")
             self._next += 1
             for chunk in entry.chunks:
-                put(self._class(_DCP, "ChunkStorageMetadata"), self._new(), self._open_dict())
-                put(self._string("offsets"), self._size(_torch_dims(entry, chunk.box.offsets)))
-                put(self._string("sizes"), self._size(_torch_dims(entry, chunk.box.sizes)), _FILLED)
+                put(
+                    self._begin(_DCP, "ChunkStorageMetadata", "offsets"),
+                    self._size(_torch_dims(entry, chunk.box.offsets)),
+                    self._string("sizes"),
+                    self._size(_torch_dims(entry, chunk.box.sizes)),
+                    _FILLED,
+                )
             put(b"e", _FILLED)
         for blob in blobs:
             put(self._string(blob.fqn), self._class(_DCP, "BytesStorageMetadata"), self._new())
@@ -170,21 +187,31 @@ class _Writer:
         """Write `storage_data`, blobs first as in the files."""
         put = self._put
         for blob in blobs:
-            put(self._class(_DCP, "MetadataIndex"), self._new(), self._open_dict())
-            put(self._string("fqn"), self._string(blob.fqn), self._string("index"), b"N", _FILLED)
+            put(self._begin(_DCP, "MetadataIndex", "fqn"), self._string(blob.fqn), self._string("index"), b"N", _FILLED)
             self._info(blob.span)
         for entry in tensors:
             for index, chunk in enumerate(entry.chunks):
-                put(self._class(_DCP, "MetadataIndex"), self._new(), self._open_dict())
-                put(self._string("fqn"), self._string(entry.fqn), self._string("index"), _int(index))
-                put(self._string("offset"), self._size(_torch_dims(entry, chunk.box.offsets)), _FILLED)
+                put(
+                    self._begin(_DCP, "MetadataIndex", "fqn"),
+                    self._string(entry.fqn),
+                    self._string("index"),
+                    _int(index),
+                    self._string("offset"),
+                    self._size(_torch_dims(entry, chunk.box.offsets)),
+                    _FILLED,
+                )
                 self._info(chunk.span)
 
     def _info(self, span: ByteSpan) -> None:
-        put = self._put
-        put(self._class(_FILESYSTEM, "_StorageInfo"), self._new(), self._open_dict())
-        put(self._string("relative_path"), self._string(span.file), self._string("offset"))
-        put(_int(span.offset), self._string("length"), _int(span.nbytes), _FILLED)
+        self._put(
+            self._begin(_FILESYSTEM, "_StorageInfo", "relative_path"),
+            self._string(span.file),
+            self._string("offset"),
+            _int(span.offset),
+            self._string("length"),
+            _int(span.nbytes),
+            _FILLED,
+        )
 
 
 def _torch_dims(entry: TensorEntry, dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
@@ -55,15 +54,21 @@ def read_item(
     Raises:
         UnreadableError: Not the zip of one tensor.
     """
-    with _located(span):
-        read = _reads(span, reader)
+    read = _reads(span, reader)
+    try:
         return parse_own_item(span.nbytes, dtype, sizes, read) or parse_item(span.nbytes, read, thorough=thorough)
+    except UnreadableError as error:
+        _locate(error, span)
+        raise
 
 
 def check_blob(span: ByteSpan, reader: Reader, *, content: bool = True) -> bool:
     """Check a non-tensor item as `check_archive` does."""
-    with _located(span):
+    try:
         return check_archive(span.nbytes, _reads(span, reader), content=content)
+    except UnreadableError as error:
+        _locate(error, span)
+        raise
 
 
 def _reads(span: ByteSpan, reader: Reader) -> Callable[[int, int], bytes]:
@@ -75,16 +80,10 @@ def _reads(span: ByteSpan, reader: Reader) -> Callable[[int, int], bytes]:
     return read
 
 
-@contextmanager
-def _located(span: ByteSpan) -> Iterator[None]:
+def _locate(error: UnreadableError, span: ByteSpan) -> None:
     """Say of an error where its item lies."""
-    try:
-        yield
-    except UnreadableError as error:
-        if error.where is not None:
-            raise
-        where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
-        raise UnreadableError(error.what, where=where, hint=error.hint) from error
+    if error.where is None:
+        error.where = escape_name(f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}")
 
 
 def item_mismatch(dtype: DType, sizes: tuple[int, ...], head: ItemHead) -> str | None:

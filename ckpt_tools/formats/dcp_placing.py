@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, overload
 
@@ -175,6 +175,13 @@ class PlacedItems(Sequence[Chunk]):
         start = self._items.starts(self._number)[index]
         span = ByteSpan(file=self._names[rank], offset=start, nbytes=self._lengths[index])
         return Chunk(box=box, span=span, encoding="torch_zip")
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for (rank, box), start, nbytes in zip(
+            self._cells, self._items.starts(self._number), self._lengths, strict=True
+        ):
+            span = ByteSpan(file=self._names[rank], offset=start, nbytes=nbytes)
+            yield Chunk(box=box, span=span, encoding="torch_zip")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)

@@ -18,7 +18,6 @@ from ckpt_tools.formats.format import Format, Opened
 from ckpt_tools.formats.manifest import Manifest
 from ckpt_tools.formats.safetensors import File, read_file
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import escape_name
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 """Header metadata of a file that holds chunks instead of whole tensors."""
@@ -64,18 +63,17 @@ def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
 
 
 def _parse_sharding(file: File) -> dict[str, tuple[int, ...]]:
-    where = escape_name(file.name)
     # Surrogates that the outer JSON let through are no UTF-8; the inner text then is none either.
     text = file.header.metadata.get(SHARDING_KEY, "").encode("utf-8", "surrogatepass")
-    table = parse_json(text, what=f"the header's {SHARDING_KEY}", where=where)
+    table = parse_json(text, what=f"the header's {SHARDING_KEY}", where=file.name)
     if not isinstance(table, dict):
-        raise UnreadableError(f"the header's {SHARDING_KEY} is not a JSON object", where=where)
+        raise UnreadableError(f"the header's {SHARDING_KEY} is not a JSON object", where=file.name)
     parsed = {}
     for entry in file.header.tensors:
         fields = table.get(entry.fqn)
         offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None
         if not isinstance(offsets, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in offsets):
-            raise UnreadableError(f"{SHARDING_KEY} has no sound offsets for tensor {entry.fqn!r}", where=where)
+            raise UnreadableError(f"{SHARDING_KEY} has no sound offsets for tensor {entry.fqn!r}", where=file.name)
         parsed[entry.fqn] = tuple(offsets)
     return parsed
 

@@ -189,18 +189,18 @@ class _Run:
         buffers: Buffers,
     ) -> int:
         written = 0
-        whole = byte_box(block, task.dtype)
+        dtype = task.dtype
         for i, part in targets:
             file, copy = task.copies[i]
-            piece = byte_box(part, task.dtype)
-            start = start_of(piece, byte_box(copy.box, task.dtype))
+            start, nbytes = dtype.num_bytes(start_of(part, copy.box)), dtype.num_bytes(part.num_elems)
             offset = copy.offset + start
-            if is_contiguous(piece, whole):
-                at = start_of(piece, whole)
-                run = buffers.align(content[at : at + piece.num_elems], at, offset)
+            if is_contiguous(part, block):
+                at = dtype.num_bytes(start_of(part, block))
+                run = buffers.align(content[at : at + nbytes], at, offset)
             else:
-                run = buffers.get(1, piece.num_elems, shift=offset % ALIGNMENT)
-                move(piece, content, whole, run, piece)
+                run = buffers.get(1, nbytes, shift=offset % ALIGNMENT)
+                piece = byte_box(part, dtype)
+                move(piece, content, byte_box(block, dtype), run, piece)
             written += self._write_part(task, i, file, copy, start, run)
         return written
 
@@ -235,21 +235,21 @@ class _Run:
         record = staging.records.get((task.number, index))
         if record is None:
             return None
-        whole = byte_box(block, task.dtype)
-        content = buffers.get(0, whole.num_elems)
+        dtype = task.dtype
+        content = buffers.get(0, dtype.num_bytes(block.num_elems))
         parts: list[tuple[int, int, int, int]] = []
         for i, part in targets:
             file, copy = task.copies[i]
-            piece = byte_box(part, task.dtype)
-            start = start_of(piece, byte_box(copy.box, task.dtype))
-            direct = is_contiguous(piece, whole)
-            at = start_of(piece, whole)
-            run = content[at : at + piece.num_elems] if direct else buffers.get(1, piece.num_elems)
+            start, nbytes = dtype.num_bytes(start_of(part, copy.box)), dtype.num_bytes(part.num_elems)
+            direct = is_contiguous(part, block)
+            at = dtype.num_bytes(start_of(part, block))
+            run = content[at : at + nbytes] if direct else buffers.get(1, nbytes)
             if not staging.read_into(file, copy.offset + start, run):
                 return None
             parts.append((i, start, isal_zlib.crc32(run), len(run)))
             if not direct:
-                move(piece, run, piece, content, whole)
+                piece = byte_box(part, dtype)
+                move(piece, run, piece, content, byte_box(block, dtype))
         digest = digest_block(content)
         if digest.hex() != record.digest:
             return None

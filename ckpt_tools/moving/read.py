@@ -169,8 +169,8 @@ def read_block(
     Raises:
         CkptError: The source cannot be read.
     """
-    whole = byte_box(block, entry.dtype)
-    content = buffers.get(0, whole.num_elems)
+    own = entry.dtype
+    content = buffers.get(0, own.num_bytes(block.num_elems))
     reads: list[Read] = []
     total = 0
     for chunk, part in chunks.overlaps(block):
@@ -178,24 +178,24 @@ def read_block(
         if strides is None and not is_contiguous(part, chunk.box):
             strides = row_major(chunk.box.sizes)
         if strides is not None:
-            strided = StridedPart(part, chunk.box, strides, entry.dtype.num_bytes(1))
+            strided = StridedPart(part, chunk.box, strides, own.num_bytes(1))
             total += _read_strided(chunk, strided, block, source, content, buffers)
             reads.append(Read(chunk, 0, 0, None))
             continue
-        piece = byte_box(part, entry.dtype)
-        start = start_of(piece, byte_box(chunk.box, entry.dtype))
-        direct = is_contiguous(piece, whole)
-        at = start_of(piece, whole)
-        run = content[at : at + piece.num_elems] if direct else buffers.get(1, piece.num_elems)
+        start, nbytes = own.num_bytes(start_of(part, chunk.box)), own.num_bytes(part.num_elems)
+        direct = is_contiguous(part, block)
+        at = own.num_bytes(start_of(part, block))
+        run = content[at : at + nbytes] if direct else buffers.get(1, nbytes)
         source.read_into(chunk.span.file, chunk.span.offset + start, run)
         crc32 = None if chunk.crc32 is None else isal_zlib.crc32(run)
         reads.append(Read(chunk, start, len(run), crc32))
         if not direct:
-            move(piece, run, piece, content, whole)
+            piece = byte_box(part, own)
+            move(piece, run, piece, content, byte_box(block, own))
         total += len(run)
-    if dtype is not entry.dtype:
-        target = buffers.get(1, byte_box(block, dtype).num_elems)
-        cast(content, entry.dtype, target, dtype, bulk=True)
+    if dtype is not own:
+        target = buffers.get(1, dtype.num_bytes(block.num_elems))
+        cast(content, own, target, dtype, bulk=True)
         content = _to_front(target, buffers)
     return content, reads, total
 
@@ -210,7 +210,7 @@ def edit_block(edit: Edit, block: Box, content: memoryview, dtype: DType, buffer
         dtype: What to make of them.
         buffers: Memory for the result, which is valid until their next use.
     """
-    nbytes = byte_box(block, dtype).num_elems
+    nbytes = dtype.num_bytes(block.num_elems)
     if nbytes == len(content):
         edit.apply(block, content, content)
         return content

@@ -32,7 +32,7 @@ def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def start_of(part: Box, whole: Box) -> int:
-    """Return the position of the first byte of `part` in the row-major bytes of `whole` (byte boxes)."""
+    """Return the position of the first element of `part` in `whole`, row-major; of byte boxes, of its first byte."""
     start = 0
     for offset, origin, size in zip(part.offsets, whole.offsets, whole.sizes, strict=True):
         start = start * size + offset - origin
@@ -40,7 +40,7 @@ def start_of(part: Box, whole: Box) -> int:
 
 
 def is_contiguous(part: Box, whole: Box) -> bool:
-    """Is `part` one run in the row-major bytes of `whole`?"""
+    """Is `part` one run in the row-major elements of `whole`? The same for byte boxes."""
     full = True
     for size, length in zip(reversed(part.sizes), reversed(whole.sizes), strict=True):
         if full:
