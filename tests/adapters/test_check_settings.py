@@ -74,7 +74,7 @@ def test_lora_bias_that_was_lost_is_an_error(tmp_path):
     [
         ({"config": ['target_modules=["k_proj"]']}, "leaves out"),
         ({"config": ['modules_to_save=["lm_head"]']}, "whole: none"),
-        ({"architecture": "nonsense"}, "no model family"),
+        ({"architecture": "nonsense"}, "unknown model family"),
     ],
 )
 def test_options_that_the_tensors_contradict_are_refused_not_ignored(tmp_path, options, what):

@@ -152,7 +152,7 @@ def test_task_type_comes_from_the_base_s_architecture(tmp_path):
         ),
         ({f"{ROOT}q.oft_R.weight": torch.randn(1, 6)}, {}, "block_share", "--config block_share=true|false"),
         ({f"{ROOT}q.oft_R.weight": torch.randn(2, 7)}, {}, "no rotations of any block size", None),
-        ({f"{ROOT}q.oft_R.weight": torch.randn(2, 6)}, {"alpha": 8}, "--alpha is for LoRA", None),
+        ({f"{ROOT}q.oft_R.weight": torch.randn(2, 6)}, {"alpha": 8}, "--alpha needs a LoRA", None),
         (
             pairs({"a.q": 4}) | {f"{ROOT}b.hada_w{i}_{s}": torch.randn(4, 4) for i in "12" for s in "ab"},
             {"alpha": 8}, "PEFT has one type for an adapter, and here are loha and lora", "one by one",

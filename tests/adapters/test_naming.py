@@ -266,7 +266,7 @@ def test_unflatten_finds_the_one_module_of_the_base_or_refuses() -> None:
     assert unflatten("lora_unet_model_layers_0_q_proj", base) == "model.layers.0.q_proj"
     with pytest.raises(UsageError, match="two modules"):
         unflatten("lora_unet_a_b_c", base)
-    with pytest.raises(UsageError, match="no module"):
+    with pytest.raises(UsageError, match="does not name a module"):
         unflatten("lora_unet_other", base)
 
 

@@ -243,7 +243,7 @@ def test_every_rival_has_names_that_the_family_has():
 def test_the_refusal_of_a_video_model_does_not_call_it_a_language_model(tmp_path):
     title, model = next(others())
     modules = [lora(path, shape) for path, shape in linears(model).items() if "attn1" in path]
-    with pytest.raises(UsageError, match="no model family that ckpt has tables for") as caught:
+    with pytest.raises(UsageError, match="do not belong to a model family that ckpt has tables for") as caught:
         to_target(adapter(modules), "kohya")
     assert all(each.title in caught.value.what for each in ARCHITECTURES.values())
     assert json.loads(model.to_json_string())["_class_name"] == title
