@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import toys
 
 from ckpt_tools import api
@@ -56,6 +57,7 @@ def test_guide_shows_what_is_said_of_a_config_that_is_not_read(tmp_path, capsys,
     assert capsys.readouterr().out == shown(f"ckpt {argv}")
 
 
+@pytest.mark.full
 def test_guide_shows_what_is_wrong_with_the_names_of_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     toys.save("llama", "tiny-llama", num_hidden_layers=3)

@@ -118,6 +118,7 @@ def test_match_says_what_is_tied_and_not_stored(models):
     assert the(result, "checkpoint-tied").what.startswith("lm_head.weight is not stored")
 
 
+@pytest.mark.full
 def test_match_in_a_process_of_its_own_says_the_same(models, monkeypatch):
     inside = check_checkpoint(str(models / "llama"), spec(), model=str(models / "llama"))
     monkeypatch.undo()
@@ -430,6 +431,7 @@ def test_match_with_a_config_that_describes_no_model_says_so(models, tmp_path):
     assert result.view.facts.num_layers == 3  # the rules still know what the config says
 
 
+@pytest.mark.full
 def test_match_of_the_same_mesh_reads_one_file_per_rank(models, tmp_path):
     api.shard(models / "llama", tmp_path / "run", mesh="dp_shard=2,tp=2", tp_plan="auto", prefix="model.")
     result = check_checkpoint(str(tmp_path / "run"), spec(mesh="dp_shard=2,tp=2"), model=str(models / "llama"))

@@ -147,6 +147,7 @@ def test_a_proposal_is_told_in_the_words_of_the_config(change, fields, words):
     assert in_own_words(change, spec(**fields)) == words
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_an_error_with_a_change_that_was_computed(tmp_path):
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -71,6 +71,7 @@ def run(capsys, *argv):
 LIGHT = "import sys; from ckpt_tools.cli import main; sys.exit(main(sys.argv[1:]) or 100 * ('torch' in sys.modules))"
 
 
+@pytest.mark.full
 def test_preflight_of_a_right_config_is_green_and_checks_everything(model, tmp_path):
     argv = ["preflight", str(write(tmp_path)), "--model", str(model), "--gpu-memory", "80GB", "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -107,6 +108,7 @@ def test_preflight_of_a_wrong_config_is_red_with_exactly_these_ids(model, tmp_pa
     assert document["mesh"] is None
 
 
+@pytest.mark.full
 def test_preflight_of_a_checkpoint_and_a_device_that_are_not_enough_is_red_and_still_smokes(model, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(model, other)
