@@ -31,7 +31,6 @@ from ckpt_tools.options import (
     Source,
     takes,
 )
-from ckpt_tools.text import escape_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ def shard(options: ShardOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     with open_path(os.fspath(options.source), format=options.format) as opened:
-        if opened.checkpoint.format == "dcp":
+        if opened.format.loads_by_dcp:
             raise _wrong_verb("the source is already sharded", "reshard", options)
         job = sharding_job(opened, options)
         job.use_dtensor = options.engine == "dtensor"
@@ -118,13 +117,13 @@ def reshard(options: ReshardOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     with open_path(os.fspath(options.source), format=options.format) as opened:
-        if opened.checkpoint.format not in ("dcp", "hf-sharded"):
+        if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
         return _run(sharding_job(opened, options), options)
 
 
 def _wrong_verb(what: str, instead: str, options: ShardingOptions) -> UsageError:
-    source, destination = (escape_name(os.fspath(path)) for path in (options.source, options.destination))
+    source, destination = (os.fspath(path) for path in (options.source, options.destination))
     mesh = "dp_shard=N" if options.mesh is None else options.mesh
     return UsageError(what, where=source, hint=f"ckpt {instead} {source} {destination} --mesh {mesh}")
 

@@ -31,6 +31,8 @@ EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible m
 smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable checkpoint, 5 destination exists,
 130 interrupted."""
 
+_UNMAPPED = "failed to map segment"
+"""What the dynamic linker says when there is no address space for a library."""
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 """Values of an environment variable that set a flag, as in click."""
 
@@ -192,17 +194,23 @@ def _run_command(argv: list[str]) -> int:
         note("interrupted")
         return 130
     except MemoryError as error:  # ulimit -v, a container's bound, or a source that asks for too much
-        exhausted = CkptError("not enough memory", hint="see docs/concepts/limits.md; -j 1 needs the least")
-        for text in getattr(error, "__notes__", ()):
-            exhausted.add_note(text)
-        print_error(exhausted, as_json=as_json)
-        return exhausted.exit_code
+        return _say_exhausted(error, as_json=as_json)
     except OSError as error:
         where = escape_name(error.filename) if isinstance(error.filename, str) else None
         print_error(StorageError(error.strerror or str(error), where=where), as_json=as_json)
         return StorageError.exit_code
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ImportError) and _UNMAPPED in str(error):  # a library that is loaded on use
+            return _say_exhausted(error, as_json=as_json)
         note(f"This is a bug in ckpt {__version__} (Python {platform.python_version()}, {platform.platform()}).")
         note("Please report it with the traceback below.")
         raise
     return result if isinstance(result, int) else 0
+
+
+def _say_exhausted(error: BaseException, *, as_json: bool) -> int:
+    exhausted = CkptError("not enough memory", hint="see docs/concepts/limits.md; -j 1 needs the least")
+    for text in getattr(error, "__notes__", ()):
+        exhausted.add_note(text)
+    print_error(exhausted, as_json=as_json)
+    return exhausted.exit_code

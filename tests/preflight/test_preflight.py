@@ -167,7 +167,7 @@ def test_preflight_for_people_is_a_table_a_list_and_a_verdict(tmp_path, capsys):
     [
         (["--model", "absent"], "no such model"),
         (["--checkpoint", "absent"], "no such checkpoint"),
-        (["--framework", "keras"], "not a framework"),
+        (["--framework", "keras"], "--framework must be one of"),
         (["--gpu-memory", "much"], "not a size"),
     ],
 )

@@ -131,7 +131,7 @@ def test_smoke_of_quantised_weights_with_adapters_reloads_them_bit_for_bit(farm,
 
 def test_smoke_of_a_model_that_is_too_large_tries_fewer_layers(farm, models):
     whole = (models / "llama" / "model.safetensors").stat().st_size
-    report = farm.smoke(source=str(models / "llama"), memory_bytes=12 * whole, steps=1)
+    report = farm.smoke(source=str(models / "llama"), memory=12 * whole, steps=1)
     check_fp32(report)
     assert "cut to 2 of 3 layers" in report.model
     assert any("2 of its 3 layers" in note for note in report.notes)
@@ -139,7 +139,7 @@ def test_smoke_of_a_model_that_is_too_large_tries_fewer_layers(farm, models):
 
 
 def test_smoke_of_a_model_whose_first_layer_is_too_large_compares_no_losses(farm, models):
-    report = farm.smoke(source=str(models / "llama"), memory_bytes=1 << 10, steps=1)
+    report = farm.smoke(source=str(models / "llama"), memory=1 << 10, steps=1)
     assert report.ok
     assert report.reference_losses == ()
     assert report.max_grad_error is None

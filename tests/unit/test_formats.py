@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.cli import options
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.format import Format
 from ckpt_tools.formats.table import FORMATS, detect_format, find_format
+from ckpt_tools.options import From
 
 ROOT = Path(__file__).parents[2]
 ALL = [find_format(name) for name in FORMATS]
@@ -46,7 +46,7 @@ def test_formats_page_has_a_row_for_each() -> None:
 
 
 def test_from_takes_what_the_table_has() -> None:
-    (option,) = (part for part in options.From.__metadata__ if hasattr(part, "metavar"))
+    (option,) = (part for part in From.__metadata__ if hasattr(part, "metavar"))
     assert option.metavar == "|".join(FORMATS)
 
 
