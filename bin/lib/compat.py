@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "concepts" / "compatibility.md"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckpt-compat"
 BEGIN, END = "<!-- written by bin/compat -->\n", "<!-- end -->\n"
-QUICK_TESTS = (
+TESTS = (
     "tests/unit",
     "tests/cli/test_commands.py",
     "tests/hub/test_push.py",
@@ -144,8 +144,19 @@ def try_out(home: Path, *, walk_only: bool) -> Outcome:
     if walk_only:
         return Outcome(walk=walk, tests="not run", failures=tuple(failures))
     # Old releases warn of what newer ones changed; a warning is an error only in the environment of bin/setup.
-    flags = ("-q", "-n", "2", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "--tb=line", "--timeout=300")
-    tested = run(python, "-m", "pytest", *flags, *QUICK_TESTS, env=settings)
+    flags = (
+        "-q",
+        "--quick",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "filterwarnings=default",
+        "--tb=line",
+        "--timeout=300",
+    )
+    tested = run(python, "-m", "pytest", *flags, *TESTS, env=settings)
     failures += [line for line in tested.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     last = tested.stdout.strip().splitlines()[-1] if tested.stdout.strip() else tested.stderr[-300:]
     return Outcome(walk=walk, tests=re.sub(r" in [\d.]+s.*|=+ ?", "", last).strip(), failures=tuple(failures))
