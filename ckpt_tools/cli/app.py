@@ -72,9 +72,13 @@ def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _quickly(params: list[Parameter]) -> list[Parameter]:
-    """Let options read text by themselves: typer's conversion loads pydantic, which nobody need wait for."""
+    """Let options read text by themselves: typer's conversion loads pydantic, which nobody need wait for.
+
+    Releases of typer without type descriptors convert as they do.
+    """
     for param in params:
-        vars(param).setdefault("process_value", functools.partial(_value_of, param, param.process_value))
+        if hasattr(param, "type_descriptor"):
+            vars(param).setdefault("process_value", functools.partial(_value_of, param, param.process_value))
     return params
 
 
@@ -84,7 +88,7 @@ def _value_of(
     """Return the value of an option, converted where it is neither text nor absent."""
     if value is None and not param.required:
         return () if param.multiple else None
-    is_text = vars(param)["type_descriptor"].annotation in (str, list[str])
+    is_text = getattr(vars(param)["type_descriptor"], "annotation", None) in (str, list[str])
     return value if is_text and value is not None else convert(ctx, value)
 
 
