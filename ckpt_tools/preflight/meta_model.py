@@ -26,7 +26,7 @@ from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.models.config import ModelConfig
 from ckpt_tools.models.hf_recipe import HfRecipe
 from ckpt_tools.models.recipe import call, loss_of
-from ckpt_tools.placement import Rule, find_tp_plan, place_tensors, tp_plan_rules
+from ckpt_tools.placement import Rule, find_tp_plan, import_model_class, place_tensors, tp_plan_rules
 from ckpt_tools.preflight.comparison import Comparison, FoundTensor, Kind, Look, ModelTensor, ModelView, Trial
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, read_facts
 from ckpt_tools.preflight.names_match import without_peft
@@ -56,6 +56,7 @@ def compare(look: Look, here: Here) -> ModelView:
         # All is read. From here on nothing of the model's is opened.
         foreign = tuple(path if os.path.isdir(path) else os.path.dirname(path) for path in paths)
         subject = f"a {facts.architecture or 'model'}"
+        import_model_class(config.values)
         build_behind_walls(here, subject=subject, where=config.where, foreign=foreign)
         return _describe(look, facts, config, opened, cuts)
 
