@@ -152,6 +152,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Config
     return pairs | {"names": (configs["args-0"], names)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in launch_configs() if name.startswith("fsdp")])
 def test_accelerate_makes_the_same_of_its_config(name: str, launched: Mapping[str, Any]) -> None:
     config, answer = launched[name]

@@ -74,6 +74,7 @@ def trained(tmp_path_factory):
     return run_ranks(2, train, path / "model.safetensors", path / "saved", timeout=120)
 
 
+@pytest.mark.full
 def test_ditty_classes_and_names_of_classes_wrap_what_the_plugin_wraps(trained):
     for result in trained:
         assert tuple(sorted(result["blocks"][0])) == tuple(sorted(result["blocks"][1])) == BLOCKS
