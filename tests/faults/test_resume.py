@@ -130,6 +130,7 @@ def test_resume_loses_at_most_one_block_per_thread(server, world, case):
         assert 0 <= max(0, len(data) - 2) - records <= 2
 
 
+@pytest.mark.full(but=["gather"])
 def test_resume_that_is_killed_again_and_again_ends(runs, case):
     # Every attempt gets a little further: reading back what is there writes nothing.
     attempts = 0

@@ -148,7 +148,7 @@ def test_right_config_has_no_findings(framework: str, tmp_path: Path) -> None:
     assert check(tmp_path, framework, {}, model=LLAMA) == ()
 
 
-@pytest.mark.full(but=["accelerate"])
+@pytest.mark.full
 @pytest.mark.parametrize("framework", ["accelerate", "axolotl", "trainer"])
 def test_right_config_with_a_built_model_has_no_findings(framework: str, tmp_path: Path) -> None:
     assert check(tmp_path, framework, {}, model=LLAMA, build=True) == ()

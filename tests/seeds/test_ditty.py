@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from seeds import ditty_model as small
 from seeds import guide
 
+pytestmark = pytest.mark.full
+
 CLASSES = {"Ditty": small.Ditty, "ResidualBlock": small.ResidualBlock, "TransformerBlock": small.TransformerBlock}
 BLOCKS = ("decoder.0", "encoder.0", "encoder.1", "trunk.0", "trunk.1")
 
@@ -74,7 +76,6 @@ def trained(tmp_path_factory):
     return run_ranks(2, train, path / "model.safetensors", path / "saved", timeout=120)
 
 
-@pytest.mark.full
 def test_ditty_classes_and_names_of_classes_wrap_what_the_plugin_wraps(trained):
     for result in trained:
         assert tuple(sorted(result["blocks"][0])) == tuple(sorted(result["blocks"][1])) == BLOCKS
