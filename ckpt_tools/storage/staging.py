@@ -19,10 +19,18 @@ from collections import defaultdict
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.claim import claim_directory, empty_directory, staging_path
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, Records, read_journal
-from ckpt_tools.storage.parents import make_parents, nearest_parent, remove_empty
-from ckpt_tools.storage.publish import NotDurableError, move_into_place, put_back, sync_directory, sync_entries
+from ckpt_tools.storage.publish import (
+    NotDurableError,
+    make_parents,
+    move_into_place,
+    nearest_parent,
+    put_back,
+    remove_empty,
+    sync_directory,
+    sync_entries,
+)
 from ckpt_tools.storage.signals import hold_signals
-from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors, Opener
+from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors
 
 _SYNC_FILE_RANGE_WRITE = 2
 _SLICE_BYTES = 128 << 10
@@ -30,14 +38,6 @@ _SLICE_BYTES = 128 << 10
 large free areas, which the host of a virtual machine has often taken back and must provide again, page by page: with
 1 MiB at once the same run took up to twice as long. That is also about what cp asks for."""
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _WriteOpener(Opener):
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-
-    def __call__(self, file: str) -> int:
-        return os.open(os.path.join(self._directory, file), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 class Staging:
@@ -69,7 +69,7 @@ class Staging:
             raise
         self._files: list[str] = []
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._descriptors = Descriptors(_WriteOpener(self.directory))
+        self._descriptors = Descriptors(self._open)
         self._journal: JournalWriter | None = None
         self.records: Records = {}
         self._continues = False
@@ -86,6 +86,9 @@ class Staging:
             return os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"cannot open: {error.strerror}", where=parent) from error
+
+    def _open(self, file: str) -> int:
+        return os.open(os.path.join(self.directory, file), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def begin(self, fingerprint: str | None = None) -> None:
         """Look at what is there: continue it when it is of this `fingerprint`, else remove it.
@@ -290,20 +293,21 @@ class Staging:
 
     def keep(self) -> None:
         """Leave what is staged for the next run of the same command."""
-        self._descriptors.close()
-        if self._journal is not None:
-            self._journal.close()
+        self._close()
         self._release()
 
     def discard(self) -> None:
         """Remove what was staged. Does nothing after `publish` or `keep`."""
         if self._claim < 0:
             return
+        self._close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self._release()
+
+    def _close(self) -> None:
         self._descriptors.close()
         if self._journal is not None:
             self._journal.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self._release()
 
     def _release(self) -> None:
         if self._claim >= 0:
