@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass, field
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.description.summarise import Summary, overlay, summarise
+from ckpt_tools.description.summarise import overlay, summarise
+from ckpt_tools.description.summary import Summary
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
@@ -54,6 +55,5 @@ def inspect(options: InspectOptions) -> Summary:
             return summarise(checkpoint, path=source)
         from ckpt_tools.conversions.to_mesh import find_layout
 
-        layout = find_layout(opened, checkpoint, options)
-        virtual = overlay(checkpoint, layout.mesh, layout.placements)
+        virtual = overlay(checkpoint, find_layout(opened, checkpoint, options))
         return summarise(virtual, path=source, mesh_source="overlay")

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
-from ckpt_tools.description.infer import InferredMesh, block_of, infer_mesh, rank_of_file
-from ckpt_tools.description.layout import Mesh, Placement, cut_tensor
+from ckpt_tools.description.infer import block_of, infer_mesh, rank_of_file
+from ckpt_tools.description.layout import Layout, cut_tensor
 from ckpt_tools.description.summary import BlockSummary, FileSummary, MeshSource, PrefixSummary, RankSummary, Summary
-
-__all__ = ["InferredMesh", "Summary", "infer_mesh", "overlay", "summarise", "to_json"]
 
 MAX_PREFIXES = 12
 """Rows that the FQN tree is folded to."""
@@ -102,9 +100,7 @@ def _summarise_dtypes(tensors: Sequence[TensorEntry]) -> dict[str, int]:
     return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _count(
-    tensors: Sequence[TensorEntry],
-) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]]:
+def _count(tensors: Sequence[TensorEntry]) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]]:
     """Return chunks by file, bytes by file, and bytes by row of the map and file."""
     num_chunks: dict[str, int] = {}
     num_bytes: dict[str, int] = {}
@@ -151,15 +147,13 @@ def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: M
         for file in sorted(names, key=_file_order)
     )
     ranks = _summarise_ranks(files)
-    blocks: tuple[BlockSummary, ...] = ()
-    if ranks:
-        blocks = tuple(
-            BlockSummary(
-                name=name,
-                bytes_by_rank=tuple(sum(by_file.get(file, 0) for file in rank.files) for rank in ranks),
-            )
-            for name, by_file in rows.items()
+    blocks = tuple(
+        BlockSummary(
+            name=name,
+            bytes_by_rank=tuple(sum(by_file.get(file, 0) for file in rank.files) for rank in ranks),
         )
+        for name, by_file in (rows.items() if ranks else ())
+    )
     mesh, placements = checkpoint.mesh, checkpoint.placements
     if mesh is not None:
         mesh_source = mesh_source or "manifest"
@@ -208,10 +202,10 @@ def _summarise_ranks(files: Sequence[FileSummary]) -> tuple[RankSummary, ...]:
     )
 
 
-def overlay(checkpoint: Checkpoint, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]) -> Checkpoint:
-    """Return what `checkpoint` would look like sharded for `mesh`: virtual files, one per rank that writes.
+def overlay(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    """Return what `checkpoint` would look like sharded for a mesh: virtual files, one per rank that writes.
 
-    Tensors that `placements` does not name are replicated. Spans tell the file and the length alone (their
+    Tensors that the layout does not name are replicated. Spans tell the file and the length alone (their
     offset is 0), and tensors that are cut alike share their chunks: 1000 tensors × 4096 ranks stay small.
 
     Raises:
@@ -221,8 +215,8 @@ def overlay(checkpoint: Checkpoint, mesh: Mesh, placements: Mapping[str, Mapping
     shared: dict[tuple[object, ...], tuple[Chunk, ...]] = {}
     tensors = []
     for tensor in checkpoint.tensors:
-        by_axis = placements.get(tensor.fqn, {})
-        grid = cut_tensor(tensor.shape, mesh, by_axis, pack=tensor.dtype.pack)
+        by_axis = layout.placements.get(tensor.fqn, {})
+        grid = cut_tensor(tensor.shape, layout.mesh, by_axis, pack=tensor.dtype.pack)
         key = (tensor.shape, tensor.dtype.name, grid.cutters)
         chunks = shared.get(key)
         if chunks is None:
@@ -241,8 +235,8 @@ def overlay(checkpoint: Checkpoint, mesh: Mesh, placements: Mapping[str, Mapping
         format="dcp",
         tensors=tuple(tensors),
         assets=checkpoint.assets,
-        mesh=mesh,
-        placements=placements,
+        mesh=layout.mesh,
+        placements=layout.placements,
         files=files,
     )
 
@@ -298,12 +292,7 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
         ],
         "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in summary.assets],
         "prefixes": [
-            {
-                "prefix": p.prefix,
-                "num_tensors": p.num_tensors,
-                "num_elements": p.num_elems,
-                "bytes": p.num_bytes,
-            }
+            {"prefix": p.prefix, "num_tensors": p.num_tensors, "num_elements": p.num_elems, "bytes": p.num_bytes}
             for p in summary.prefixes
         ],
         "mesh": None if summary.mesh is None else dict(summary.mesh.axes),

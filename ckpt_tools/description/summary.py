@@ -19,30 +19,23 @@ MeshSource = Literal["manifest", "inferred", "overlay"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSummary:
-    """One file that holds chunks or blobs."""
+    """One file that holds chunks or blobs, and the logical bytes of its chunks."""
 
     file: str
-    """Path relative to the root."""
     file_bytes: int | None
     """Size on disk; None when the file is missing or not yet written."""
     num_chunks: int
-    """Tensor chunks in it."""
     num_bytes: int
-    """Logical bytes of those chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSummary:
-    """What one rank wrote."""
+    """What one rank wrote, in logical bytes."""
 
     rank: int
-    """The rank."""
     files: tuple[str, ...]
-    """Its files."""
     num_chunks: int
-    """Tensor chunks in them."""
     num_bytes: int
-    """Logical bytes of those chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +43,9 @@ class PrefixSummary:
     """A branch of the FQN tree; `*` stands for the numbers of repeated blocks."""
 
     prefix: str
-    """Leading components of the FQNs."""
     num_tensors: int
-    """Tensors below it."""
     num_elems: int
-    """Their elements."""
     num_bytes: int
-    """Their logical bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
