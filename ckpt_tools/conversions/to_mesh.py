@@ -16,8 +16,11 @@ from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
-from ckpt_tools.placement import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
 from ckpt_tools.placement.auto_plan import auto_plan
+from ckpt_tools.placement.parse import parse_rules, parse_set
+from ckpt_tools.placement.place import cut_entry, place_tensors
+from ckpt_tools.placement.rule import Rule
+from ckpt_tools.placement.tp_plan import tp_plan_rules
 from ckpt_tools.storage.named_file import read_named_file
 
 _MAX_RULES_BYTES = 16 << 20

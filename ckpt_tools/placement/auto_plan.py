@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.placement import TpPlan, check_quantization, find_tp_plan, import_model_class
+from ckpt_tools.placement.tp_plan import TpPlan, check_quantization, find_tp_plan, import_model_class
 from ckpt_tools.processes.child import Child, Here, build_behind_walls
 from ckpt_tools.walls import check_config
 

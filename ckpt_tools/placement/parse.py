@@ -89,11 +89,7 @@ def _rule(item: object, where: str) -> Rule:
 def _place(pairs: list[tuple[str, str]] | list[tuple[str, object]], where: str) -> dict[str, Placement]:
     result: dict[str, Placement] = {}
     for spelling, text in pairs:
-        axis = AXIS_ALIASES.get(spelling, spelling)
-        if axis not in AXES:
-            raise UsageError(
-                f"unknown mesh axis {_one_line(spelling)}", where=where, hint=suggest(spelling, AXES, "the axes are")
-            )
+        axis = _axis(spelling, where)
         if axis in result:
             raise UsageError(f"the axis {axis} is placed twice", where=where)
         if not isinstance(text, str):
@@ -109,13 +105,19 @@ def _place(pairs: list[tuple[str, str]] | list[tuple[str, object]], where: str) 
     return result
 
 
+def _axis(spelling: str, where: str) -> str:
+    axis = AXIS_ALIASES.get(spelling, spelling)
+    if axis not in AXES:
+        raise UsageError(
+            f"unknown mesh axis {_one_line(spelling)}", where=where, hint=suggest(spelling, AXES, "the axes are")
+        )
+    return axis
+
+
 def _mesh(value: object, where: str, world_size: int | None) -> Mesh:
     axes = _mapping(value, "mesh", where)
     for axis, size in axes.items():
-        if axis not in AXES and axis not in AXIS_ALIASES:  # before it is put into a text: "tp=2,ep" is no axis
-            raise UsageError(
-                f"unknown mesh axis {_one_line(axis)}", where=where, hint=suggest(axis, AXES, "the axes are")
-            )
+        _axis(axis, where)  # before it is put into a text: "tp=2,ep" is no axis
         if not isinstance(size, int) or isinstance(size, bool):
             raise UsageError(
                 f"mesh axis {axis} has {_one_line(size)} ranks",

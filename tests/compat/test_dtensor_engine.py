@@ -22,7 +22,8 @@ from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint
 from ckpt_tools.description.layout import Box, Mesh
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.formats.safetensors import parse_header, parse_length
-from ckpt_tools.placement import cut_entry, parse_rules, parse_set, place_tensors
+from ckpt_tools.placement.parse import parse_rules, parse_set
+from ckpt_tools.placement.place import cut_entry, place_tensors
 
 EXOTIC = (
     *("bool", "int8", "int16", "uint16", "int32", "uint32", "uint64", "float16", "bfloat16", "float64", "complex64"),

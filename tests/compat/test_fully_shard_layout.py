@@ -28,8 +28,10 @@ from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME
 from ckpt_tools.description.layout import Box, Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.placement import cut_entry, parse_rules, place_tensors, tp_plan_rules
 from ckpt_tools.placement.auto_plan import auto_plan
+from ckpt_tools.placement.parse import parse_rules
+from ckpt_tools.placement.place import cut_entry, place_tensors
+from ckpt_tools.placement.tp_plan import tp_plan_rules
 
 SMALL = {
     "hidden_size": 24,

@@ -43,7 +43,7 @@ from ckpt_tools.formats.manifest import (
 )
 from ckpt_tools.formats.safetensors import LENGTH_BYTES, File, parse_header, parse_length
 from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
-from ckpt_tools.placement import parse_rules
+from ckpt_tools.placement.parse import parse_rules
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
 
 

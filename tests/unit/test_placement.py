@@ -19,19 +19,17 @@ from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.description.layout import Box, Mesh, Replicate, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import is_older
-from ckpt_tools.placement import (
-    Rule,
+from ckpt_tools.placement.parse import parse_rules, parse_set
+from ckpt_tools.placement.place import cut_entry, place_tensors
+from ckpt_tools.placement.rule import STYLES, Rule
+from ckpt_tools.placement.tp_plan import (
+    LLAMA_FAMILY,
+    _built_in_plan,
     check_quantization,
-    cut_entry,
     find_tp_plan,
     import_model_class,
-    parse_rules,
-    parse_set,
-    place_tensors,
     tp_plan_rules,
 )
-from ckpt_tools.placement.rule import STYLES
-from ckpt_tools.placement.tp_plan import LLAMA_FAMILY, _built_in_plan
 from ckpt_tools.walls import Walls, behind_walls
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -583,7 +581,7 @@ WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed
 from ckpt_tools.errors import UsageError
-from ckpt_tools.placement import tp_plan_rules
+from ckpt_tools.placement.tp_plan import tp_plan_rules
 config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
 for rule in tp_plan_rules(config, ["model.layers.0.self_attn.q_proj.weight"], None):
     print(rule.match, rule.style, rule.optional)
