@@ -211,13 +211,13 @@ def _dcp_job(base: Opened, destination: str, dtype: str) -> Job:
     model, _ = find_model(base.checkpoint)
     source = replace(model, tensors=tuple(map(base.resolve, model.tensors)), blobs=())
     target = cast_target(source, dtype)
-    grids = {entry.fqn: kept_cells(entry) for entry in target.tensors}
+    cells = {entry.fqn: kept_cells(entry) for entry in target.tensors}
     kept = {entry.fqn for entry in source.tensors}
     placements = base.checkpoint.placements or {}
     return Job(
         opened=base,
         source=source,
-        target=place(target.tensors, grids),
+        target=place(target.tensors, cells),
         destination=destination,
         assets=[(base.source, asset) for asset in base.checkpoint.assets],
         dtype=dtype,

@@ -118,12 +118,12 @@ def sharding_job(opened: Opened, options: ShardingOptions) -> Job:
     layout = find_layout(opened, renamed, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
     target = cast_target(source, dtype)
-    grids = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]) for entry in target.tensors}
+    cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
     origin = opened.origin if dtype == "keep" and chosen is opened.checkpoint else None
     return Job(
         opened=opened,
         source=source,
-        target=place(target.tensors, grids, source.blobs),
+        target=place(target.tensors, cells, source.blobs),
         destination=os.fspath(options.destination),
         assets=[(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)],
         dtype=dtype,

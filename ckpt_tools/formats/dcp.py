@@ -6,7 +6,6 @@ Source: torch `distributed/checkpoint/{metadata,filesystem}.py` (2.13).
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -29,14 +28,6 @@ METADATA_NAME = ".metadata"
 """The file that makes a directory a DCP checkpoint; written last."""
 METADATA_LIMITS = DEFAULT_LIMITS
 """How much a `.metadata` may ask for; looked up whenever one is opened."""
-
-_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
-
-
-def parse_rank(file: str) -> int | None:
-    """Return the rank that wrote `file`, or None when the name does not say."""
-    match = _DATA_FILE.fullmatch(file.rpartition("/")[2])
-    return int(match[1]) if match and len(match[1]) < 10 else None
 
 
 def read_item(

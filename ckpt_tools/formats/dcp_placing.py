@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, overload
+from dataclasses import replace
+from typing import overload
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.description.layout import Box
-from ckpt_tools.formats.dcp import Dcp, parse_rank
+from ckpt_tools.formats.dcp import Dcp
 from ckpt_tools.formats.torch_zip import item_frame
 
 ITEM_ALIGNMENT = 64
@@ -21,39 +22,27 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-class Cut(Protocol):
-    """How a tensor is cut: `layout.Grid`, or the cells that another checkpoint has."""
-
-    @property
-    def cells(self) -> tuple[tuple[int, Box], ...]:
-        """(rank, box) of every distinct box."""
+Cells = tuple[tuple[int, Box], ...]
+"""(rank, box) of every distinct box of a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptCells:
-    """The boxes of a checkpoint, on the ranks that hold them there."""
-
-    cells: tuple[tuple[int, Box], ...]
-    """(rank, box) of every distinct box."""
-
-
-def kept_cells(entry: TensorEntry) -> KeptCells:
+def kept_cells(entry: TensorEntry) -> Cells:
     """Return the distinct chunks of a stored tensor and the ranks of their files; rank 0 where a name says none."""
     ranks: dict[Box, int] = {}
     for chunk in entry.chunks:
-        rank = parse_rank(chunk.span.file) or 0
+        rank = rank_of_file(chunk.span.file) or 0
         ranks[chunk.box] = min(rank, ranks.get(chunk.box, rank))
-    return KeptCells(tuple((rank, box) for box, rank in ranks.items()))
+    return tuple((rank, box) for box, rank in ranks.items())
 
 
-def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Cut], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
-    """Describe the files that hold `tensors` cut by `grids`: one per rank, items in the tensors' order.
+def place(tensors: Sequence[TensorEntry], cells: Mapping[str, Cells], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
+    """Describe the files that hold `tensors` cut into `cells`: one per rank, items in the tensors' order.
 
     Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file.
 
     Args:
         tensors: What to hold; their chunks are not looked at.
-        grids: FQN → how the mesh cuts it, in logical elements.
+        cells: FQN → its boxes, in logical elements.
         blobs: Items that are carried along as they are.
 
     Returns:
@@ -70,15 +59,15 @@ def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Cut], blobs: Seque
         position = start + blob.span.nbytes
         placed_blobs.append(replace(blob, span=ByteSpan(file=names[0], offset=start, nbytes=blob.span.nbytes)))
     items = _Items(position)
-    lengths: dict[tuple[int, str], tuple[int, ...]] = {}  # grids and their cells are shared by equal tensors
+    lengths: dict[tuple[int, str], tuple[int, ...]] = {}  # cells are shared by equal tensors
     placed = []
     for number, entry in enumerate(tensors):
-        cells = grids[entry.fqn].cells
-        key = (id(cells), entry.dtype.name)
+        own = cells[entry.fqn]
+        key = (id(own), entry.dtype.name)
         if key not in lengths:
-            lengths[key] = tuple(item_frame(entry.dtype, box.sizes).nbytes for _, box in cells)
-        items.add(cells, lengths[key])
-        placed.append(replace(entry, chunks=PlacedItems(cells, lengths[key], names, items, number)))
+            lengths[key] = tuple(item_frame(entry.dtype, box.sizes).nbytes for _, box in own)
+        items.add(own, lengths[key])
+        placed.append(replace(entry, chunks=PlacedItems(own, lengths[key], names, items, number)))
     return Checkpoint(
         root="",
         format=Dcp.name,
@@ -90,9 +79,6 @@ def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Cut], blobs: Seque
 
 def _aligned(position: int) -> int:
     return -(-position // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
-
-
-_Cells = tuple[tuple[int, Box], ...]
 
 
 class _Items:
@@ -107,10 +93,10 @@ class _Items:
 
     def __init__(self, start: int) -> None:
         self._start = start
-        self._parts: list[tuple[_Cells, tuple[int, ...]]] = []
+        self._parts: list[tuple[Cells, tuple[int, ...]]] = []
         self._starts: list[array[int]] = []
 
-    def add(self, cells: _Cells, lengths: tuple[int, ...]) -> None:
+    def add(self, cells: Cells, lengths: tuple[int, ...]) -> None:
         """Add a tensor: (rank, box) and length of each of its items."""
         self._parts.append((cells, lengths))
 
@@ -151,7 +137,7 @@ class PlacedItems(Sequence[Chunk]):
     __slots__ = ("_cells", "_items", "_lengths", "_names", "_number")
 
     def __init__(
-        self, cells: _Cells, lengths: tuple[int, ...], names: Mapping[int, str], items: _Items, number: int
+        self, cells: Cells, lengths: tuple[int, ...], names: Mapping[int, str], items: _Items, number: int
     ) -> None:
         self._cells = cells
         self._lengths = lengths

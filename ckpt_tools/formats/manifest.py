@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -109,7 +109,6 @@ class Manifest:
 
 def build_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's JSON."""
-    origin = manifest.origin
     document = {
         "schema_version": SCHEMA_VERSION,
         "writer": manifest.writer,
@@ -123,14 +122,7 @@ def build_manifest(manifest: Manifest) -> bytes:
         "files": dict(manifest.files),
         "frames": dict(manifest.frames),
         "source": dict(manifest.source),
-        "origin": None
-        if origin is None
-        else {
-            "headers": dict(origin.headers),
-            "index_name": origin.index_name,
-            "index_text": origin.index_text,
-            "prefix": origin.prefix,
-        },
+        "origin": None if manifest.origin is None else asdict(manifest.origin),
     }
     # One line per top-level key: compact, and still kind to a reader.
     rows = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
