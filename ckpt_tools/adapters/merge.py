@@ -25,7 +25,7 @@ from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.settings import settle_parameters, with_alpha
 from ckpt_tools.conversions.job import Job, cast_target, check_separate, notes_on
-from ckpt_tools.conversions.to_hf import gathering_job
+from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, plain_names
 from ckpt_tools.errors import CkptError, UsageError
@@ -188,17 +188,8 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
 
 def _job(base: Opened, destination: str, *, dtype: str, max_shard_size: str | None) -> Job:
     if not base.format.loads_by_dcp:
-        return gathering_job(
-            base,
-            destination,
-            max_shard_size=max_shard_size,
-            dtype=dtype,
-            strip="auto",
-            assets=None,
-            like=None,
-            include=(),
-            exclude=(),
-        )
+        options = GatherOptions(base.source.root, destination, max_shard_size=max_shard_size, dtype=dtype)
+        return gathering_job(base, options)
     if max_shard_size is not None:
         raise UsageError(
             "--max-shard-size is for safetensors files, and the base is a DCP checkpoint",
