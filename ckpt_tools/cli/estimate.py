@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json, terminal_width, use_colour
-from ckpt_tools.cli.screen import Screen
+from ckpt_tools.cli.output import Output, print_json
+from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.report import CaseEstimate
@@ -29,7 +27,7 @@ def run(call: Call[Estimate], *, output: Output) -> int:
 
 
 def _print(result: Estimate, output: Output) -> None:
-    screen = Screen(stream=sys.stdout, width=terminal_width(), colour=use_colour())
+    screen = terminal()
     if not output.quiet:
         _print_table(screen, result)
         _print_margin(screen, result)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 import threading
 import time
@@ -101,14 +99,26 @@ def print_notes(error: BaseException) -> None:
         note(f" note: {text}")
 
 
-def use_colour() -> bool:
-    """May stdout carry colour?"""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+class ChangingLine:
+    """One line of stderr that changes; only on a terminal."""
 
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown and sys.stderr.isatty()
+        self._is_open = False
 
-def terminal_width() -> int:
-    """Return the width of the terminal; 100 columns without one."""
-    return shutil.get_terminal_size((100, 24)).columns
+    def show(self, text: str) -> None:
+        """Write it anew."""
+        if self._shown:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+            self._is_open = True
+
+    def close(self) -> None:
+        """Take it away."""
+        if self._is_open:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._is_open = False
 
 
 @contextmanager

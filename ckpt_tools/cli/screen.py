@@ -6,6 +6,9 @@ here; nothing is read as markup.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
@@ -39,11 +42,10 @@ class Screen:
     """Where text goes."""
 
     stream: TextIO
-    """Receives the lines; belongs to the caller."""
-    width: int
+    width: int = 100
     """Terminal columns; lines of names may be longer, drawings are not."""
-    colour: bool
-    """Whether styles may be used: the caller has looked at NO_COLOR and at the terminal."""
+    colour: bool = False
+    """Whether styles may be used."""
 
     def line(self, text: str = "", style: Style | None = None) -> None:
         """Write one line; what the stream cannot encode becomes a visible escape."""
@@ -54,6 +56,11 @@ class Screen:
         if style is not None and self.colour and text:
             text = f"{_STYLES[style]}{text}{_RESET}"
         self.stream.write(text + "\n")
+
+    def section(self, title: str) -> None:
+        """Begin a part, after a blank line."""
+        self.line()
+        self.line(title, "heading")
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]], *, align: str) -> None:
         """Write a table, indented by two.
@@ -75,3 +82,9 @@ class Screen:
         if value <= 0 or most <= 0:
             return glyphs[0]
         return glyphs[min(4, max(1, round(4 * value / most)))]
+
+
+def terminal() -> Screen:
+    """Return stdout, with colour where that is wanted, and the width of its terminal; 100 columns without one."""
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Screen(stream=sys.stdout, width=max(shutil.get_terminal_size((100, 24)).columns, 40), colour=colour)

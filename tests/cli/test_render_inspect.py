@@ -7,6 +7,7 @@ from textwrap import dedent
 import pytest
 
 from ckpt_tools.cli.render_inspect import format_ranges, render
+from ckpt_tools.cli.screen import Screen
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Layout, Mesh, Shard
@@ -41,9 +42,10 @@ def _sharded(model: Checkpoint, mesh: Mesh, tp_dim: int | None = None) -> Checkp
     return replace(overlay(model, Layout(mesh=mesh, placements=placements)), mesh=None, placements=None, root="run")
 
 
-def _drawn(checkpoint: Checkpoint, *, mesh_source=None, width: int = 100, **options) -> str:
+def _drawn(checkpoint: Checkpoint, *, mesh_source=None, width: int = 100, colour: bool = False, **options) -> str:
     stream = io.StringIO()
-    render(summarise(checkpoint, mesh_source=mesh_source), stream=stream, width=width, **options)
+    screen = Screen(stream=stream, width=width, colour=colour)
+    render(summarise(checkpoint, mesh_source=mesh_source), screen, **options)
     return stream.getvalue()
 
 
@@ -318,7 +320,7 @@ def test_render_ascii_stream_gets_ascii(model: Checkpoint) -> None:
     tensor = replace(checkpoint.tensors[0], fqn="wörter.权")
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
-    render(summarise(replace(checkpoint, tensors=(tensor,))), stream=stream)
+    render(summarise(replace(checkpoint, tensors=(tensor,))), Screen(stream=stream))
     stream.flush()
     drawn = raw.getvalue().decode("ascii")
     assert "  ####  " in drawn
