@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from ckpt_tools.api.workers import default_num_workers
-from ckpt_tools.checks import diff as diffing
-from ckpt_tools.checks import verify as verifying
+from ckpt_tools.checks import diff as diffing, verify as verifying
 from ckpt_tools.checks.diff import Difference
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding

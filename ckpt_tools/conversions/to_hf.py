@@ -34,8 +34,8 @@ from ckpt_tools.options import (
     Option,
     Overwrite,
     Progress,
+    Source as SourcePath,
 )
-from ckpt_tools.options import Source as SourcePath
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name, first_few

@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import DTensor, Shard as TorchShard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore

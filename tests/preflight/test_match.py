@@ -27,8 +27,7 @@ from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.model_facts import ModelFacts, read_facts
 from ckpt_tools.preflight.reads import count_reads
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
-from ckpt_tools.processes import child as children
-from ckpt_tools.processes import wire
+from ckpt_tools.processes import child as children, wire
 
 
 @pytest.fixture(scope="module")

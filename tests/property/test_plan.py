@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from samples import small_blocks
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry

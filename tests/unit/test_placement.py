@@ -10,8 +10,7 @@ import time
 from importlib import metadata
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME

@@ -18,11 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh, Placement, Shard
