@@ -53,8 +53,8 @@ def diff(
 ) -> Difference:
     """Compare two open checkpoints.
 
-    Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance,
-    floating-point tensors may differ by `atol + rtol * |b|`.
+    Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance, floating-point
+    tensors may differ by `atol + rtol * |b|`.
 
     Args:
         a: One checkpoint.

@@ -218,10 +218,7 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
 
 
 def _check_foreign(opened: Opened) -> Iterator[Finding]:
-    """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one.
-
-    A manifest names every file, so with one all other files that hold weights in any tool's format are strange.
-    """
+    """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one."""
     manifest = opened.manifest
     known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
     if manifest is not None:
@@ -285,11 +282,7 @@ def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[Tens
 
 
 def _check_blobs(opened: Opened, findings: list[Finding]) -> list[Unchecked]:
-    """Check the blobs that no manifest knows by the CRC-32s in their zips; nothing is unpickled.
-
-    Returns:
-        What could not be checked.
-    """
+    """Check the blobs that no manifest knows by the CRC-32s in their zips; return what could not be checked."""
     known = {} if opened.manifest is None else opened.manifest.blobs
     blobs = [b for b in opened.checkpoint.blobs if b.fqn not in known and _inside(opened, b.span)]
     unchecked = sum(not _check_blob(opened, blob, findings, content=True) for blob in blobs)

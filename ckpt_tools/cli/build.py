@@ -36,10 +36,8 @@ class Call(Generic[Result]):
 def command(run: Callable[..., int], function: Callable[..., object] | None) -> Callable[..., int]:
     """Return the command as typer reads it.
 
-    Args:
-        run: Makes the call and prints the result; returns the exit code. It gets a `Call`, and as keywords its own
-            options, beside those of the library's function, and `output`.
-        function: Of the library, made by `takes`; without one there is no call.
+    `run` makes the call of the library's function (made by `takes`; None without one), prints the result and returns
+    the exit code. It gets a `Call`, and as keywords its own options, beside those of that function, and `output`.
     """
     options = () if function is None else options_of(function)
     stated = [each for each in options if _is_shown(each)]

@@ -63,13 +63,7 @@ class Screen:
         self.line(title, "heading")
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]], *, align: str) -> None:
-        """Write a table, indented by two.
-
-        Args:
-            headers: One per column.
-            rows: Cells, as many as headers.
-            align: One letter per column: "l" left or "r" right.
-        """
+        """Write a table, indented by two; `align` has a letter per column: "l" left or "r" right."""
         cells = [tuple(row) for row in rows]
         widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
         for number, row in enumerate((tuple(headers), *cells)):

@@ -194,11 +194,7 @@ def _restore(
     assets: AssetList,
     notes: list[str],
 ) -> Job:
-    """Return the job that writes the very files that `origin` remembers.
-
-    Raises:
-        UsageError: The model lacks tensors of the original, or has others.
-    """
+    """Return the job that writes the very files that `origin` remembers; the model must have the same tensors."""
     by_fqn = {entry.fqn: entry for entry in model.tensors}
     placed: list[TensorEntry] = []
     heads: dict[str, bytes] = {}

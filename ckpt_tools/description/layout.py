@@ -284,11 +284,7 @@ T = TypeVar("T")
 
 
 class BoxIndex(Generic[T]):
-    """Finds which of many boxes share elements with a given one, without looking at all of them.
-
-    Args:
-        items: (item, its box); empty boxes are never found.
-    """
+    """Finds which of many boxes share elements with a given one, without looking at all; empty ones are never found."""
 
     def __init__(self, items: Iterable[tuple[T, Box]]) -> None:
         self._items = [(item, box) for item, box in items if 0 not in box.sizes]

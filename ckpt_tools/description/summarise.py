@@ -124,15 +124,10 @@ def _count(tensors: Sequence[TensorEntry]) -> tuple[dict[str, int], dict[str, in
 
 
 def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: MeshSource | None = None) -> Summary:
-    """Return what `ckpt inspect` tells about `checkpoint`.
+    """Return what `ckpt inspect` tells about `checkpoint`, calling it by its root unless `path` is given.
 
-    The mesh is the recorded one; where none is, the one that explains the chunks (`infer_mesh`).
-
-    Args:
-        checkpoint: The description; for a layout that is not written yet, the result of `overlay`.
-        path: What to call it; its root by default.
-        mesh_source: Who says what the mesh is; "manifest" by default for a recorded one. "overlay" marks the
-            files as not written.
+    The mesh is the recorded one ("manifest", unless `mesh_source` says otherwise; "overlay" marks the files as not
+    written); where none is, the one that explains the chunks (`infer_mesh`).
     """
     tensors = checkpoint.tensors
     num_chunks, num_bytes, rows = _count(tensors)
@@ -263,12 +258,7 @@ def _tensor_json(summary: Summary, tensor: TensorEntry) -> dict[str, object]:
 
 
 def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -> dict[str, object]:
-    """Return the `inspect` document of the command contract; names stay as they are.
-
-    Args:
-        summary: The summary.
-        tensors: Tensors to list with their chunks; None leaves the list out.
-    """
+    """Return the `inspect` document of the command contract, with chunks of `tensors`; names stay as they are."""
     document: dict[str, object] = {
         "path": summary.path,
         "format": summary.format,

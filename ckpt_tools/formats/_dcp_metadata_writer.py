@@ -31,15 +31,10 @@ _TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 def build_metadata(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> bytes:
-    """Return the bytes of `.metadata` for tensors and blobs that lie in `.distcp` files.
+    """Return the bytes of `.metadata` for tensors and blobs that lie in `.distcp` files, every span a whole item.
 
-    Args:
-        tensors: Every chunk's span is its whole item; shapes and boxes in logical elements.
-        blobs: Items that are not tensors.
-
-    Returns:
-        What stock torch (2.6 and later) unpickles to the equivalent `Metadata`. No `StorageMeta`: it would carry
-        the path of the checkpoint, and torch makes an empty one on reading.
+    Stock torch (2.6 and later) unpickles them to the equivalent `Metadata`. There is no `StorageMeta`: it would carry
+    the path of the checkpoint, and torch makes an empty one on reading. Shapes and boxes are in logical elements.
 
     Raises:
         UsageError: A dtype or a shape that torch does not have, or two entries of one name.

@@ -33,14 +33,7 @@ METADATA_LIMITS = DEFAULT_LIMITS
 def read_item(
     span: ByteSpan, dtype: DType, sizes: tuple[int, ...], reader: Reader, *, thorough: bool = False
 ) -> ItemHead:
-    """Read what an item says of itself.
-
-    Args:
-        span: The item.
-        dtype: What it should hold; of an item as ckpt itself writes it, nothing needs to be parsed.
-        sizes: As `dtype`.
-        reader: Reads the item's file.
-        thorough: As in `parse_item`.
+    """Read what an item says of itself; of one that holds what it should, as ckpt writes it, nothing need be parsed.
 
     Raises:
         UnreadableError: Not the zip of one tensor.

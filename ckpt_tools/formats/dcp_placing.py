@@ -38,15 +38,13 @@ def kept_cells(entry: TensorEntry) -> Cells:
 def place(tensors: Sequence[TensorEntry], cells: Mapping[str, Cells], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
     """Describe the files that hold `tensors` cut into `cells`: one per rank, items in the tensors' order.
 
-    Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file.
+    Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file, carried along as they are. The
+    tensors' own chunks are not looked at; every chunk's span in the result is its item.
 
     Args:
-        tensors: What to hold; their chunks are not looked at.
+        tensors: What to hold.
         cells: FQN → its boxes, in logical elements.
-        blobs: Items that are carried along as they are.
-
-    Returns:
-        The destination; every chunk's span is its item.
+        blobs: Items that are not tensors.
 
     Raises:
         UsageError: A dtype that DCP cannot hold.
@@ -82,13 +80,10 @@ def _aligned(position: int) -> int:
 
 
 class _Items:
-    """Where the items of all tensors lie in their ranks' files, one after the other in the order of the tensors.
+    """Where the items of all tensors lie in their ranks' files, in the order of the tensors; rank 0's begin at `start`.
 
     A plan for thousands of ranks has millions of items, of which most commands need only the sizes of the files. So
     those come from counting equal tensors, and the items' offsets are found when the first one is asked for.
-
-    Args:
-        start: End of what comes first in the file of rank 0.
     """
 
     def __init__(self, start: int) -> None:

@@ -17,11 +17,7 @@ __all__ = ["Opened", "detect", "open_path", "read_document", "read_file"]
 
 
 def open_path(path: str, *, format: str | None = None) -> Opened:  # noqa: A002 - the option's name
-    """Open the checkpoint at `path`.
-
-    Args:
-        path: A file or a directory.
-        format: Name of a format; overrides what would be detected.
+    """Open the checkpoint at `path`, a file or a directory; `format` overrides what would be detected.
 
     Raises:
         UnreadableError: Not a complete, readable checkpoint.
@@ -73,11 +69,7 @@ def _read_manifest(source: Source, files: Mapping[str, int]) -> Manifest | None:
 
 
 def detect(files: Mapping[str, int], *, path: str) -> Format:
-    """Return the format of a directory.
-
-    Args:
-        files: Relative name → size, as `Source.list_files` gives them.
-        path: The directory as the user named it, for messages.
+    """Return the format of a directory with these files (relative name → size).
 
     Raises:
         UnreadableError: Nothing that ckpt reads; the message names the layout when it is known.

@@ -82,12 +82,7 @@ def parse_length(first: bytes, *, where: str) -> int:
 
 
 def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
-    """Parse a header.
-
-    Args:
-        text: The header's JSON.
-        file: Name that the spans carry.
-        file_nbytes: Size of the file, against which the data is checked; None when there is no file yet.
+    """Parse a header, for spans in `file`; its data are held against the file's size, when there is a file yet.
 
     Raises:
         UnreadableError: Malformed, overlapping, with holes, or not as long as the file.

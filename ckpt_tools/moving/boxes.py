@@ -20,11 +20,8 @@ from ckpt_tools.moving.read import Buffers, Checksums, read_block
 class BytesReader:
     """Reads boxes as row-major bytes; for one thread at a time.
 
-    CRC-32s are checked of every chunk that is read whole and whose writer recorded one. Memory beside what is
-    returned or filled: two buffers of a block.
-
-    Args:
-        opened: The checkpoint.
+    CRC-32s are checked of every chunk that is read whole and whose writer recorded one. Memory beside what is returned
+    or filled: two buffers of a block.
     """
 
     def __init__(self, opened: Opened) -> None:

@@ -32,10 +32,6 @@ class Answer:
 def auto_plan(config: Mapping[str, object], directory: str) -> TpPlan | None:
     """Return the plan that transformers has for the model of a config.json, None where it is not installed.
 
-    Args:
-        config: The parsed config.json.
-        directory: Where it lies.
-
     Raises:
         UsageError: Transformers does not know the model, or has no plan for it; or the config is refused.
     """

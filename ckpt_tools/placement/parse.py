@@ -16,13 +16,10 @@ _RULE_KEYS = ("match", "place", "style")
 
 
 def parse_rules(text: str, *, where: str, world_size: int | None = None) -> RuleSet:
-    """Parse a rules file.
+    """Parse a rules file, called `where` in messages.
 
-    Args:
-        text: The YAML: `version: 1`, an optional `mesh` (axis → ranks), and `rules`, each with `match` and
-            either `place` (axis → placement) or `style`.
-        where: The file's name, for messages.
-        world_size: Number of ranks, when it is known; needed for an axis of -1 ranks.
+    It is YAML: `version: 1`, an optional `mesh` (axis → ranks; -1 needs `world_size`), and `rules`, each with `match`
+    and either `place` (axis → placement) or `style`.
 
     Raises:
         UsageError: Not YAML, not version 1, an unknown or missing key, a value that cannot be meant.

@@ -58,15 +58,12 @@ class TpPlan:
 def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: TpPlan | None) -> tuple[Rule, ...]:
     """Return the rules of the plan for the model that `config` describes, in the checkpoint's own names.
 
-    A checkpoint of the bare model lacks the prefix that the full model has ("layers…" for "model.layers…"),
-    and a trainer may have put another root before it; both are recognised by the names. Entries whose
-    parameters the architecture does not have are dropped; a head that is tied to the embedding may be absent.
-    Any other entry that matches nothing is an error when the rules are applied.
+    A checkpoint of the bare model lacks the prefix that the full model has ("layers…" for "model.layers…"), and a
+    trainer may have put another root before it; both are recognised by the names. Entries whose parameters the
+    architecture does not have are dropped; a head that is tied to the embedding may be absent. Any other entry that
+    matches nothing is an error when the rules are applied.
 
-    Args:
-        config: The model's `config.json`.
-        fqns: FQNs of the checkpoint.
-        found: What `find_tp_plan` says; None takes the built-in plan.
+    The plan is what `find_tp_plan` has found; None takes the built-in one.
 
     Raises:
         UsageError: No plan is known, the plan uses a style that is not supported, or its names do not occur.

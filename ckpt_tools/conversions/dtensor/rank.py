@@ -107,11 +107,7 @@ def _torch_placements(mesh: DeviceMesh, placements: Mapping[str, Placement]) -> 
 
 
 def _local_range(length: int, dim: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> slice:
-    """Return the elements of a dim that this rank keeps, as PyTorch cuts it.
-
-    Raises:
-        CkptError: They are not one run, so that no chunk can describe them.
-    """
+    """Return the elements of a dim that this rank keeps, as PyTorch cuts it; they must be one run."""
     along = tuple(_on_first_dim(placement, dim) for placement in placements)
     return _range_of(length, mesh, along)
 
