@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from ckpt_tools.api.pushing import push as push
     from ckpt_tools.api.reading import inspect as inspect, open_checkpoint as open_checkpoint
     from ckpt_tools.api.training import smoke as smoke
-    from ckpt_tools.api.workers import default_num_workers as default_num_workers
-    from ckpt_tools.options import ProgressFactory as ProgressFactory
+    from ckpt_tools.options import ProgressFactory as ProgressFactory, default_num_workers as default_num_workers
 
 _ROOMS = {
     "adapters.check": "check_lora",
@@ -33,8 +32,7 @@ _ROOMS = {
     "api.checking": "diff verify",
     "api.reading": "inspect open_checkpoint",
     "api.training": "smoke",
-    "api.workers": "default_num_workers",
-    "options": "ProgressFactory",
+    "options": "ProgressFactory default_num_workers",
 }
 """Module → names that are public here."""
 _HOMES = {name: f"ckpt_tools.{room}" for room, names in _ROOMS.items() for name in names.split()}

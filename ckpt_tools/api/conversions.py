@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ckpt_tools.api.workers import default_num_workers
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
@@ -15,7 +14,7 @@ from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job, model_bes
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, takes
+from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
@@ -114,23 +114,21 @@ def _compare_values(
     num_workers: int,
     progress: Progress | None,
 ) -> dict[str, str]:
-    left = _resolve(a, ours, common)
-    right = _resolve(b, theirs, common)
+    left, right = _resolve(a, ours, common), _resolve(b, theirs, common)
     digests = [
         scan(list(side.values()), opened.source, num_workers=num_workers, progress=progress).digests
         for opened, side in ((a, left), (b, right))
     ]
+    is_tolerant = atol is not None or rtol is not None
     changed = {}
     for fqn in common:
         if digests[0][fqn] == digests[1][fqn]:
             continue
-        compare: Callable[[TensorEntry, Source, TensorEntry, Source], str | None] = _compare_bytes
-        if left[fqn].dtype.is_float and (atol is not None or rtol is not None):
-
-            def compare(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> str | None:
-                return _compare_numbers(x, xs, y, ys, atol or 0.0, rtol or 0.0)
-
-        what = compare(left[fqn], a.source, right[fqn], b.source)
+        sides = (left[fqn], a.source, right[fqn], b.source)
+        if is_tolerant and left[fqn].dtype.is_float:
+            what = _compare_numbers(*sides, atol or 0.0, rtol or 0.0)
+        else:
+            what = _compare_bytes(*sides)
         if what is not None:
             changed[fqn] = what
     return changed

@@ -224,6 +224,7 @@ def _check_foreign(opened: Opened) -> Iterator[Finding]:
     if manifest is not None:
         known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
     for name, size in opened.source.list_files(max_depth=0 if manifest is None else 3).items():
+        # A manifest names every file: all others that hold weights in any tool's format are strange then.
         strange = is_weights(name) if manifest is not None else name.endswith(opened.format.suffix) and size > 0
         if strange and name not in known:
             hint = "a leftover of an earlier save: remove it if you do not need it"
@@ -298,12 +299,7 @@ def _check_blob(opened: Opened, blob: BlobEntry, findings: list[Finding], *, con
         return dcp.check_blob(blob.span, opened.source, content=content)
     except CkptError as error:
         where = error.where or blob.span.file
-        finding = Finding.error(
-            code="damaged-item",
-            where=where,
-            what=f"item {blob.fqn!r}: {error.what}",
-            hint=error.hint,
-        )
+        finding = Finding.error("damaged-item", where, f"item {blob.fqn!r}: {error.what}", error.hint)
         if finding not in findings:  # level data meets again what level structure has said
             findings.append(finding)
         return True

@@ -90,22 +90,20 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
         excused = hold(before, expected, claim.config) if before else Held()
         if is_selection:
             excused = replace(excused, missing=(*excused.missing, *_left_out(job, held.missing)))
-        if _decide(job, held, excused, title, expected, allow_foreign):
-            job.architecture = title
-        return
-    if before and original is not None:
+    elif before and original is not None:
         title = f"the {title} in {escape_name(original.source.root)}"
         held = Held(
             missing=tuple(name for name in before if name not in set(names)),
             foreign=tuple(name for name in names if name not in set(before)),
         )
         excused = Held(missing=tuple(_left_out(job, held.missing))) if is_selection else Held()
-        if _decide(job, held, excused, title, None, allow_foreign):
-            job.architecture = title
+    else:
+        if is_adapter(names):
+            _decide(job, Held(foreign=tuple(names)), Held(), title, None, allow_foreign)
+        job.not_checked = (f"names were not held against {title}: not known to ckpt",)
         return
-    if is_adapter(names):
-        _decide(job, Held(foreign=tuple(names)), Held(), title, None, allow_foreign)
-    job.not_checked = (f"names were not held against {title}: not known to ckpt",)
+    if _decide(job, held, excused, title, expected, allow_foreign):
+        job.architecture = title
 
 
 def _left_out(job: Job, missing: Iterable[str]) -> Iterator[str]:

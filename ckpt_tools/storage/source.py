@@ -277,11 +277,16 @@ class Source:
         )
 
     def _short(self, file: str, offset: int, nbytes: int) -> UnreadableError:
-        return UnreadableError(
-            f"bytes {offset}..{offset + nbytes} are needed, the file has {self._identities[file][0]}",
-            where=self._label(file),
-            hint="the file is truncated: restore it or copy it again",
-        )
+        return short_file(self._label(file), offset, nbytes, self._identities[file][0])
+
+
+def short_file(where: str, offset: int, nbytes: int, found: int, *, what: str = "") -> UnreadableError:
+    """Return the error for a file of `found` bytes that must have `nbytes` from `offset` on, for `what`."""
+    return UnreadableError(
+        f"{what}bytes {offset}..{offset + nbytes} are needed, the file has {found}",
+        where=where,
+        hint="the file is truncated: restore it or copy it again",
+    )
 
 
 def _affordable_files() -> int:

@@ -24,7 +24,8 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh, Placement, Shard
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.safetensors import LENGTH_BYTES, parse_header, parse_length
+from ckpt_tools.formats.safetensors import read_file
+from ckpt_tools.storage.source import Source
 
 _FSDP_AXES = ("dp_replicate", FSDP_AXIS)
 """The axes of the mesh that `fully_shard` gets: its parameters live there, cut or not."""
@@ -54,7 +55,7 @@ def save_rank(job: Job) -> None:
         for entry in job.source.tensors:
             file = entry.chunks[0].span.file
             if file not in readers:
-                readers[file] = files.enter_context(_Reader(os.path.join(job.source.root, file), file))
+                readers[file] = files.enter_context(_Reader(job.source.root, file))
             state[entry.fqn] = _local_part(entry, readers[file], root, job.placements.get(entry.fqn, {}))
     _range_of.cache_clear()
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -146,11 +147,10 @@ class _Writer(FileSystemWriter):
 class _Reader:
     """Reads parts of the tensors of one safetensors file."""
 
-    def __init__(self, path: str, file: str) -> None:
-        self._file: Any = safe_open(path, framework="pt")  # untyped upstream
-        with open(path, "rb") as raw:
-            length = parse_length(raw.read(LENGTH_BYTES), where=file)
-            header = parse_header(raw.read(length), file=file, file_nbytes=os.path.getsize(path))
+    def __init__(self, root: str, file: str) -> None:
+        self._file: Any = safe_open(os.path.join(root, file), framework="pt")  # untyped upstream
+        with Source(root) as source:
+            header = read_file(source, file).header
         # A description may have renamed its tensors; where the bytes lie says which one is meant.
         self._keys = {(t.chunks[0].span.offset, t.chunks[0].span.nbytes): t.fqn for t in header.tensors if t.nbytes}
 
