@@ -27,27 +27,6 @@ _SIDE = re.compile(r"(optimizer|scheduler|scaler|rng_state|random_states|trainin
 """Pickles that a trainer keeps beside the weights."""
 _ZERO = re.compile(r"((bf16|fp16)_)?zero_pp_rank_\d+(_mp_rank_\d+)?(_(model|optim)_states)?\.pt")
 _DEEPSPEED = re.compile(rf"{_ZERO.pattern}|mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt")
-_BY_NAME = (
-    (
-        re.compile(r"metadata\.pkl"),
-        "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read",
-        "save with torch.distributed.checkpoint, or export safetensors from the trainer",
-    ),
-    (
-        re.compile(r"pytorch_model_fsdp(_\d+)?\.bin"),
-        "accelerate's pickle of a whole model (FULL_STATE_DICT), which ckpt does not execute",
-        (
-            "save with SHARDED_STATE_DICT: ckpt reads its pytorch_model_fsdp_0. Of an adapter under FSDP2, older "
-            "accelerate put rank 0's part alone into this file"
-        ),
-    ),
-    (
-        re.compile(r"pytorch_model_fsdp.*\.bin|.*_rank\d+\.bin"),
-        "a directory of per-rank pickles (use_dcp=False), which ckpt does not execute",
-        "save with SHARDED_STATE_DICT and DCP, or FULL_STATE_DICT and safetensors",
-    ),
-)
-"""Names of files, whose they are, and what to do."""
 _MAGIC = (
     (b"GGUF", "a GGUF file", "gather or export from the checkpoint that it was converted from"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "load it with the library that wrote it, and save it as safetensors"),
@@ -138,9 +117,25 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
         return ForeignLayoutError(what, where=path, hint=_verl_hint(files, path))
     if (way_out := _deepspeed_hint(files, path)) is not None:
         return ForeignLayoutError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=way_out)
-    for names, what, hint in _BY_NAME:
-        if any(map(names.fullmatch, top)):
-            return ForeignLayoutError(what, where=path, hint=hint)
+    if "metadata.pkl" in top:
+        return ForeignLayoutError(
+            "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read",
+            where=path,
+            hint="save with torch.distributed.checkpoint, or export safetensors from the trainer",
+        )
+    if any(re.fullmatch(r"pytorch_model_fsdp(_\d+)?\.bin", name) for name in top):
+        return ForeignLayoutError(
+            "accelerate's pickle of a whole model (FULL_STATE_DICT), which ckpt does not execute",
+            where=path,
+            hint="save with SHARDED_STATE_DICT: ckpt reads its pytorch_model_fsdp_0. Of an adapter under FSDP2, older "
+            "accelerate put rank 0's part alone into this file",
+        )
+    if any(re.fullmatch(r"pytorch_model_fsdp.*\.bin|.*_rank\d+\.bin", name) for name in top):
+        return ForeignLayoutError(
+            "a directory of per-rank pickles (use_dcp=False), which ckpt does not execute",
+            where=path,
+            hint="save with SHARDED_STATE_DICT and DCP, or FULL_STATE_DICT and safetensors",
+        )
     return None
 
 
