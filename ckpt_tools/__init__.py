@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         Shard as Shard,
         parse_mesh as parse_mesh,
     )
-    from ckpt_tools.description.summary import Summary as Summary
+    from ckpt_tools.description.summarise import Summary as Summary
     from ckpt_tools.errors import (
         CkptError as CkptError,
         DestinationExistsError as DestinationExistsError,
@@ -74,7 +74,7 @@ _ROOMS = {
     "description.checkpoint": "BlobEntry ByteSpan Checkpoint Chunk Finding TensorEntry",
     "description.dtypes": "DType",
     "description.layout": "Box Mesh Placement Replicate Shard parse_mesh",
-    "description.summary": "Summary",
+    "description.summarise": "Summary",
     "errors": "CkptError DestinationExistsError HubError LimitError UnreadableError UsageError",
     "smoke.report": "SmokeReport",
 }

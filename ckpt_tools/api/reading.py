@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.description.summarise import overlay, summarise
-from ckpt_tools.description.summary import Summary
+from ckpt_tools.description.summarise import Summary, overlay, summarise
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path

@@ -9,8 +9,7 @@ from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, print_json
 from ckpt_tools.cli.render_inspect import By, render
 from ckpt_tools.cli.screen import terminal
-from ckpt_tools.description.summarise import to_json
-from ckpt_tools.description.summary import Summary
+from ckpt_tools.description.summarise import Summary, to_json
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import Option
 

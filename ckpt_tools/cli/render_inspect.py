@@ -11,7 +11,7 @@ from ckpt_tools.cli.screen import Screen, pad
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.infer import block_of
 from ckpt_tools.description.layout import Replicate
-from ckpt_tools.description.summary import BlockSummary, RankSummary, Summary
+from ckpt_tools.description.summarise import BlockSummary, RankSummary, Summary
 from ckpt_tools.text import display_width, escape_name
 from ckpt_tools.units import format_size
 
@@ -23,6 +23,7 @@ UNEVEN_ABOVE = 1.1
 """Imbalance from which ranks are called uneven."""
 _MAX_MAP_ROWS = 48
 _MAX_BLOBS = 8
+_MAX_RANGES = 6
 
 _SOURCES = {
     "manifest": "from the manifest",
@@ -164,8 +165,8 @@ def _name_files(files: Sequence[str]) -> str:
     return escape_name(files[0]) + more
 
 
-def format_ranges(numbers: Iterable[int], *, most: int = 6) -> str:
-    """Return ascending numbers as ranges ("0-3,8"), the first `most` of them."""
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return ascending numbers as ranges ("0-3,8"), the first few of them."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -173,7 +174,7 @@ def format_ranges(numbers: Iterable[int], *, most: int = 6) -> str:
         else:
             ranges.append([number, number])
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    return ",".join(texts[:most]) + (",..." if len(texts) > most else "")
+    return ",".join(texts[:_MAX_RANGES]) + (",..." if len(texts) > _MAX_RANGES else "")
 
 
 def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, screen: Screen) -> None:

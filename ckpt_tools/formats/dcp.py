@@ -79,15 +79,6 @@ def item_mismatch(dtype: DType, sizes: tuple[int, ...], head: ItemHead) -> str |
     return None
 
 
-def resolve(entry: TensorEntry, reader: Reader) -> TensorEntry:
-    """Return `entry` with every chunk's span on its raw payload, read from the items' headers.
-
-    Raises:
-        UnreadableError: An item is malformed or is not what the metadata says.
-    """
-    return replace(entry, chunks=tuple(_resolve_chunk(entry, chunk, reader) for chunk in entry.chunks))
-
-
 def _resolve_chunk(entry: TensorEntry, chunk: Chunk, reader: Reader) -> Chunk:
     if chunk.encoding == "raw":
         return chunk
@@ -171,7 +162,7 @@ class Dcp(Format):
 
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
         """Read the heads of the tensor's items."""
-        return resolve(entry, reader)
+        return replace(entry, chunks=tuple(_resolve_chunk(entry, chunk, reader) for chunk in entry.chunks))
 
     def build_marker(self, target: Checkpoint) -> bytes:
         """Build `.metadata`."""
@@ -185,7 +176,7 @@ class Dcp(Format):
         """Digest items' heads and directories, and the padding between items."""
         payloads = planned_payloads(target.tensors)
         if marker is not None:
-            tensors = (resolve(entry, reader) for entry in parse_metadata(marker).tensors)
+            tensors = (self.resolve(entry, reader) for entry in parse_metadata(marker).tensors)
             payloads = (chunk.span for entry in tensors for chunk in entry.chunks)
         return digest_frames(target.files, payloads, target.blobs, reader)
 

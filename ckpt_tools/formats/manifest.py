@@ -154,7 +154,7 @@ def _records(records: Mapping[str, FileRecord]) -> dict[str, dict[str, object]]:
     return {name: {"nbytes": record.nbytes, "digest": record.digest} for name, record in records.items()}
 
 
-def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
+def parse_manifest(text: bytes) -> Manifest:
     """Parse a manifest.
 
     Raises:
@@ -165,13 +165,13 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
     if last != f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode():
         raise UnreadableError(
             "the manifest is damaged or was edited: its checksum differs",
-            where=where,
+            where=MANIFEST_NAME,
             hint="restore it, or remove it to go on without digests and without the original file names",
         )
     document: Any = parse_json(
         text,
         what="the manifest",
-        where=where,
+        where=MANIFEST_NAME,
         max_bytes=MAX_MANIFEST_BYTES,
         max_containers=MAX_MANIFEST_CONTAINERS,
     )
@@ -179,24 +179,24 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
         version = document["schema_version"]
         digest = document["digest"]
     except (KeyError, TypeError) as error:
-        raise _malformed(where, error) from error
+        raise _malformed(error) from error
     if version != SCHEMA_VERSION or digest != {"algorithm": DIGEST_ALGORITHM, "block_bytes": BLOCK_BYTES}:
         shown = f" {version}" if type(version) is int and 0 <= version <= MAX_ELEMS else ""
         raise UnreadableError(
             f"the manifest has a schema version{shown} or a kind of digest that is unknown to this version",
-            where=where,
+            where=MANIFEST_NAME,
             hint="use a newer ckpt",
         )
     try:
         return _parse(document)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, CkptError) as error:
-        raise _malformed(where, error) from error
+        raise _malformed(error) from error
 
 
-def _malformed(where: str, error: Exception) -> UnreadableError:
+def _malformed(error: Exception) -> UnreadableError:
     return UnreadableError(
         f"the manifest is malformed: {str(error) or type(error).__name__}",
-        where=where,
+        where=MANIFEST_NAME,
         hint="remove it to go on without digests and without the original file names",
     )
 
