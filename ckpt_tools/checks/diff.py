@@ -22,7 +22,6 @@ class Change:
 
     fqn: str
     what: str
-    """How it differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,6 @@ class Unchecked:
     """What a level or a checkpoint leaves unchecked."""
 
     what: str
-    """For people."""
     copy_tells: bool = False
     """Comparing another copy bit for bit checks it."""
 

@@ -45,7 +45,6 @@ class Screen:
     width: int = 100
     """Terminal columns; lines of names may be longer, drawings are not."""
     colour: bool = False
-    """Whether styles may be used."""
 
     def line(self, text: str = "", style: Style | None = None) -> None:
         """Write one line; what the stream cannot encode becomes a visible escape."""

@@ -82,7 +82,6 @@ class Job:
     source: Checkpoint
     """Selected and renamed, chunks raw."""
     target: Checkpoint
-    """Where everything goes."""
     destination: str
     heads: Mapping[str, bytes] = field(default_factory=dict)
     """File → fixed bytes at its beginning."""

@@ -59,7 +59,6 @@ class _Pattern:
     boxes: tuple[tuple[Sizes, Sizes], ...]
     """(offsets, sizes) per chunk."""
     ranks: tuple[int, ...]
-    """Rank per chunk."""
     intervals: tuple[frozenset[Interval], ...]
     """The distinct parts along every dim."""
     fqns: tuple[str, ...]

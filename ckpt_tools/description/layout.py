@@ -322,7 +322,6 @@ class Blocks:
     """The dim along which blocks take a range; -1 when one block holds everything."""
     step: int
     """Elements of `dim` per block; the last range of each run may be shorter."""
-    element_bits: int
 
     def __len__(self) -> int:
         if 0 in self.shape:
@@ -363,6 +362,6 @@ def split_blocks(shape: tuple[int, ...], element_bits: int, *, block_bytes: int,
             step = max(1, block_bytes * 8 // inner_bits)
             if dim == len(shape) - 1:
                 step = max(granule, step - step % granule)
-            return Blocks(shape, dim, step, element_bits)
+            return Blocks(shape, dim, step)
         inner_bits *= shape[dim]
-    return Blocks(shape, -1, 0, element_bits)
+    return Blocks(shape, -1, 0)

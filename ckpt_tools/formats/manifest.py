@@ -73,7 +73,6 @@ class Origin:
     index_name: str | None = None
     """Name of the index, None for a single file."""
     index_text: str | None = None
-    """Its exact text."""
     prefix: str = ""
     """Put in front of every FQN when the checkpoint was sharded (`--prefix`)."""
 
@@ -83,11 +82,8 @@ class Manifest:
     """Everything the sidecar says."""
 
     writer: str
-    """Name and version of the tool that wrote it."""
     format: str
-    """Format of the checkpoint it lies in."""
     mesh: Mesh | None
-    """The mesh that the checkpoint was sharded for."""
     tensors: Mapping[str, TensorRecord]
     blobs: Mapping[str, FileRecord] = field(default_factory=dict)
     assets: Mapping[str, FileRecord] = field(default_factory=dict)

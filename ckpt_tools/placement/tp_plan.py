@@ -46,7 +46,6 @@ class TpPlan:
     """The plan of one architecture."""
 
     title: str
-    """The model's class."""
     styles: Mapping[str, str]
     """Module or parameter (with `*`) → style; only what the model has."""
     may_lack: frozenset[str]
