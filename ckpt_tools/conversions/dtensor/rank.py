@@ -75,7 +75,8 @@ def _local_part(
         return reader.read(entry, shape, tuple(slice(0, length) for length in shape))
     mesh = root if used == names else root[used]
     torch_placements = _torch_placements(mesh, placements)
-    region = tuple(_local_range(length, dim, mesh, torch_placements) for dim, length in enumerate(shape))
+    along = [tuple(_on_first_dim(placement, dim) for placement in torch_placements) for dim in range(len(shape))]
+    region = tuple(_range_of(length, mesh, placed) for length, placed in zip(shape, along, strict=True))
     return DTensor.from_local(
         reader.read(entry, shape, region),
         mesh,
@@ -107,14 +108,9 @@ def _torch_placements(mesh: DeviceMesh, placements: Mapping[str, Placement]) -> 
     return tuple(result)
 
 
-def _local_range(length: int, dim: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> slice:
-    """Return the elements of a dim that this rank keeps, as PyTorch cuts it; they must be one run."""
-    along = tuple(_on_first_dim(placement, dim) for placement in placements)
-    return _range_of(length, mesh, along)
-
-
 @lru_cache(maxsize=4096)
 def _range_of(length: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> slice:
+    """Return the elements of a dim that this rank keeps, as PyTorch cuts it; they must be one run."""
     indices = distribute_tensor(torch.arange(length), mesh, placements, src_data_rank=None)
     local = indices.to_local() if isinstance(indices, DTensor) else indices
     size = local.numel()
