@@ -65,16 +65,8 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     planned = _planned_files(job)
     needed = sum(nbytes for _, nbytes in planned)
     if dry_run:
-        return _conversion(
-            job,
-            start,
-            planned,
-            read=plan.read_bytes,
-            written=needed,
-            peak=_BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers),
-            dry_run=True,
-            published=False,
-        )
+        peak = _BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers)
+        return _conversion(job, start, planned, read=plan.read_bytes, peak=peak, dry_run=True, published=False)
     if job.use_dtensor:
         check_space(needed, job.destination)
         return _run_with_dtensor(job, start)
@@ -218,7 +210,7 @@ def _run_with_dtensor(job: Job, start: float) -> Conversion:
             directory = ranks.share(staging.directory if staging is not None else "")
             save_with_dtensor(job.source, directory, job.mesh, job.placements)
             if staging is None:
-                return _conversion(job, start, [], read=0, written=0, peak=peak_rss_bytes(), published=False)
+                return _conversion(job, start, [], read=0, published=False)
             job.target = replace(job.target, files=staging.adopt())
             marker = staging.take(format_of(job.target).marker)
             progress = job.progress(job.source.total_bytes) if job.progress is not None else None
@@ -254,15 +246,8 @@ def _finish(
             f"the old checkpoint could not be removed: {escape_name(staging.left_behind)}; "
             "the next ckpt that writes to this destination removes it, or you do"
         )
-    return _conversion(
-        job,
-        start,
-        files,
-        read=outcome.bytes_read,
-        written=sum(nbytes for _, nbytes in files),
-        peak=peak_rss_bytes(),
-        checked={"digests": num_digests, "crcs": outcome.chunks_checked},
-    )
+    checked = {"digests": num_digests, "crcs": outcome.chunks_checked}
+    return _conversion(job, start, files, read=outcome.bytes_read, checked=checked)
 
 
 def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
@@ -289,8 +274,7 @@ def _conversion(
     files: list[tuple[str, int]],
     *,
     read: int,
-    written: int,
-    peak: int,
+    peak: int | None = None,
     checked: Mapping[str, int] | None = None,
     dry_run: bool = False,
     published: bool = True,
@@ -300,9 +284,9 @@ def _conversion(
         destination=job.destination,
         num_tensors=len(job.target.tensors),
         bytes_read=read,
-        bytes_written=written,
+        bytes_written=sum(nbytes for _, nbytes in files),
         seconds=time.monotonic() - start,
-        peak_rss_bytes=peak,
+        peak_rss_bytes=peak_rss_bytes() if peak is None else peak,
         files=tuple(files),
         verified=published,
         checked=checked or {},
