@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -98,9 +97,17 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         return _finish(job, start, staging, outcome, assets, marker)
 
 
+class _NoDigests(dict[str, str]):
+    """The digests of what nobody has read yet; none is kept."""
+
+    def __missing__(self, name: str) -> str:
+        return UNKNOWN_DIGEST
+
+
 def _planned_files(job: Job) -> list[tuple[str, int]]:
-    """Return (name, bytes) of every file that the job writes; bytes are estimates of `.metadata`, and where it is."""
-    # So are those of the manifest beside it, which says them; with torch's own writer those of the data files are.
+    """Return (name, bytes) of every file that the job writes."""
+    # Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's own
+    # writer those of the data files are.
     assets = {asset.file: FileRecord(nbytes=job.asset_bytes(asset), digest=UNKNOWN_DIGEST) for _, asset in job.assets}
     kind = format_of(job.target)
     marker = None
@@ -108,7 +115,7 @@ def _planned_files(job: Job) -> list[tuple[str, int]]:
         marker = FileRecord(nbytes=kind.estimate_marker_bytes(job.target), digest=UNKNOWN_DIGEST)
     for file in job.opened.checkpoint.files:
         job.opened.source.size(file)  # the manifest names the sources as they were opened
-    digests = defaultdict[str, str](lambda: UNKNOWN_DIGEST)
+    digests = _NoDigests()
     frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if kind.in_items else {}
     manifest = manifest_bytes(_manifest_of(job, {}, digests, assets, marker, frames), _tensor_records(job, digests))
     documents = {name: len(content) for name, content in job.documents.items()}
