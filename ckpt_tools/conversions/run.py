@@ -106,8 +106,8 @@ class _NoDigests(dict[str, str]):
 
 def _planned_files(job: Job) -> list[tuple[str, int]]:
     """Return (name, bytes) of every file that the job writes."""
-    # Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's own
-    # writer those of the data files are.
+    # Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's
+    # own writer those of the data files are.
     assets = {asset.file: FileRecord(nbytes=job.asset_bytes(asset), digest=UNKNOWN_DIGEST) for _, asset in job.assets}
     kind = format_of(job.target)
     marker = None
