@@ -19,69 +19,49 @@ if TYPE_CHECKING:
     from ckpt_tools._version import __version__ as __version__
     from ckpt_tools.api import (
         check_lora as check_lora,
-    )
-    from ckpt_tools.api import (
         diff as diff,
-    )
-    from ckpt_tools.api import (
         estimate as estimate,
-    )
-    from ckpt_tools.api import (
         export_lora as export_lora,
-    )
-    from ckpt_tools.api import (
         gather as gather,
-    )
-    from ckpt_tools.api import (
         inspect as inspect,
-    )
-    from ckpt_tools.api import (
         merge_lora as merge_lora,
-    )
-    from ckpt_tools.api import (
         open_checkpoint as open_checkpoint,
-    )
-    from ckpt_tools.api import (
         preflight as preflight,
-    )
-    from ckpt_tools.api import (
         push as push,
-    )
-    from ckpt_tools.api import (
         reshard as reshard,
-    )
-    from ckpt_tools.api import (
         shard as shard,
-    )
-    from ckpt_tools.api import (
         smoke as smoke,
-    )
-    from ckpt_tools.api import (
         verify as verify,
     )
     from ckpt_tools.checks.diff import Difference as Difference
     from ckpt_tools.checks.verify import Verification as Verification
     from ckpt_tools.conversions.job import Conversion as Conversion
-    from ckpt_tools.description.checkpoint import BlobEntry as BlobEntry
-    from ckpt_tools.description.checkpoint import ByteSpan as ByteSpan
-    from ckpt_tools.description.checkpoint import Checkpoint as Checkpoint
-    from ckpt_tools.description.checkpoint import Chunk as Chunk
-    from ckpt_tools.description.checkpoint import Finding as Finding
-    from ckpt_tools.description.checkpoint import TensorEntry as TensorEntry
+    from ckpt_tools.description.checkpoint import (
+        BlobEntry as BlobEntry,
+        ByteSpan as ByteSpan,
+        Checkpoint as Checkpoint,
+        Chunk as Chunk,
+        Finding as Finding,
+        TensorEntry as TensorEntry,
+    )
     from ckpt_tools.description.dtypes import DType as DType
-    from ckpt_tools.description.layout import Box as Box
-    from ckpt_tools.description.layout import Mesh as Mesh
-    from ckpt_tools.description.layout import Placement as Placement
-    from ckpt_tools.description.layout import Replicate as Replicate
-    from ckpt_tools.description.layout import Shard as Shard
-    from ckpt_tools.description.layout import parse_mesh as parse_mesh
-    from ckpt_tools.description.summary import Summary as Summary
-    from ckpt_tools.errors import CkptError as CkptError
-    from ckpt_tools.errors import DestinationExistsError as DestinationExistsError
-    from ckpt_tools.errors import HubError as HubError
-    from ckpt_tools.errors import LimitError as LimitError
-    from ckpt_tools.errors import UnreadableError as UnreadableError
-    from ckpt_tools.errors import UsageError as UsageError
+    from ckpt_tools.description.layout import (
+        Box as Box,
+        Mesh as Mesh,
+        Placement as Placement,
+        Replicate as Replicate,
+        Shard as Shard,
+        parse_mesh as parse_mesh,
+    )
+    from ckpt_tools.description.summarise import Summary as Summary
+    from ckpt_tools.errors import (
+        CkptError as CkptError,
+        DestinationExistsError as DestinationExistsError,
+        HubError as HubError,
+        LimitError as LimitError,
+        UnreadableError as UnreadableError,
+        UsageError as UsageError,
+    )
     from ckpt_tools.smoke.report import SmokeReport as SmokeReport
 
 _ROOMS = {
@@ -94,7 +74,7 @@ _ROOMS = {
     "description.checkpoint": "BlobEntry ByteSpan Checkpoint Chunk Finding TensorEntry",
     "description.dtypes": "DType",
     "description.layout": "Box Mesh Placement Replicate Shard parse_mesh",
-    "description.summary": "Summary",
+    "description.summarise": "Summary",
     "errors": "CkptError DestinationExistsError HubError LimitError UnreadableError UsageError",
     "smoke.report": "SmokeReport",
 }

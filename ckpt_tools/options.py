@@ -166,6 +166,15 @@ def _describe(stated: Sequence[Parameter], text: str) -> str:
     return "\n".join([head.rstrip(), "", "Args:", *rows, *(["", f"Raises:{tail}"] if raises else [])])
 
 
+def default_num_workers(*, computes: bool = False) -> int:
+    """Return how many threads work by default, at most eight: two per core, where one may wait for the disk.
+
+    One, where they compute on what they move.
+    """
+    cores = len(os.sched_getaffinity(0)) or 1
+    return min(8, cores if computes else 2 * cores)
+
+
 # What several commands have
 
 Source = Annotated[AnyPath, Argument("A safetensors file, a model directory or a DCP directory.", "SRC")]

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -111,6 +112,14 @@ def memory_directory() -> tempfile.TemporaryDirectory[str]:
     """A temporary directory in memory where there is one: property tests do not wait for hundreds of fsyncs."""
     shared = "/dev/shm"
     return tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK | os.X_OK) else None)
+
+
+@contextlib.contextmanager
+def without_ranks() -> Iterator[None]:
+    """Let torch save and load without a process group, as it warns that it does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 @contextlib.contextmanager

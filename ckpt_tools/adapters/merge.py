@@ -25,7 +25,7 @@ from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.settings import settle_parameters, with_alpha
 from ckpt_tools.conversions.job import Job, cast_target, check_separate, notes_on
-from ckpt_tools.conversions.to_hf import gathering_job
+from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, plain_names
 from ckpt_tools.errors import CkptError, UsageError
@@ -188,17 +188,8 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
 
 def _job(base: Opened, destination: str, *, dtype: str, max_shard_size: str | None) -> Job:
     if not base.format.loads_by_dcp:
-        return gathering_job(
-            base,
-            destination,
-            max_shard_size=max_shard_size,
-            dtype=dtype,
-            strip="auto",
-            assets=None,
-            like=None,
-            include=(),
-            exclude=(),
-        )
+        options = GatherOptions(base.source.root, destination, max_shard_size=max_shard_size, dtype=dtype)
+        return gathering_job(base, options)
     if max_shard_size is not None:
         raise UsageError(
             "--max-shard-size is for safetensors files, and the base is a DCP checkpoint",
@@ -211,13 +202,13 @@ def _dcp_job(base: Opened, destination: str, dtype: str) -> Job:
     model, _ = find_model(base.checkpoint)
     source = replace(model, tensors=tuple(map(base.resolve, model.tensors)), blobs=())
     target = cast_target(source, dtype)
-    grids = {entry.fqn: kept_cells(entry) for entry in target.tensors}
+    cells = {entry.fqn: kept_cells(entry) for entry in target.tensors}
     kept = {entry.fqn for entry in source.tensors}
     placements = base.checkpoint.placements or {}
     return Job(
         opened=base,
         source=source,
-        target=place(target.tensors, grids),
+        target=place(target.tensors, cells),
         destination=destination,
         assets=[(base.source, asset) for asset in base.checkpoint.assets],
         dtype=dtype,

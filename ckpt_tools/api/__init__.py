@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_tools.adapters.check import check_lora as check_lora
     from ckpt_tools.adapters.export import export_lora as export_lora
-    from ckpt_tools.api.checking import diff as diff
-    from ckpt_tools.api.checking import verify as verify
-    from ckpt_tools.api.conversions import gather as gather
-    from ckpt_tools.api.conversions import reshard as reshard
-    from ckpt_tools.api.conversions import shard as shard
+    from ckpt_tools.api.checking import diff as diff, verify as verify
+    from ckpt_tools.api.conversions import gather as gather, reshard as reshard, shard as shard
     from ckpt_tools.api.estimating import estimate as estimate
     from ckpt_tools.api.merging import merge_lora as merge_lora
     from ckpt_tools.api.preflighting import preflight as preflight
     from ckpt_tools.api.pushing import push as push
-    from ckpt_tools.api.reading import inspect as inspect
-    from ckpt_tools.api.reading import open_checkpoint as open_checkpoint
+    from ckpt_tools.api.reading import inspect as inspect, open_checkpoint as open_checkpoint
     from ckpt_tools.api.training import smoke as smoke
-    from ckpt_tools.api.workers import default_num_workers as default_num_workers
-    from ckpt_tools.options import ProgressFactory as ProgressFactory
+    from ckpt_tools.options import ProgressFactory as ProgressFactory, default_num_workers as default_num_workers
 
 _ROOMS = {
     "adapters.check": "check_lora",
@@ -37,8 +32,7 @@ _ROOMS = {
     "api.checking": "diff verify",
     "api.reading": "inspect open_checkpoint",
     "api.training": "smoke",
-    "api.workers": "default_num_workers",
-    "options": "ProgressFactory",
+    "options": "ProgressFactory default_num_workers",
 }
 """Module → names that are public here."""
 _HOMES = {name: f"ckpt_tools.{room}" for room, names in _ROOMS.items() for name in names.split()}

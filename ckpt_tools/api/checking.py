@@ -7,9 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from ckpt_tools.api.workers import default_num_workers
-from ckpt_tools.checks import diff as diffing
-from ckpt_tools.checks import verify as verifying
+from ckpt_tools.checks import diff as diffing, verify as verifying
 from ckpt_tools.checks.diff import Difference
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
@@ -25,6 +23,7 @@ from ckpt_tools.options import (
     Option,
     Progress,
     Source,
+    default_num_workers,
     takes,
 )
 from ckpt_tools.text import escape_name

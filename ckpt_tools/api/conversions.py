@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ckpt_tools.api.workers import default_num_workers
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
-from ckpt_tools.conversions.to_hf import gathering_job, model_beside
+from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job, model_beside
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.options import (
-    AnyPath,
-    Destination,
-    DryRun,
-    DTypeName,
-    Exclude,
-    From,
-    Include,
-    MaxShardSize,
-    NumWorkers,
-    Option,
-    Overwrite,
-    Progress,
-    Source,
-    takes,
-)
+from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,37 +39,6 @@ class ShardOptions(ReshardOptions):
             after="prefix",
         ),
     ] = "stream"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherOptions:
-    """The options of `gather`."""
-
-    source: Source = field(kw_only=False)
-    destination: Destination = field(kw_only=False)
-    max_shard_size: MaxShardSize = None
-    dtype: DTypeName = "keep"
-    strip_prefix: Annotated[
-        str,
-        Option(
-            "auto finds the model inside a trainer's state and strips wrappers such as _orig_mod.",
-            metavar="auto|none|PFX",
-        ),
-    ] = "auto"
-    assets: Annotated[AnyPath | None, Option("Config, tokenizer, … to put beside the weights.", metavar="DIR")] = None
-    like: Annotated[AnyPath | None, Option("Restore this model's names, order, files and dtypes.", metavar="REF")] = (
-        None
-    )
-    include: Include = ()
-    exclude: Exclude = ()
-    allow_foreign_names: Annotated[
-        bool, Option("Write names that the architecture in config.json does not have, or not all of its names.")
-    ] = False
-    overwrite: Overwrite = False
-    dry_run: DryRun = False
-    num_workers: NumWorkers = None
-    format: From = None
-    progress: Progress = None
 
 
 @takes(ShardOptions)
@@ -148,17 +101,7 @@ def gather(options: GatherOptions) -> Conversion:
             if not os.path.isdir(options.assets):
                 raise UsageError("--assets takes a directory", where=os.fspath(options.assets))
             beside, model = model_beside(os.fspath(options.assets), stack)
-        job = gathering_job(
-            opened,
-            os.fspath(options.destination),
-            max_shard_size=options.max_shard_size,
-            dtype=options.dtype,
-            strip=options.strip_prefix,
-            assets=beside,
-            like=reference,
-            include=options.include,
-            exclude=options.exclude,
-        )
+        job = gathering_job(opened, options, assets=beside, like=reference)
         originals = filter(None, (opened, reference, model))
         is_selection = bool(options.include or options.exclude)
         check_names(job, originals, allow_foreign=options.allow_foreign_names, is_selection=is_selection)

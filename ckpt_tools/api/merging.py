@@ -13,7 +13,6 @@ from ckpt_tools.adapters.ecosystems.peft.overrides import parse_overrides
 from ckpt_tools.adapters.merge import merging_job
 from ckpt_tools.adapters.options import AdapterName, Alpha, Config, Strict
 from ckpt_tools.adapters.read.opening import read_adapter
-from ckpt_tools.api.workers import default_num_workers
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.conversions.run import run
 from ckpt_tools.errors import UsageError
@@ -30,6 +29,7 @@ from ckpt_tools.options import (
     Option,
     Overwrite,
     Progress,
+    default_num_workers,
     takes,
 )
 

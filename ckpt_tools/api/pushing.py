@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 
-from ckpt_tools.api.workers import default_num_workers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import Push, PushOptions
-from ckpt_tools.options import takes
+from ckpt_tools.options import default_num_workers, takes
 
 
 @takes(PushOptions)

@@ -54,6 +54,5 @@ def inspect(options: InspectOptions) -> Summary:
             return summarise(checkpoint, path=source)
         from ckpt_tools.conversions.to_mesh import find_layout
 
-        layout = find_layout(opened, checkpoint, options)
-        virtual = overlay(checkpoint, layout.mesh, layout.placements)
+        virtual = overlay(checkpoint, find_layout(opened, checkpoint, options))
         return summarise(virtual, path=source, mesh_source="overlay")

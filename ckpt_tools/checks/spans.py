@@ -21,11 +21,8 @@ def check_spans(opened: Opened, found: Iterable[Finding]) -> Iterator[Finding]:
     """Different items must not share bytes, and every byte must be part of one.
 
     Two tensors may be one item: they are tied. Two chunks of one tensor may not, and neither may two tensors while
-    another item has no owner: then one of them has lost its own to a damaged `.metadata`.
-
-    Args:
-        opened: The checkpoint.
-        found: What was noticed so far, which tells what has no owner.
+    another item has no owner, as what was found so far tells: then one of them has lost its own to a damaged
+    `.metadata`.
     """
     is_left_over = any(finding.code in _LEFT_OVER for finding in found)
     spans: dict[str, dict[tuple[int, int], list[_Owner]]] = defaultdict(lambda: defaultdict(list))

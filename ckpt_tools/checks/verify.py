@@ -28,7 +28,6 @@ class Unchecked:
     """What a level or a checkpoint leaves unchecked."""
 
     what: str
-    """For people."""
     copy_tells: bool = False
     """Comparing another copy bit for bit checks it."""
 
@@ -98,26 +97,20 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
     )
 
 
-def _unchecked_chunks(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list[Unchecked]:
-    if opened.manifest is not None:
-        return []
+def _unchecked_chunks(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> Iterator[Unchecked]:
     chunks = sum(1 for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes)
-    if outcome.chunks_checked >= chunks:
-        return []
     missing = chunks - outcome.chunks_checked
-    what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum (--against compares copies)"
-    return [Unchecked(what=what, copy_tells=True)]
+    if opened.manifest is None and missing > 0:
+        what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum"
+        yield Unchecked(what=f"{what} (--against compares copies)", copy_tells=True)
 
 
-def _unknown_places(opened: Opened) -> list[Unchecked]:
-    if opened.manifest is not None or not opened.format.in_items:
-        return []
-    files = equal_layouts(opened.checkpoint.tensors)
-    if not files:
-        return []
-    shown = f"{len(files)}: {first_few(files, 2)}"
-    what = f"whether files of equal layout changed places ({shown}); a manifest or --against tells"
-    return [Unchecked(what=what, copy_tells=True)]
+def _unknown_places(opened: Opened) -> Iterator[Unchecked]:
+    is_bare = opened.manifest is None and opened.format.in_items
+    if files := equal_layouts(opened.checkpoint.tensors) if is_bare else []:
+        shown = f"{len(files)}: {first_few(files, 2)}"
+        what = f"whether files of equal layout changed places ({shown}); a manifest or --against tells"
+        yield Unchecked(what=what, copy_tells=True)
 
 
 def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint, list[TensorEntry]]:
@@ -218,15 +211,13 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
 
 
 def _check_foreign(opened: Opened) -> Iterator[Finding]:
-    """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one.
-
-    A manifest names every file, so with one all other files that hold weights in any tool's format are strange.
-    """
+    """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one."""
     manifest = opened.manifest
     known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
     if manifest is not None:
         known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
     for name, size in opened.source.list_files(max_depth=0 if manifest is None else 3).items():
+        # A manifest names every file: all others that hold weights in any tool's format are strange then.
         strange = is_weights(name) if manifest is not None else name.endswith(opened.format.suffix) and size > 0
         if strange and name not in known:
             hint = "a leftover of an earlier save: remove it if you do not need it"
@@ -285,11 +276,7 @@ def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[Tens
 
 
 def _check_blobs(opened: Opened, findings: list[Finding]) -> list[Unchecked]:
-    """Check the blobs that no manifest knows by the CRC-32s in their zips; nothing is unpickled.
-
-    Returns:
-        What could not be checked.
-    """
+    """Check the blobs that no manifest knows by the CRC-32s in their zips; return what could not be checked."""
     known = {} if opened.manifest is None else opened.manifest.blobs
     blobs = [b for b in opened.checkpoint.blobs if b.fqn not in known and _inside(opened, b.span)]
     unchecked = sum(not _check_blob(opened, blob, findings, content=True) for blob in blobs)
@@ -305,12 +292,7 @@ def _check_blob(opened: Opened, blob: BlobEntry, findings: list[Finding], *, con
         return dcp.check_blob(blob.span, opened.source, content=content)
     except CkptError as error:
         where = error.where or blob.span.file
-        finding = Finding.error(
-            code="damaged-item",
-            where=where,
-            what=f"item {blob.fqn!r}: {error.what}",
-            hint=error.hint,
-        )
+        finding = Finding.error("damaged-item", where, f"item {blob.fqn!r}: {error.what}", error.hint)
         if finding not in findings:  # level data meets again what level structure has said
             findings.append(finding)
         return True

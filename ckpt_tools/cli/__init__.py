@@ -11,11 +11,7 @@ __all__ = ["main", "run"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: Arguments without the program's name; those of the process by default.
-    """
+    """Run one command, by default with the arguments of the process, and return its exit code."""
     try:
         from ckpt_tools.cli.app import run_command
 

@@ -36,13 +36,11 @@ class Call(Generic[Result]):
 def command(run: Callable[..., int], function: Callable[..., object] | None) -> Callable[..., int]:
     """Return the command as typer reads it.
 
-    Args:
-        run: Makes the call and prints the result; returns the exit code. It gets a `Call`, and as keywords its own
-            options, beside those of the library's function, and `output`.
-        function: Of the library, made by `takes`; without one there is no call.
+    `run` makes the call of the library's function (made by `takes`; None without one), prints the result and returns
+    the exit code. It gets a `Call`, and as keywords its own options, beside those of that function, and `output`.
     """
     options = () if function is None else options_of(function)
-    stated = [each for each in options if _is_shown(each)]
+    stated = [each for each in options if isinstance(each.stated, Argument | Option)]
     hints = get_type_hints(run, include_extras=True)
     keywords = [each for each in inspect.signature(run).parameters.values() if each.kind is each.KEYWORD_ONLY]
     own = [parameter(each.name, hints[each.name], each.default) for each in keywords if each.name != "output"]
@@ -63,10 +61,6 @@ def command(run: Callable[..., int], function: Callable[..., object] | None) -> 
     made = [_typed(each) for each in (*_in_order(stated, own), *shows)]
     callback.__dict__["__signature__"] = inspect.Signature(made)
     return callback
-
-
-def _is_shown(each: Parameter) -> bool:
-    return isinstance(each.stated, Argument | Option)
 
 
 def _in_order(stated: Iterable[Parameter], own: Iterable[Parameter]) -> list[Parameter]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json, terminal_width, use_colour
-from ckpt_tools.cli.screen import Screen
+from ckpt_tools.cli.output import Output, print_json
+from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.estimate.report import CaseEstimate
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -29,7 +26,7 @@ def run(call: Call[Estimate], *, output: Output) -> int:
 
 
 def _print(result: Estimate, output: Output) -> None:
-    screen = Screen(stream=sys.stdout, width=terminal_width(), colour=use_colour())
+    screen = terminal()
     if not output.quiet:
         _print_table(screen, result)
         _print_margin(screen, result)
@@ -43,14 +40,10 @@ def _print(result: Estimate, output: Output) -> None:
         _print_verdict(screen, result, quiet=output.quiet)
 
 
-def _unit(result: Estimate) -> tuple[str, int]:
-    most = max(case.needed for case in result.cases)
-    return ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
-
-
 def _print_table(screen: Screen, result: Estimate) -> None:
     first = result.cases[0].case
-    unit, scale = _unit(result)
+    most = max(case.needed for case in result.cases)
+    unit, scale = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
     ranks = f"{first.mesh.world_size} ranks" if first.mesh.world_size != 1 else "1 rank"
     screen.line(f"{escape_name(result.model)}: {result.params:,} parameters, {ranks}", "heading")
     dtypes = f"{first.param_dtype} compute, {first.reduce_dtype} reduce, {first.master_dtype} master"
@@ -71,7 +64,7 @@ def _print_table(screen: Screen, result: Estimate) -> None:
         row += [by_formula] if is_tracked else []
         row += [_size(case.needed, scale)]
         row += [_size(memory.host, scale)] if has_host else []
-        row += [_fits(case)] if result.gpu_memory is not None else []
+        row += [_FITS[case.fits]] if result.gpu_memory is not None else []
         rows.append(row)
     screen.table(headers, rows, align="ll" + "r" * (len(headers) - 2))
 
@@ -80,11 +73,8 @@ def _size(nbytes: int, scale: int) -> str:
     return f"{nbytes / scale:.1f}" if nbytes >= 10 * scale else f"{nbytes / scale:.2f}"
 
 
+_FITS = {True: "yes", False: "no", None: "not known"}
 _VERDICTS = {True: "fits", False: "does not fit", None: "not known whether it fits"}
-
-
-def _fits(case: CaseEstimate) -> str:
-    return {True: "yes", False: "no", None: "not known"}[case.fits]
 
 
 def _print_margin(screen: Screen, result: Estimate) -> None:

@@ -89,8 +89,7 @@ def _push_dry(
 ) -> tuple[Export, PushResult | None]:
     """Compare what would be written with what the hub has: only whole files can be, so they are written aside.
 
-    Returns:
-        The plan, with what the values tell as well, and that of the push; None when nothing would be written.
+    The push is None when nothing would be written; the plan knows what the values tell as well.
     """
     name = os.path.basename(os.path.abspath(planned.conversion.destination))
     with tempfile.TemporaryDirectory(prefix="ckpt-export-") as directory:

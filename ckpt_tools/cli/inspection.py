@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json, terminal_width, use_colour
+from ckpt_tools.cli.output import Output, print_json
 from ckpt_tools.cli.render_inspect import By, render
-from ckpt_tools.description.summarise import to_json
-from ckpt_tools.description.summary import Summary
+from ckpt_tools.cli.screen import terminal
+from ckpt_tools.description.summarise import Summary, to_json
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import Option
 
@@ -34,13 +33,5 @@ def run(
     if output.json:
         print_json(to_json(summary, tensors=chosen or listed))
     elif not output.quiet:
-        render(
-            summary,
-            stream=sys.stdout,
-            width=terminal_width(),
-            colour=use_colour(),
-            by=by,
-            tensors=listed,
-            grids=chosen,
-        )
+        render(summary, terminal(), by=by, tensors=listed, grids=chosen)
     return 0

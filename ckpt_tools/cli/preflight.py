@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json, say, say_findings, terminal_width, use_colour
-from ckpt_tools.cli.screen import Screen
+from ckpt_tools.cli.output import ChangingLine, Output, print_json, say, say_findings
+from ckpt_tools.cli.screen import terminal
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.report import PreflightReport, describe_spec
 from ckpt_tools.text import escape_name
@@ -17,17 +15,21 @@ _ORDER = {"error": 0, "warning": 1, "info": 2}
 
 def run(call: Call[PreflightReport], *, output: Output) -> int:
     """Check a run, and print what was found."""
-    progress = _Progress(shown=not output.is_silent)
+    line = ChangingLine(shown=not output.is_silent)
+
+    def follow(check: str, state: str) -> None:
+        if state == "begun":
+            line.show(f"{check} …")
 
     def tell(findings: tuple[Finding, ...]) -> None:
-        progress.close()
+        line.close()
         kept = [finding for finding in findings if finding.severity == "error" or not output.quiet]
         say_findings(sorted(kept, key=lambda one: _ORDER[one.severity]))
 
     try:
-        report = call(on_check=progress, on_findings=None if output.json else tell)
+        report = call(on_check=follow, on_findings=None if output.json else tell)
     finally:
-        progress.close()
+        line.close()
     if output.json:
         print_json(report.to_json())
     else:
@@ -35,30 +37,8 @@ def run(call: Call[PreflightReport], *, output: Output) -> int:
     return 0 if report.ok else 3
 
 
-class _Progress:
-    """One changing line on a terminal."""
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown and sys.stderr.isatty()
-        self._is_open = False
-
-    def __call__(self, check: str, state: str) -> None:
-        """Take an event."""
-        if self._shown and state == "begun":
-            sys.stderr.write(f"\r\x1b[K{check} …")
-            sys.stderr.flush()
-            self._is_open = True
-
-    def close(self) -> None:
-        """Take the line away."""
-        if self._is_open:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-            self._is_open = False
-
-
 def _print(report: PreflightReport, output: Output) -> None:
-    screen = Screen(stream=sys.stdout, width=terminal_width(), colour=use_colour())
+    screen = terminal()
     if output.quiet:
         if not report.was_read:
             say(_verdict(report))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_tools.cli.screen import Screen
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.infer import rank_of_file
-from ckpt_tools.description.summary import Summary
+from ckpt_tools.description.summarise import Summary
 from ckpt_tools.text import escape_name
 
 _MAX_ROWS = 64

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Literal, TextIO
+from typing import Literal
 
 from ckpt_tools.cli.render_grid import render_tensor
 from ckpt_tools.cli.screen import Screen, pad
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.infer import block_of
 from ckpt_tools.description.layout import Replicate
-from ckpt_tools.description.summary import BlockSummary, RankSummary, Summary
+from ckpt_tools.description.summarise import BlockSummary, RankSummary, Summary
 from ckpt_tools.text import display_width, escape_name
 from ckpt_tools.units import format_size
 
@@ -23,6 +23,7 @@ UNEVEN_ABOVE = 1.1
 """Imbalance from which ranks are called uneven."""
 _MAX_MAP_ROWS = 48
 _MAX_BLOBS = 8
+_MAX_RANGES = 6
 
 _SOURCES = {
     "manifest": "from the manifest",
@@ -33,10 +34,8 @@ _SOURCES = {
 
 def render(
     summary: Summary,
+    screen: Screen,
     *,
-    stream: TextIO,
-    width: int = 100,
-    colour: bool = False,
     by: By | None = None,
     tensors: Sequence[TensorEntry] | None = None,
     grids: Sequence[TensorEntry] = (),
@@ -45,14 +44,11 @@ def render(
 
     Args:
         summary: What to show.
-        stream: Where to; belongs to the caller.
-        width: Terminal columns that drawings keep to.
-        colour: Whether ANSI styles may be used; they add no meaning.
+        screen: Where to.
         by: The one table to show below the header; None shows the usual ones.
         tensors: Tensors to list, in place of the tables.
         grids: Tensors to show chunk by chunk, in place of everything else.
     """
-    screen = Screen(stream=stream, width=max(width, 40), colour=colour)
     if grids:
         for number, tensor in enumerate(grids):
             if number:
@@ -122,15 +118,14 @@ def _render_header(summary: Summary, screen: Screen) -> None:
 
 
 def _render_ranks(summary: Summary, screen: Screen) -> None:
-    screen.line()
     if not summary.ranks:
-        screen.line("ranks: the names of these files carry none; see --by file", "heading")
+        screen.section("ranks: the names of these files carry none; see --by file")
         return
     imbalance = summary.imbalance
     title = f"ranks: {len(summary.ranks):,} wrote"
     if imbalance is not None:
         title += f", imbalance {imbalance:.2f} (fullest / mean)"
-    screen.line(title, "heading")
+    screen.section(title)
     mean = sum(rank.num_bytes for rank in summary.ranks) / len(summary.ranks)
     if imbalance is not None and imbalance > UNEVEN_ABOVE:
         fullest = max(summary.ranks, key=lambda rank: rank.num_bytes)
@@ -170,8 +165,8 @@ def _name_files(files: Sequence[str]) -> str:
     return escape_name(files[0]) + more
 
 
-def format_ranges(numbers: Iterable[int], *, most: int = 6) -> str:
-    """Return ascending numbers as ranges ("0-3,8"), the first `most` of them."""
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return ascending numbers as ranges ("0-3,8"), the first few of them."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -179,7 +174,7 @@ def format_ranges(numbers: Iterable[int], *, most: int = 6) -> str:
         else:
             ranges.append([number, number])
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    return ",".join(texts[:most]) + (",..." if len(texts) > most else "")
+    return ",".join(texts[:_MAX_RANGES]) + (",..." if len(texts) > _MAX_RANGES else "")
 
 
 def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, screen: Screen) -> None:
@@ -213,8 +208,7 @@ def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, s
 
 
 def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None:
-    screen.line()
-    screen.line(f"files: {len(summary.files):,}", "heading")
+    screen.section(f"files: {len(summary.files):,}")
     shown = summary.files if most is None else summary.files[:most]
     largest = max((file.num_bytes for file in summary.files), default=0)
     virtual = summary.is_virtual
@@ -237,8 +231,7 @@ def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None
 
 
 def _render_dtypes(summary: Summary, screen: Screen) -> None:
-    screen.line()
-    screen.line(f"dtypes: {len(summary.dtypes):,}", "heading")
+    screen.section(f"dtypes: {len(summary.dtypes):,}")
     screen.table(
         ("dtype", "bytes", "share"),
         ((name, format_size(size), _share(size, summary.total_bytes)) for name, size in summary.dtypes.items()),
@@ -247,8 +240,7 @@ def _render_dtypes(summary: Summary, screen: Screen) -> None:
 
 
 def _render_prefixes(summary: Summary, screen: Screen) -> None:
-    screen.line()
-    screen.line("modules", "heading")
+    screen.section("modules")
     screen.table(
         ("module", "tensors", "elements", "bytes", "share"),
         (
@@ -268,8 +260,7 @@ def _render_prefixes(summary: Summary, screen: Screen) -> None:
 def _render_blobs(summary: Summary, screen: Screen) -> None:
     if not summary.blobs:
         return
-    screen.line()
-    screen.line(f"blobs: {len(summary.blobs):,}", "heading")
+    screen.section(f"blobs: {len(summary.blobs):,}")
     screen.table(
         ("name", "bytes", "file"),
         (
@@ -322,8 +313,7 @@ def _render_map(summary: Summary, screen: Screen) -> None:
     per_column = -(-num_ranks // max(8, screen.width - min(name_width, screen.width // 2) - 16))
     starts = range(0, num_ranks, per_column)
     each = "one rank" if per_column == 1 else f"{per_column} ranks (their mean)"
-    screen.line()
-    screen.line(f"bytes by module and rank: a column is {each}, a row is scaled to its fullest", "heading")
+    screen.section(f"bytes by module and rank: a column is {each}, a row is scaled to its fullest")
     ruler = [" "] * (len(starts) + 8)
     for column in range(0, len(starts), 8):
         label = str(summary.ranks[starts[column]].rank)[:7]
@@ -338,8 +328,7 @@ def _render_map(summary: Summary, screen: Screen) -> None:
 
 
 def _render_tensors(summary: Summary, tensors: Sequence[TensorEntry], screen: Screen) -> None:
-    screen.line()
-    screen.line(f"tensors: {len(tensors):,}", "heading")
+    screen.section(f"tensors: {len(tensors):,}")
     screen.table(
         ("name", "dtype", "shape", "placement", "chunks", "bytes"),
         (

@@ -6,6 +6,9 @@ here; nothing is read as markup.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
@@ -39,11 +42,9 @@ class Screen:
     """Where text goes."""
 
     stream: TextIO
-    """Receives the lines; belongs to the caller."""
-    width: int
+    width: int = 100
     """Terminal columns; lines of names may be longer, drawings are not."""
-    colour: bool
-    """Whether styles may be used: the caller has looked at NO_COLOR and at the terminal."""
+    colour: bool = False
 
     def line(self, text: str = "", style: Style | None = None) -> None:
         """Write one line; what the stream cannot encode becomes a visible escape."""
@@ -55,14 +56,13 @@ class Screen:
             text = f"{_STYLES[style]}{text}{_RESET}"
         self.stream.write(text + "\n")
 
-    def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]], *, align: str) -> None:
-        """Write a table, indented by two.
+    def section(self, title: str) -> None:
+        """Begin a part, after a blank line."""
+        self.line()
+        self.line(title, "heading")
 
-        Args:
-            headers: One per column.
-            rows: Cells, as many as headers.
-            align: One letter per column: "l" left or "r" right.
-        """
+    def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]], *, align: str) -> None:
+        """Write a table, indented by two; `align` has a letter per column: "l" left or "r" right."""
         cells = [tuple(row) for row in rows]
         widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
         for number, row in enumerate((tuple(headers), *cells)):
@@ -75,3 +75,9 @@ class Screen:
         if value <= 0 or most <= 0:
             return glyphs[0]
         return glyphs[min(4, max(1, round(4 * value / most)))]
+
+
+def terminal() -> Screen:
+    """Return stdout, with colour where that is wanted, and the width of its terminal; 100 columns without one."""
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Screen(stream=sys.stdout, width=max(shutil.get_terminal_size((100, 24)).columns, 40), colour=colour)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_json, say, say_findings, terminal_width, use_colour
-from ckpt_tools.cli.screen import Screen
+from ckpt_tools.cli.output import ChangingLine, Output, note, print_json, say, say_findings
+from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.smoke.report import HOW_MEMORY, PHASES, ReloadResult, SmokeReport
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -15,8 +14,16 @@ from ckpt_tools.units import format_size
 
 def run(call: Call[SmokeReport], *, output: Output) -> int:
     """Try a model, and print what was found."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    progress = _Progress(shown=is_first and not output.is_silent, lines=output.verbose)
+    is_shown = os.environ.get("RANK", "0") == "0" and not output.is_silent
+    line = ChangingLine(shown=is_shown and not output.verbose)
+
+    def follow(phase: str, state: str) -> None:
+        """Change a line on a terminal; with --verbose, write one for every phase."""
+        if state == "begun":
+            number = PHASES.index(phase) if phase in PHASES else 0
+            line.show(f"{number}/{len(PHASES) - 1} {phase}")
+        elif is_shown and output.verbose:
+            note(f"{phase}: {state}")
 
     def show(report: SmokeReport) -> None:
         if report.is_primary and output.json:
@@ -25,43 +32,18 @@ def run(call: Call[SmokeReport], *, output: Output) -> int:
             _print(report, output)
 
     try:
-        report = call(on_phase=progress, on_abandoned=show)
+        report = call(on_phase=follow, on_abandoned=show)
     finally:
-        progress.close()
+        line.close()
     show(report)
     return 0 if report.ok else 3
-
-
-class _Progress:
-    """One changing line on a terminal; with --verbose, a line for every phase."""
-
-    def __init__(self, *, shown: bool, lines: bool) -> None:
-        self._lines = shown and lines
-        self._changes = shown and not lines and sys.stderr.isatty()
-        self._is_open = False
-
-    def __call__(self, phase: str, state: str) -> None:
-        """Take an event."""
-        if self._lines and state != "begun":
-            note(f"{phase}: {state}")
-        if self._changes and state == "begun":
-            number = PHASES.index(phase) if phase in PHASES else 0
-            sys.stderr.write(f"\r\x1b[K{number}/{len(PHASES) - 1} {phase}")
-            sys.stderr.flush()
-            self._is_open = True
-
-    def close(self) -> None:
-        """Take the changing line away."""
-        if self._is_open:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
 
 
 _MARKS = {True: "ok", False: "FAILED", None: "-"}
 
 
 def _print(report: SmokeReport, output: Output) -> None:
-    screen = Screen(stream=sys.stdout, width=terminal_width(), colour=use_colour())
+    screen = terminal()
     if not output.quiet:
         ranks = f"{report.world_size} rank" + ("s" if report.world_size != 1 else "")
         title = f"{escape_name(report.source)}: {escape_name(report.model)} on {ranks} ({report.mesh}), "

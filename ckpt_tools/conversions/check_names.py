@@ -90,22 +90,20 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
         excused = hold(before, expected, claim.config) if before else Held()
         if is_selection:
             excused = replace(excused, missing=(*excused.missing, *_left_out(job, held.missing)))
-        if _decide(job, held, excused, title, expected, allow_foreign):
-            job.architecture = title
-        return
-    if before and original is not None:
+    elif before and original is not None:
         title = f"the {title} in {escape_name(original.source.root)}"
         held = Held(
             missing=tuple(name for name in before if name not in set(names)),
             foreign=tuple(name for name in names if name not in set(before)),
         )
         excused = Held(missing=tuple(_left_out(job, held.missing))) if is_selection else Held()
-        if _decide(job, held, excused, title, None, allow_foreign):
-            job.architecture = title
+    else:
+        if is_adapter(names):
+            _decide(job, Held(foreign=tuple(names)), Held(), title, None, allow_foreign)
+        job.not_checked = (f"names were not held against {title}: not known to ckpt",)
         return
-    if is_adapter(names):
-        _decide(job, Held(foreign=tuple(names)), Held(), title, None, allow_foreign)
-    job.not_checked = (f"names were not held against {title}: not known to ckpt",)
+    if _decide(job, held, excused, title, expected, allow_foreign):
+        job.architecture = title
 
 
 def _left_out(job: Job, missing: Iterable[str]) -> Iterator[str]:
@@ -140,21 +138,16 @@ def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected |
 
 
 def _describe(held: Held, title: str, expected: Expected | None) -> str:
-    parts = []
-    if held.foreign:
-        count = len(held.foreign)
-        parts.append(
-            f"{count} {'name is' if count == 1 else 'names are'} not of {escape_name(title)} "
-            f"({first_few(folded(held.foreign, expected), limit=4)})"
-        )
-    lacking = [*held.missing, *held.incomplete]
-    if lacking:
-        what = "weight is" if len(lacking) == 1 else "weights are"
-        parts.append(
-            f"{len(lacking)} {what} missing, which loading would fill with random values "
-            f"({first_few(folded(lacking, expected), limit=4)})"
-        )
-    return " and ".join(parts)
+    groups = (
+        (held.foreign, "name", f"not of {escape_name(title)}"),
+        ((*held.missing, *held.incomplete), "weight", "missing, which loading would fill with random values"),
+    )
+    return " and ".join(
+        f"{len(names)} {noun}{' is' if len(names) == 1 else 's are'} {what} "
+        f"({first_few(folded(names, expected), limit=4)})"
+        for names, noun, what in groups
+        if names
+    )
 
 
 def _way_on(names: Sequence[str], rest: Held, expected: Expected | None, source: str) -> str:

@@ -23,7 +23,7 @@ from ckpt_tools.moving.execute import Progress
 from ckpt_tools.moving.plan import check_names
 from ckpt_tools.moving.read import Edit
 from ckpt_tools.storage.journal import JOURNAL_NAME
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import Source, short_file
 from ckpt_tools.storage.staging import free_bytes
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
@@ -82,7 +82,6 @@ class Job:
     source: Checkpoint
     """Selected and renamed, chunks raw."""
     target: Checkpoint
-    """Where everything goes."""
     destination: str
     heads: Mapping[str, bytes] = field(default_factory=dict)
     """File → fixed bytes at its beginning."""
@@ -152,12 +151,8 @@ def check_claims(job: Job) -> None:
     for blob in job.source.blobs:
         found = job.opened.source.size(blob.span.file)
         if blob.span.offset + blob.span.nbytes > found:
-            raise UnreadableError(
-                f"item {blob.fqn!r}: bytes {blob.span.offset}..{blob.span.offset + blob.span.nbytes} "
-                f"are needed, the file has {found}",
-                where=os.path.join(job.opened.source.root, blob.span.file),
-                hint="the file is truncated: restore it or copy it again",
-            )
+            where = os.path.join(job.opened.source.root, blob.span.file)
+            raise short_file(where, blob.span.offset, blob.span.nbytes, found, what=f"item {blob.fqn!r}: ")
 
 
 def rewrite_assets(job: Job) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ckpt_tools._version import __version__
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.conversions.job import (
     Conversion,
@@ -18,16 +20,24 @@ from ckpt_tools.conversions.job import (
     fingerprint,
     rewrite_assets,
 )
-from ckpt_tools.conversions.manifest import NoDigests, digest_of_frames, manifest_of, record_of, tensor_records
 from ckpt_tools.description.checkpoint import Asset, Checkpoint
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.formats.manifest import MANIFEST_NAME, UNKNOWN_DIGEST, FileRecord, build_manifest, manifest_bytes
+from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.manifest import (
+    MANIFEST_NAME,
+    UNKNOWN_DIGEST,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    build_manifest,
+    manifest_bytes,
+)
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.moving.execute import Outcome, execute, scan
-from ckpt_tools.moving.plan import Plan, asset_name, plan_assets
+from ckpt_tools.moving.plan import Plan, asset_name, blob_name, plan_assets
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging, check_destination
 from ckpt_tools.text import escape_name
@@ -54,16 +64,8 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     planned = _planned_files(job)
     needed = sum(nbytes for _, nbytes in planned)
     if dry_run:
-        return _conversion(
-            job,
-            start,
-            planned,
-            read=plan.read_bytes,
-            written=needed,
-            peak=_BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers),
-            dry_run=True,
-            published=False,
-        )
+        peak = _BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers)
+        return _conversion(job, start, planned, read=plan.read_bytes, peak=peak, dry_run=True, published=False)
     if job.use_dtensor:
         check_space(needed, job.destination)
         return _run_with_dtensor(job, start)
@@ -95,12 +97,17 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         return _finish(job, start, staging, outcome, assets, marker)
 
 
-def _planned_files(job: Job) -> list[tuple[str, int]]:
-    """Return (name, bytes) of every file that the job writes.
+class _NoDigests(dict[str, str]):
+    """The digests of what nobody has read yet; none is kept."""
 
-    Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's
-    own writer those of the data files are.
-    """
+    def __missing__(self, name: str) -> str:
+        return UNKNOWN_DIGEST
+
+
+def _planned_files(job: Job) -> list[tuple[str, int]]:
+    """Return (name, bytes) of every file that the job writes."""
+    # Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's
+    # own writer those of the data files are.
     assets = {asset.file: FileRecord(nbytes=job.asset_bytes(asset), digest=UNKNOWN_DIGEST) for _, asset in job.assets}
     kind = format_of(job.target)
     marker = None
@@ -108,9 +115,9 @@ def _planned_files(job: Job) -> list[tuple[str, int]]:
         marker = FileRecord(nbytes=kind.estimate_marker_bytes(job.target), digest=UNKNOWN_DIGEST)
     for file in job.opened.checkpoint.files:
         job.opened.source.size(file)  # the manifest names the sources as they were opened
-    digests = NoDigests()
+    digests = _NoDigests()
     frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if kind.in_items else {}
-    manifest = manifest_bytes(manifest_of(job, {}, digests, assets, marker, frames), tensor_records(job, digests))
+    manifest = manifest_bytes(_manifest_of(job, {}, digests, assets, marker, frames), _tensor_records(job, digests))
     documents = {name: len(content) for name, content in job.documents.items()}
     return _written_files(job, assets, documents | {MANIFEST_NAME: manifest}, marker)
 
@@ -126,6 +133,53 @@ def _written_files(
     ]
 
 
+def _tensor_records(job: Job, digests: Mapping[str, str]) -> Iterator[tuple[str, TensorRecord]]:
+    for entry in job.target.tensors:
+        placements = job.placements.get(entry.fqn, {})
+        yield (
+            entry.fqn,
+            TensorRecord(dtype=entry.dtype, shape=entry.shape, digest=digests[entry.fqn], placements=placements),
+        )
+
+
+def _manifest_of(
+    job: Job,
+    tensors: Mapping[str, TensorRecord],
+    digests: Mapping[str, str],
+    assets: Mapping[str, FileRecord],
+    marker: FileRecord | None,
+    frames: Mapping[str, str],
+) -> Manifest:
+    """Return what the manifest says of the job's destination."""
+    documents = {name: _record_of(content) for name, content in (*job.heads.items(), *job.documents.items())}
+    if marker is not None:
+        documents[format_of(job.target).marker] = marker
+    checkpoint = job.opened.checkpoint
+    return Manifest(
+        writer=f"ckpt {__version__}",
+        format=job.target.format,
+        mesh=job.mesh,
+        tensors=tensors,
+        blobs={
+            blob.fqn: FileRecord(nbytes=blob.span.nbytes, digest=digests[blob_name(blob)]) for blob in job.target.blobs
+        },
+        assets=assets,
+        documents=documents,
+        files=job.target.files,
+        frames=frames,
+        source={
+            "name": os.path.basename(os.path.realpath(checkpoint.root)),
+            "format": checkpoint.format,
+            "files": job.opened.source.identities(),
+        },
+        origin=job.origin,
+    )
+
+
+def _record_of(content: bytes) -> FileRecord:
+    return FileRecord(nbytes=len(content), digest=digest_bytes(content))
+
+
 @contextmanager
 def _kept_or_discarded(staging: Staging) -> Iterator[None]:
     """Keep the work of a run that was interrupted or met a system error; discard it on any other failure."""
@@ -133,10 +187,8 @@ def _kept_or_discarded(staging: Staging) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, StorageError, MemoryError) as error:
         if isinstance(error, KeyboardInterrupt):
-            done = (
-                f"{escape_name(staging.destination)} is complete" if staging.is_published else "nothing was published"
-            )
-            error.add_note(done)
+            destination = escape_name(staging.destination)
+            error.add_note(f"{destination} is complete" if staging.is_published else "nothing was published")
         if staging.num_kept:
             staging.keep()
             error.add_note(
@@ -165,7 +217,7 @@ def _run_with_dtensor(job: Job, start: float) -> Conversion:
             directory = ranks.share(staging.directory if staging is not None else "")
             save_with_dtensor(job.source, directory, job.mesh, job.placements)
             if staging is None:
-                return _conversion(job, start, [], read=0, written=0, peak=peak_rss_bytes(), published=False)
+                return _conversion(job, start, [], read=0, published=False)
             job.target = replace(job.target, files=staging.adopt())
             marker = staging.take(format_of(job.target).marker)
             progress = job.progress(job.source.total_bytes) if job.progress is not None else None
@@ -181,10 +233,12 @@ def _finish(
 ) -> Conversion:
     """Write the documents, the commit marker last; check what was written; publish."""
     num_digests = _check_digests(job, outcome)
-    marked = record_of(marker) if marker else None
-    tensors = dict(tensor_records(job, outcome.digests))
-    frames = digest_of_frames(job, staging, marker)
-    manifest = build_manifest(manifest_of(job, tensors, outcome.digests, assets, marked, frames))
+    marked = _record_of(marker) if marker else None
+    tensors = dict(_tensor_records(job, outcome.digests))
+    with Source(staging.directory) as written:  # what lies around the payloads is little, and is read back
+        framed = marker if job.use_dtensor else None
+        frames = format_of(job.target).digest_frames(job.target, written, marker=framed)
+    manifest = build_manifest(_manifest_of(job, tensors, outcome.digests, assets, marked, frames))
     documents = {**job.documents, MANIFEST_NAME: manifest}
     for name, content in documents.items():
         staging.write_document(name, content)
@@ -199,15 +253,8 @@ def _finish(
             f"the old checkpoint could not be removed: {escape_name(staging.left_behind)}; "
             "the next ckpt that writes to this destination removes it, or you do"
         )
-    return _conversion(
-        job,
-        start,
-        files,
-        read=outcome.bytes_read,
-        written=sum(nbytes for _, nbytes in files),
-        peak=peak_rss_bytes(),
-        checked={"digests": num_digests, "crcs": outcome.chunks_checked},
-    )
+    checked = {"digests": num_digests, "crcs": outcome.chunks_checked}
+    return _conversion(job, start, files, read=outcome.bytes_read, checked=checked)
 
 
 def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
@@ -215,7 +262,7 @@ def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
     records = {}
     for name, content in job.rewritten.items():
         staging.write_document(name, content)
-        records[name] = record_of(content)
+        records[name] = _record_of(content)
     by_source: dict[int, tuple[Source, list[Asset]]] = {}
     for source, asset in job.assets:
         if asset.file not in job.rewritten:
@@ -234,8 +281,7 @@ def _conversion(
     files: list[tuple[str, int]],
     *,
     read: int,
-    written: int,
-    peak: int,
+    peak: int | None = None,
     checked: Mapping[str, int] | None = None,
     dry_run: bool = False,
     published: bool = True,
@@ -245,9 +291,9 @@ def _conversion(
         destination=job.destination,
         num_tensors=len(job.target.tensors),
         bytes_read=read,
-        bytes_written=written,
+        bytes_written=sum(nbytes for _, nbytes in files),
         seconds=time.monotonic() - start,
-        peak_rss_bytes=peak,
+        peak_rss_bytes=peak_rss_bytes() if peak is None else peak,
         files=tuple(files),
         verified=published,
         checked=checked or {},

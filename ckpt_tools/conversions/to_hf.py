@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Annotated
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.job import AssetList, Job, cast_target, notes_on
-from ckpt_tools.conversions.twins import twin_of
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -17,6 +19,23 @@ from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
+from ckpt_tools.moving.plan import check_complete
+from ckpt_tools.moving.read import read_blocks
+from ckpt_tools.options import (
+    AnyPath,
+    Destination,
+    DryRun,
+    DTypeName,
+    Exclude,
+    From,
+    Include,
+    MaxShardSize,
+    NumWorkers,
+    Option,
+    Overwrite,
+    Progress,
+    Source as SourcePath,
+)
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name, first_few
@@ -26,23 +45,47 @@ DEFAULT_MAX_SHARD_SIZE = "5GB"
 """Largest HF file when nothing else says how to split, as in huggingface_hub."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherOptions:
+    """The options of `gather`."""
+
+    source: SourcePath = field(kw_only=False)
+    destination: Destination = field(kw_only=False)
+    max_shard_size: MaxShardSize = None
+    dtype: DTypeName = "keep"
+    strip_prefix: Annotated[
+        str,
+        Option(
+            "auto finds the model inside a trainer's state and strips wrappers such as _orig_mod.",
+            metavar="auto|none|PFX",
+        ),
+    ] = "auto"
+    assets: Annotated[AnyPath | None, Option("Config, tokenizer, … to put beside the weights.", metavar="DIR")] = None
+    like: Annotated[AnyPath | None, Option("Restore this model's names, order, files and dtypes.", metavar="REF")] = (
+        None
+    )
+    include: Include = ()
+    exclude: Exclude = ()
+    allow_foreign_names: Annotated[
+        bool, Option("Write names that the architecture in config.json does not have, or not all of its names.")
+    ] = False
+    overwrite: Overwrite = False
+    dry_run: DryRun = False
+    num_workers: NumWorkers = None
+    format: From = None
+    progress: Progress = None
+
+
 def gathering_job(
-    opened: Opened,
-    destination: str,
-    *,
-    max_shard_size: str | None,
-    dtype: str,
-    strip: str,
-    assets: AssetList | None,
-    like: Opened | None,
-    include: Sequence[str],
-    exclude: Sequence[str],
+    opened: Opened, options: GatherOptions, *, assets: AssetList | None = None, like: Opened | None = None
 ) -> Job:
-    """Return the job that writes `opened` as full safetensors to `destination`.
+    """Return the job that writes `opened` as full safetensors.
 
     The first of these decides on names, order and files: `like`; the original that the source's manifest
     remembers, when no option asks for something else; `max_shard_size`.
     """
+    destination, dtype, strip = os.fspath(options.destination), options.dtype, options.strip_prefix
+    include, exclude = options.include, options.exclude
     if destination.endswith(".safetensors"):
         raise UsageError(
             "the destination is a directory of safetensors files, its name should not end in .safetensors",
@@ -51,7 +94,7 @@ def gathering_job(
         )
     notes = notes_on(opened)
     original = opened.origin
-    plain = dtype == "keep" and max_shard_size is None and not include and not exclude and strip == "auto"
+    plain = dtype == "keep" and options.max_shard_size is None and not include and not exclude and strip == "auto"
     if like is not None:
         if like.origin is None or not plain:
             raise UsageError(
@@ -70,7 +113,7 @@ def gathering_job(
     model, names = _model(chosen, strip, notes)
     source = replace(model, tensors=tuple(map(opened.resolve, model.tensors)), blobs=())
     target = cast_target(source, dtype)
-    files = hf.arrange(target.tensors, max_file_nbytes=parse_size(max_shard_size or DEFAULT_MAX_SHARD_SIZE))
+    files = hf.arrange(target.tensors, max_file_nbytes=parse_size(options.max_shard_size or DEFAULT_MAX_SHARD_SIZE))
     placed, heads = hf.place(files)
     documents = {"model" + INDEX_SUFFIX: hf.build_index(files)} if len(files) > 1 else {}
     return Job(
@@ -151,11 +194,7 @@ def _restore(
     assets: AssetList,
     notes: list[str],
 ) -> Job:
-    """Return the job that writes the very files that `origin` remembers.
-
-    Raises:
-        UsageError: The model lacks tensors of the original, or has others.
-    """
+    """Return the job that writes the very files that `origin` remembers; the model must have the same tensors."""
     by_fqn = {entry.fqn: entry for entry in model.tensors}
     placed: list[TensorEntry] = []
     heads: dict[str, bytes] = {}
@@ -210,11 +249,29 @@ def _leave_out_twins(
 ) -> None:
     """Remove from `found` what the reference has under another name only: tied weights, proven by their bytes."""
     kept = [entry for fqn, entry in found.items() if fqn in wanted]
-    for fqn in [fqn for fqn in found if fqn not in wanted]:
-        twin = twin_of(found[fqn], kept, opened, is_tie=ties)
+    for fqn, entry in [(fqn, entry) for fqn, entry in found.items() if fqn not in wanted]:
+        alike = [other for other in kept if (other.shape, other.dtype) == (entry.shape, entry.dtype)]
+        twin = next((other for other in alike if _is_same(entry, other, opened, ties(entry.fqn, other.fqn))), None)
         if twin is not None:
             del found[fqn]
             notes.append(f"left out {escape_name(fqn)!r}: it is {escape_name(twin.fqn)!r}, byte for byte")
+
+
+def _is_same(one: TensorEntry, other: TensorEntry, opened: Opened, tied: bool) -> bool:
+    """Are the bytes the same? Tensors of one value everywhere (zeros, ones) prove nothing unless the names are tied."""
+    for entry in (one, other):
+        check_complete(entry)
+    itemsize = max(1, one.dtype.num_bytes(1))
+    left, right = (read_blocks(opened.resolve(entry), opened.source) for entry in (one, other))
+    first: bytes | None = None
+    varies = False
+    for pair in zip_longest(left, right):
+        if None in pair or pair[0][1] != pair[1][1]:
+            return False
+        content = pair[0][1]
+        first = bytes(content[:itemsize]) if first is None else first
+        varies = varies or content != memoryview(first * (len(content) // itemsize))
+    return varies or (tied and first is not None)
 
 
 def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntry]) -> None:

@@ -9,23 +9,18 @@ from typing import Annotated
 
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.description.layout import Mesh, Placement, parse_mesh
+from ckpt_tools.description.layout import Layout, Placement, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
-from ckpt_tools.options import (
-    Destination,
-    DTypeName,
-    Exclude,
-    Include,
-    MeshOptions,
-    Option,
-    Source,
-)
-from ckpt_tools.placement import Rule, cut_entry, parse_rules, parse_set, place_tensors, tp_plan_rules
+from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
+from ckpt_tools.placement.parse import parse_rules, parse_set
+from ckpt_tools.placement.place import cut_entry, place_tensors
+from ckpt_tools.placement.rule import Rule
+from ckpt_tools.placement.tp_plan import tp_plan_rules
 from ckpt_tools.storage.named_file import read_named_file
 
 _MAX_RULES_BYTES = 16 << 20
@@ -41,15 +36,6 @@ class ShardingOptions(MeshOptions):
     prefix: Annotated[str, Option("Put in front of every name (model.).", metavar="PFX")] = ""
     include: Include = ()
     exclude: Exclude = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """A mesh, and where it puts every tensor."""
-
-    mesh: Mesh
-    placements: Mapping[str, Mapping[str, Placement]]
-    """FQN → axis → placement; axes that are not named replicate."""
 
 
 def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) -> Layout:
@@ -74,9 +60,15 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
     if options.tp_plan is not None:
         if options.tp_plan != "auto":
             raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
-        config = _read_config(opened)
-        plan = auto_plan(config, os.path.abspath(opened.source.root))
-        rules += tp_plan_rules(config, [entry.fqn for entry in checkpoint.tensors], plan)
+        config = config_beside(opened.source)
+        if config is None:
+            raise UsageError(
+                "--tp-plan auto needs the model's config.json beside the weights",
+                where=opened.source.root,
+                hint="copy it there, or write the rules yourself with --rules",
+            )
+        plan = auto_plan(config.values, os.path.abspath(opened.source.root))
+        rules += tp_plan_rules(config.values, [entry.fqn for entry in checkpoint.tensors], plan)
     placements: dict[str, Mapping[str, Placement]] = dict(place_tensors(checkpoint.tensors, mesh, rules))
     placements |= _like_parameters(checkpoint.tensors, rules, placements)
     return Layout(mesh=mesh, placements=placements)
@@ -118,17 +110,6 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
-def _read_config(opened: Opened) -> Mapping[str, object]:
-    config = config_beside(opened.source)
-    if config is None:
-        raise UsageError(
-            "--tp-plan auto needs the model's config.json beside the weights",
-            where=opened.source.root,
-            hint="copy it there, or write the rules yourself with --rules",
-        )
-    return config.values
-
-
 def sharding_job(opened: Opened, options: ShardingOptions) -> Job:
     """Return the job that writes `opened`, cut as `options` say."""
     dtype, prefix = options.dtype, options.prefix
@@ -137,12 +118,12 @@ def sharding_job(opened: Opened, options: ShardingOptions) -> Job:
     layout = find_layout(opened, renamed, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
     target = cast_target(source, dtype)
-    grids = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]) for entry in target.tensors}
+    cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
     origin = opened.origin if dtype == "keep" and chosen is opened.checkpoint else None
     return Job(
         opened=opened,
         source=source,
-        target=place(target.tensors, grids, source.blobs),
+        target=place(target.tensors, cells, source.blobs),
         destination=os.fspath(options.destination),
         assets=[(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)],
         dtype=dtype,

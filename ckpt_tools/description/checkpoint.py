@@ -132,9 +132,7 @@ class Asset:
     """A file that belongs to the model but holds no weights (config, tokenizer, …)."""
 
     file: str
-    """Path relative to the root."""
     nbytes: int
-    """Size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.description.layout import Box, Interval, Mesh, Placement, Replicate, Shard, cut_tensor
+from ckpt_tools.description.layout import Box, Interval, Layout, Mesh, Placement, Replicate, Shard, cut_tensor
 
 _MAX_CANDIDATES = 1000
 """Meshes tried before giving up: enough for any real one, a bound on what a hostile file can ask for."""
@@ -30,16 +30,6 @@ _RANKED_FILE = re.compile(
 _BLOCK = re.compile(r"(?:.*?\.)??(\d+)(?=\.|\Z)", re.ASCII | re.DOTALL)
 
 Sizes = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferredMesh:
-    """A mesh that explains every chunk of a checkpoint."""
-
-    mesh: Mesh
-    """The mesh."""
-    placements: Mapping[str, Mapping[str, Placement]]
-    """FQN → axis → placement, every axis of the mesh named."""
 
 
 def rank_of_file(file: str) -> int | None:
@@ -69,7 +59,6 @@ class _Pattern:
     boxes: tuple[tuple[Sizes, Sizes], ...]
     """(offsets, sizes) per chunk."""
     ranks: tuple[int, ...]
-    """Rank per chunk."""
     intervals: tuple[frozenset[Interval], ...]
     """The distinct parts along every dim."""
     fqns: tuple[str, ...]
@@ -136,11 +125,9 @@ def _axis_sizes(patterns: tuple[_Pattern, ...], num_ranks: int) -> list[int]:
 
 
 def _candidates(patterns: tuple[_Pattern, ...], num_ranks: int) -> Iterator[Mesh]:
-    """Yield meshes worth trying, those with fewer axes first.
-
-    The outermost cutting axis is only as long as the highest rank demands: a longer one would explain the
-    same chunks, because its further parts would be empty.
-    """
+    """Yield meshes worth trying, those with fewer axes first."""
+    # The outermost cutting axis is only as long as the highest rank demands: the further parts of a longer one would
+    # be empty, so that it would explain the same chunks.
     num_cells = patterns[0].num_cells
     if num_cells == 1:
         yield Mesh((("dp_shard", 1),) if num_ranks == 1 else (("dp_replicate", num_ranks),))
@@ -268,8 +255,8 @@ def _name_axes(patterns: tuple[_Pattern, ...], mesh: Mesh, explained: list[tuple
     return tuple(names)
 
 
-def infer_mesh(checkpoint: Checkpoint) -> InferredMesh | None:
-    """Return the smallest mesh that explains every chunk of `checkpoint`, or None.
+def infer_mesh(checkpoint: Checkpoint) -> Layout | None:
+    """Return the smallest mesh that explains every chunk of `checkpoint`, every axis placed, or None.
 
     Works on chunk boxes and the ranks in file names alone, so what leaves no trace is not seen: replicas that
     wrote nothing, and ranks whose every part is empty. Axis names follow from what an axis cuts; a mesh whose
@@ -297,5 +284,5 @@ def infer_mesh(checkpoint: Checkpoint) -> InferredMesh | None:
             for fqn in pattern.fqns
         }
         renamed = Mesh(tuple((name, size) for name, (_, size) in zip(names, mesh.axes, strict=True)))
-        return InferredMesh(mesh=renamed, placements={tensor.fqn: by_fqn[tensor.fqn] for tensor in checkpoint.tensors})
+        return Layout(mesh=renamed, placements={tensor.fqn: by_fqn[tensor.fqn] for tensor in checkpoint.tensors})
     return None

@@ -119,6 +119,14 @@ class Mesh:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A mesh, and where it puts every tensor: FQN → axis → placement. Axes that are not named replicate."""
+
+    mesh: Mesh
+    placements: Mapping[str, Mapping[str, Placement]]
+
+
 def parse_mesh(text: str, *, world_size: int | None = None) -> Mesh:
     """Parse "dp_replicate=2,dp_shard=-1,tp=2"; one -1 is inferred from `world_size`.
 
@@ -184,9 +192,7 @@ class Grid:
     """How a mesh cuts one tensor: every dim into intervals, every rank one cell of their product."""
 
     shape: tuple[int, ...]
-    """Global shape of the tensor, in elements."""
     mesh: Mesh
-    """The mesh."""
     cutters: tuple[tuple[int, ...], ...]
     """Per dim, the positions of the mesh axes that cut it, outermost cut first."""
     intervals: tuple[tuple[Interval, ...], ...]
@@ -259,13 +265,8 @@ def cut_tensor(shape: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Plac
     """Return how `mesh` cuts a tensor of `shape` under `placements` (axis name → placement).
 
     Axes that `placements` does not name replicate. Grids are cached: tensors of one shape share one.
-
-    Args:
-        shape: Global shape, in logical elements.
-        mesh: The mesh.
-        placements: Axis name → placement.
-        pack: Logical elements that torch keeps in one element of its own along the last dim
-            (`DType.pack`); the last dim is a multiple of it and is cut at multiples of it.
+    The shape counts logical elements, of which torch keeps `pack` in one of its own along the last dim (`DType.pack`):
+    that dim is a multiple of it, and is cut at multiples of it.
 
     Raises:
         UsageError: A placement names a dim that the tensor does not have, or the last dim is no
@@ -283,11 +284,7 @@ T = TypeVar("T")
 
 
 class BoxIndex(Generic[T]):
-    """Finds which of many boxes share elements with a given one, without looking at all of them.
-
-    Args:
-        items: (item, its box); empty boxes are never found.
-    """
+    """Finds which of many boxes share elements with a given one, without looking at all; empty ones are never found."""
 
     def __init__(self, items: Iterable[tuple[T, Box]]) -> None:
         self._items = [(item, box) for item, box in items if 0 not in box.sizes]
@@ -321,13 +318,10 @@ class Blocks:
     """
 
     shape: tuple[int, ...]
-    """Shape of the tensor."""
     dim: int
     """The dim along which blocks take a range; -1 when one block holds everything."""
     step: int
     """Elements of `dim` per block; the last range of each run may be shorter."""
-    element_bits: int
-    """Bits per element."""
 
     def __len__(self) -> int:
         if 0 in self.shape:
@@ -368,6 +362,6 @@ def split_blocks(shape: tuple[int, ...], element_bits: int, *, block_bytes: int,
             step = max(1, block_bytes * 8 // inner_bits)
             if dim == len(shape) - 1:
                 step = max(granule, step - step % granule)
-            return Blocks(shape, dim, step, element_bits)
+            return Blocks(shape, dim, step)
         inner_bits *= shape[dim]
-    return Blocks(shape, -1, 0, element_bits)
+    return Blocks(shape, -1, 0)

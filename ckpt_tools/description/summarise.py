@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
-from ckpt_tools.description.infer import InferredMesh, block_of, infer_mesh, rank_of_file
-from ckpt_tools.description.layout import Mesh, Placement, cut_tensor
-from ckpt_tools.description.summary import BlockSummary, FileSummary, MeshSource, PrefixSummary, RankSummary, Summary
-
-__all__ = ["InferredMesh", "Summary", "infer_mesh", "overlay", "summarise", "to_json"]
+from ckpt_tools.description.infer import block_of, infer_mesh, rank_of_file
+from ckpt_tools.description.layout import Layout, Mesh, Placement, Replicate, cut_tensor
 
 MAX_PREFIXES = 12
 """Rows that the FQN tree is folded to."""
@@ -28,6 +26,109 @@ OTHER = "(other)"
 _MAX_DEPTH = 8
 """Components of an FQN that the folded tree looks at."""
 _DIGITS = re.compile(r"(\d{1,18})", re.ASCII)
+
+
+MeshSource = Literal["manifest", "inferred", "overlay"]
+"""Who says what the mesh is: a manifest in the checkpoint, its chunks, or the user who asks "what if"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSummary:
+    """One file that holds chunks or blobs, and the logical bytes of its chunks."""
+
+    file: str
+    file_bytes: int | None
+    """Size on disk; None when the file is missing or not yet written."""
+    num_chunks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """What one rank wrote, in logical bytes."""
+
+    rank: int
+    files: tuple[str, ...]
+    num_chunks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSummary:
+    """A branch of the FQN tree; `*` stands for the numbers of repeated blocks."""
+
+    prefix: str
+    num_tensors: int
+    num_elems: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSummary:
+    """A row of the rank × layer map: one repeated block, or one top-level branch outside of blocks."""
+
+    name: str
+    """For example "model.layers.3" or "model.norm"."""
+    bytes_by_rank: tuple[int, ...]
+    """Logical bytes, in the order of `Summary.ranks`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Everything that `ckpt inspect` tells about a checkpoint."""
+
+    path: str
+    """The path as the user wrote it."""
+    format: str
+    """How it is stored."""
+    num_tensors: int
+    """Tensors."""
+    num_elems: int
+    """Elements of all tensors, replicas counted once."""
+    total_bytes: int
+    """Logical bytes of all tensors, replicas counted once."""
+    num_chunks: int
+    """Stored chunks, empty ones included."""
+    dtypes: Mapping[str, int]
+    """Dtype name → logical bytes, most bytes first."""
+    files: tuple[FileSummary, ...]
+    """Files that hold chunks or blobs, by name (numbers in order)."""
+    ranks: tuple[RankSummary, ...]
+    """Ranks that wrote something, in order; () when file names carry no rank."""
+    blobs: tuple[BlobEntry, ...]
+    """Items that are not tensors."""
+    assets: tuple[Asset, ...]
+    """Files that come along."""
+    prefixes: tuple[PrefixSummary, ...]
+    """The FQN tree, folded to at most `MAX_PREFIXES` rows; branches in source order, one may be `OTHER`."""
+    blocks: tuple[BlockSummary, ...]
+    """Bytes per block and rank, in source order; () when there are no ranks."""
+    mesh: Mesh | None
+    """The mesh, when known."""
+    mesh_source: MeshSource | None
+    """Who says so."""
+    placements: Mapping[str, Mapping[str, Placement]] | None
+    """FQN → axis → placement, when known."""
+    tensors: tuple[TensorEntry, ...] = ()
+    """The tensors themselves."""
+
+    @property
+    def imbalance(self) -> float | None:
+        """Bytes of the fullest rank over the mean of all ranks; None without ranks or bytes."""
+        total = sum(rank.num_bytes for rank in self.ranks)
+        return max(rank.num_bytes for rank in self.ranks) * len(self.ranks) / total if total else None
+
+    @property
+    def is_virtual(self) -> bool:
+        """True when the files are not written, only imagined by an overlay."""
+        return self.mesh_source == "overlay"
+
+    def placements_of(self, fqn: str) -> dict[str, Placement] | None:
+        """Return axis → placement for every axis of the mesh; None when nothing is known."""
+        if self.mesh is None or self.placements is None or fqn not in self.placements:
+            return None
+        named = self.placements[fqn]
+        return {axis: named.get(axis, Replicate()) for axis, _ in self.mesh.axes}
 
 
 def chunk_bytes(dtype: DType, sizes: Sequence[int]) -> int:
@@ -102,9 +203,7 @@ def _summarise_dtypes(tensors: Sequence[TensorEntry]) -> dict[str, int]:
     return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _count(
-    tensors: Sequence[TensorEntry],
-) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]]:
+def _count(tensors: Sequence[TensorEntry]) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]]:
     """Return chunks by file, bytes by file, and bytes by row of the map and file."""
     num_chunks: dict[str, int] = {}
     num_bytes: dict[str, int] = {}
@@ -128,15 +227,10 @@ def _count(
 
 
 def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: MeshSource | None = None) -> Summary:
-    """Return what `ckpt inspect` tells about `checkpoint`.
+    """Return what `ckpt inspect` tells about `checkpoint`, calling it by its root unless `path` is given.
 
-    The mesh is the recorded one; where none is, the one that explains the chunks (`infer_mesh`).
-
-    Args:
-        checkpoint: The description; for a layout that is not written yet, the result of `overlay`.
-        path: What to call it; its root by default.
-        mesh_source: Who says what the mesh is; "manifest" by default for a recorded one. "overlay" marks the
-            files as not written.
+    The mesh is the recorded one ("manifest", unless `mesh_source` says otherwise; "overlay" marks the files as not
+    written); where none is, the one that explains the chunks (`infer_mesh`).
     """
     tensors = checkpoint.tensors
     num_chunks, num_bytes, rows = _count(tensors)
@@ -151,15 +245,13 @@ def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: M
         for file in sorted(names, key=_file_order)
     )
     ranks = _summarise_ranks(files)
-    blocks: tuple[BlockSummary, ...] = ()
-    if ranks:
-        blocks = tuple(
-            BlockSummary(
-                name=name,
-                bytes_by_rank=tuple(sum(by_file.get(file, 0) for file in rank.files) for rank in ranks),
-            )
-            for name, by_file in rows.items()
+    blocks = tuple(
+        BlockSummary(
+            name=name,
+            bytes_by_rank=tuple(sum(by_file.get(file, 0) for file in rank.files) for rank in ranks),
         )
+        for name, by_file in (rows.items() if ranks else ())
+    )
     mesh, placements = checkpoint.mesh, checkpoint.placements
     if mesh is not None:
         mesh_source = mesh_source or "manifest"
@@ -208,10 +300,10 @@ def _summarise_ranks(files: Sequence[FileSummary]) -> tuple[RankSummary, ...]:
     )
 
 
-def overlay(checkpoint: Checkpoint, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement]]) -> Checkpoint:
-    """Return what `checkpoint` would look like sharded for `mesh`: virtual files, one per rank that writes.
+def overlay(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    """Return what `checkpoint` would look like sharded for a mesh: virtual files, one per rank that writes.
 
-    Tensors that `placements` does not name are replicated. Spans tell the file and the length alone (their
+    Tensors that the layout does not name are replicated. Spans tell the file and the length alone (their
     offset is 0), and tensors that are cut alike share their chunks: 1000 tensors × 4096 ranks stay small.
 
     Raises:
@@ -221,8 +313,8 @@ def overlay(checkpoint: Checkpoint, mesh: Mesh, placements: Mapping[str, Mapping
     shared: dict[tuple[object, ...], tuple[Chunk, ...]] = {}
     tensors = []
     for tensor in checkpoint.tensors:
-        by_axis = placements.get(tensor.fqn, {})
-        grid = cut_tensor(tensor.shape, mesh, by_axis, pack=tensor.dtype.pack)
+        by_axis = layout.placements.get(tensor.fqn, {})
+        grid = cut_tensor(tensor.shape, layout.mesh, by_axis, pack=tensor.dtype.pack)
         key = (tensor.shape, tensor.dtype.name, grid.cutters)
         chunks = shared.get(key)
         if chunks is None:
@@ -241,8 +333,8 @@ def overlay(checkpoint: Checkpoint, mesh: Mesh, placements: Mapping[str, Mapping
         format="dcp",
         tensors=tuple(tensors),
         assets=checkpoint.assets,
-        mesh=mesh,
-        placements=placements,
+        mesh=layout.mesh,
+        placements=layout.placements,
         files=files,
     )
 
@@ -269,12 +361,7 @@ def _tensor_json(summary: Summary, tensor: TensorEntry) -> dict[str, object]:
 
 
 def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -> dict[str, object]:
-    """Return the `inspect` document of the command contract; names stay as they are.
-
-    Args:
-        summary: The summary.
-        tensors: Tensors to list with their chunks; None leaves the list out.
-    """
+    """Return the `inspect` document of the command contract, with chunks of `tensors`; names stay as they are."""
     document: dict[str, object] = {
         "path": summary.path,
         "format": summary.format,
@@ -298,12 +385,7 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
         ],
         "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in summary.assets],
         "prefixes": [
-            {
-                "prefix": p.prefix,
-                "num_tensors": p.num_tensors,
-                "num_elements": p.num_elems,
-                "bytes": p.num_bytes,
-            }
+            {"prefix": p.prefix, "num_tensors": p.num_tensors, "num_elements": p.num_elems, "bytes": p.num_bytes}
             for p in summary.prefixes
         ],
         "mesh": None if summary.mesh is None else dict(summary.mesh.axes),

@@ -30,11 +30,7 @@ def select(
 ) -> Checkpoint:
     """Keep the tensors and blobs whose FQN matches some `include` glob (or any, without) and no `exclude`.
 
-    Args:
-        checkpoint: What to choose from.
-        include: Globs of what to keep.
-        exclude: Globs of what to leave out.
-        beside: A checkpoint that the same globs are used on: it is enough if they leave something of one of the two.
+    Where the same globs are used on a checkpoint `beside`, it is enough if they leave something of one of the two.
 
     Raises:
         UsageError: An `include` glob matches nothing, or nothing is left.

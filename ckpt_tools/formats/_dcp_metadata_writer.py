@@ -31,15 +31,10 @@ _TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 def build_metadata(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> bytes:
-    """Return the bytes of `.metadata` for tensors and blobs that lie in `.distcp` files.
+    """Return the bytes of `.metadata` for tensors and blobs that lie in `.distcp` files, every span a whole item.
 
-    Args:
-        tensors: Every chunk's span is its whole item; shapes and boxes in logical elements.
-        blobs: Items that are not tensors.
-
-    Returns:
-        What stock torch (2.6 and later) unpickles to the equivalent `Metadata`. No `StorageMeta`: it would carry
-        the path of the checkpoint, and torch makes an empty one on reading.
+    Stock torch (2.6 and later) unpickles them to the equivalent `Metadata`. There is no `StorageMeta`: it would carry
+    the path of the checkpoint, and torch makes an empty one on reading. Shapes and boxes are in logical elements.
 
     Raises:
         UsageError: A dtype or a shape that torch does not have, or two entries of one name.
@@ -113,7 +108,7 @@ class _Writer:
             return known
         opcodes = self._class("torch", "Size")
         if dims:
-            numbers = b"".join(map(_int, dims))
+            numbers = b"".join(map(push_int, dims))
             opcodes += numbers + _TUPLES[len(dims)] if len(dims) <= 3 else b"(" + numbers + b"t"
             opcodes += b"\x94"
             self._next += 1
@@ -166,7 +161,7 @@ class _Writer:
             raise UsageError(f"tensor '{entry.fqn}': {entry.dtype.name} cannot be stored in DCP")
         opcodes = self._class(_DCP, "TensorProperties") + self._new() + b"(" + self._class("torch", name)
         opcodes += self._call("torch.serialization", "_get_layout", self._string, "torch.strided") + _FALSE
-        opcodes += self._call(_DCP, "_MEM_FORMAT_ENCODING", _int, 0) + _FALSE
+        opcodes += self._call(_DCP, "_MEM_FORMAT_ENCODING", push_int, 0) + _FALSE
         return opcodes + b"tb"
 
     def _call(self, module: str, name: str, arg: Callable[[_T], bytes], value: _T) -> bytes:
@@ -175,7 +170,7 @@ class _Writer:
         return known or self._once(key, self._class(module, name) + arg(value) + b"\x85R")
 
     def _key(self, key: str | int) -> bytes:
-        return _int(key) if isinstance(key, int) else self._string(key)
+        return push_int(key) if isinstance(key, int) else self._string(key)
 
     def _paths(self, entries: Iterable[TensorEntry | BlobEntry]) -> None:
         """Write `planner_data`; where the only key is the name, as a second copy of it that damage would contradict."""
@@ -195,7 +190,7 @@ class _Writer:
                     self._begin(_DCP, "MetadataIndex", "fqn"),
                     self._string(entry.fqn),
                     self._string("index"),
-                    _int(index),
+                    push_int(index),
                     self._string("offset"),
                     self._size(_torch_dims(entry, chunk.box.offsets)),
                     _FILLED,
@@ -207,9 +202,9 @@ class _Writer:
             self._begin(_FILESYSTEM, "_StorageInfo", "relative_path"),
             self._string(span.file),
             self._string("offset"),
-            _int(span.offset),
+            push_int(span.offset),
             self._string("length"),
-            _int(span.nbytes),
+            push_int(span.nbytes),
             _FILLED,
         )
 
@@ -233,7 +228,7 @@ def _text(text: str) -> bytes:
     return (b"\x8c%c" % len(raw) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")) + raw
 
 
-def _int(number: int) -> bytes:
+def push_int(number: int) -> bytes:
     """Return the shortest opcode that pushes `number`, as CPython's pickler does."""
     if 0 <= number < 1 << 8:
         return b"K%c" % number

@@ -36,7 +36,6 @@ class Record:
     name: str
     """The global that would have been called, or `PERSISTENT_ID`."""
     args: tuple[object, ...]
-    """Its arguments."""
     state: object
     """What BUILD would have set; None without BUILD."""
     depth: int
@@ -48,9 +47,7 @@ class PickleLimits:
     """How much a pickle may ask for."""
 
     max_bytes: int = 1 << 30
-    """Length of the pickle, in bytes."""
     max_opcodes: int = 400_000_000
-    """Number of opcodes."""
     max_depth: int = 64
     """Containers inside containers."""
     max_string_bytes: int = 1 << 20

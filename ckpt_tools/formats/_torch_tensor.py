@@ -30,23 +30,31 @@ _LIMITS = PickleLimits(max_bytes=1 << 16, max_opcodes=1 << 16, max_depth=16, max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PickledTensor:
-    """One dense tensor, and where it lies in its storage."""
+class ItemHead:
+    """What an item says of its one dense tensor."""
 
     dtype: DType
-    """Element type."""
     shape: tuple[int, ...]
-    """Shape in logical elements."""
+    """In logical elements, like `strides`."""
     strides: tuple[int, ...] | None
-    """Strides in logical elements; None means row-major."""
+    """None means row-major."""
+    payload_offset: int
+    """First byte of the tensor's elements within the item."""
+    payload_nbytes: int
+    """Bytes from its first element to the end of its last one."""
+    crc32: int | None = None
+    """CRC-32 of the payload; None when it was not computed or covers a larger storage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickledTensor:
+    """One tensor, and its storage."""
+
+    head: ItemHead
+    """Its payload's offset is that in the storage."""
     key: str
     """Name of the data record."""
     storage_nbytes: int
-    """Bytes of the whole storage."""
-    payload_offset: int
-    """First byte of the tensor in its storage."""
-    payload_nbytes: int
-    """Bytes from its first element to the end of its last one."""
 
 
 @lru_cache(maxsize=4096)
@@ -114,15 +122,14 @@ def _rebuild(call: Record) -> PickledTensor:
         raise UnreadableError(
             f"the item's tensor ends at byte {(start + extent) * width} of a storage of {storage_nbytes} bytes"
         )
-    return PickledTensor(
+    head = ItemHead(
         dtype=dtype,
         shape=(*sizes[:-1], sizes[-1] * dtype.pack) if sizes else (),
         strides=_logical_strides(dtype, sizes, steps),
-        key=key,
-        storage_nbytes=storage_nbytes,
         payload_offset=start * width,
         payload_nbytes=extent * width,
     )
+    return PickledTensor(head=head, key=key, storage_nbytes=storage_nbytes)
 
 
 def _storage(value: object) -> tuple[str, str, int]:

@@ -13,6 +13,13 @@ from functools import lru_cache
 
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats._dcp_metadata_writer import push_int
+
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+LOCAL = struct.Struct("<4s5H3I2H")
+END = struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR = struct.Struct("<4sIQI")
 
 _ALIGNMENT = 64
 """Payloads begin at multiples of this within their item, as torch aligns storages."""
@@ -27,11 +34,10 @@ class ItemFrame:
     """An item without its payload."""
 
     nbytes: int
-    """Length of the whole item."""
+    """Length of the whole item, payload included."""
     payload_offset: int
-    """First byte of the payload within the item; a multiple of 64."""
+    """A multiple of 64."""
     payload_nbytes: int
-    """Length of the payload."""
     _before: bytes
     _after: bytes
     _crc_offsets: tuple[int, int]
@@ -55,11 +61,7 @@ class ItemFrame:
 
 @lru_cache(maxsize=4096)
 def item_frame(dtype: DType, sizes: tuple[int, ...]) -> ItemFrame:
-    """Return the frame of an item with a row-major tensor.
-
-    Args:
-        dtype: Element type.
-        sizes: Sizes in logical elements.
+    """Return the frame of an item with a row-major tensor of `sizes` logical elements.
 
     Raises:
         UsageError: A dtype that torch does not have, or sizes that end inside a byte.
@@ -108,10 +110,7 @@ def _local(name: str, crc32: int, nbytes: int, extra: bytes) -> bytes:
     """Return a local header."""
     short = min(nbytes, _FULL32)
     version = 45 if nbytes >= _FULL32 else 20
-    head = struct.pack(
-        "<4s5H3I2H",
-        *(b"PK\3\4", version, _UTF8, 0, 0, _DATE, crc32, short, short, len(name), len(extra)),
-    )
+    head = LOCAL.pack(b"PK\3\4", version, _UTF8, 0, 0, _DATE, crc32, short, short, len(name), len(extra))
     return head + name.encode() + extra
 
 
@@ -121,8 +120,7 @@ def _central(name: str, crc32: int, nbytes: int, offset: int) -> bytes:
     extra = struct.pack("<2H", 1, len(wide)) + wide if wide else b""
     short = min(nbytes, _FULL32)
     version = 45 if wide else 20
-    head = struct.pack(
-        "<4s6H3I5H2I",
+    head = CENTRAL.pack(
         *(b"PK\1\2", version, version, _UTF8, 0, 0, _DATE, crc32, short, short),
         *(len(name), len(extra), 0, 0, 0, 0, min(offset, _FULL32)),
     )
@@ -133,10 +131,9 @@ def _end(*, num_entries: int, nbytes: int, start: int) -> bytes:
     """Return the end records of a directory of `nbytes` bytes at `start`."""
     wide = b""
     if start >= _FULL32:
-        wide = struct.pack(
-            "<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, num_entries, num_entries, nbytes, start
-        ) + struct.pack("<4sIQI", b"PK\6\7", 0, start + nbytes, 1)
-    return wide + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, num_entries, num_entries, nbytes, min(start, _FULL32), 0)
+        wide = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, num_entries, num_entries, nbytes, start)
+        wide += LOCATOR.pack(b"PK\6\7", 0, start + nbytes, 1)
+    return wide + END.pack(b"PK\5\6", 0, 0, num_entries, num_entries, nbytes, min(start, _FULL32), 0)
 
 
 def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
@@ -163,29 +160,17 @@ def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
     def numbers(values: tuple[int, ...]) -> bytes:
         if not values:
             return b")"
-        body = b"".join(map(_int, values))
+        body = b"".join(map(push_int, values))
         return put(body + b"\x85\x86\x87"[len(values) - 1 :][:1] if len(values) <= 3 else b"(" + body + b"t")
 
     rebuild = "_rebuild_tensor_v2" if is_typed else "_rebuild_tensor_v3"
     storage = f"torch\n{dtype.torch_storage}" if is_typed else "torch.storage\nUntypedStorage"
     length = num_elems if is_typed else num_elems * dtype.bits * dtype.pack // 8
     out = b"\x80\x02" + put(f"ctorch._utils\n{rebuild}\n".encode()) + b"(("
-    out += text("storage") + put(f"c{storage}\n".encode()) + text("0") + text("cpu") + _int(length)
-    out += put(b"t") + b"Q" + _int(0) + numbers(sizes) + numbers(strides) + b"\x89"
+    out += text("storage") + put(f"c{storage}\n".encode()) + text("0") + text("cpu") + push_int(length)
+    out += put(b"t") + b"Q" + push_int(0) + numbers(sizes) + numbers(strides) + b"\x89"
     out += put(put(b"ccollections\nOrderedDict\n") + b")R")
     if not is_typed:
         out += put(f"ctorch\n{dtype.torch_name}\n".encode())
     out += put(b"t")
     return out + put(b"R") + b"."
-
-
-def _int(number: int) -> bytes:
-    """Return the opcode that CPython's pickler writes for a number that is not negative."""
-    if number < 1 << 8:
-        return b"K%c" % number
-    if number < 1 << 16:
-        return b"M" + number.to_bytes(2, "little")
-    if number < 1 << 31:
-        return b"J" + number.to_bytes(4, "little")
-    raw = number.to_bytes(number.bit_length() // 8 + 1, "little")
-    return b"\x8a%c" % len(raw) + raw

@@ -6,7 +6,6 @@ Source: torch `distributed/checkpoint/{metadata,filesystem}.py` (2.13).
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -30,26 +29,11 @@ METADATA_NAME = ".metadata"
 METADATA_LIMITS = DEFAULT_LIMITS
 """How much a `.metadata` may ask for; looked up whenever one is opened."""
 
-_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
-
-
-def parse_rank(file: str) -> int | None:
-    """Return the rank that wrote `file`, or None when the name does not say."""
-    match = _DATA_FILE.fullmatch(file.rpartition("/")[2])
-    return int(match[1]) if match and len(match[1]) < 10 else None
-
 
 def read_item(
     span: ByteSpan, dtype: DType, sizes: tuple[int, ...], reader: Reader, *, thorough: bool = False
 ) -> ItemHead:
-    """Read what an item says of itself.
-
-    Args:
-        span: The item.
-        dtype: What it should hold; of an item as ckpt itself writes it, nothing needs to be parsed.
-        sizes: As `dtype`.
-        reader: Reads the item's file.
-        thorough: As in `parse_item`.
+    """Read what an item says of itself; of one that holds what it should, as ckpt writes it, nothing need be parsed.
 
     Raises:
         UnreadableError: Not the zip of one tensor.
@@ -93,15 +77,6 @@ def item_mismatch(dtype: DType, sizes: tuple[int, ...], head: ItemHead) -> str |
     if head.shape != sizes:
         return f"the metadata says sizes {list(sizes)}, the item holds {list(head.shape)}"
     return None
-
-
-def resolve(entry: TensorEntry, reader: Reader) -> TensorEntry:
-    """Return `entry` with every chunk's span on its raw payload, read from the items' headers.
-
-    Raises:
-        UnreadableError: An item is malformed or is not what the metadata says.
-    """
-    return replace(entry, chunks=tuple(_resolve_chunk(entry, chunk, reader) for chunk in entry.chunks))
 
 
 def _resolve_chunk(entry: TensorEntry, chunk: Chunk, reader: Reader) -> Chunk:
@@ -187,7 +162,7 @@ class Dcp(Format):
 
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
         """Read the heads of the tensor's items."""
-        return resolve(entry, reader)
+        return replace(entry, chunks=tuple(_resolve_chunk(entry, chunk, reader) for chunk in entry.chunks))
 
     def build_marker(self, target: Checkpoint) -> bytes:
         """Build `.metadata`."""
@@ -201,7 +176,7 @@ class Dcp(Format):
         """Digest items' heads and directories, and the padding between items."""
         payloads = planned_payloads(target.tensors)
         if marker is not None:
-            tensors = (resolve(entry, reader) for entry in parse_metadata(marker).tensors)
+            tensors = (self.resolve(entry, reader) for entry in parse_metadata(marker).tensors)
             payloads = (chunk.span for entry in tensors for chunk in entry.chunks)
         return digest_frames(target.files, payloads, target.blobs, reader)
 

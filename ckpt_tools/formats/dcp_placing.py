@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, overload
+from dataclasses import replace
+from typing import overload
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.description.layout import Box
-from ckpt_tools.formats.dcp import Dcp, parse_rank
+from ckpt_tools.formats.dcp import Dcp
 from ckpt_tools.formats.torch_zip import item_frame
 
 ITEM_ALIGNMENT = 64
@@ -21,43 +22,29 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-class Cut(Protocol):
-    """How a tensor is cut: `layout.Grid`, or the cells that another checkpoint has."""
-
-    @property
-    def cells(self) -> tuple[tuple[int, Box], ...]:
-        """(rank, box) of every distinct box."""
+Cells = tuple[tuple[int, Box], ...]
+"""(rank, box) of every distinct box of a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptCells:
-    """The boxes of a checkpoint, on the ranks that hold them there."""
-
-    cells: tuple[tuple[int, Box], ...]
-    """(rank, box) of every distinct box."""
-
-
-def kept_cells(entry: TensorEntry) -> KeptCells:
+def kept_cells(entry: TensorEntry) -> Cells:
     """Return the distinct chunks of a stored tensor and the ranks of their files; rank 0 where a name says none."""
     ranks: dict[Box, int] = {}
     for chunk in entry.chunks:
-        rank = parse_rank(chunk.span.file) or 0
+        rank = rank_of_file(chunk.span.file) or 0
         ranks[chunk.box] = min(rank, ranks.get(chunk.box, rank))
-    return KeptCells(tuple((rank, box) for box, rank in ranks.items()))
+    return tuple((rank, box) for box, rank in ranks.items())
 
 
-def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Cut], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
-    """Describe the files that hold `tensors` cut by `grids`: one per rank, items in the tensors' order.
+def place(tensors: Sequence[TensorEntry], cells: Mapping[str, Cells], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
+    """Describe the files that hold `tensors` cut into `cells`: one per rank, items in the tensors' order.
 
-    Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file.
+    Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file, carried along as they are. The
+    tensors' own chunks are not looked at; every chunk's span in the result is its item.
 
     Args:
-        tensors: What to hold; their chunks are not looked at.
-        grids: FQN → how the mesh cuts it, in logical elements.
-        blobs: Items that are carried along as they are.
-
-    Returns:
-        The destination; every chunk's span is its item.
+        tensors: What to hold.
+        cells: FQN → its boxes, in logical elements.
+        blobs: Items that are not tensors.
 
     Raises:
         UsageError: A dtype that DCP cannot hold.
@@ -70,15 +57,15 @@ def place(tensors: Sequence[TensorEntry], grids: Mapping[str, Cut], blobs: Seque
         position = start + blob.span.nbytes
         placed_blobs.append(replace(blob, span=ByteSpan(file=names[0], offset=start, nbytes=blob.span.nbytes)))
     items = _Items(position)
-    lengths: dict[tuple[int, str], tuple[int, ...]] = {}  # grids and their cells are shared by equal tensors
+    lengths: dict[tuple[int, str], tuple[int, ...]] = {}  # cells are shared by equal tensors
     placed = []
     for number, entry in enumerate(tensors):
-        cells = grids[entry.fqn].cells
-        key = (id(cells), entry.dtype.name)
+        own = cells[entry.fqn]
+        key = (id(own), entry.dtype.name)
         if key not in lengths:
-            lengths[key] = tuple(item_frame(entry.dtype, box.sizes).nbytes for _, box in cells)
-        items.add(cells, lengths[key])
-        placed.append(replace(entry, chunks=PlacedItems(cells, lengths[key], names, items, number)))
+            lengths[key] = tuple(item_frame(entry.dtype, box.sizes).nbytes for _, box in own)
+        items.add(own, lengths[key])
+        placed.append(replace(entry, chunks=PlacedItems(own, lengths[key], names, items, number)))
     return Checkpoint(
         root="",
         format=Dcp.name,
@@ -92,25 +79,19 @@ def _aligned(position: int) -> int:
     return -(-position // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
 
 
-_Cells = tuple[tuple[int, Box], ...]
-
-
 class _Items:
-    """Where the items of all tensors lie in their ranks' files, one after the other in the order of the tensors.
+    """Where the items of all tensors lie in their ranks' files, in the order of the tensors; rank 0's begin at `start`.
 
     A plan for thousands of ranks has millions of items, of which most commands need only the sizes of the files. So
     those come from counting equal tensors, and the items' offsets are found when the first one is asked for.
-
-    Args:
-        start: End of what comes first in the file of rank 0.
     """
 
     def __init__(self, start: int) -> None:
         self._start = start
-        self._parts: list[tuple[_Cells, tuple[int, ...]]] = []
+        self._parts: list[tuple[Cells, tuple[int, ...]]] = []
         self._starts: list[array[int]] = []
 
-    def add(self, cells: _Cells, lengths: tuple[int, ...]) -> None:
+    def add(self, cells: Cells, lengths: tuple[int, ...]) -> None:
         """Add a tensor: (rank, box) and length of each of its items."""
         self._parts.append((cells, lengths))
 
@@ -151,7 +132,7 @@ class PlacedItems(Sequence[Chunk]):
     __slots__ = ("_cells", "_items", "_lengths", "_names", "_number")
 
     def __init__(
-        self, cells: _Cells, lengths: tuple[int, ...], names: Mapping[int, str], items: _Items, number: int
+        self, cells: Cells, lengths: tuple[int, ...], names: Mapping[int, str], items: _Items, number: int
     ) -> None:
         self._cells = cells
         self._lengths = lengths

@@ -40,9 +40,6 @@ def digest_frames(
         payloads: Where the raw bytes of tensors lie; those in other files are passed over.
         blobs: Items whose bytes have a digest of their own.
         reader: Reads the files.
-
-    Raises:
-        CkptError: A file cannot be read.
     """
     # Two arrays per file: a large checkpoint has millions of items.
     spans = {name: (array("Q"), array("Q")) for name in files}

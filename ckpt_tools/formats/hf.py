@@ -97,9 +97,7 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
             )
 
 
-def arrange(
-    tensors: Sequence[TensorEntry], *, max_file_nbytes: int, stem: str = "model"
-) -> dict[str, list[TensorEntry]]:
+def arrange(tensors: Sequence[TensorEntry], *, max_file_nbytes: int) -> dict[str, list[TensorEntry]]:
     """Share `tensors` out over files of at most `max_file_nbytes`, in order, as huggingface_hub does.
 
     Returns:
@@ -114,16 +112,14 @@ def arrange(
         groups[-1].append(entry)
         size += entry.nbytes
     if len(groups) == 1:
-        return {f"{stem}.safetensors": safetensors.data_order(groups[0])}
+        return {"model.safetensors": safetensors.data_order(groups[0])}
     return {
-        f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": safetensors.data_order(group)
+        f"model-{i:05d}-of-{len(groups):05d}.safetensors": safetensors.data_order(group)
         for i, group in enumerate(groups, 1)
     }
 
 
-def place(
-    files: Mapping[str, Sequence[TensorEntry]], *, metadata: Mapping[str, str] | None = None
-) -> tuple[Checkpoint, dict[str, bytes]]:
+def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[str, bytes]]:
     """Describe the files that hold `files`' tensors, each whole.
 
     Returns:
@@ -133,9 +129,7 @@ def place(
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     for name, entries in files.items():
-        headers[name], starts = safetensors.build_header(
-            entries, metadata=HEADER_METADATA if metadata is None else metadata
-        )
+        headers[name], starts = safetensors.build_header(entries, metadata=HEADER_METADATA)
         sizes[name] = len(headers[name]) + sum(entry.nbytes for entry in entries)
         for entry, start in zip(entries, starts, strict=True):
             span = ByteSpan(file=name, offset=start, nbytes=entry.nbytes)

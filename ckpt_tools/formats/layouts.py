@@ -34,12 +34,7 @@ _MAGIC = (
 
 
 def explain(files: Mapping[str, int], path: str) -> UnreadableError:
-    """Return the error for a directory that is nothing that ckpt reads.
-
-    Args:
-        files: Relative name → size.
-        path: The directory as the user named it.
-    """
+    """Return the error for a directory that is nothing that ckpt reads; `files` are relative name → size."""
     top = [name for name in files if "/" not in name]
     path = path.rstrip("/") or path
     if (known := _layout(files, top, path)) is not None:
@@ -65,12 +60,9 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
 
 
 def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = None) -> UnreadableError:
-    """Return the error for a single file that is no safetensors file.
+    """Return the error for a single file that is no safetensors file, from its first bytes.
 
-    Args:
-        path: The file as the user named it.
-        head: Its first bytes, `HEAD_BYTES` of them where it is that long.
-        otherwise: The error for a file whose bytes say nothing.
+    There are `HEAD_BYTES` of them where it is that long. The error is `otherwise` for a file whose bytes say nothing.
     """
     name = os.path.basename(path)
     directory = os.path.dirname(path) or "."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -73,7 +73,6 @@ class Origin:
     index_name: str | None = None
     """Name of the index, None for a single file."""
     index_text: str | None = None
-    """Its exact text."""
     prefix: str = ""
     """Put in front of every FQN when the checkpoint was sharded (`--prefix`)."""
 
@@ -83,11 +82,8 @@ class Manifest:
     """Everything the sidecar says."""
 
     writer: str
-    """Name and version of the tool that wrote it."""
     format: str
-    """Format of the checkpoint it lies in."""
     mesh: Mesh | None
-    """The mesh that the checkpoint was sharded for."""
     tensors: Mapping[str, TensorRecord]
     blobs: Mapping[str, FileRecord] = field(default_factory=dict)
     assets: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -109,7 +105,6 @@ class Manifest:
 
 def build_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's JSON."""
-    origin = manifest.origin
     document = {
         "schema_version": SCHEMA_VERSION,
         "writer": manifest.writer,
@@ -123,14 +118,7 @@ def build_manifest(manifest: Manifest) -> bytes:
         "files": dict(manifest.files),
         "frames": dict(manifest.frames),
         "source": dict(manifest.source),
-        "origin": None
-        if origin is None
-        else {
-            "headers": dict(origin.headers),
-            "index_name": origin.index_name,
-            "index_text": origin.index_text,
-            "prefix": origin.prefix,
-        },
+        "origin": None if manifest.origin is None else asdict(manifest.origin),
     }
     # One line per top-level key: compact, and still kind to a reader.
     rows = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
@@ -162,7 +150,7 @@ def _records(records: Mapping[str, FileRecord]) -> dict[str, dict[str, object]]:
     return {name: {"nbytes": record.nbytes, "digest": record.digest} for name, record in records.items()}
 
 
-def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
+def parse_manifest(text: bytes) -> Manifest:
     """Parse a manifest.
 
     Raises:
@@ -173,13 +161,13 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
     if last != f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode():
         raise UnreadableError(
             "the manifest is damaged or was edited: its checksum differs",
-            where=where,
+            where=MANIFEST_NAME,
             hint="restore it, or remove it to go on without digests and without the original file names",
         )
     document: Any = parse_json(
         text,
         what="the manifest",
-        where=where,
+        where=MANIFEST_NAME,
         max_bytes=MAX_MANIFEST_BYTES,
         max_containers=MAX_MANIFEST_CONTAINERS,
     )
@@ -187,24 +175,24 @@ def parse_manifest(text: bytes, *, where: str = MANIFEST_NAME) -> Manifest:
         version = document["schema_version"]
         digest = document["digest"]
     except (KeyError, TypeError) as error:
-        raise _malformed(where, error) from error
+        raise _malformed(error) from error
     if version != SCHEMA_VERSION or digest != {"algorithm": DIGEST_ALGORITHM, "block_bytes": BLOCK_BYTES}:
         shown = f" {version}" if type(version) is int and 0 <= version <= MAX_ELEMS else ""
         raise UnreadableError(
             f"the manifest has a schema version{shown} or a kind of digest that is unknown to this version",
-            where=where,
+            where=MANIFEST_NAME,
             hint="use a newer ckpt",
         )
     try:
         return _parse(document)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, CkptError) as error:
-        raise _malformed(where, error) from error
+        raise _malformed(error) from error
 
 
-def _malformed(where: str, error: Exception) -> UnreadableError:
+def _malformed(error: Exception) -> UnreadableError:
     return UnreadableError(
         f"the manifest is malformed: {str(error) or type(error).__name__}",
-        where=where,
+        where=MANIFEST_NAME,
         hint="remove it to go on without digests and without the original file names",
     )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.layouts import HEAD_BYTES, explain, explain_file
-from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.formats.safetensors import read_file
 from ckpt_tools.formats.table import detect_format, find_format
 from ckpt_tools.storage.source import Source
@@ -17,11 +17,7 @@ __all__ = ["Opened", "detect", "open_path", "read_document", "read_file"]
 
 
 def open_path(path: str, *, format: str | None = None) -> Opened:  # noqa: A002 - the option's name
-    """Open the checkpoint at `path`.
-
-    Args:
-        path: A file or a directory.
-        format: Name of a format; overrides what would be detected.
+    """Open the checkpoint at `path`, a file or a directory; `format` overrides what would be detected.
 
     Raises:
         UnreadableError: Not a complete, readable checkpoint.
@@ -33,22 +29,16 @@ def open_path(path: str, *, format: str | None = None) -> Opened:  # noqa: A002 
     is_file = not os.path.isdir(path)
     source = Source(os.path.dirname(os.path.abspath(path)) if is_file else path)
     try:
-        files = _list_files(source, path, is_file=is_file)
+        name = os.path.basename(path)
+        files = {name: source.size(name)} if is_file else source.list_files()
         found = _choose(source, files, path, wanted, is_file=is_file)
-        return found.open(source, files, path=path, manifest=None if is_file else _read_manifest(source, files))
+        manifest = None
+        if MANIFEST_NAME in files and not is_file:
+            manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+        return found.open(source, files, path=path, manifest=manifest)
     except BaseException:
         source.close()
         raise
-
-
-def _list_files(source: Source, path: str, *, is_file: bool) -> Mapping[str, int]:
-    if is_file:
-        name = os.path.basename(path)
-        return {name: source.size(name)}
-    try:
-        return source.list_files()
-    except OSError as error:
-        raise CkptError(f"cannot list: {error.strerror}", where=path) from error
 
 
 def _choose(source: Source, files: Mapping[str, int], path: str, wanted: Format | None, *, is_file: bool) -> Format:
@@ -66,18 +56,8 @@ def _choose(source: Source, files: Mapping[str, int], path: str, wanted: Format 
     raise explain_file(path, source.read(name, 0, min(files[name], HEAD_BYTES)))
 
 
-def _read_manifest(source: Source, files: Mapping[str, int]) -> Manifest | None:
-    if MANIFEST_NAME not in files:
-        return None
-    return parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
-
-
 def detect(files: Mapping[str, int], *, path: str) -> Format:
-    """Return the format of a directory.
-
-    Args:
-        files: Relative name → size, as `Source.list_files` gives them.
-        path: The directory as the user named it, for messages.
+    """Return the format of a directory with these files (relative name → size).
 
     Raises:
         UnreadableError: Nothing that ckpt reads; the message names the layout when it is known.

@@ -46,7 +46,6 @@ class Header:
     tensors: tuple[TensorEntry, ...]
     """Tensors in the order of their data, each with one raw chunk in the named file."""
     metadata: Mapping[str, str]
-    """The free-form `__metadata__` table."""
     nbytes: int
     """Bytes of the whole file."""
 
@@ -56,15 +55,13 @@ class File:
     """One safetensors file of a directory and its exact header, for giving the same bytes back."""
 
     name: str
-    """Name relative to the root."""
     header_text: bytes
     """The header's JSON, padding included."""
     header: Header
-    """The same, parsed."""
 
 
-def parse_length(first: bytes, *, where: str) -> int:
-    """Return the header's length from the first 8 bytes of a file.
+def parse_length(first: bytes, *, where: str, file_nbytes: int | None = None) -> int:
+    """Return the header's length from the first 8 bytes of a file, of that size where it is known.
 
     Raises:
         UnreadableError: The file is too short or the length is not credible.
@@ -78,16 +75,17 @@ def parse_length(first: bytes, *, where: str) -> int:
             where=where,
             hint="this is not a safetensors file, or its first bytes are damaged",
         )
+    if file_nbytes is not None and LENGTH_BYTES + length > file_nbytes:
+        raise UnreadableError(
+            f"the header claims {length} bytes, the file has {file_nbytes}",
+            where=where,
+            hint="the file is truncated or not a safetensors file",
+        )
     return length
 
 
 def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
-    """Parse a header.
-
-    Args:
-        text: The header's JSON.
-        file: Name that the spans carry.
-        file_nbytes: Size of the file, against which the data is checked; None when there is no file yet.
+    """Parse a header, for spans in `file`; its data are held against the file's size, when there is a file yet.
 
     Raises:
         UnreadableError: Malformed, overlapping, with holes, or not as long as the file.
@@ -217,22 +215,11 @@ def read_file(source: Source, name: str) -> File:
     path = os.path.join(source.root, name)
     nbytes = source.size(name)
     try:
-        length = _parse_length_within(source.read(name, 0, min(nbytes, LENGTH_BYTES)), nbytes, where=path)
+        length = parse_length(source.read(name, 0, min(nbytes, LENGTH_BYTES)), where=path, file_nbytes=nbytes)
     except UnreadableError as error:
         raise explain_file(path, source.read(name, 0, min(nbytes, HEAD_BYTES)), otherwise=error) from error
     text = source.read(name, LENGTH_BYTES, length)
     return File(name=name, header_text=text, header=parse_header(text, file=name, file_nbytes=nbytes))
-
-
-def _parse_length_within(first: bytes, nbytes: int, *, where: str) -> int:
-    length = parse_length(first, where=where)
-    if LENGTH_BYTES + length > nbytes:
-        raise UnreadableError(
-            f"the header claims {length} bytes, the file has {nbytes}",
-            where=where,
-            hint="the file is truncated or not a safetensors file",
-        )
-    return length
 
 
 def origin_of(files: Sequence[File], index_name: str | None = None, index_text: bytes = b"") -> Origin | None:

@@ -30,12 +30,7 @@ _DAMAGED = (
 def parse_value(content: bytes, *, where: str) -> object:
     """Return the value of a `torch.save` zip that holds plain values alone.
 
-    Args:
-        content: The whole item.
-        where: What to call it in messages.
-
-    Returns:
-        int, str, bool, None, float, bytes, or tuples, lists and dicts of them.
+    That is an int, str, bool, None, float, bytes, or tuples, lists and dicts of them.
 
     Raises:
         UnreadableError: Not such an item, or it holds anything else (objects, tensors).

@@ -12,13 +12,13 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats._torch_tensor import PickledTensor, parse_tensor_pickle
-from ckpt_tools.formats._torch_zip_writer import ItemFrame, item_frame
+from ckpt_tools.formats._torch_tensor import ItemHead, PickledTensor, parse_tensor_pickle
+from ckpt_tools.formats._torch_zip_writer import CENTRAL, END, END64, LOCAL, LOCATOR, ItemFrame, item_frame
 
 __all__ = ["ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item", "parse_own_item"]
 
@@ -38,11 +38,6 @@ _MAX_ARCHIVE_DIRECTORY_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 """Bytes of a record that are read at once for its CRC-32."""
 
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_LOCAL = struct.Struct("<4s5H3I2H")
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR = struct.Struct("<4sIQI")
 _U64 = struct.Struct("<Q")
 
 _FLAG_DESCRIPTOR = 0x08
@@ -52,24 +47,6 @@ _IS_DIRECTORY = 0x10
 """External attribute of MS-DOS. torch's zip reader believes it, and hands out memory that it has not written to."""
 _FULL32 = 0xFFFFFFFF
 _FULL16 = 0xFFFF
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemHead:
-    """What an item says of itself."""
-
-    dtype: DType
-    """Element type."""
-    shape: tuple[int, ...]
-    """Shape in logical elements."""
-    strides: tuple[int, ...] | None
-    """Strides in logical elements; None means row-major."""
-    payload_offset: int
-    """First byte of the tensor's elements within the item."""
-    payload_nbytes: int
-    """Bytes from its first element to the end of its last one."""
-    crc32: int | None
-    """CRC-32 of the payload; None when it was not computed or covers a larger storage."""
 
 
 class _Entry(NamedTuple):
@@ -179,7 +156,7 @@ def check_archive(nbytes: int, read: Read, *, content: bool = True) -> bool:
         UnreadableError: A record is damaged, or the zip contradicts itself.
     """
     begins = nbytes >= 4 and read(0, 4) == b"PK\3\4"
-    ends = nbytes >= _END.size and read(nbytes - _END.size, 4) == b"PK\5\6"
+    ends = nbytes >= END.size and read(nbytes - END.size, 4) == b"PK\5\6"
     if not begins and not ends:
         return False
     if not begins:
@@ -220,15 +197,12 @@ def _head(item: _Item, record: _Entry, pickled: PickledTensor, bounds: _Bounds) 
             f"the data record has {record.nbytes} bytes, its tensor's storage {pickled.storage_nbytes}"
         )
     start = _data_start(item, record, bounds)
-    is_whole = pickled.payload_nbytes == record.nbytes
+    is_whole = pickled.head.payload_nbytes == record.nbytes
     # A writer that did not compute the CRC leaves 0; for no bytes at all 0 is right.
     knows_crc = is_whole and (record.crc32 != 0 or record.nbytes == 0)
-    return ItemHead(
-        dtype=pickled.dtype,
-        shape=pickled.shape,
-        strides=pickled.strides,
-        payload_offset=start + pickled.payload_offset,
-        payload_nbytes=pickled.payload_nbytes,
+    return replace(
+        pickled.head,
+        payload_offset=start + pickled.head.payload_offset,
         crc32=record.crc32 if knows_crc else None,
     )
 
@@ -237,13 +211,13 @@ def _parse_directory(
     item: _Item, *, max_entries: int = _MAX_ENTRIES, max_directory_bytes: int = _MAX_SMALL_BYTES
 ) -> tuple[dict[str, _Entry], _Bounds]:
     """Return the entries by name, and where each of them and then the central directory begins."""
-    if item.nbytes < _END.size:
+    if item.nbytes < END.size:
         raise UnreadableError(f"an item of {item.nbytes} bytes is too short for a zip")
-    end = item.nbytes - _END.size
-    magic, disk, start_disk, here, count, nbytes, start, comment = _END.unpack(item.get(end, _END.size))
+    end = item.nbytes - END.size
+    magic, disk, start_disk, here, count, nbytes, start, comment = END.unpack(item.get(end, END.size))
     if magic != b"PK\5\6" or comment:
         raise UnreadableError("the item does not end as a zip does: truncated, or bytes after its end")
-    locator = item.get(end - _LOCATOR.size, _LOCATOR.size) if end >= _LOCATOR.size else b""
+    locator = item.get(end - LOCATOR.size, LOCATOR.size) if end >= LOCATOR.size else b""
     if locator.startswith(b"PK\6\7"):
         short = (disk, start_disk, here, count, nbytes, start)
         end, (disk, start_disk, here, count, nbytes, start) = _parse_end64(item, locator, end)
@@ -263,11 +237,11 @@ def _parse_directory(
 
 
 def _parse_end64(item: _Item, locator: bytes, end: int) -> tuple[int, tuple[int, int, int, int, int, int]]:
-    _, disk, offset, num_disks = _LOCATOR.unpack(locator)
-    if disk or num_disks > 1 or offset + _END64.size + _LOCATOR.size != end:
+    _, disk, offset, num_disks = LOCATOR.unpack(locator)
+    if disk or num_disks > 1 or offset + END64.size + LOCATOR.size != end:
         raise UnreadableError("the item's zip64 locator does not point at the record before it")
-    magic, size, _, _, disk, start_disk, here, count, nbytes, start = _END64.unpack(item.get(offset, _END64.size))
-    if magic != b"PK\6\6" or size != _END64.size - 12:
+    magic, size, _, _, disk, start_disk, here, count, nbytes, start = END64.unpack(item.get(offset, END64.size))
+    if magic != b"PK\6\6" or size != END64.size - 12:
         raise UnreadableError("the item's zip64 end record is malformed")
     return offset, (disk, start_disk, here, count, nbytes, start)
 
@@ -279,9 +253,9 @@ def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _Entry
     try:
         for _ in range(count):
             (magic, _, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length, comment_length,
-             disk, _, attributes, offset) = _CENTRAL.unpack_from(directory, position)  # fmt: skip
-            name_end = position + _CENTRAL.size + name_length
-            name = str(directory[position + _CENTRAL.size : name_end], "ascii")
+             disk, _, attributes, offset) = CENTRAL.unpack_from(directory, position)  # fmt: skip
+            name_end = position + CENTRAL.size + name_length
+            name = str(directory[position + CENTRAL.size : name_end], "ascii")
             extra = directory[name_end : name_end + extra_length]
             position = name_end + extra_length
             if magic != b"PK\1\2" or comment_length or disk or flags & ~_FLAGS:
@@ -294,9 +268,9 @@ def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _Entry
                 raise UnreadableError(f"entry '{name}' of the item is compressed")
             if name in entries:
                 raise UnreadableError(f"the item has two entries '{name}'")
-            if offset < previous_end or offset + _LOCAL.size + name_length + nbytes > start:
+            if offset < previous_end or offset + LOCAL.size + name_length + nbytes > start:
                 raise UnreadableError(f"entry '{name}' of the item overlaps what lies around it")
-            previous_end = offset + _LOCAL.size + name_length + nbytes
+            previous_end = offset + LOCAL.size + name_length + nbytes
             entries[name] = _Entry(name, crc32, nbytes, offset)
     except (struct.error, UnicodeDecodeError) as error:
         raise UnreadableError("the item's directory is malformed") from error
@@ -329,9 +303,9 @@ def _root(entries: dict[str, _Entry]) -> str:
 
 def _data_start(item: _Item, entry: _Entry, bounds: _Bounds) -> int:
     """Return where an entry's data begin, from its local header, which must not contradict the directory."""
-    header = item.get(entry.offset, _LOCAL.size)
-    magic, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length = _LOCAL.unpack(header)
-    start: int = entry.offset + _LOCAL.size + name_length + extra_length
+    header = item.get(entry.offset, LOCAL.size)
+    magic, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length = LOCAL.unpack(header)
+    start: int = entry.offset + LOCAL.size + name_length + extra_length
     later = flags & _FLAG_DESCRIPTOR  # CRC and sizes follow the data instead
     crcs = (entry.crc32, 0) if later else (entry.crc32,)
     sizes = (min(entry.nbytes, _FULL32), _FULL32, *((0,) if later else ()))
@@ -342,7 +316,7 @@ def _data_start(item: _Item, entry: _Entry, bounds: _Bounds) -> int:
         or crc32 not in crcs
         or packed not in sizes
         or nbytes not in sizes
-        or item.get(entry.offset + _LOCAL.size, name_length) != entry.name.encode()
+        or item.get(entry.offset + LOCAL.size, name_length) != entry.name.encode()
     ):
         raise UnreadableError(f"entry '{entry.name}' of the item contradicts its directory")
     if start + entry.nbytes > bounds[bisect_right(bounds, entry.offset)]:

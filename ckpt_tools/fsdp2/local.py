@@ -7,9 +7,7 @@ from functools import lru_cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from ckpt_tools.description.dtypes import DType

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import DTensor, Replicate as TorchReplicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ckpt_tools.description.layout import Placement, Shard

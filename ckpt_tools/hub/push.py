@@ -31,8 +31,7 @@ from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.moving.execute import Progress
-from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option
-from ckpt_tools.options import Progress as ProgressField
+from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option, Progress as ProgressField
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size

@@ -10,21 +10,18 @@ from dataclasses import replace
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, BoxIndex, split_blocks
-from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.manifest import BLOCK_BYTES
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.plan import check_complete, chunk_index
 from ckpt_tools.moving.read import Buffers, Checksums, read_block
+from ckpt_tools.storage.source import short_file
 
 
 class BytesReader:
     """Reads boxes as row-major bytes; for one thread at a time.
 
-    CRC-32s are checked of every chunk that is read whole and whose writer recorded one. Memory beside what is
-    returned or filled: two buffers of a block.
-
-    Args:
-        opened: The checkpoint.
+    CRC-32s are checked of every chunk that is read whole and whose writer recorded one. Memory beside what is returned
+    or filled: two buffers of a block.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -88,12 +85,7 @@ class BytesReader:
         for chunk in entry.chunks:  # before memory is taken for what headers claim
             span, size = chunk.span, self._opened.source.size(chunk.span.file)
             if span.offset + span.nbytes > size:
-                raise UnreadableError(
-                    f"tensor {entry.fqn!r}: bytes {span.offset}..{span.offset + span.nbytes} are needed, "
-                    f"the file has {size}",
-                    where=span.file,
-                    hint="the file is truncated: restore it or copy it again",
-                )
+                raise short_file(span.file, span.offset, span.nbytes, size, what=f"tensor {entry.fqn!r}: ")
         return entry
 
 

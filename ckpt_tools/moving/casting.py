@@ -20,28 +20,17 @@ _PIECE_ELEMS = 32704
 
 
 def cast(source: memoryview, source_dtype: DType, target: memoryview, target_dtype: DType, *, bulk: bool) -> None:
-    """Convert every element of `source` into `target`.
-
-    Args:
-        source: Row-major bytes.
-        source_dtype: Of what.
-        target: Takes the result.
-        target_dtype: As what.
-        bulk: See `cast_array`.
-    """
+    """Convert every element of `source` into `target`, both row-major bytes; `bulk` as in `cast_array`."""
     from ckpt_tools.moving.arrays import array_of
 
     cast_array(array_of(source, source_dtype, (-1,)), array_of(target, target_dtype, (-1,)), bulk=bulk)
 
 
 def cast_array(source: Array, target: Array, *, bulk: bool) -> None:
-    """Convert every element of `source` into `target`.
+    """Convert every element of `source` into `target`; both are C-contiguous, and of as many elements.
 
-    Args:
-        source: C-contiguous.
-        target: C-contiguous and writable, of as many elements.
-        bulk: Are these a few of very many elements? Then torch casts from and to float16, ten times as fast as numpy
-            but seconds to import. It is not needed for anything else.
+    Those of a `bulk` are a few of very many: then torch casts from and to float16, ten times as fast as numpy but
+    seconds to import. It is not needed for anything else.
     """
     import numpy as np
 

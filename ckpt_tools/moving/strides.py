@@ -65,11 +65,7 @@ def move(part: Box, source: memoryview, source_box: Box, target: memoryview, tar
 class StridedPart:
     """A part of a chunk whose elements are not stored row-major (DCP keeps a tensor's strides).
 
-    Args:
-        part: The part, in elements of the global tensor.
-        chunk_box: The chunk's box.
-        strides: Strides of the stored elements, in elements.
-        itemsize: Bytes per element.
+    Part and chunk are in elements of the global tensor, strides in elements, `itemsize` is bytes per element.
     """
 
     def __init__(self, part: Box, chunk_box: Box, strides: tuple[int, ...], itemsize: int) -> None:

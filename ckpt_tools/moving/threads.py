@@ -21,11 +21,9 @@ _POLL_S = 0.0005
 
 
 class Crew(Generic[U]):
-    """Threads that take units of work until none is left or one has failed.
+    """Threads that take units of work until none is left or one has failed; one thread at a time asks for a unit.
 
-    Args:
-        units: What is to be done; asked by one thread at a time.
-        begin: Called once in every thread; returns what does one unit, with whatever memory that thread keeps.
+    Every thread calls `begin` once, which returns what does one unit, with whatever memory that thread keeps.
     """
 
     def __init__(self, units: Iterator[U], begin: Callable[[], Callable[[U], None]]) -> None:
@@ -83,11 +81,7 @@ class Crew(Generic[U]):
 
 
 def _start(thread: threading.Thread, *, needed: bool) -> bool:
-    """Start a worker; return False when the system gives no more threads and it can be done without.
-
-    Raises:
-        StorageError: It gives none at all.
-    """
+    """Start a worker; False when the system gives no more threads and it is not `needed`, else an error."""
     try:
         # A thread that finds no memory to begin with leaves `start` waiting for ever (CPython 3.11): ask before.
         mmap.mmap(-1, (threading.stack_size() or _STACK_BYTES) + _THREAD_BYTES).close()

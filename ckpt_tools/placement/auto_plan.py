@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.placement import TpPlan, check_quantization, find_tp_plan, import_model_class
+from ckpt_tools.placement.tp_plan import TpPlan, check_quantization, find_tp_plan, import_model_class
 from ckpt_tools.processes.child import Child, Here, build_behind_walls
 from ckpt_tools.walls import check_config
 
@@ -31,10 +31,6 @@ class Answer:
 
 def auto_plan(config: Mapping[str, object], directory: str) -> TpPlan | None:
     """Return the plan that transformers has for the model of a config.json, None where it is not installed.
-
-    Args:
-        config: The parsed config.json.
-        directory: Where it lies.
 
     Raises:
         UsageError: Transformers does not know the model, or has no plan for it; or the config is refused.

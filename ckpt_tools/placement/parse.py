@@ -16,13 +16,10 @@ _RULE_KEYS = ("match", "place", "style")
 
 
 def parse_rules(text: str, *, where: str, world_size: int | None = None) -> RuleSet:
-    """Parse a rules file.
+    """Parse a rules file, called `where` in messages.
 
-    Args:
-        text: The YAML: `version: 1`, an optional `mesh` (axis → ranks), and `rules`, each with `match` and
-            either `place` (axis → placement) or `style`.
-        where: The file's name, for messages.
-        world_size: Number of ranks, when it is known; needed for an axis of -1 ranks.
+    It is YAML: `version: 1`, an optional `mesh` (axis → ranks; -1 needs `world_size`), and `rules`, each with `match`
+    and either `place` (axis → placement) or `style`.
 
     Raises:
         UsageError: Not YAML, not version 1, an unknown or missing key, a value that cannot be meant.
@@ -89,11 +86,7 @@ def _rule(item: object, where: str) -> Rule:
 def _place(pairs: list[tuple[str, str]] | list[tuple[str, object]], where: str) -> dict[str, Placement]:
     result: dict[str, Placement] = {}
     for spelling, text in pairs:
-        axis = AXIS_ALIASES.get(spelling, spelling)
-        if axis not in AXES:
-            raise UsageError(
-                f"unknown mesh axis {_one_line(spelling)}", where=where, hint=suggest(spelling, AXES, "the axes are")
-            )
+        axis = _axis(spelling, where)
         if axis in result:
             raise UsageError(f"the axis {axis} is placed twice", where=where)
         if not isinstance(text, str):
@@ -109,13 +102,19 @@ def _place(pairs: list[tuple[str, str]] | list[tuple[str, object]], where: str) 
     return result
 
 
+def _axis(spelling: str, where: str) -> str:
+    axis = AXIS_ALIASES.get(spelling, spelling)
+    if axis not in AXES:
+        raise UsageError(
+            f"unknown mesh axis {_one_line(spelling)}", where=where, hint=suggest(spelling, AXES, "the axes are")
+        )
+    return axis
+
+
 def _mesh(value: object, where: str, world_size: int | None) -> Mesh:
     axes = _mapping(value, "mesh", where)
     for axis, size in axes.items():
-        if axis not in AXES and axis not in AXIS_ALIASES:  # before it is put into a text: "tp=2,ep" is no axis
-            raise UsageError(
-                f"unknown mesh axis {_one_line(axis)}", where=where, hint=suggest(axis, AXES, "the axes are")
-            )
+        _axis(axis, where)  # before it is put into a text: "tp=2,ep" is no axis
         if not isinstance(size, int) or isinstance(size, bool):
             raise UsageError(
                 f"mesh axis {axis} has {_one_line(size)} ranks",

@@ -19,13 +19,8 @@ from ckpt_tools.placement.rule import Rule
 def place_tensors(tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule]) -> dict[str, dict[str, Placement]]:
     """Return FQN → axis → placement; axes that are not named replicate.
 
-    A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it
-    says. Scalars are replicated.
-
-    Args:
-        tensors: The tensors to place.
-        mesh: The mesh to place them on.
-        rules: In order of precedence (`--set` before the file's); the first match wins.
+    A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it says
+    (`--set` before the file's). Scalars are replicated.
 
     Raises:
         UsageError: A rule that matches no tensor or speaks of an axis that the mesh lacks, or a cut that is

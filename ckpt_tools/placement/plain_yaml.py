@@ -28,12 +28,9 @@ _MAX_NUMBER_CHARS = 64
 def load_yaml(text: str, *, full: bool = False) -> object:
     """Return what a YAML document says, in dicts with text for keys, lists, str, int, float, bool and None.
 
-    Dates stay the text that they are, and so do fractions in other notations.
-
-    Args:
-        text: The document.
-        full: Take what PyYAML's own loader takes and files of rules do not need: numbers in every notation
-            (`100_000`, `2.0e-5`), and mappings that are merged with `<<`.
+    Dates stay the text that they are, and so do fractions in other notations. `full` takes what PyYAML's own loader
+    takes and files of rules do not need: numbers in every notation (`100_000`, `2.0e-5`), and mappings merged with
+    `<<`.
 
     Raises:
         ValueError: Not YAML, or more than a file of rules needs; the message says what, in one line or several.

@@ -21,44 +21,24 @@ from ckpt_tools.errors import UsageError
 Cut = Literal["out", "in", "rows", "columns", "experts", "whole", "packed"]
 """What a style cuts: a layer's output or input features, a table's rows or columns, experts, nothing."""
 
-STYLES: dict[str, Cut] = {
-    "colwise": "out",
-    "colwise_rep": "out",
-    "colwise_gather_output": "out",
-    "local_colwise": "out",
-    "rowwise": "in",
-    "rowwise_rep": "in",
-    "rowwise_split_input": "in",
-    "local_rowwise": "in",
-    "embedding_rowwise": "rows",
-    "embedding_colwise": "columns",
-    "grouped_gemm": "experts",
-    "packed_colwise": "packed",
-    "packed_rowwise": "packed",
-    "local_packed_rowwise": "packed",
-    "replicate": "whole",
-    "replicated_with_grad_allreduce": "whole",
-    "sequence_parallel": "whole",
-    "mla_kv_a_proj": "whole",
-    "all_reduce": "whole",
-    "moe_tp_experts": "whole",
-    "moe_identity_expert": "whole",
-    "ep_dispatch_experts": "whole",
-    "local_params": "whole",
-    "local": "whole",
-    "gather": "whole",
+_STYLES: dict[Cut, str] = {
+    "out": "colwise colwise_rep colwise_gather_output local_colwise",
+    "in": "rowwise rowwise_rep rowwise_split_input local_rowwise",
+    "rows": "embedding_rowwise",
+    "columns": "embedding_colwise",
+    "experts": "grouped_gemm",
+    "packed": "packed_colwise packed_rowwise local_packed_rowwise",
+    # These steer activations and gradients and leave their parameters uncut.
+    "whole": "replicate replicated_with_grad_allreduce sequence_parallel mla_kv_a_proj all_reduce moe_tp_experts "
+    "moe_identity_expert ep_dispatch_experts local_params local gather",
 }
-"""Every known style. The "whole" ones steer activations and gradients and leave their parameters uncut."""
+STYLES: dict[str, Cut] = {style: cut for cut, styles in _STYLES.items() for style in styles.split()}
+"""Every known style → what it cuts."""
 
-STYLE_AXIS: dict[Cut, str] = {
-    "out": "tp",
-    "in": "tp",
-    "rows": "tp",
-    "columns": "tp",
-    "packed": "tp",
-    "experts": "ep",
-}
-"""The axis that a style cuts along; a style without one needs no axis."""
+
+def _axis_of(cut: Cut) -> str | None:
+    """Return the axis that a style cuts along; one that cuts nothing needs none."""
+    return None if cut == "whole" else "ep" if cut == "experts" else "tp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +83,7 @@ class Rule:
         """Mesh axes that the rule speaks of."""
         if self.place is not None:
             return tuple(self.place)
-        axis = STYLE_AXIS.get(STYLES[self.style or ""])
+        axis = _axis_of(STYLES[self.style or ""])
         return (axis,) if axis else ()
 
     def matches(self, fqn: str) -> bool:
@@ -118,19 +98,16 @@ class Rule:
         """Return axis → placement for the tensor `fqn` of `num_dims` dims; styles leave FSDP's axis alone."""
         if self.place is not None:
             return dict(self.place)
-        how = STYLES[self.style or ""]
-        dim = _cut_dim(how, fqn, num_dims)
-        return {} if dim is None else {STYLE_AXIS[how]: Shard(dim)}
+        dim = _cut_dim(STYLES[self.style or ""], fqn, num_dims)
+        return {} if dim is None else {axis: Shard(dim) for axis in self.axes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSet:
-    """What a rules file says."""
+    """What a rules file says, rules in its order: the first match wins."""
 
     rules: tuple[Rule, ...]
-    """In file order; the first match wins."""
     mesh: Mesh | None = None
-    """The mesh, when the file names one."""
 
 
 _EXAMPLE = "write for example place: {tp: S(0)}, or style: colwise"

@@ -21,6 +21,7 @@ from ckpt_tools.placement.rule import STYLES, Rule
 from ckpt_tools.walls import check_config, demand_walls
 from ckpt_tools.walls.config_names import without_code_keys
 
+_ORIGIN = "--tp-plan auto"
 _WRITE_RULES = "write the rules yourself: --rules FILE, or --set 'GLOB=tp:S(0)'"
 
 _LLAMA = {
@@ -45,7 +46,6 @@ class TpPlan:
     """The plan of one architecture."""
 
     title: str
-    """The model's class."""
     styles: Mapping[str, str]
     """Module or parameter (with `*`) → style; only what the model has."""
     may_lack: frozenset[str]
@@ -57,23 +57,20 @@ class TpPlan:
 def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: TpPlan | None) -> tuple[Rule, ...]:
     """Return the rules of the plan for the model that `config` describes, in the checkpoint's own names.
 
-    A checkpoint of the bare model lacks the prefix that the full model has ("layers…" for "model.layers…"),
-    and a trainer may have put another root before it; both are recognised by the names. Entries whose
-    parameters the architecture does not have are dropped; a head that is tied to the embedding may be absent.
-    Any other entry that matches nothing is an error when the rules are applied.
+    A checkpoint of the bare model lacks the prefix that the full model has ("layers…" for "model.layers…"), and a
+    trainer may have put another root before it; both are recognised by the names. Entries whose parameters the
+    architecture does not have are dropped; a head that is tied to the embedding may be absent. Any other entry that
+    matches nothing is an error when the rules are applied.
 
-    Args:
-        config: The model's `config.json`.
-        fqns: FQNs of the checkpoint.
-        found: What `find_tp_plan` says; None takes the built-in plan.
+    The plan is what `find_tp_plan` has found; None takes the built-in one.
 
     Raises:
         UsageError: No plan is known, the plan uses a style that is not supported, or its names do not occur.
     """
     check_quantization(config)
     plan = found or _built_in_plan(config)
-    origin = f"--tp-plan auto ({plan.title})"
-    names = _checkpoint_names(plan, fqns, origin)
+    names = _checkpoint_names(plan, fqns)
+    origin = f"{_ORIGIN} ({plan.title})"
     rules = []
     # A parameter's own entry is longer than its module's, and comes first.
     for key in sorted(names, key=lambda key: -key.count(".")):
@@ -84,6 +81,12 @@ def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: Tp
         if rule.axes:
             rules.append(rule)
     return tuple(rules)
+
+
+def _no_plan(what: str, architecture: str | None = None) -> UsageError:
+    return UsageError(
+        what, where=f"{_ORIGIN} ({architecture})" if architecture is not None else _ORIGIN, hint=_WRITE_RULES
+    )
 
 
 def check_quantization(config: Mapping[str, object]) -> None:
@@ -97,17 +100,13 @@ def check_quantization(config: Mapping[str, object]) -> None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method not in _SAFE_QUANTIZATION:
-        raise UsageError(
-            f"the model is quantised ({method!r}), which changes the dims that its plan would cut",
-            where="--tp-plan auto",
-            hint=_WRITE_RULES,
-        )
+        raise _no_plan(f"the model is quantised ({method!r}), which changes the dims that its plan would cut")
 
 
 def _architecture(config: Mapping[str, object]) -> str:
     names = config.get("architectures")
     if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
-        raise UsageError("config.json does not name an architecture", where="--tp-plan auto", hint=_WRITE_RULES)
+        raise _no_plan("config.json does not name an architecture")
     return names[0]
 
 
@@ -140,27 +139,19 @@ def find_tp_plan(config: Mapping[str, object]) -> TpPlan | None:
     except ModuleNotFoundError:
         return None
     architecture = _architecture(config)
-    origin = f"--tp-plan auto ({architecture})"
     model_class = getattr(transformers, architecture, None)
     # The name comes from a file: only a model class may be called.
     config_class = getattr(model_class, "config_class", None)
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     if model_class is None or config_class is None or not is_model:
-        raise UsageError(
-            f"transformers {transformers.__version__} has no model class {architecture}",
-            where=origin,
-            hint=_WRITE_RULES,
-        )
+        raise _no_plan(f"transformers {transformers.__version__} has no model class {architecture}", architecture)
     values = {key: value for key, value in without_code_keys(config).items() if key != "quantization_config"}
     try:
         with torch.device("meta"):
             model = model_class(config_class.from_dict(values))
     except Exception as error:  # every model validates its config in its own way
-        raise UsageError(
-            f"config.json does not describe a {architecture}: {type(error).__name__}: {error}",
-            where=origin,
-            hint=_WRITE_RULES,
-        ) from error
+        what = f"config.json does not describe a {architecture}: {type(error).__name__}: {error}"
+        raise _no_plan(what, architecture) from error
     styles = dict(model.tp_plan or {})
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
@@ -174,9 +165,7 @@ def _plan(
     owned = {key: [name for name in parameters if _key_pattern(key).fullmatch(name)] for key in styles}
     present = {key: style for key, style in styles.items() if owned[key]}
     if not any(STYLES.get(style) != "whole" for style in present.values()):
-        raise UsageError(
-            f"transformers has no tensor-parallel plan for {title}", where="--tp-plan auto", hint=_WRITE_RULES
-        )
+        raise _no_plan(f"transformers has no tensor-parallel plan for {title}")
     may_lack = frozenset(key for key in present if all(name in tied for name in owned[key]))
     return TpPlan(title=title, styles=present, may_lack=may_lack, base_prefix=base_prefix)
 
@@ -187,7 +176,7 @@ def _built_in_plan(config: Mapping[str, object]) -> TpPlan:
     if model_type not in LLAMA_FAMILY or not architecture.endswith("ForCausalLM"):
         raise UsageError(
             f"no tensor-parallel plan is built in for {architecture}",
-            where="--tp-plan auto",
+            where=_ORIGIN,
             hint=f"install the plans: pip install 'ckpt-tools[hf]'; or {_WRITE_RULES}",
         )
     may_lack = frozenset({"lm_head"} if config.get("tie_word_embeddings") else ())
@@ -200,13 +189,10 @@ def _key_pattern(key: str, root: str = "") -> re.Pattern[str]:
     return re.compile(rf"{root}{body}(?:\.[^.]+)?")
 
 
-def _checkpoint_names(plan: TpPlan, fqns: Collection[str], origin: str) -> dict[str, str]:
+def _checkpoint_names(plan: TpPlan, fqns: Collection[str]) -> dict[str, str]:
     """Return each key of the plan → its name in the checkpoint, the keys that the bare model lacks left out.
 
-    Of all roots that occur before a key's name the one that serves most keys is taken.
-
-    Raises:
-        UsageError: No name of the plan occurs.
+    Of all roots that occur before a key's name the one that serves most keys is taken; without any, there is no plan.
     """
     best: tuple[int, dict[str, str]] = (0, {})
     for prefix in dict.fromkeys(("", plan.base_prefix)):
@@ -222,9 +208,5 @@ def _checkpoint_names(plan: TpPlan, fqns: Collection[str], origin: str) -> dict[
                 best = (len(found), {key: root + name for key, name in keys.items()})
     if not best[0]:
         examples = ", ".join(list(plan.styles)[:2])
-        raise UsageError(
-            f"the checkpoint has none of the names of the plan, such as {examples}",
-            where=origin,
-            hint=_WRITE_RULES,
-        )
+        raise _no_plan(f"the checkpoint has none of the names of the plan, such as {examples}", plan.title)
     return best[1]

@@ -26,7 +26,9 @@ from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.models.config import ModelConfig
 from ckpt_tools.models.hf_recipe import HfRecipe
 from ckpt_tools.models.recipe import call, loss_of
-from ckpt_tools.placement import Rule, find_tp_plan, import_model_class, place_tensors, tp_plan_rules
+from ckpt_tools.placement.place import place_tensors
+from ckpt_tools.placement.rule import Rule
+from ckpt_tools.placement.tp_plan import find_tp_plan, import_model_class, tp_plan_rules
 from ckpt_tools.preflight.comparison import Comparison, FoundTensor, Kind, Look, ModelTensor, ModelView, Trial
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, read_facts
 from ckpt_tools.preflight.names_match import without_peft

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.layout import BoxIndex, Mesh, Placement
 from ckpt_tools.description.summarise import chunk_bytes
-from ckpt_tools.placement import cut_entry
+from ckpt_tools.placement.place import cut_entry
 
 MAX_RANKS = 64
 """Ranks that are counted; of larger worlds as many, spread evenly."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ckpt_tools.checks.verify import Verification
-from ckpt_tools.checks.verify import to_json as verification_to_json
+from ckpt_tools.checks.verify import Verification, to_json as verification_to_json
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.match import CheckpointMatch

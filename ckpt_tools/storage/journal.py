@@ -73,10 +73,7 @@ def _parse_line(line: bytes) -> tuple[tuple[int, int], BlockRecord] | None:
 class JournalWriter:
     """Appends records; one `write` per record, so that a kill tears at most the last one.
 
-    Args:
-        directory: The staging directory.
-        fingerprint: Of the run.
-        continues: Whether the journal is there already, with this fingerprint.
+    It `continues` a journal that is there already, with the same fingerprint.
     """
 
     def __init__(self, directory: str, fingerprint: str, *, continues: bool) -> None:

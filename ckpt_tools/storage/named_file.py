@@ -20,18 +20,18 @@ _KINDS = {
 def read_named_file(
     path: str, *, what: str, max_bytes: int, refusal: type[CkptError] = UnreadableError, hint: str | None = None
 ) -> bytes:
-    """Return the content of a regular file.
+    """Return the content of a regular file; links are followed.
 
     Args:
-        path: As the user wrote it; links are followed.
+        path: As the user wrote it.
         what: What should be there, for messages ("the config").
         max_bytes: Longest file that is read.
-        refusal: What is raised when there is no such file, or something else.
+        refusal: What is raised when there is no such file, or something else: a pipe would have to be waited for, and
+            opening a device can do something.
         hint: What to do then.
 
     Raises:
-        CkptError: `refusal`: not a path, nothing there, or no regular file. A pipe would have to be waited for, and
-            opening a device can do something.
+        CkptError: `refusal`: not a path, nothing there, or no regular file.
         LimitError: Longer than `max_bytes`.
         StorageError: The system could not read it.
     """

@@ -1,12 +1,16 @@
-"""Make a finished directory appear under its final name: one rename, durable, and taken back when it cannot be."""
+"""Make a finished directory appear under its final name: one rename, durable, and taken back when it cannot be.
+
+The directories that lead there are made when they are missing, and removed again when nothing came of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckpt_tools.errors import DestinationExistsError, StorageError
 from ckpt_tools.storage.claim import lock_directory
@@ -83,6 +87,42 @@ def sync_entries(descriptor: int) -> None:
             raise
 
 
+def nearest_parent(path: str) -> str:
+    """Return the innermost directory above `path` that something exists at."""
+    parent = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    return parent
+
+
+def make_parents(path: str) -> list[str]:
+    """Make the missing directories above `path`, durably; return those that this call made, outermost first."""
+    missing = []
+    parent = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    made: list[str] = []
+    try:
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # somebody else makes them too
+                os.mkdir(directory)
+                made.append(directory)
+            sync_directory(os.path.dirname(directory))
+    except OSError as error:
+        remove_empty(made)
+        where = os.path.dirname(os.path.abspath(path))
+        raise StorageError(f"cannot make the destination's parent directory: {error.strerror}", where=where) from error
+    return made
+
+
+def remove_empty(directories: Sequence[str]) -> None:
+    """Remove what `make_parents` made, as far as it is still empty."""
+    with contextlib.suppress(OSError):
+        for directory in reversed(directories):
+            os.rmdir(directory)
+
+
 def _appeared(destination: str) -> DestinationExistsError:
     return DestinationExistsError("the destination appeared meanwhile", where=destination)
 
@@ -148,11 +188,7 @@ def _make_durable(descriptors: tuple[int, int], destination: str, undo: Callable
 
 
 def _rename_new(old: str, new: str) -> None:
-    """Rename a directory to a name that must be free.
-
-    Raises:
-        FileExistsError: It is not.
-    """
+    """Rename a directory to a name that must be free; FileExistsError says that it is not."""
     try:
         _rename(old, new, _RENAME_NOREPLACE)
     except OSError as error:

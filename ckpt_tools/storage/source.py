@@ -11,7 +11,7 @@ import resource
 import stat
 import threading
 from collections import OrderedDict
-from types import TracebackType
+from collections.abc import Callable
 from typing import Self
 
 from ckpt_tools.description.checkpoint import is_plain_path
@@ -34,9 +34,9 @@ _Identity = tuple[int, int, int, int]
 
 
 class Descriptors:
-    """A bounded cache of open file descriptors that many threads share."""
+    """A bounded cache of open file descriptors that many threads share; `opener` makes them, of relative names."""
 
-    def __init__(self, opener: Opener, limit: int | None = None) -> None:
+    def __init__(self, opener: Callable[[str], int], limit: int | None = None) -> None:
         self._opener = opener
         self._limit = _affordable_files() if limit is None else limit
         self._lock = threading.Lock()
@@ -88,22 +88,6 @@ class Lease:
             self._slot[1] -= 1
 
 
-class Opener:
-    """Callable that opens a file by its relative name; subclassed by source and staging."""
-
-    def __call__(self, file: str) -> int:
-        """Return a new descriptor."""
-        raise NotImplementedError
-
-
-class _ReadOpener(Opener):
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __call__(self, file: str) -> int:
-        return self._source.open(file)
-
-
 class Source:
     """The files below `root`, read only.
 
@@ -122,7 +106,7 @@ class Source:
         self._real_root = os.path.realpath(root)
         self._blobs = _hub_cache_blobs(self._real_root)
         self._identities: dict[str, _Identity] = {}
-        self._descriptors = Descriptors(_ReadOpener(self))
+        self._descriptors = Descriptors(self.open)
         self._directories: dict[str, int] = {}
         if beneath.is_available():
             try:
@@ -133,12 +117,7 @@ class Source:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def list_files(self, *, max_depth: int = MAX_LISTED_DEPTH, max_files: int = MAX_FILES) -> dict[str, int]:
@@ -298,11 +277,16 @@ class Source:
         )
 
     def _short(self, file: str, offset: int, nbytes: int) -> UnreadableError:
-        return UnreadableError(
-            f"bytes {offset}..{offset + nbytes} are needed, the file has {self._identities[file][0]}",
-            where=self._label(file),
-            hint="the file is truncated: restore it or copy it again",
-        )
+        return short_file(self._label(file), offset, nbytes, self._identities[file][0])
+
+
+def short_file(where: str, offset: int, nbytes: int, found: int, *, what: str = "") -> UnreadableError:
+    """Return the error for a file of `found` bytes that must have `nbytes` from `offset` on, for `what`."""
+    return UnreadableError(
+        f"{what}bytes {offset}..{offset + nbytes} are needed, the file has {found}",
+        where=where,
+        hint="the file is truncated: restore it or copy it again",
+    )
 
 
 def _affordable_files() -> int:
@@ -353,8 +337,5 @@ def _identity(status: os.stat_result) -> _Identity:
 
 
 def _failed(verb: str, label: str, error: OSError) -> StorageError:
-    reason = error.strerror or str(error)
-    hint = None
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        hint = OPEN_FILES_HINT
-    return StorageError(f"cannot {verb}: {reason}", where=label, hint=hint)
+    hint = OPEN_FILES_HINT if error.errno in (errno.EMFILE, errno.ENFILE) else None
+    return StorageError(f"cannot {verb}: {error.strerror or error}", where=label, hint=hint)

@@ -17,8 +17,8 @@ from adapters.test_check import (
     peft_directory,
     save_as,
     with_dora_scale,
+    written as written_for,
 )
-from adapters.test_check import written as written_for
 from adapters.world_image import IMAGE
 from safetensors.torch import load_file, save_file
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from adapters.maths import delta_of_arrays as delta
-from adapters.maths import scale_of
-from adapters.maths import weight_of_arrays as new_weight
+from adapters.maths import delta_of_arrays as delta, scale_of, weight_of_arrays as new_weight
 from arrays import to_array
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced

@@ -18,8 +18,7 @@ import torch
 from adapters import families
 from adapters.comfyui_keys import patched
 from adapters.image_models import COMPONENT, MODELS, adapter, apply_to_model, linears, lora, to_target
-from adapters.test_diffusers import TOLERANCE
-from adapters.test_diffusers import load as load_in_diffusers
+from adapters.test_diffusers import TOLERANCE, load as load_in_diffusers
 from adapters.test_naming import native_weights
 from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file, save_file

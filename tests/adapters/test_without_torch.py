@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from adapters.image_models import adapter
-from adapters.image_models import to_target as to_target_of_tensors
+from adapters.image_models import adapter, to_target as to_target_of_tensors
 from arrays import to_array, to_tensor
 from safetensors.torch import load_file, save_file
 

@@ -7,9 +7,10 @@ from textwrap import dedent
 import pytest
 
 from ckpt_tools.cli.render_inspect import format_ranges, render
+from ckpt_tools.cli.screen import Screen
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box, Mesh, Shard
+from ckpt_tools.description.layout import Box, Layout, Mesh, Shard
 from ckpt_tools.description.summarise import overlay, summarise
 
 
@@ -38,12 +39,13 @@ def _sharded(model: Checkpoint, mesh: Mesh, tp_dim: int | None = None) -> Checkp
         placements[tensor.fqn] = {"dp_shard": Shard(0)}
         if tp_dim is not None and len(tensor.shape) == 2:
             placements[tensor.fqn]["tp"] = Shard(tp_dim)
-    return replace(overlay(model, mesh, placements), mesh=None, placements=None, root="run")
+    return replace(overlay(model, Layout(mesh=mesh, placements=placements)), mesh=None, placements=None, root="run")
 
 
-def _drawn(checkpoint: Checkpoint, *, mesh_source=None, width: int = 100, **options) -> str:
+def _drawn(checkpoint: Checkpoint, *, mesh_source=None, width: int = 100, colour: bool = False, **options) -> str:
     stream = io.StringIO()
-    render(summarise(checkpoint, mesh_source=mesh_source), stream=stream, width=width, **options)
+    screen = Screen(stream=stream, width=width, colour=colour)
+    render(summarise(checkpoint, mesh_source=mesh_source), screen, **options)
     return stream.getvalue()
 
 
@@ -279,7 +281,7 @@ def test_render_grid_many_columns_keep_to_the_width(model: Checkpoint) -> None:
 
 def test_render_overlay_says_that_nothing_is_written(model: Checkpoint) -> None:
     fsdp = {tensor.fqn: {"dp_shard": Shard(0)} for tensor in model.tensors}
-    imagined = overlay(model, Mesh((("dp_shard", 2),)), fsdp)
+    imagined = overlay(model, Layout(mesh=Mesh((("dp_shard", 2),)), placements=fsdp))
     drawn = _drawn(imagined, mesh_source="overlay", by="file")
     assert "mesh      dp_shard=2, 2 ranks (overlay, nothing is written)\n" in drawn
     assert "chunks    16 in 2 files\n" in drawn
@@ -318,7 +320,7 @@ def test_render_ascii_stream_gets_ascii(model: Checkpoint) -> None:
     tensor = replace(checkpoint.tensors[0], fqn="wörter.权")
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
-    render(summarise(replace(checkpoint, tensors=(tensor,))), stream=stream)
+    render(summarise(replace(checkpoint, tensors=(tensor,))), Screen(stream=stream))
     stream.flush()
     drawn = raw.getvalue().decode("ascii")
     assert "  ####  " in drawn

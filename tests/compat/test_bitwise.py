@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from samples import safetensors_bytes, without_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools import api
@@ -60,12 +61,8 @@ def tensors_of(dtype: DType) -> dict[str, tuple[tuple[int, ...], bytes]]:
 
 
 def write_safetensors(path: Path, dtype: DType, tensors) -> None:
-    header, data = {"__metadata__": {"format": "pt"}}, b""
-    for name, (shape, raw) in tensors.items():
-        header[name] = {"dtype": dtype.name, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    named = {name: (dtype.name, shape, raw) for name, (shape, raw) in tensors.items()}
+    path.write_bytes(safetensors_bytes(named, metadata={"format": "pt"}))
 
 
 def read_safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
@@ -191,9 +188,8 @@ def test_gather_leaves_an_excluded_dtype_out(tmp_path, dtype):
 
 def save_dcp(directory: Path, dtype: DType) -> bytes:
     raw = content(dtype, 8 * 6, 3)
-    with warnings.catch_warnings():
+    with without_ranks():
         warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype.torch_name))
         state = {"odd": tensor.reshape(8, 6), "plain": torch.ones(3)}
         torch.distributed.checkpoint.save(state, checkpoint_id=directory, no_dist=True)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from samples import without_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools.conversions.dtensor import save_with_dtensor, torchrun_rank
@@ -22,7 +22,8 @@ from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint
 from ckpt_tools.description.layout import Box, Mesh
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.formats.safetensors import parse_header, parse_length
-from ckpt_tools.placement import cut_entry, parse_rules, parse_set, place_tensors
+from ckpt_tools.placement.parse import parse_rules, parse_set
+from ckpt_tools.placement.place import cut_entry, place_tensors
 
 EXOTIC = (
     *("bool", "int8", "int16", "uint16", "int32", "uint32", "uint64", "float16", "bfloat16", "float64", "complex64"),
@@ -76,8 +77,7 @@ def assert_saved(source, destination, mesh, placements, expected):
         ]
         assert list(cut_entry(entry, mesh, placements.get(entry.fqn, {})).cells) == theirs, entry.fqn
     loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in expected.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+    with without_ranks():
         dcp.load(loaded, checkpoint_id=destination, no_dist=True)
     for fqn, tensor in expected.items():
         assert loaded[fqn].dtype == tensor.dtype

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
-from ckpt_tools.formats.dcp import parse_rank
+from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.formats.manifest import MANIFEST_NAME, parse_manifest
 from ckpt_tools.formats.opening import open_path
 
@@ -69,7 +69,7 @@ def table_and_bytes(directory):
         return {
             (entry.fqn, entry.dtype.name, entry.shape): [
                 (
-                    parse_rank(chunk.span.file),
+                    rank_of_file(chunk.span.file),
                     chunk.box,
                     opened.source.read(chunk.span.file, chunk.span.offset, chunk.span.nbytes),
                 )

@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import DTensor, Shard as TorchShard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,8 +27,10 @@ from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME
 from ckpt_tools.description.layout import Box, Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.placement import cut_entry, parse_rules, place_tensors, tp_plan_rules
 from ckpt_tools.placement.auto_plan import auto_plan
+from ckpt_tools.placement.parse import parse_rules
+from ckpt_tools.placement.place import cut_entry, place_tensors
+from ckpt_tools.placement.tp_plan import tp_plan_rules
 
 SMALL = {
     "hidden_size": 24,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
+from samples import without_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_tools import api
@@ -114,8 +114,7 @@ def test_dcp_load_control_of_another_model_is_noticed(loaded):
 def test_dcp_load_without_process_group_is_bitwise_equal(written, llama_dir, assert_same, name):
     expected = load_file(llama_dir / "model.safetensors")
     state = {fqn: torch.full_like(tensor, torch.nan) for fqn, tensor in expected.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+    with without_ranks():
         root = CHECKPOINTS[name]
         dcp.load({root: state} if root else state, checkpoint_id=written / name, no_dist=True)
     assert_same(state, expected)
@@ -123,8 +122,7 @@ def test_dcp_load_without_process_group_is_bitwise_equal(written, llama_dir, ass
 
 def test_dcp_to_torch_save_gives_the_original_tensors(written, llama_dir, tmp_path, assert_same):
     expected = load_file(llama_dir / "model.safetensors")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with without_ranks():
         for name in ("shard-dp8", "reshard-dp8-to-dp2-tp2"):
             dcp_to_torch_save(written / name, tmp_path / "full.pt")
             assert_same(torch.load(tmp_path / "full.pt", weights_only=True), expected)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import socket
 import sys
 import warnings
 from collections import Counter
@@ -21,7 +20,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from corrupt.every_byte import DOCUMENT
-from samples import memory_directory
+from samples import memory_directory, without_ranks
 
 from ckpt_tools.checks.verify import Verification, verify
 from ckpt_tools.errors import UnreadableError
@@ -47,8 +46,7 @@ def flat(directory: Path) -> None:
         "model.1.bias": torch.zeros(4, dtype=torch.bfloat16),
         "model.scale": torch.tensor(1.5),
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    with without_ranks():
         dcp.save(state, checkpoint_id=directory, no_dist=True)
 
 
@@ -64,8 +62,7 @@ def nested(directory: Path) -> None:
         "optim": {"state": {"0.weight": moments}, "param_groups": [{"lr": 0.1, "params": ["0.weight"]}]},
         "step": 5,
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    with without_ranks():
         dcp.save(state, checkpoint_id=directory, no_dist=True)
 
 
@@ -73,13 +70,10 @@ def two_ranks(directory: Path) -> None:
     """The same of a model that two ranks share, rows to each."""
     from torch.multiprocessing import spawn
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(_save_as_rank, (str(directory), port), nprocs=2)
+    spawn(_save_as_rank, (str(directory),), nprocs=2)
 
 
-def _save_as_rank(rank: int, directory: str, port: int) -> None:
+def _save_as_rank(rank: int, directory: str) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -87,7 +81,7 @@ def _save_as_rank(rank: int, directory: str, port: int) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:

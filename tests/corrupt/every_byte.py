@@ -14,12 +14,11 @@ import json
 import os
 import re
 import shutil
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from samples import memory_directory, safetensors_bytes, tensor, write_model
+from samples import memory_directory, safetensors_bytes, tensor, without_ranks, write_model
 
 from ckpt_tools import api
 from ckpt_tools.errors import CkptError
@@ -43,8 +42,7 @@ def stock(directory: Path) -> Path:
     import torch.distributed.checkpoint as dcp
 
     state = {"w": torch.arange(6.0).reshape(3, 2), "run": {"name": "first"}}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    with without_ranks():
         dcp.save(state, checkpoint_id=directory / "stock", no_dist=True)
     (directory / "stock" / "config.json").write_bytes(_CONFIG)
     return directory / "stock"

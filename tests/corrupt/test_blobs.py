@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-import warnings
 import zipfile
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from corrupt import damage
-from samples import content
+from samples import content, without_ranks
 
 from ckpt_tools import api
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan
@@ -36,8 +35,7 @@ def check(item: bytes) -> bool:
 
 @pytest.fixture
 def stock(tmp_path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    with without_ranks():
         dcp.save(STATE, checkpoint_id=tmp_path / "stock", no_dist=True)
     return tmp_path / "stock"
 

@@ -7,6 +7,7 @@ import shutil
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from samples import MODEL, content, files_of, shard_model, tensor
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
+from ckpt_tools.description.checkpoint import Chunk
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box
 from ckpt_tools.formats.dcp_metadata import build_metadata
@@ -33,13 +35,24 @@ def run(tmp_path: Path) -> Path:
 # Files
 
 
+DATA_FILES = {
+    "truncated": (lambda path: damage.truncate(path, 1), "short-file"),
+    "missing": (Path.unlink, "missing-file"),
+    "empty": (lambda path: path.write_bytes(b""), "short-file"),
+    "a directory": (lambda path: (path.unlink(), path.mkdir()), "missing-file"),
+    "of unlike items, swapped": (lambda path: damage.swap(path, path.with_name("__0_0.distcp")), "short-file"),
+    "random bytes": (lambda path: path.write_bytes(content(path.stat().st_size)), "bad-item"),
+}
+
+
 @pytest.mark.parametrize("manifest", [True, False])
-def test_distcp_truncated_is_short_file(run: Path, refuses, manifest: bool) -> None:
+@pytest.mark.parametrize("kind", DATA_FILES)
+def test_distcp_damaged_is_found(run: Path, refuses, kind: str, manifest: bool) -> None:
     if not manifest:
         damage.forget_manifest(run)
-    damage.truncate(run / "__1_0.distcp", 1)
-    said = refuses(run, finding="short-file")
-    assert "__1_0.distcp" in said
+    change, finding = DATA_FILES[kind]
+    change(run / "__1_0.distcp")
+    assert "__1_0.distcp" in refuses(run, finding=finding)
 
 
 def test_distcp_extended_is_long_file(run: Path, capsys) -> None:
@@ -49,43 +62,10 @@ def test_distcp_extended_is_long_file(run: Path, capsys) -> None:
     assert {f["code"] for f in json.loads(capsys.readouterr().out)["findings"]} == {"long-file"}
 
 
-@pytest.mark.parametrize("manifest", [True, False])
-def test_distcp_missing_is_missing_file(run: Path, refuses, manifest: bool) -> None:
-    if not manifest:
-        damage.forget_manifest(run)
-    (run / "__1_0.distcp").unlink()
-    said = refuses(run, finding="missing-file")
-    assert "__1_0.distcp" in said
-
-
-def test_distcp_empty_is_short_file(run: Path, refuses) -> None:
-    (run / "__0_0.distcp").write_bytes(b"")
-    refuses(run, finding="short-file")
-
-
-def test_distcp_is_a_directory_is_missing_file(run: Path, refuses) -> None:
-    (run / "__0_0.distcp").unlink()
-    (run / "__0_0.distcp").mkdir()
-    refuses(run, finding="missing-file")
-
-
-def test_distcp_swapped_of_unlike_items_is_found(run: Path, refuses) -> None:
-    damage.swap(run / "__0_0.distcp", run / "__1_0.distcp")
-    refuses(run, finding="short-file")
-
-
 def test_distcp_swapped_of_equal_size_is_digest_mismatch(tmp_path: Path, refuses) -> None:
     run = shard_model(tmp_path, tensors={"w": tensor("F32", 8, 4), "v": tensor("U8", 16)})
     damage.swap(run / "__0_0.distcp", run / "__1_0.distcp")
     refuses(run, finding="digest-mismatch")
-
-
-def test_distcp_random_bytes_is_bad_item(run: Path, refuses) -> None:
-    path = run / "__0_0.distcp"
-    path.write_bytes(content(path.stat().st_size))
-    refuses(run, finding="bad-item")
-    damage.forget_manifest(run)
-    refuses(run, finding="bad-item")
 
 
 def test_metadata_missing_is_named_as_a_killed_save(run: Path, refuses) -> None:
@@ -104,16 +84,11 @@ def test_metadata_truncated_is_unreadable(run: Path, refuses) -> None:
     refuses(run, finding=None)
 
 
-def test_metadata_symlink_out_of_the_root_is_refused(run: Path, tmp_path: Path, refuses) -> None:
-    (run / ".metadata").rename(tmp_path / "elsewhere")
-    (run / ".metadata").symlink_to(tmp_path / "elsewhere")
-    assert "leads out" in refuses(run, finding=None)
-
-
-def test_distcp_symlink_out_of_the_root_is_refused(run: Path, tmp_path: Path, refuses) -> None:
-    (run / "__0_0.distcp").rename(tmp_path / "elsewhere")
-    (run / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
-    assert "leads out" in refuses(run, finding="bad-item")
+@pytest.mark.parametrize(("name", "finding"), [(".metadata", None), ("__0_0.distcp", "bad-item")])
+def test_symlink_out_of_the_root_is_refused(run: Path, tmp_path: Path, refuses, name: str, finding) -> None:
+    (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    assert "leads out" in refuses(run, finding=finding)
 
 
 def test_foreign_distcp_is_a_warning_and_does_not_matter(run: Path, tmp_path: Path, capsys) -> None:
@@ -241,52 +216,51 @@ def test_manifest_gone_leaves_what_dcp_itself_has(run: Path, tmp_path: Path) -> 
 # Metadata that lies
 
 
-def test_chunks_halved_is_incomplete_tensor(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-    damage.edit_chunks(run, UP, lambda chunks: chunks[:1])
-    said = refuses(run, finding="incomplete-tensor")
-    assert "rows 8..16 of 16" in said
+def first(edit: Callable[[Chunk], Chunk]) -> Callable[[Path], None]:
+    """Edit the first chunk of `UP`."""
+    return lambda run: damage.edit_chunks(run, UP, lambda chunks: (edit(chunks[0]), *chunks[1:]))
 
 
-def test_chunks_gone_is_incomplete_tensor(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-    damage.edit_chunks(run, UP, lambda chunks: ())
-    refuses(run, finding="incomplete-tensor")
+def shaped(fqn: str, *shape: int) -> Callable[[Path], None]:
+    return lambda run: damage.edit_metadata(run, lambda e: replace(e, shape=shape) if e.fqn == fqn else e)
 
 
-def test_size_claimed_huge_is_incomplete_tensor(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-    damage.edit_metadata(run, lambda e: replace(e, shape=(100_000_000, 8)) if e.fqn == EMBED else e)
-    refuses(run, finding="incomplete-tensor")
+def overlap_chunks(run: Path) -> None:
+    damage.edit_chunks(run, UP, lambda chunks: (chunks[0], replace(chunks[1], box=Box((4, 0), (8, 8)))))
+    shaped(UP, 12, 8)(run)
 
 
-def test_size_claimed_small_is_chunk_outside_tensor(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-    damage.edit_metadata(run, lambda e: replace(e, shape=(3, 8)) if e.fqn == EMBED else e)
-    refuses(run, finding="chunk-outside-tensor")
-
-
-def test_chunks_overlapping_is_overlapping_chunks(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-
-    def edit(chunks):
-        return (chunks[0], replace(chunks[1], box=Box((4, 0), (8, 8))))
-
-    damage.edit_chunks(run, UP, edit)
-    damage.edit_metadata(run, lambda e: replace(e, shape=(12, 8)) if e.fqn == UP else e)
-    refuses(run, finding="overlapping-chunks")
-
-
-def test_spans_overlapping_is_overlapping_spans(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
+def overlap_spans(run: Path) -> None:
     other = damage.item_span(run, EMBED)
+    first(lambda chunk: replace(chunk, span=replace(chunk.span, offset=other.offset + 64)))(run)
 
-    def edit(chunks):
-        span = chunks[0].span
-        return (replace(chunks[0], span=replace(span, offset=other.offset + 64)), *chunks[1:])
 
-    damage.edit_chunks(run, UP, edit)
-    refuses(run, finding="overlapping-spans")
+def longer(delta: int) -> Callable[[Path], None]:
+    return first(lambda chunk: replace(chunk, span=replace(chunk.span, nbytes=chunk.span.nbytes + delta)))
+
+
+LIES = {
+    "chunks halved": (lambda run: damage.edit_chunks(run, UP, lambda chunks: chunks[:1]), "incomplete-tensor"),
+    "chunks gone": (lambda run: damage.edit_chunks(run, UP, lambda chunks: ()), "incomplete-tensor"),
+    "size claimed huge": (shaped(EMBED, 100_000_000, 8), "incomplete-tensor"),
+    "size claimed small": (shaped(EMBED, 3, 8), "chunk-outside-tensor"),
+    "chunks overlapping": (overlap_chunks, "overlapping-chunks"),
+    "spans overlapping": (overlap_spans, "overlapping-spans"),
+    "span beyond the file": (first(lambda c: replace(c, span=replace(c.span, offset=1 << 40))), "short-file"),
+    "length 64 short": (longer(-64), "bad-item"),
+    "length 1 short": (longer(-1), "bad-item"),
+    "length 1 long": (longer(1), "bad-item"),
+    "length 64 long": (longer(64), "bad-item"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_that_lies_is_found(run: Path, refuses, lie: str) -> None:
+    damage.forget_manifest(run)
+    edit, finding = LIES[lie]
+    edit(run)
+    said = refuses(run, finding=finding)
+    assert "rows 8..16 of 16" in said or lie != "chunks halved"
 
 
 def test_spans_of_two_tensors_equal_is_a_tie_when_they_are_alike(tmp_path: Path) -> None:
@@ -321,26 +295,8 @@ def test_tensor_missing_from_the_metadata_leaves_an_unreferenced_item(tmp_path: 
     assert [(f.code, f.severity) for f in api.verify(run).findings] == [("unreferenced-item", "warning")]
 
 
-def test_span_beyond_the_file_is_short_file(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-    damage.edit_chunks(run, UP, lambda c: (replace(c[0], span=replace(c[0].span, offset=1 << 40)), *c[1:]))
-    refuses(run, finding="short-file")
-
-
-@pytest.mark.parametrize("delta", [-64, -1, 1, 64])
-def test_length_lies_is_bad_item(run: Path, refuses, delta: int) -> None:
-    damage.forget_manifest(run)
-
-    def edit(chunks):
-        span = chunks[0].span
-        return (replace(chunks[0], span=replace(span, nbytes=span.nbytes + delta)), *chunks[1:])
-
-    damage.edit_chunks(run, UP, edit)
-    refuses(run, finding="bad-item")
-
-
 def test_length_too_short_for_the_chunk_is_unreadable(run: Path, refuses) -> None:
-    damage.edit_chunks(run, UP, lambda c: (replace(c[0], span=replace(c[0].span, nbytes=20)), *c[1:]))
+    first(lambda chunk: replace(chunk, span=replace(chunk.span, nbytes=20)))(run)
     refuses(run, finding=None)
 
 
@@ -384,70 +340,48 @@ def _item(dtype: str, sizes: tuple[int, ...]) -> bytes:
     return before + payload + after
 
 
-def test_item_deflated_is_bad_item(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-    item = damage.rezip(damage.read_item(run, UP), lambda e: e, compression=zipfile.ZIP_DEFLATED)
-    damage.replace_item(run, UP, item)
-    assert "compressed" in refuses(run, finding="bad-item")
+Entries = list[tuple[str, bytes]]
 
 
-def test_item_of_a_zip_bomb_is_refused_without_unpacking(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
+def having(name: str, raw: bytes) -> Callable[[Entries], Entries]:
+    """Give another content to the entries whose names end in `name`."""
+    return lambda entries: [(each, raw if each.endswith(name) else found) for each, found in entries]
 
-    def edit(entries):
-        return [(name, bytes(1 << 26) if name.endswith("data/0") else raw) for name, raw in entries]
 
-    item = damage.rezip(damage.read_item(run, UP), edit, compression=zipfile.ZIP_DEFLATED)
-    assert len(item) < 1 << 17
-    damage.replace_item(run, UP, item)
-    refuses(run, finding="bad-item")
+def lacking(name: str) -> Callable[[Entries], Entries]:
+    return lambda entries: [entry for entry in entries if not entry[0].endswith("/" + name)]
+
+
+def doubled(entries: Entries) -> Entries:
+    name, raw = next(entry for entry in entries if entry[0].endswith("data/0"))
+    return [*entries, (name, content(len(raw), 9))]
+
+
+ITEMS: dict[str, tuple[Callable[[Entries], Entries], str]] = {
+    "deflated": (list, "compressed"),
+    "a zip bomb, deflated": (having("data/0", bytes(1 << 26)), ""),
+    "duplicate entries": (doubled, "two entries"),
+    "two data records": (lambda entries: [*entries, ("archive/data/1", b"x" * 8)], ""),
+    "no payload": (having("data/0", b""), ""),
+    "a short payload": (having("data/0", b"\1" * 4), ""),
+    "a long payload": (having("data/0", b"\1" * 4096), ""),
+    "no data.pkl": (lacking("data.pkl"), ""),
+    "no data/0": (lacking("data/0"), ""),
+    "no version, without which torch loads nothing": (lacking("version"), ""),
+    "big-endian": (having("byteorder", b"big"), "little-endian"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
-def test_item_with_duplicate_entries_is_bad_item(run: Path, refuses) -> None:
+@pytest.mark.parametrize("kind", ITEMS)
+def test_item_that_is_no_tensor_of_torch_is_bad_item(run: Path, refuses, kind: str) -> None:
     damage.forget_manifest(run)
-
-    def edit(entries):
-        payload = next(entry for entry in entries if entry[0].endswith("data/0"))
-        return [*entries, (payload[0], content(len(payload[1]), 9))]
-
-    damage.replace_item(run, UP, damage.rezip(damage.read_item(run, UP), edit))
-    assert "two entries" in refuses(run, finding="bad-item")
-
-
-def test_item_with_two_data_records_is_bad_item(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-    item = damage.rezip(damage.read_item(run, UP), lambda e: [*e, ("archive/data/1", b"x" * 8)])
+    edit, word = ITEMS[kind]
+    compression = zipfile.ZIP_DEFLATED if "deflated" in kind else zipfile.ZIP_STORED
+    item = damage.rezip(damage.read_item(run, UP), edit, compression=compression)
+    assert len(item) < 1 << 17  # the bomb too
     damage.replace_item(run, UP, item)
-    refuses(run, finding="bad-item")
-
-
-@pytest.mark.parametrize("nbytes", [0, 4, 4096])
-def test_item_with_a_payload_of_another_length_is_bad_item(run: Path, refuses, nbytes: int) -> None:
-    damage.forget_manifest(run)
-
-    def edit(entries):
-        return [(name, b"\1" * nbytes if name.endswith("data/0") else raw) for name, raw in entries]
-
-    damage.replace_item(run, UP, damage.rezip(damage.read_item(run, UP), edit))
-    refuses(run, finding="bad-item")
-
-
-@pytest.mark.parametrize("name", ["data.pkl", "data/0", "version"])
-def test_item_without_an_entry_that_torch_needs_is_bad_item(run: Path, refuses, name: str) -> None:
-    damage.forget_manifest(run)
-    item = damage.rezip(damage.read_item(run, UP), lambda e: [x for x in e if not x[0].endswith("/" + name)])
-    damage.replace_item(run, UP, item)
-    refuses(run, finding="bad-item", conversions=() if name == "version" else ("gather", "reshard"))
-
-
-def test_item_big_endian_is_bad_item(run: Path, refuses) -> None:
-    damage.forget_manifest(run)
-    item = damage.rezip(
-        damage.read_item(run, UP), lambda e: [(n, b"big" if n.endswith("byteorder") else raw) for n, raw in e]
-    )
-    damage.replace_item(run, UP, item)
-    assert "little-endian" in refuses(run, finding="bad-item")
+    assert word in refuses(run, finding="bad-item", conversions=() if "version" in kind else ("gather", "reshard"))
 
 
 @pytest.mark.parametrize(
@@ -465,10 +399,7 @@ def test_item_big_endian_is_bad_item(run: Path, refuses) -> None:
 def test_item_with_another_pickle_is_bad_item_and_runs_nothing(run: Path, refuses, monkeypatch, pickled: bytes) -> None:
     monkeypatch.chdir(run.parent)
     damage.forget_manifest(run)
-    item = damage.rezip(
-        damage.read_item(run, UP), lambda e: [(n, pickled if n.endswith("data.pkl") else raw) for n, raw in e]
-    )
-    damage.replace_item(run, UP, item)
+    damage.replace_item(run, UP, damage.rezip(damage.read_item(run, UP), having("data.pkl", pickled)))
     refuses(run, finding="bad-item")
     assert not Path("owned").exists()
 
@@ -480,16 +411,12 @@ def test_metadata_that_would_run_code_is_refused(run: Path, refuses, monkeypatch
     assert not Path("owned").exists()
 
 
-@pytest.mark.parametrize("file", ["../run2/__0_0.distcp", "a/../__0_0.distcp", "./__0_0.distcp", "//etc/passwd"])
+@pytest.mark.parametrize(
+    "file", ["../run2/__0_0.distcp", "a/../__0_0.distcp", "./__0_0.distcp", "//etc/passwd", "{run}/__0_0.distcp"]
+)
 def test_metadata_path_leading_out_is_unreadable(run: Path, tmp_path: Path, refuses, file: str) -> None:
     shutil.copytree(run, tmp_path / "run2")
-    damage.edit_chunks(run, UP, lambda c: (replace(c[0], span=replace(c[0].span, file=file)), *c[1:]))
-    refuses(run, finding=None)
-
-
-def test_metadata_path_absolute_is_unreadable(run: Path, refuses) -> None:
-    absolute = str(run / "__0_0.distcp")
-    damage.edit_chunks(run, UP, lambda c: (replace(c[0], span=replace(c[0].span, file=absolute)), *c[1:]))
+    first(lambda chunk: replace(chunk, span=replace(chunk.span, file=file.format(run=run))))(run)
     refuses(run, finding=None)
 
 

@@ -193,9 +193,22 @@ def test_names_that_would_drive_a_terminal_are_escaped(tmp_path: Path, capsys) -
 # Several files
 
 
-def test_index_naming_missing_files_is_unreadable(indexed: Path, refuses_hf) -> None:
-    (indexed / "model-00002-of-00003.safetensors").unlink()
-    assert "1 of 3 files" in refuses_hf(indexed)
+PART = "model-{:05d}-of-00003.safetensors".format
+BROKEN = {
+    "a file missing": (lambda model: (model / PART(2)).unlink(), "1 of 3 files"),
+    "too many tensors": (lambda model: _edit_index(model, lambda d: d["weight_map"].update(ghost=PART(1))), "ghost"),
+    "too few tensors": (lambda model: _edit_index(model, lambda d: d["weight_map"].pop("model.step")), "model.step"),
+    "files mixed up": (lambda model: damage.swap(model / PART(1), model / PART(2)), ""),
+    "a tensor in two files": (lambda model: (model / PART(2)).write_bytes((model / PART(1)).read_bytes()), ""),
+    "no index": (lambda model: _index(model).unlink(), "restore the index"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_files_that_their_index_does_not_describe_are_unreadable(indexed: Path, refuses_hf, kind: str) -> None:
+    change, word = BROKEN[kind]
+    change(indexed)
+    assert word in refuses_hf(indexed)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../x", "a\0b", ""])
@@ -211,32 +224,6 @@ def test_index_naming_files_outside_is_unreadable(indexed: Path, tmp_path: Path,
 def test_index_replaced_is_unreadable(indexed: Path, refuses_hf, raw: bytes) -> None:
     _index(indexed).write_bytes(raw)
     refuses_hf(indexed)
-
-
-def test_index_of_too_many_tensors_is_unreadable(indexed: Path, refuses_hf) -> None:
-    _edit_index(indexed, lambda d: d["weight_map"].update(ghost="model-00001-of-00003.safetensors"))
-    assert "ghost" in refuses_hf(indexed)
-
-
-def test_index_of_too_few_tensors_is_unreadable(indexed: Path, refuses_hf) -> None:
-    _edit_index(indexed, lambda d: d["weight_map"].pop("model.step"))
-    assert "model.step" in refuses_hf(indexed)
-
-
-def test_index_that_mixes_files_up_is_unreadable(indexed: Path, refuses_hf) -> None:
-    damage.swap(indexed / "model-00001-of-00003.safetensors", indexed / "model-00002-of-00003.safetensors")
-    refuses_hf(indexed)
-
-
-def test_tensor_in_two_files_is_unreadable(indexed: Path, refuses_hf) -> None:
-    path = indexed / "model-00001-of-00003.safetensors"
-    (indexed / "model-00002-of-00003.safetensors").write_bytes(path.read_bytes())
-    refuses_hf(indexed)
-
-
-def test_index_gone_is_unreadable_with_a_hint(indexed: Path, refuses_hf) -> None:
-    _index(indexed).unlink()
-    assert "restore the index" in refuses_hf(indexed)
 
 
 # What ckpt gathered

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from pathlib import Path
 
@@ -12,13 +11,10 @@ def save_all(directory: Path) -> None:
     """Write every checkpoint below `directory`, with one launch of two processes."""
     from torch.multiprocessing import spawn
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(_save, (str(directory), port), nprocs=2)
+    spawn(_save, (str(directory),), nprocs=2)
 
 
-def _save(rank: int, directory: str, port: int) -> None:
+def _save(rank: int, directory: str) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -31,7 +27,7 @@ def _save(rank: int, directory: str, port: int) -> None:
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
 

@@ -17,6 +17,13 @@ from samples import files_of, staging_left, tensor, write_model
 from ckpt_tools import api
 
 BLOCK = 256
+
+
+def kill(below: Path, nth: int = 60) -> dict[str, object]:
+    """The fault that ends a run at its `nth` write."""
+    return {"below": below, "only": "write", "nth": nth, "signal_number": signal.SIGKILL}
+
+
 MANY = {
     "model.a.weight": tensor("F32", 32, 24, seed=1),
     "model.b.weight": tensor("BF16", 24, 20, seed=2),
@@ -49,7 +56,7 @@ class Runs:
 
     def killed(self, case: Path, nth: int = 60) -> Path:
         """Run until the `nth` write, which is the end; return the staging directory."""
-        result = self.run(case, below=case, only="write", nth=nth, signal_number=signal.SIGKILL)
+        result = self.run(case, **kill(case, nth))
         assert result.code == -signal.SIGKILL
         (name,) = staging_left(case)
         return case / name
@@ -98,8 +105,7 @@ def test_resume_after_a_kill_at_any_write_continues(runs, case):
     for nth in range(1, 2000, 4):
         directory = case / str(nth)
         directory.mkdir()
-        fault = {"below": directory, "only": "write", "nth": nth, "signal_number": signal.SIGKILL}
-        result = runs.run(directory, **fault)
+        result = runs.run(directory, **kill(directory, nth))
         if not result.hit:
             assert_complete(directory / "out", runs.expected)
             break
@@ -120,8 +126,7 @@ def test_resume_loses_at_most_one_block_per_thread(server, world, case):
     for nth in range(3, 65, 2):
         directory = case / str(nth)
         directory.mkdir()
-        fault = {"below": directory, "only": "write", "nth": nth, "signal_number": signal.SIGKILL}
-        result = runs.run(directory, trace=True, **fault)
+        result = runs.run(directory, trace=True, **kill(directory, nth))
         assert result.code == -signal.SIGKILL
         (name,) = staging_left(directory)
         records = (directory / name / JOURNAL).read_bytes().count(b"\n") - 1
@@ -135,13 +140,7 @@ def test_resume_that_is_killed_again_and_again_ends(runs, case):
     # Every attempt gets a little further: reading back what is there writes nothing.
     attempts = 0
     while attempts < 100:
-        fault = {
-            "below": case,
-            "only": "write",
-            "nth": 25 if runs.verb == "gather" else 45,
-            "signal_number": signal.SIGKILL,
-        }
-        if runs.run(case, **fault).code == 0:
+        if runs.run(case, **kill(case, 25 if runs.verb == "gather" else 45)).code == 0:
             break
         attempts += 1
     assert attempts >= 2
@@ -234,8 +233,7 @@ def _write_over(source: Path) -> None:
 def test_resume_with_a_changed_source_starts_afresh_and_says_so(shard, server, case, change):
     source = case / "source"
     shutil.copytree(shard.source, source)
-    fault = {"below": case, "only": "write", "nth": 60, "signal_number": signal.SIGKILL}
-    assert shard.run(case, source=source, **fault).code < 0
+    assert shard.run(case, source=source, **kill(case)).code < 0
     change(source)
     result = shard.run(case, source=source)
     assert result.code == 0, result
@@ -411,8 +409,7 @@ def test_resume_with_a_journal_that_is_not_right_is_harmless(runs, case, kind):
 def test_resume_counts_what_is_allocated_as_there(server, memory, case):
     model = write_model(case / "model", {f"w{i}": tensor("U8", 1 << 20, seed=i) for i in range(8)}, num_files=1)
     argv = ("shard", model, case / "out", "--mesh", "dp_shard=2")
-    fault = {"below": case, "only": "write", "nth": 9, "signal_number": signal.SIGKILL}
-    assert server.run(*argv, **fault).code < 0
+    assert server.run(*argv, **kill(case, 9)).code < 0
     # 8 MiB are needed, 4 MiB beside the margin of 16 MiB are free: enough for who has 8 MiB already.
     scarce = {"below": case, "only": "statvfs", "free": 20 << 20}
     other = server.run("shard", model, case / "other", "--mesh", "dp_shard=2", **scarce)

@@ -24,7 +24,7 @@ import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from samples import memory_directory, safetensors_bytes, tensor
+from samples import memory_directory, safetensors_bytes, tensor, without_ranks
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
@@ -43,7 +43,7 @@ from ckpt_tools.formats.manifest import (
 )
 from ckpt_tools.formats.safetensors import LENGTH_BYTES, File, parse_header, parse_length
 from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
-from ckpt_tools.placement import parse_rules
+from ckpt_tools.placement.parse import parse_rules
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
 
 
@@ -172,8 +172,7 @@ def _metadata_seeds() -> tuple[bytes, ...]:
     ]
     ours = build_metadata(tensors, [BlobEntry(fqn="step", span=span(1, 1 << 13), path=("step",))])
     with memory_directory() as root:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        with without_ranks():
             dcp.save(
                 {"m": {"w": torch.ones(3, 2)}, "step": 5, "l": [torch.tensor(1.0)]}, checkpoint_id=root, no_dist=True
             )

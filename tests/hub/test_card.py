@@ -14,8 +14,7 @@ import pytest
 import yaml
 from hub.conftest import states
 from hub.local_hub import Hub
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from samples import safetensors_bytes, tensor
 
 from ckpt_tools.errors import UnreadableError

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from preflight.config_examples import EXAMPLES, FIXTURES
 
 from ckpt_tools.errors import UnreadableError, UsageError

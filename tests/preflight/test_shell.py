@@ -6,8 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ckpt_tools.preflight.configs.commands import read_script
 

@@ -6,8 +6,7 @@ import contextlib
 import pickle
 import random
 
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME

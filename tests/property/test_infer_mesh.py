@@ -3,8 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME

@@ -11,8 +11,7 @@ import pytest
 from fuzz.mutate import mutate, random_operations
 from fuzz.run import guarded
 from fuzz.targets import TARGETS
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 NUMBERS = st.integers(0, 2**32 - 1)
 OPERATIONS = st.lists(st.tuples(st.integers(0, 2**16 - 1), NUMBERS, NUMBERS), min_size=1, max_size=5)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from samples import small_blocks
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
@@ -138,12 +137,14 @@ def test_plan_for_a_mesh_writes_every_byte_once_and_reads_inside_spans(data, sha
         source,
         blobs=tuple(BlobEntry(fqn=f"b{i}", span=ByteSpan(file="r0", offset=i, nbytes=n)) for i, n in enumerate(blobs)),
     )
-    grids = {
-        entry.fqn: cut_tensor(entry.shape, after, _placements(data.draw, after, entry.shape), pack=entry.dtype.pack)
+    cells = {
+        entry.fqn: cut_tensor(
+            entry.shape, after, _placements(data.draw, after, entry.shape), pack=entry.dtype.pack
+        ).cells
         for entry in source.tensors
     }
     with small_blocks(data.draw(st.sampled_from((8, 24, 100, 4 << 20)))):
-        plan = Plan(source, dcp_placing.place(source.tensors, grids, source.blobs), {})
+        plan = Plan(source, dcp_placing.place(source.tensors, cells, source.blobs), {})
         _assert_whole(plan.files, source)
         _assert_reads_stay_inside(plan.files)
         _assert_writes_tile(plan.files)
@@ -169,11 +170,13 @@ def test_plan_for_hf_files_writes_every_byte_once_and_reads_inside_spans(data, s
 @given(data=st.data(), shapes=shapes(), before=meshes(), after=meshes())
 def test_plan_of_one_file_names_all_that_it_needs(data, shapes, before, after) -> None:
     source = _raw_source(data.draw, shapes, before)
-    grids = {
-        entry.fqn: cut_tensor(entry.shape, after, _placements(data.draw, after, entry.shape), pack=entry.dtype.pack)
+    cells = {
+        entry.fqn: cut_tensor(
+            entry.shape, after, _placements(data.draw, after, entry.shape), pack=entry.dtype.pack
+        ).cells
         for entry in source.tensors
     }
-    for file in plan_copies(source, dcp_placing.place(source.tensors, grids)):
+    for file in plan_copies(source, dcp_placing.place(source.tensors, cells)):
         assert set(file.sources) <= source.files.keys()
         _assert_writes_tile([file])
         _assert_reads_stay_inside([file])

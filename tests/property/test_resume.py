@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from samples import content, files_of, memory_directory, shard_model, small_blocks, staging_left, tensor, write_model
 
 from ckpt_tools import api

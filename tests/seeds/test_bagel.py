@@ -9,8 +9,7 @@ import pytest
 import torch
 from fsdp2.ranks import run_ranks
 from safetensors.torch import save_file
-from seeds import bagel_model as small
-from seeds import guide
+from seeds import bagel_model as small, guide
 
 pytestmark = pytest.mark.full
 

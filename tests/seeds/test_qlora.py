@@ -8,8 +8,7 @@ import pytest
 import torch
 from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from seeds import ditty_model as small
-from seeds import guide
+from seeds import ditty_model as small, guide
 
 from ckpt_tools.errors import UnreadableError, UsageError
 

@@ -47,7 +47,7 @@ def test_docs_every_command_of_the_house_is_executable_and_mentioned() -> None:
 
 
 def test_docs_guide_rules_parse() -> None:
-    from ckpt_tools.placement import parse_rules
+    from ckpt_tools.placement.parse import parse_rules
 
     text = (ROOT / "docs" / "guides" / "convert.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)

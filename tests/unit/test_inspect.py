@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box, Mesh, Replicate, Shard
+from ckpt_tools.description.layout import Box, Layout, Mesh, Replicate, Shard
 from ckpt_tools.description.summarise import MAX_BLOCKS, MAX_PREFIXES, OTHER, overlay, summarise, to_json
 from ckpt_tools.errors import UsageError
 
@@ -253,7 +253,7 @@ def test_overlay_two_ranks_shows_what_shard_would_write(two_ranks: Checkpoint) -
         "model.layers.0.w": {"dp_shard": Shard(0), "tp": Shard(1)},
         "model.layers.0.b": {"dp_shard": Shard(0)},
     }
-    imagined = overlay(two_ranks, mesh, placements)
+    imagined = overlay(two_ranks, Layout(mesh=mesh, placements=placements))
     assert [(c.box.offsets, c.box.sizes, c.span.file) for c in imagined.tensors[0].chunks] == [
         ((0, 0), (2, 1), "__0_0.distcp"),
         ((0, 1), (2, 1), "__1_0.distcp"),
@@ -273,14 +273,15 @@ def test_overlay_two_ranks_shows_what_shard_would_write(two_ranks: Checkpoint) -
 
 
 def test_overlay_dim_that_is_not_there_is_refused(two_ranks: Checkpoint) -> None:
+    layout = Layout(mesh=Mesh((("dp_shard", 2),)), placements={"model.layers.0.w": {"dp_shard": Shard(2)}})
     with pytest.raises(UsageError, match=r"S\(2\)"):
-        overlay(two_ranks, Mesh((("dp_shard", 2),)), {"model.layers.0.w": {"dp_shard": Shard(2)}})
+        overlay(two_ranks, layout)
 
 
 def test_overlay_of_its_own_mesh_is_inferred_again(two_ranks: Checkpoint) -> None:
     mesh = Mesh((("dp_shard", 3),))
     fsdp = {"model.layers.0.w": {"dp_shard": Shard(0)}, "model.layers.0.b": {"dp_shard": Shard(0)}}
-    imagined = overlay(two_ranks, mesh, fsdp)
+    imagined = overlay(two_ranks, Layout(mesh=mesh, placements=fsdp))
     summary = summarise(replace(imagined, mesh=None, placements=None))
     assert summary.mesh == mesh
     assert summary.placements_of("model.layers.0.b") == {"dp_shard": Shard(0)}
@@ -295,7 +296,7 @@ def test_summarise_64000_chunks_takes_a_moment() -> None:
         tensors=tuple(_tensor(f"model.layers.{i // 10}.p{i % 10}.weight", shapes[i % 4]) for i in range(1000)),
     )
     mesh = Mesh((("dp_shard", 64),))
-    imagined = overlay(base, mesh, {t.fqn: {"dp_shard": Shard(0)} for t in base.tensors})
+    imagined = overlay(base, Layout(mesh=mesh, placements={t.fqn: {"dp_shard": Shard(0)} for t in base.tensors}))
     written = replace(imagined, mesh=None, placements=None)
     seconds = []
     for _ in range(3):

@@ -39,8 +39,8 @@ def _source() -> Checkpoint:
 
 def _columns(source: Checkpoint) -> Checkpoint:
     mesh = Mesh((("tp", 2),))
-    grids = {e.fqn: cut_tensor(e.shape, mesh, {"tp": Shard(1)} if e.shape else {}) for e in source.tensors}
-    return dcp_placing.place(source.tensors, grids, source.blobs)
+    cells = {e.fqn: cut_tensor(e.shape, mesh, {"tp": Shard(1)} if e.shape else {}).cells for e in source.tensors}
+    return dcp_placing.place(source.tensors, cells, source.blobs)
 
 
 def test_plan_from_rows_to_columns_names_every_copy() -> None:
@@ -66,8 +66,8 @@ def test_plan_from_rows_to_columns_names_every_copy() -> None:
 def test_plan_for_one_rank_of_rows_needs_one_source_file() -> None:
     source = _source()
     mesh = Mesh((("dp_shard", 2),))
-    grids = {e.fqn: cut_tensor(e.shape, mesh, {"dp_shard": Shard(0)} if e.shape else {}) for e in source.tensors}
-    first, second = plan_copies(source, dcp_placing.place(source.tensors, grids))
+    cells = {e.fqn: cut_tensor(e.shape, mesh, {"dp_shard": Shard(0)} if e.shape else {}).cells for e in source.tensors}
+    first, second = plan_copies(source, dcp_placing.place(source.tensors, cells))
     assert first.sources == ("a",)
     assert second.sources == ("b",)
 

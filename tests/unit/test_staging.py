@@ -30,8 +30,34 @@ def _read(directory: Path) -> dict[str, bytes]:
 
 
 FILES = {"sub/data": b"0123456789", "marker": b"done"}
+OLD = {"old": b"old"}
 
 
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A destination that is there."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_bytes(b"old")
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def _no_flags(monkeypatch) -> None:
+    """renameat2 knows no flags, as on some network file systems."""
+
+    def refuse(old: str, new: str, flags: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), new)
+
+    monkeypatch.setattr(publish, "_rename", refuse)
+
+
+@pytest.fixture(params=["renameat2", "rename"])
+def _any_rename(request) -> None:
+    if request.param == "rename":
+        request.getfixturevalue("_no_flags")
+
+
+@pytest.mark.usefixtures("_any_rename")
 def test_publish_makes_everything_appear_at_once(tmp_path: Path) -> None:
     staging = Staging(str(tmp_path / "out"), overwrite=False)
     _fill(staging)
@@ -120,28 +146,21 @@ def test_destination_that_is_a_file_or_a_link_is_refused(tmp_path: Path, overwri
             check_destination(str(tmp_path / name), overwrite=overwrite)
 
 
-def test_destination_that_appears_meanwhile_wins(tmp_path: Path) -> None:
-    staging = Staging(str(tmp_path / "out"), overwrite=False)
-    _fill(staging)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "theirs").write_text("theirs")
-    with pytest.raises(DestinationExistsError):
-        staging.publish()
-    staging.discard()
-    assert _read(tmp_path / "out") == {"theirs": b"theirs"}
-    assert staging_left(tmp_path) == []
-
-
-def test_empty_destination_that_appears_meanwhile_wins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("theirs", [{"theirs": b"theirs"}, {}], ids=["full", "empty"])
+def test_destination_that_appears_meanwhile_wins(tmp_path: Path, theirs: dict[str, bytes]) -> None:
     """A plain rename would replace an empty directory without a word."""
     staging = Staging(str(tmp_path / "out"), overwrite=False)
     _fill(staging)
     (tmp_path / "out").mkdir()
+    for name, raw in theirs.items():
+        (tmp_path / "out" / name).write_bytes(raw)
     inode = (tmp_path / "out").stat().st_ino
     with pytest.raises(DestinationExistsError):
         staging.publish()
     staging.discard()
     assert (tmp_path / "out").stat().st_ino == inode
+    assert _read(tmp_path / "out") == theirs
+    assert staging_left(tmp_path) == []
 
 
 def test_concurrent_runs_have_one_winner(tmp_path: Path) -> None:
@@ -178,14 +197,13 @@ def test_concurrent_runs_have_one_winner(tmp_path: Path) -> None:
 # Overwrite
 
 
-def test_overwrite_exchanges_and_removes_the_old(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
-    staging = Staging(str(tmp_path / "out"), overwrite=True)
+@pytest.mark.usefixtures("_any_rename")
+def test_overwrite_exchanges_and_removes_the_old(tmp_path: Path, old: Path) -> None:
+    staging = Staging(str(old), overwrite=True)
     _fill(staging)
-    assert _read(tmp_path / "out") == {"old": b"old"}
+    assert _read(old) == OLD
     staging.publish()
-    assert _read(tmp_path / "out") == FILES
+    assert _read(old) == FILES
     assert staging_left(tmp_path) == []
 
 
@@ -196,36 +214,16 @@ def test_overwrite_of_nothing_creates(tmp_path: Path) -> None:
     assert _read(tmp_path / "out") == FILES
 
 
-def test_overwrite_that_is_discarded_leaves_the_old(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
-    staging = Staging(str(tmp_path / "out"), overwrite=True)
+def test_overwrite_that_is_discarded_leaves_the_old(tmp_path: Path, old: Path) -> None:
+    staging = Staging(str(old), overwrite=True)
     _fill(staging)
     staging.discard()
-    assert _read(tmp_path / "out") == {"old": b"old"}
+    assert _read(old) == OLD
     assert staging_left(tmp_path) == []
 
 
-# Where renameat2 knows no flags (some network file systems)
-
-
-@pytest.fixture
-def no_flags(monkeypatch):
-    def refuse(old: str, new: str, flags: int) -> None:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), new)
-
-    monkeypatch.setattr(publish, "_rename", refuse)
-
-
-def test_publish_without_renameat2_gives_the_same(tmp_path: Path, no_flags) -> None:
-    staging = Staging(str(tmp_path / "out"), overwrite=False)
-    _fill(staging)
-    staging.publish()
-    assert _read(tmp_path / "out") == FILES
-    assert staging_left(tmp_path) == []
-
-
-def test_publish_without_renameat2_refuses_what_appears_meanwhile(tmp_path: Path, no_flags, monkeypatch) -> None:
+@pytest.mark.usefixtures("_no_flags")
+def test_publish_without_renameat2_refuses_what_appears_meanwhile(tmp_path: Path, monkeypatch) -> None:
     staging = Staging(str(tmp_path / "out"), overwrite=False)
     _fill(staging)
     (tmp_path / "out").mkdir()
@@ -241,21 +239,10 @@ def test_publish_without_renameat2_refuses_what_appears_meanwhile(tmp_path: Path
     assert staging_left(tmp_path) == []
 
 
-def test_overwrite_without_renameat2_gives_the_same(tmp_path: Path, no_flags) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
-    staging = Staging(str(tmp_path / "out"), overwrite=True)
-    _fill(staging)
-    staging.publish()
-    assert _read(tmp_path / "out") == FILES
-    assert staging_left(tmp_path) == []
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_rename_that_fails_leaves_things_as_they_were(tmp_path: Path, monkeypatch, overwrite: bool) -> None:
+def test_rename_that_fails_leaves_things_as_they_were(tmp_path: Path, request, monkeypatch, overwrite: bool) -> None:
     if overwrite:
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "old").write_text("old")
+        request.getfixturevalue("old")
     staging = Staging(str(tmp_path / "out"), overwrite=overwrite)
     _fill(staging)
 
@@ -266,9 +253,8 @@ def test_rename_that_fails_leaves_things_as_they_were(tmp_path: Path, monkeypatc
     with pytest.raises(CkptError, match="cannot publish"):
         staging.publish()
     staging.discard()
+    assert _read(tmp_path / "out") == (OLD if overwrite else {})
     assert (tmp_path / "out").exists() == overwrite
-    if overwrite:
-        assert _read(tmp_path / "out") == {"old": b"old"}
     assert staging_left(tmp_path) == []
 
 

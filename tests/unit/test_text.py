@@ -1,8 +1,7 @@
 """`escape_name` and `display_width`: nothing from a file drives the terminal."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError

@@ -3,8 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckpt_tools.description.layout import Box
 from ckpt_tools.description.tiling import check_tiling

@@ -169,7 +169,7 @@ def test_walls_are_demanded():
 def test_model_of_a_config_is_not_built_without_walls():
     pytest.importorskip("transformers")
     from ckpt_tools.models.hf_recipe import HfRecipe
-    from ckpt_tools.placement import find_tp_plan
+    from ckpt_tools.placement.tp_plan import find_tp_plan
 
     with pytest.raises(RuntimeError, match="without walls"):
         HfRecipe(LLAMA, "config.json").build()

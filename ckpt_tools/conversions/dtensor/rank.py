@@ -18,16 +18,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh, Placement, Shard
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.safetensors import LENGTH_BYTES, parse_header, parse_length
+from ckpt_tools.formats.safetensors import read_file
+from ckpt_tools.storage.source import Source
 
 _FSDP_AXES = ("dp_replicate", FSDP_AXIS)
 """The axes of the mesh that `fully_shard` gets: its parameters live there, cut or not."""
@@ -57,7 +55,7 @@ def save_rank(job: Job) -> None:
         for entry in job.source.tensors:
             file = entry.chunks[0].span.file
             if file not in readers:
-                readers[file] = files.enter_context(_Reader(os.path.join(job.source.root, file), file))
+                readers[file] = files.enter_context(_Reader(job.source.root, file))
             state[entry.fqn] = _local_part(entry, readers[file], root, job.placements.get(entry.fqn, {}))
     _range_of.cache_clear()
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -77,7 +75,8 @@ def _local_part(
         return reader.read(entry, shape, tuple(slice(0, length) for length in shape))
     mesh = root if used == names else root[used]
     torch_placements = _torch_placements(mesh, placements)
-    region = tuple(_local_range(length, dim, mesh, torch_placements) for dim, length in enumerate(shape))
+    along = [tuple(_on_first_dim(placement, dim) for placement in torch_placements) for dim in range(len(shape))]
+    region = tuple(_range_of(length, mesh, placed) for length, placed in zip(shape, along, strict=True))
     return DTensor.from_local(
         reader.read(entry, shape, region),
         mesh,
@@ -109,18 +108,9 @@ def _torch_placements(mesh: DeviceMesh, placements: Mapping[str, Placement]) -> 
     return tuple(result)
 
 
-def _local_range(length: int, dim: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> slice:
-    """Return the elements of a dim that this rank keeps, as PyTorch cuts it.
-
-    Raises:
-        CkptError: They are not one run, so that no chunk can describe them.
-    """
-    along = tuple(_on_first_dim(placement, dim) for placement in placements)
-    return _range_of(length, mesh, along)
-
-
 @lru_cache(maxsize=4096)
 def _range_of(length: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> slice:
+    """Return the elements of a dim that this rank keeps, as PyTorch cuts it; they must be one run."""
     indices = distribute_tensor(torch.arange(length), mesh, placements, src_data_rank=None)
     local = indices.to_local() if isinstance(indices, DTensor) else indices
     size = local.numel()
@@ -153,11 +143,10 @@ class _Writer(FileSystemWriter):
 class _Reader:
     """Reads parts of the tensors of one safetensors file."""
 
-    def __init__(self, path: str, file: str) -> None:
-        self._file: Any = safe_open(path, framework="pt")  # untyped upstream
-        with open(path, "rb") as raw:
-            length = parse_length(raw.read(LENGTH_BYTES), where=file)
-            header = parse_header(raw.read(length), file=file, file_nbytes=os.path.getsize(path))
+    def __init__(self, root: str, file: str) -> None:
+        self._file: Any = safe_open(os.path.join(root, file), framework="pt")  # untyped upstream
+        with Source(root) as source:
+            header = read_file(source, file).header
         # A description may have renamed its tensors; where the bytes lie says which one is meant.
         self._keys = {(t.chunks[0].span.offset, t.chunks[0].span.nbytes): t.fqn for t in header.tensors if t.nbytes}
 
