@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.ecosystems.loaders import AdapterFile, LoaderReport, TensorHead, simulate
+from ckpt_tools.adapters.ecosystems.loaders import simulate
+from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, LoaderReport
 from ckpt_tools.cli import main
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME
 
 Tensors = dict[str, torch.Tensor]
@@ -27,7 +29,12 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 
 def describe(tensors: Tensors, **others: object) -> AdapterFile:
     heads = {
-        name: TensorHead(shape=tuple(tensor.shape), dtype=BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")])
+        name: TensorEntry(
+            fqn=name,
+            shape=tuple(tensor.shape),
+            dtype=BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")],
+            chunks=(),
+        )
         for name, tensor in tensors.items()
     }
     return AdapterFile(**({"file": DIFFUSERS_FILE, "tensors": heads} | others))

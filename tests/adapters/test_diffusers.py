@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
-from ckpt_tools.adapters.ecosystems.written import Written
+from ckpt_tools.adapters.ecosystems.output import Written
 
 TOLERANCE = 2e-4
 LOADERS = {

@@ -9,6 +9,8 @@ from ckpt_tools.adapters.architectures.rule import Names
 
 ArchitectureName = Literal["flux1", "flux2", "sdxl", "sd3"]
 """Families with tables; language models are named by their paths and need none."""
+ModelFamily = ArchitectureName | Literal["llm"]
+"""Whatever `--architecture` takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from ckpt_tools.adapters.adapter import Adapter, F
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName, ModelFamily
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.adapters.architectures.rivals import rivals_of
@@ -20,7 +19,19 @@ _HEADERS = {
 }
 
 
-def choose_family(adapter: Adapter[F], *, base: BaseFamily | None) -> ArchitectureName | Literal["llm"] | None:
+def family_named(name: str | None) -> ModelFamily | None:
+    """Return the model family that the user names.
+
+    Raises:
+        UsageError: There is none of this name.
+    """
+    known = ("llm", *ARCHITECTURES)
+    if name is not None and name not in known:
+        raise UsageError(f"unknown model family {name!r}", hint=f"--architecture takes {', '.join(known)}")
+    return name  # type: ignore[return-value]  # one of the literals
+
+
+def choose_family(adapter: Adapter[F], *, base: BaseFamily | None) -> ModelFamily | None:
     """Return the one family that an adapter is for; None where that is not known, or ckpt has no tables for it.
 
     Args:
@@ -48,7 +59,7 @@ def _possible(paths: Sequence[str], base: BaseFamily | None) -> tuple[Architectu
 def choose_architectures(
     adapter: Adapter[F],
     *,
-    architecture: ArchitectureName | Literal["llm"] | None,
+    architecture: ModelFamily | None,
     base: BaseFamily | None,
 ) -> tuple[ArchitectureName, ...]:
     """Return the families that the adapter can be for; several only where nothing tells them apart.
@@ -75,8 +86,6 @@ def choose_architectures(
             hint="--to peft is what transformers, vLLM and PEFT read",
         )
     if architecture is not None:
-        if architecture not in ARCHITECTURES:
-            raise UsageError(f"unknown model family {architecture!r}", hint=f"one of {', '.join(ARCHITECTURES)}")
         return (architecture,)
     found = _possible(paths, base)
     said = family_in_header(adapter)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpt_tools.adapters.adapter import Shapes
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName, ModelFamily
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.text import escape_name
 
@@ -40,7 +40,7 @@ class BaseFamily:
     """A model of transformers, whose adapters are PEFT's."""
 
     @property
-    def name(self) -> ArchitectureName | Literal["llm"] | None:
+    def name(self) -> ModelFamily | None:
         """The one family that it is of; None when ckpt has no tables for it, or cannot tell."""
         if self.is_language_model:
             return "llm"

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Shapes
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
 from ckpt_tools.adapters.architectures.resolve import Place, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, base_path, parents_of
 from ckpt_tools.adapters.checks.integrity import check_base
-from ckpt_tools.adapters.ecosystems.loaders import ModelFamily
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.text import escape_name

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Sourced
-from ckpt_tools.adapters.ecosystems.loaders import Loader, LoaderReport
+from ckpt_tools.adapters.ecosystems.simulation import Loader, LoaderReport
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.text import first_few
 
@@ -111,20 +111,10 @@ def to_json(result: LoraCheck) -> dict[str, object]:
                 "matched_tensors": report.num_matched,
                 "unmatched_tensors": len(report.unmatched),
                 "unmatched": list(report.unmatched[:20]),
-                "findings": [_finding_json(finding) for finding in fold(report.findings)],
+                "findings": [asdict(finding) for finding in fold(report.findings)],
             }
             for report in result.loaders
         ],
         "not_checked": list(result.not_checked),
-        "findings": [_finding_json(finding) for finding in result.findings],
-    }
-
-
-def _finding_json(finding: Finding) -> dict[str, object]:
-    return {
-        "code": finding.code,
-        "severity": finding.severity,
-        "where": finding.where,
-        "what": finding.what,
-        "hint": finding.hint,
+        "findings": [asdict(finding) for finding in result.findings],
     }

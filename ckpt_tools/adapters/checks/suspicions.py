@@ -14,7 +14,8 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F
 from ckpt_tools.adapters.checks.integrity import ValueTable, is_idle
 from ckpt_tools.description.checkpoint import Finding
 
-_INDEX = re.compile(r"(?<![^._])\d+(?![^._])")
+NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+"""Of a layer, in a path."""
 _EXPERT = re.compile(r"(?:^|[._])experts?[._]\d")
 """One that the router never chose stays untrained in a healthy run."""
 _NEVER_ZERO = ("A", "B_embedding")
@@ -42,14 +43,14 @@ def _dead(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
         if module.is_saved or not seen:
             continue
         if not is_idle(module, seen):
-            alive.add(_INDEX.sub("*", module.path))
+            alive.add(NUMBER.sub("*", module.path))
         else:
             is_lost = any(role in _NEVER_ZERO and values.is_zero for role, values in seen.items())
             idle.append((module.path, is_lost))
     for path, is_lost in idle if alive else ():
         if is_lost:
             what, hint = "a factor is 0 that begins with random values", "was the adapter saved whole?"
-        elif _INDEX.sub("*", path) in alive and not _EXPERT.search(path):
+        elif NUMBER.sub("*", path) in alive and not _EXPERT.search(path):
             what = "its factors multiply to 0, and the same module of other layers was trained"
             hint = "was it saved whole? If this layer was not meant to be trained, leave its tensors out"
         else:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import Convention, Sourced
 from ckpt_tools.adapters.architectures.sdxl import conv_shape
+from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.placing import Placed
 from ckpt_tools.adapters.families import columns_of, dora, equivalents, family_of, rows_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
@@ -145,6 +146,10 @@ class Fitting:
         """Say something once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def written(self, file: str, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> Written:
+        """Return the file, with what was done for it."""
+        return Written(file=file, tensors=tensors, metadata=metadata, notes=self.finish(), errors=self.errors)
 
     def finish(self) -> tuple[str, ...]:
         """Return the notes, one per kind of conversion."""

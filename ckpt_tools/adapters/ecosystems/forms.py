@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
 from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Target
-from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName
+from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import unflatten
 from ckpt_tools.adapters.base.model import parents_of
@@ -28,33 +27,6 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 
-def architecture_of(name: str | None) -> ArchitectureName | Literal["llm"] | None:
-    """Return the model family that the user names.
-
-    Raises:
-        UsageError: There is none of this name.
-    """
-    known = ("llm", *ARCHITECTURES)
-    if name is None:
-        return None
-    for each in known:
-        if name == each:
-            return each  # type: ignore[return-value]  # it is one of the literals
-    raise UsageError(f"unknown model family {name!r}", hint=f"--architecture takes {', '.join(known)}")
-
-
-def unflatten_paths(adapter: Adapter[F], base: Shapes) -> Adapter[F]:
-    """Return the adapter with the paths of the base model in the place of kohya's flattened names.
-
-    Raises:
-        UsageError: A name is that of no module of the base, or of several.
-    """
-    names = tuple(base)
-    return adapter.with_modules(
-        tuple(replace(module, path=unflatten(module.path, names)) for module in adapter.modules)
-    )
-
-
 _ROOTS = ("", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "base_model.model.")
 """What the ecosystems put in front of a model's own module paths."""
 
@@ -68,8 +40,11 @@ def under_base_names(adapter: Adapter[F], base: Shapes) -> Adapter[F] | None:
             renamed = zip(adapter.modules, paths, strict=True)
             return adapter.with_modules(tuple(replace(module, path=path) for module, path in renamed))
     if all("." not in module.path for module in adapter.modules):
+        names = tuple(base)
         try:
-            return unflatten_paths(adapter, base)
+            return adapter.with_modules(
+                tuple(replace(module, path=unflatten(module.path, names)) for module in adapter.modules)
+            )
         except UsageError:
             return None
     return None
@@ -78,7 +53,7 @@ def under_base_names(adapter: Adapter[F], base: Shapes) -> Adapter[F] | None:
 def through_diffusers(
     loaded: Adapter[Array],
     notes: list[str],
-    architecture: str | None,
+    architecture: ModelFamily | None,
     svd_rank: int | None,
     base: BaseFamily | None,
 ) -> Adapter[Array]:
@@ -89,9 +64,7 @@ def through_diffusers(
     """
     from ckpt_tools.moving.arrays import dtype_of
 
-    written = to_target(
-        loaded, "diffusers", architecture=architecture_of(architecture), base=base, svd_rank=svd_rank, may_fuse=False
-    )
+    written = to_target(loaded, "diffusers", architecture=architecture, base=base, svd_rank=svd_rank, may_fuse=False)
     notes += [*written.notes, *error_notes(written.errors)]
     named = [
         Named(
@@ -170,14 +143,10 @@ def target_of(name: str) -> Target:
     Raises:
         UsageError: There is none.
     """
-    for each in TARGETS:
-        if name == each:
-            return each
-    raise UsageError(f"unknown target {name!r}", hint=f"--to takes {', '.join(TARGETS)}")
-
-
-TARGETS: tuple[Target, ...] = ("peft", "diffusers", "kohya", "comfyui")
-"""Values of `--to`."""
+    targets: tuple[Target, ...] = get_args(Target)
+    if name not in targets:
+        raise UsageError(f"unknown target {name!r}", hint=f"--to takes {', '.join(targets)}")
+    return name
 
 
 def summary(adapter: Adapter[TensorEntry], base_model: str | None) -> Fields:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter, Target
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName, ModelFamily
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
-from ckpt_tools.adapters.ecosystems.written import Written
+from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def to_target(
     adapter: Adapter[Array],
     target: Target,
     *,
-    architecture: ArchitectureName | Literal["llm"] | None = None,
+    architecture: ModelFamily | None = None,
     base: BaseFamily | None = None,
     svd_rank: int | None = None,
     may_fuse: bool = True,
@@ -51,8 +51,6 @@ def to_target(
     from ckpt_tools.adapters.ecosystems.kohya.writer import to_kohya
 
     writers = {"diffusers": to_diffusers, "kohya": to_kohya, "comfyui": to_comfyui}
-    if target not in writers:
-        raise UsageError(f"{target!r} has no names of its own to write", hint="--to diffusers, kohya or comfyui")
     if architecture is None and base is not None and passes_unchanged(base, target):
         fitting = Fitting(svd_rank=svd_rank, convention=adapter.convention, may_fuse=may_fuse)
         unchanged = to_diffusers_unchanged if target == "diffusers" else to_comfyui_unchanged

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter, Target
+from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.checks.integrity import check_structure
-from ckpt_tools.adapters.ecosystems.forms import architecture_of, as_loras, under_base_names
+from ckpt_tools.adapters.ecosystems.forms import as_loras, under_base_names
+from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.to_target import passes_unchanged, to_target
-from ckpt_tools.adapters.ecosystems.written import Written
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
@@ -30,7 +31,7 @@ def write_names(
     *,
     base: BaseModel | None,
     weights: Weights,
-    architecture: str | None,
+    architecture: ModelFamily | None,
     svd_rank: int | None,
     notes: list[str],
 ) -> Written:
@@ -57,7 +58,7 @@ def write_names(
             loaded = as_loras(loaded, notes, svd_rank, base.shapes)
     if to == "comfyui" and base is not None and any(module.is_dora for module in loaded.modules):
         loaded = _with_base_norms(loaded, base, weights, notes)
-    return to_target(loaded, to, architecture=architecture_of(architecture), base=family, svd_rank=svd_rank)
+    return to_target(loaded, to, architecture=architecture, base=family, svd_rank=svd_rank)
 
 
 def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:

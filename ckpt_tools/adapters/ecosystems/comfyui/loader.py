@@ -31,9 +31,7 @@ _NOT_IN_MAP = {"flux2": ("time_guidance_embed.", "_stream_modulation")}
 def load(file: AdapterFile, loading: Loading) -> None:
     """Apply ComfyUI's rules."""
     if file.architecture is None:
-        loading.say(
-            "loader-unchecked",
-            "warning",
+        loading.unchecked(
             file.file,
             "ComfyUI's map depends on the model family, and this one is not known to ckpt",
             "--architecture names one that ckpt knows",
@@ -64,9 +62,7 @@ def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, 
     hint = "put it into the base: ckpt merge-lora BASE ADAPTER DST"
     shape = file.tensors[name].shape
     if suffix == "dora_scale" and len(shape) > 1 and shape[0] > 1 and file.metadata.get(DORA_SCALE) != BASE_NORM:
-        loading.say(
-            "loader-misreads",
-            "error",
+        loading.misreads(
             module,
             "ComfyUI divides a DoRA of the output axis by ‖W‖ instead of ‖W + ΔW‖ (ComfyUI PR #15458): the effect is "
             "another one",
@@ -74,10 +70,10 @@ def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, 
         )
     elif suffix == "oft_blocks" and module in file.constrained:
         what = "ComfyUI takes alpha for the constraint itself, LyCORIS alpha times the outputs: the rotation is another"
-        loading.say("loader-misreads", "error", module, what, hint)
+        loading.misreads(module, what, hint)
     elif suffix == "rescale":
         what = "ComfyUI reads rescale and does not use it: the effect is another one"
-        loading.say("loader-misreads", "error", module, what, hint)
+        loading.misreads(module, what, hint)
 
 
 def _drop_bare_alphas(loading: Loading) -> None:

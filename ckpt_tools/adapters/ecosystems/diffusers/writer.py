@@ -15,8 +15,8 @@ from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.ecosystems.diffusers.flux2_lokr import place_lokr
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
+from ckpt_tools.adapters.ecosystems.output import Written, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, place_all, unchanged
-from ckpt_tools.adapters.ecosystems.written import Written, put
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Module, refuse
 from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE
@@ -57,13 +57,7 @@ def _diffusers_file(placed: list[Placed], title: str, fitting: Fitting) -> Writt
         names = _TEXT_ENCODER if each.part.is_encoder else family_of(each.module).peft_names
         require(each, names, "diffusers")
         put(tensors, f"{each.part.component}.{each.module.path}", each.module, names)
-    return Written(
-        file=DIFFUSERS_FILE,
-        tensors=tensors,
-        metadata=_metadata(fitted),
-        notes=fitting.finish(),
-        errors=fitting.errors,
-    )
+    return fitting.written(DIFFUSERS_FILE, tensors, _metadata(fitted))
 
 
 def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
@@ -72,9 +66,7 @@ def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
     for each in placed:
         module = fitting.baked_lokr(each.module)
         put(tensors, f"{each.part.component}.{module.path}", module, family_of(module).peft_names)
-    return Written(
-        file=DIFFUSERS_FILE, tensors=tensors, metadata={"format": "pt"}, notes=fitting.finish(), errors=fitting.errors
-    )
+    return fitting.written(DIFFUSERS_FILE, tensors, {"format": "pt"})
 
 
 def _for_diffusers(placed: Placed, title: str, fitting: Fitting) -> Module:

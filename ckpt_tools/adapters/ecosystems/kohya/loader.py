@@ -25,12 +25,8 @@ _NOT_BLOCKS = ("input_blocks.0.",)
 def load(file: AdapterFile, loading: Loading) -> None:
     """Apply kohya's rules."""
     if file.architecture is None:
-        loading.say(
-            "loader-unchecked",
-            "warning",
-            file.file,
-            "the model family is not known to ckpt",
-            "--architecture names one that ckpt knows",
+        loading.unchecked(
+            file.file, "the model family is not known to ckpt", "--architecture names one that ckpt knows"
         )
         return
     if file.architecture == "llm" or file.architecture == "flux2":
@@ -59,9 +55,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
                     outside.append(match.native())
     _check_alphas(ends, takes_rank=file.architecture == "sdxl" and not needs_lycoris)
     if outside and not needs_lycoris:
-        loading.say(
-            "loader-needs",
-            "warning",
+        loading.needs(
             outside[0],
             "kohya's networks.lora looks for modules inside the blocks, and leaves others out unless it is told of "
             "them: load it with --network_module lycoris.kohya",
