@@ -38,7 +38,6 @@ class Sourced(Generic[T_co]):
     """A setting, and how it is known."""
 
     value: T_co
-    """The setting itself."""
     source: str
     """For people: "--alpha", "header lora_adapter_metadata", "A has 16 rows", …"""
 
@@ -55,7 +54,6 @@ class AdapterModule(Generic[F]):
     """The module's path in the base model ("model.layers.0.self_attn.q_proj"); in the names of `Adapter.convention`
     where these do not tell the path (kohya's lora_unet_…)."""
     family: FamilyName
-    """How the factors change the weight."""
     factors: Mapping[str, F]
     """Role → tensor."""
     rank: Sourced[int] | None = None

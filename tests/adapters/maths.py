@@ -7,7 +7,7 @@ from arrays import to_array, to_tensor
 
 from ckpt_tools.adapters.families import change as ours
 from ckpt_tools.adapters.families import family_of, rotation
-from ckpt_tools.adapters.families.setting import PLAIN
+from ckpt_tools.adapters.families.family import PLAIN
 
 
 def in_arrays(module):

@@ -426,7 +426,7 @@ def test_what_mixes_rows_is_computed_over_many_blocks(tmp_path, algorithm):
     from adapters.maths import new_weight
 
     from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-    from ckpt_tools.adapters.families.setting import Setting
+    from ckpt_tools.adapters.families.family import Setting
 
     weight = torch.randn(2560, 640)
     base = write_base(tmp_path / "base", {"blocks.to_q.weight": weight})

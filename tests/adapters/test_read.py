@@ -13,7 +13,8 @@ from arrays import to_tensor
 from safetensors.torch import save_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.read.opening import load, read_adapter
+from ckpt_tools.adapters.read.opening import read_adapter
+from ckpt_tools.adapters.read.tensors import load
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 ROOT = "base_model.model."

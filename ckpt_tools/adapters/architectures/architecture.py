@@ -20,15 +20,12 @@ class Part:
     component: str
     """What diffusers calls it: transformer, unet, text_encoder, …"""
     names: Names
-    """Its modules."""
     comfyui: str
     """What ComfyUI puts in front of the native path."""
     kohya: tuple[str, ...]
     """What kohya and its relatives put in front of the underscored path; the first is written."""
     is_in_diffusers: bool = True
-    """Does diffusers load adapters of it?"""
     is_encoder: bool = False
-    """Is it a text encoder?"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +35,6 @@ class Architecture:
     name: ArchitectureName
     """As `--architecture` and the notes have it."""
     title: str
-    """For people."""
     parts: tuple[Part, ...]
     """The main model first."""
     diffusers_class: str | None = None

@@ -27,4 +27,3 @@ CLIP = Names(
 """CLIPTextModel and CLIPTextModelWithProjection."""
 
 T5 = Names(tuple(rename(path, path) for path in (f"encoder.block.{{i}}.{name}" for name in _T5_LAYER)))
-"""T5EncoderModel."""

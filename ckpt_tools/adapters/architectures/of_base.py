@@ -33,7 +33,6 @@ class BaseFamily:
     title: str
     """For people: its class, or its family."""
     source: str
-    """What says it."""
     component: Literal["transformer", "unet"] | None = None
     """What diffusers' pipelines call it; None where it is not known to be one of diffusers' models."""
     is_language_model: bool = False

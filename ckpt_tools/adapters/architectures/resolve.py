@@ -22,7 +22,6 @@ class Place:
     """A module of a pipeline."""
 
     part: Part
-    """The model it is in."""
     match: Match
     """Its rule, and whether it was called as its authors or as diffusers call it."""
 

@@ -22,7 +22,6 @@ class Rival:
     """Models that share a family's names."""
 
     title: str
-    """For people."""
     lacks: re.Pattern[str]
     """Paths in diffusers' spelling that the family has and these models have not: one of them tells."""
 

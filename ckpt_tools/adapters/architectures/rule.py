@@ -32,11 +32,9 @@ class Rule:
     """One native module and the diffusers modules that hold its rows."""
 
     native: str
-    """Path in the authors' implementation."""
     diffusers: tuple[str, ...]
     """Paths in diffusers, in the order of their rows."""
     step: Step = "same"
-    """How the rows relate."""
     ratio: float | None = None
     """Rows of the native weight to its columns, where that tells two families apart that use one name."""
 
@@ -51,7 +49,6 @@ class Match:
     """A name that a rule explains."""
 
     rule: Rule
-    """The rule."""
     numbers: tuple[tuple[str, str], ...]
     """What the holes of the rule stand for."""
     part: int | None

@@ -33,7 +33,6 @@ class ChangedRows:
     start: int
     """First row of the tensor."""
     count: int
-    """How many."""
     offset: int
     """The module's row that belongs to the first one."""
     transposed: bool = False

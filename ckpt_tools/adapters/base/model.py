@@ -20,9 +20,7 @@ class BaseModel:
     task_type: Sourced[object] | None = None
     """PEFT's task type, by the architecture in its config.json."""
     family: BaseFamily
-    """Which model it is."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """Its config.json."""
 
     @property
     def class_name(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Names that transformers gives parameters in a model, where those on disk are others: adapters have the model's. Pure.
+"""Names of a base's parameters in the model that an adapter is trained on, where those on disk are others. Pure.
 
 By the class that config.json names (`maps`); without one by the kinds in `_RECIPES`. Stacked experts are
 `slots.stacked_experts`.
@@ -7,13 +7,25 @@ By the class that config.json names (`maps`); without one by the kinds in `_RECI
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
-from ckpt_tools.adapters.adapter import Adapter, F
+from ckpt_tools.adapters.adapter import Adapter, F, Shapes
+from ckpt_tools.adapters.base.model import BaseModel, base_path, parents_of
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps import live_names, load_table
 
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
+_STACK = re.compile(r"((?:model\.)*(?:bert\.)?(?:layers|encoder\.layer)|(?:transformer\.)?h)\.(\d{1,6})\.")
+"""The layers that PEFT can replicate."""
+_MAX_LAYERS = 10_000
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_STACKED = re.compile(r"\.experts\.\w+$")
+"""Experts one by one, as many models have them on disk, and stacked, as the live model has them."""
+_ROOTS = ("model", "transformer", "backbone")
+"""Names of the inner model in transformers' classes with a head, beside those called like the model's type."""
 _TRAINERS = (
     ("torchtitan", re.compile(r"layers\.\d+\.attention\.w[qkvo]")),
     (
@@ -125,3 +137,90 @@ def _by_class(names: Collection[str], config: Mapping[str, object]) -> Mapping[s
     if expected is None:
         return {}
     return {new: old for new, old in live_names(names, expected).items() if new != old}
+
+
+def without_predictors(shapes: Shapes, config: Mapping[str, object]) -> Shapes:
+    """Leave out layers that predict further tokens: checkpoints hold them behind the others, models do not load them.
+
+    Source: transformers, models/deepseek_v3 and models/glm4_moe, `_keys_to_ignore_on_load_unexpected`.
+    """
+    depth = config.get("num_hidden_layers")
+    if not config.get("num_nextn_predict_layers") or not isinstance(depth, int):
+        return shapes
+    layers = {name: _LAYER.search(name) for name in shapes}
+    return {name: shapes[name] for name, layer in layers.items() if layer is None or int(layer[1]) < depth}
+
+
+def adapted_paths(adapter: Adapter[F]) -> frozenset[str]:
+    """Return the paths in the plain base model of what has factors."""
+    return frozenset(base_path(module.path) for module in adapter.modules if not module.is_saved)
+
+
+def as_named(base: BaseModel, paths: Collection[str]) -> BaseModel:
+    """Return the base with the names of the live model that an adapter was trained on.
+
+    On disk a model may have other names (older ones; none of a head's inner model, as GPT-2 is published).
+
+    Args:
+        base: As read, by the names on disk.
+        paths: Modules of the adapter.
+    """
+    on_disk = base.shapes
+    if not any(_EXPERT.search(path) for path in paths) and any(_STACKED.search(name) for name in on_disk):
+        on_disk = {name: shape for name, shape in on_disk.items() if not _EXPERT.search(name)}
+    ways = [on_disk]
+    for renamed in renamings(on_disk, base.config):
+        gone = set(renamed.values())
+        kept = {name: shape for name, shape in on_disk.items() if name not in gone}
+        ways.append(kept | {new: on_disk[old] for new, old in renamed.items()})
+    ways += [_with_root(way, base.model_type, paths) for way in tuple(ways)]
+    shapes = max(map(_with_shared, ways), key=lambda way: len(parents_of(way) & set(paths)))
+    return replace(base, shapes=shapes)
+
+
+def _with_shared(shapes: Shapes) -> Shapes:
+    """Add the embeddings that an encoder and a decoder share (T5, BART): on disk they are one tensor."""
+    found = dict(shapes)
+    for name, shape in shapes.items():
+        root, _, leaf = name.rpartition("shared.weight")
+        if not leaf and name.endswith("shared.weight") and (not root or root.endswith(".")):
+            for side in ("encoder", "decoder"):
+                found.setdefault(f"{root}{side}.embed_tokens.weight", shape)
+    return found
+
+
+def _with_root(shapes: Shapes, model_type: str | None, paths: Collection[str]) -> Shapes:
+    """Put the inner model's name in front, as transformers does when it loads what was saved without a head."""
+    roots = {path.partition(".")[0] for path in paths}
+    root = next(iter(roots), "")
+    known = root in _ROOTS or (model_type or "").replace("-", "_").startswith(root)
+    if model_type is None or len(roots) != 1 or not known or any(name.startswith(f"{root}.") for name in shapes):
+        return shapes
+    return {f"{root}.{name}": shape for name, shape in shapes.items()}
+
+
+def replicated(shapes: Shapes, layer_map: object) -> Shapes:
+    """Return the parameters of the model that PEFT's layer_replication makes: [[0, 2], [1, 2]] is layers 0, 1, 1.
+
+    Source: peft 0.21 `tuners/tuners_utils.py`, `replicate_layers`.
+    """
+    if not isinstance(layer_map, list) or not all(_is_range(pair) for pair in layer_map):
+        return shapes
+    copies: dict[int, list[int]] = defaultdict(list)
+    total = 0
+    for start, end in layer_map:
+        for index in range(start, min(end, start + _MAX_LAYERS - total)):
+            copies[index].append(total)
+            total += 1
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        layer = _STACK.match(name)
+        if layer is None:
+            found[name] = shape
+            continue
+        found |= {f"{layer[1]}.{new}.{name[layer.end() :]}": shape for new in copies[int(layer[2])]}
+    return found
+
+
+def _is_range(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(type(each) is int and each >= 0 for each in pair)

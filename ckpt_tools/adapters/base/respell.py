@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.matching import BaseMatch, match_modules
 from ckpt_tools.adapters.read.assemble import known_shape
-from ckpt_tools.adapters.read.lazy import LazyAdapter
+from ckpt_tools.adapters.read.tensors import LazyAdapter, entry_of
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 
@@ -89,14 +89,8 @@ def _described(adapter: Adapter[Array]) -> Adapter[TensorEntry]:
     return adapter.with_modules(
         tuple(
             module.with_factors(
-                {role: _entry(f"{module.path}.{role}", factor) for role, factor in module.factors.items()}
+                {role: entry_of(f"{module.path}.{role}", factor) for role, factor in module.factors.items()}
             )
             for module in adapter.modules
         )
     )
-
-
-def _entry(name: str, factor: Array) -> TensorEntry:
-    from ckpt_tools.moving.arrays import dtype_of
-
-    return TensorEntry(fqn=name, dtype=dtype_of(factor), shape=factor.shape, chunks=())

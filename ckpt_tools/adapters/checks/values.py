@@ -16,9 +16,7 @@ class Values:
     is_zero: bool
     """Every element is 0 or -0."""
     is_one: bool
-    """Every element is 1."""
     is_finite: bool
-    """No element is infinite or not a number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.assemble import Named, assemble
 from ckpt_tools.adapters.read.keys import parse_key
 from ckpt_tools.adapters.read.sidecars import read_sidecars
+from ckpt_tools.adapters.read.tensors import entry_of
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
@@ -62,16 +63,9 @@ def through_diffusers(
     Raises:
         UsageError: No architecture that is known, or something that cannot be said there.
     """
-    from ckpt_tools.moving.arrays import dtype_of
-
     written = to_target(loaded, "diffusers", architecture=architecture, base=base, svd_rank=svd_rank, may_fuse=False)
     notes += [*written.notes, *error_notes(written.errors)]
-    named = [
-        Named(
-            name, parse_key(name), TensorEntry(fqn=name, dtype=dtype_of(tensor), shape=tuple(tensor.shape), chunks=())
-        )
-        for name, tensor in written.tensors.items()
-    ]
+    named = [Named(name, parse_key(name), entry_of(name, tensor)) for name, tensor in written.tensors.items()]
     described = assemble(
         named, convention="diffusers", is_training=False, trained=None, bias=None, path="the converted adapter"
     )

@@ -31,13 +31,10 @@ class Written:
     """An adapter in the names of its target."""
 
     file: str
-    """Name of the file."""
     tensors: Mapping[str, Array]
     """Name → tensor, row-major; some may be the adapter's own arrays, or share memory."""
     metadata: Mapping[str, str]
-    """The header's `__metadata__`."""
     notes: tuple[str, ...] = ()
-    """What was done, for people."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Module → largest error of what was written for it, relative to the largest element; exact modules are not in."""
 
@@ -63,11 +60,8 @@ class Item:
     """A tensor to write."""
 
     name: str
-    """In the file."""
     shape: tuple[int, ...]
-    """In the file."""
     dtype: DType
-    """In the file."""
     stored: DType
     """Of what `read` returns."""
     read: Callable[[], memoryview]
@@ -84,11 +78,8 @@ class Output:
     """The files of an adapter."""
 
     file: str
-    """Name of the safetensors file."""
     items: Sequence[Item]
-    """What goes in."""
     metadata: Mapping[str, str]
-    """`__metadata__` of its header."""
     documents: Mapping[str, bytes]
     """Small files beside it."""
 

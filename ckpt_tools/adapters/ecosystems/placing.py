@@ -24,7 +24,6 @@ class Placed:
     """A module with its place in the target."""
 
     part: Part
-    """The model that it is in."""
     module: Module
     """Its path is the one inside that model, in the target's spelling."""
 

@@ -12,7 +12,6 @@ from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
 
 Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]
-"""Whose rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +19,9 @@ class AdapterFile:
     """An adapter as a loader finds it: the names in its file, not yet understood."""
 
     file: str
-    """Name of the safetensors file."""
     tensors: Mapping[str, TensorEntry]
     """Name → tensor, in the order of the file."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """The header's `__metadata__`."""
     config: Mapping[str, object] | None = None
     """adapter_config.json beside the file; None where there is none."""
     siblings: tuple[str, ...] = ()
@@ -32,7 +29,6 @@ class AdapterFile:
     is_named: bool = False
     """The loader is told the file, not its directory alone."""
     architecture: ModelFamily | None = None
-    """The model family, where it is known."""
     base: Mapping[str, tuple[int, ...]] | None = None
     """Names and shapes of the base model's parameters, where it was given."""
     base_class: str | None = None
@@ -60,7 +56,6 @@ class Loading:
     ignored: dict[str, str] = field(default_factory=dict)
     """Tensor → why the loader leaves it out."""
     findings: list[Finding] = field(default_factory=list)
-    """What else to say."""
 
     def use(self, name: str, module: str) -> None:
         """Note that a tensor goes into a module."""
@@ -103,17 +98,13 @@ class LoaderReport:
     """Will a loader take the adapter, and will it change anything?"""
 
     loader: Loader
-    """Whose rules."""
     loads: bool | None
     """Does it end without an error? None when the rules do not tell."""
     matched: tuple[str, ...]
     """Modules that get an adapter."""
     num_matched: int
-    """Tensors that are used."""
     unmatched: tuple[str, ...]
-    """Tensors that are left out."""
     findings: tuple[Finding, ...]
-    """Why."""
 
     @property
     def is_proven(self) -> bool:

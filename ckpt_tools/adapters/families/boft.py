@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
-from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Matrix, Module, refuse_roles
+from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Matrix, Module, Setting, geometry, refuse_roles
 from ckpt_tools.adapters.families.oft import (
     LYCORIS_ROLES,
     WHY_NOT_PEFT,
@@ -21,7 +21,6 @@ from ckpt_tools.adapters.families.oft import (
     peft_block_size,
     peft_inputs,
 )
-from ckpt_tools.adapters.families.setting import Setting, geometry
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:

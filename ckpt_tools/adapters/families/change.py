@@ -11,8 +11,7 @@ import numpy as np
 from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.changes import Change, Decomposed, Replacement
-from ckpt_tools.adapters.families.family import Module
-from ckpt_tools.adapters.families.setting import PLAIN, Setting, geometry
+from ckpt_tools.adapters.families.family import PLAIN, Module, Setting, geometry
 from ckpt_tools.errors import UnreadableError, UsageError
 
 

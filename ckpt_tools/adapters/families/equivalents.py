@@ -35,7 +35,6 @@ class Equivalent:
     error: float
     """max |Δ before - Δ after| / max |Δ before|, over the elements of the change; 0 when nothing was computed."""
     how: str
-    """For people: what was done."""
 
 
 def as_lora(module: Module, shape: Shape | None = None, *, svd_rank: int | None = None) -> Equivalent:

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, FamilyName, Fields, Shape, Shapes
+from ckpt_tools.adapters.adapter import (
+    Adapter,
+    AdapterModule,
+    Convention,
+    F,
+    FamilyName,
+    Fields,
+    Shape,
+    Shapes,
+    Sourced,
+)
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.adapters.families.setting import Setting
     from ckpt_tools.moving.arrays import Array
 
 Style = Literal["peft", "lycoris", "diffusers-old", "torchtitan"]
@@ -38,6 +48,51 @@ PEFT_LYCORIS = (
     f"{PEFT_COMMON} r alpha rank_pattern alpha_pattern rank_dropout module_dropout use_effective_conv2d init_weights"
 )
 """Fields of PEFT's LoHa, which its LoKr has as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What must be known beside a module to compute its change."""
+
+    scale: float = 1.0
+    """Multiplies what is added to the weight."""
+    transposed: bool = False
+    """The weight is stored as (in, out): GPT-2's Conv1D, PEFT's fan_in_fan_out."""
+    num_experts: int = 1
+    """Experts whose factors are stacked (PEFT's target_parameters of a 3-d parameter)."""
+    convention: Convention | None = None
+    """Whose tensors these are: decides on the axis of a magnitude that fits both."""
+    settings: Mapping[str, Sourced[object]] = field(default_factory=dict)
+
+    def bool_of(self, name: str, default: bool | None = None) -> bool:
+        """Return a setting that is true or false.
+
+        Raises:
+            UsageError: It is not known and there is no default.
+        """
+        value = self.settings[name].value if name in self.settings else default
+        if not isinstance(value, bool):
+            raise UsageError(
+                f"{name} is not known, and the result depends on it",
+                hint="put PEFT's adapter_config.json beside the adapter",
+            )
+        return value
+
+    def number_of(self, name: str, default: float) -> float:
+        """Return a setting that is a number."""
+        value = self.settings[name].value if name in self.settings else default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"{name} is not a number: {value!s}")
+        return float(value)
+
+
+PLAIN = Setting()
+
+
+def geometry(shape: Shape, num_experts: int = 1) -> tuple[int, int]:
+    """Return (rows, columns) of a tensor as a matrix; a vector is one column."""
+    lead = 2 if num_experts > 1 else 1
+    return math.prod(shape[:lead]), math.prod(shape[lead:])
 
 
 class InexpressibleError(UsageError):
@@ -71,7 +126,6 @@ class Family:
 
     name: ClassVar[FamilyName]
     title: ClassVar[str]
-    """For people."""
 
     # The names of its tensors
 

@@ -27,7 +27,7 @@ from ckpt_tools.adapters.families.family import (
 if TYPE_CHECKING:
     from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.adapters.families.setting import Setting
+    from ckpt_tools.adapters.families.family import Setting
     from ckpt_tools.moving.arrays import Array
 
 _ROLES = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")

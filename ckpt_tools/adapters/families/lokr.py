@@ -23,17 +23,17 @@ from ckpt_tools.adapters.families.family import (
     InexpressibleError,
     Module,
     ScaledFamily,
+    geometry,
     missing_halves,
     refuse,
 )
 from ckpt_tools.adapters.families.loha import effective_conv2d, peft_core, with_core
-from ckpt_tools.adapters.families.setting import geometry
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.adapters.families.setting import Setting
+    from ckpt_tools.adapters.families.family import Setting
     from ckpt_tools.moving.arrays import Array
 
 _ROLES = ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")

@@ -13,8 +13,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
-from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Family, Matrix, Module, refuse_roles
-from ckpt_tools.adapters.families.setting import Setting, geometry
+from ckpt_tools.adapters.families.family import (
+    PEFT_COMMON,
+    Factors,
+    Family,
+    Matrix,
+    Module,
+    Setting,
+    geometry,
+    refuse_roles,
+)
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:

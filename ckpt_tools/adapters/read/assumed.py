@@ -21,7 +21,6 @@ class Assumption:
     """A field of PEFT's configuration that nothing says."""
 
     field: str
-    """Its name."""
     value: object
     """What is taken for true."""
     otherwise: str

@@ -12,9 +12,7 @@ from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.text import first_few
 
 PEFT_FILE = "adapter_model.safetensors"
-"""PEFT's own file."""
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-"""diffusers' own file."""
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_\d+)?")
 _VERL_PICKLE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 

@@ -20,7 +20,6 @@ from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.storage.source import Source
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's own."""
 DIFFUSERS_KEY = "lora_adapter_metadata"
 """Header of diffusers' files: the configuration of every model of the pipeline."""
 DIFFUSERS_HEADER = f"header {DIFFUSERS_KEY}"
@@ -51,7 +50,6 @@ class Sidecars:
     conv_alpha: Sourced[float] | None = None
     """As `alpha`, for convolutions with a kernel."""
     is_ai_toolkit: bool = False
-    """Its header says that ai-toolkit wrote it."""
     assumed: str | None = None
     """What an export assumed, by `ASSUMED`."""
 

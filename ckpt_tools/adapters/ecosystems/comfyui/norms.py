@@ -15,11 +15,9 @@ import numpy as np
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.change import change_of
-from ckpt_tools.adapters.families.family import Module
-from ckpt_tools.adapters.families.setting import Setting
-from ckpt_tools.adapters.read.opening import to_array
+from ckpt_tools.adapters.families.family import Module, Setting
 from ckpt_tools.adapters.read.sidecars import BASE_NORM, DORA_SCALE
-from ckpt_tools.adapters.read.tensors import TensorReader
+from ckpt_tools.adapters.read.tensors import TensorReader, to_array
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array

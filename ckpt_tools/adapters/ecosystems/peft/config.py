@@ -23,37 +23,16 @@ from ckpt_tools.adapters.families.family import MERGE_HINT
 from ckpt_tools.errors import UsageError
 
 _MAX_SHOWN = 3
-_OWN_FIELDS = frozenset(
-    [
-        "peft_type",
-        "base_model_name_or_path",
-        "task_type",
-        "inference_mode",
-        "r",
-        "lora_alpha",
-        "alpha",
-        "rank_pattern",
-        "alpha_pattern",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "target_parameters",
-        "modules_to_save",
-        "bias",
-    ]
-)
+_OWN_FIELDS = """
+    peft_type base_model_name_or_path task_type inference_mode r lora_alpha alpha rank_pattern alpha_pattern
+    target_modules exclude_modules layers_to_transform layers_pattern target_parameters modules_to_save bias
+"""
 """Worked out from the tensors; what a configuration beside them says is only taken where it agrees."""
 _TRAINING_ONLY = ("velora_config",)
 """Fields that ask for tensors which only training needs, and which are not exported."""
 
 
-def infer_config(
-    adapter: Adapter[F],
-    *,
-    base: BaseModel | None = None,
-    base_model: str | None = None,
-) -> Fields:
+def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_model: str | None = None) -> Fields:
     """Return PEFT's configuration for an adapter.
 
     Args:
@@ -66,7 +45,7 @@ def infer_config(
     """
     family = _only_family(adapter)
     modules = [module for module in adapter.modules if module.family == family.name]
-    config: Fields = {"peft_type": Sourced(family.peft_type, _type_source(modules))}
+    config: Fields = {"peft_type": Sourced(family.peft_type, f"factors {', '.join(sorted(modules[0].factors))}")}
     config |= _identity(adapter, base, base_model)
     if family.is_scaled:
         config |= _ranks_and_alphas(adapter, family, modules)
@@ -74,7 +53,7 @@ def infer_config(
     config |= target_fields(adapter, modules, base)
     config |= saved_fields(adapter, modules, base)
     for name, found in adapter.settings.items():
-        if name not in config and name not in (*_OWN_FIELDS, *_TRAINING_ONLY) and name in family.peft_fields:
+        if name not in config and name not in (*_OWN_FIELDS.split(), *_TRAINING_ONLY) and name in family.peft_fields:
             config[name] = found
     config["inference_mode"] = Sourced(True, "an exported adapter is not being trained")
     return config
@@ -96,11 +75,6 @@ def _only_family(adapter: Adapter[F]) -> Family:
             hint="export them one by one, with --include and --exclude",
         )
     return FAMILIES[next(iter(counts))]
-
-
-def _type_source(modules: Sequence[AdapterModule[F]]) -> str:
-    roles = sorted(modules[0].factors)
-    return f"factors {', '.join(roles)}"
 
 
 def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | None) -> Fields:

@@ -14,7 +14,6 @@ from ckpt_tools.adapters.families import family_of
 from ckpt_tools.errors import UsageError
 
 ROOT = "base_model.model."
-"""In front of every name."""
 _PREFIXES = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "base_model.model.")
 """Of one model in a pipeline; PEFT's adapters are for one model, and name its modules from its own root."""
 
