@@ -7,7 +7,7 @@ Whatever an ecosystem calls its tensors, here a factor has one role: the file of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
@@ -80,6 +80,11 @@ class AdapterModule(Generic[F]):
         return "magnitude" in self.factors
 
     @property
+    def target(self) -> str:
+        """The name by which PEFT's patterns know it: its path, and the parameter's where that is not the weight."""
+        return self.path if self.parameter == "weight" else f"{self.path}.{self.parameter}"
+
+    @property
     def shapes(self) -> Shapes:
         """Role → shape; () for a factor without one."""
         return {role: tuple(getattr(factor, "shape", ())) for role, factor in self.factors.items()}
@@ -117,9 +122,15 @@ class Adapter(Generic[F]):
     base_tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     """These parameters themselves, by the same names."""
 
-    def with_modules(self, modules: tuple[AdapterModule[G], ...]) -> Adapter[G]:
+    def with_modules(self, modules: Iterable[AdapterModule[G]]) -> Adapter[G]:
         """Return the adapter with other modules in the place of its own."""
-        return replace(self, modules=modules)  # type: ignore[arg-type, return-value]  # they may be of another type
+        return replace(self, modules=tuple(modules))  # type: ignore[arg-type, return-value]  # perhaps of another type
+
+    def with_factors(self, make: Callable[[AdapterModule[F], str], G]) -> Adapter[G]:
+        """Return the adapter with make(module, role) in the place of every factor."""
+        return self.with_modules(
+            module.with_factors({role: make(module, role) for role in module.factors}) for module in self.modules
+        )
 
 
 def some_modules(modules: Sequence[AdapterModule[F]]) -> str:

@@ -66,19 +66,8 @@ def check_lora(options: CheckOptions) -> LoraCheck:
             facts = None if options.base is None else _base_for(read.adapter, read_base(options.base))
             return _check(read, path, facts, _family(read.adapter, architecture, facts), wanted)
     except UnknownTypeError as error:
-        return LoraCheck(
-            path=path,
-            kind="not known",
-            ranks={},
-            alphas={},
-            num_modules=0,
-            targets=(),
-            judges=wanted,
-            needs_all=True,
-            loaders=(),
-            findings=(),
-            not_checked=(f"anything: {error.what}",),
-        )
+        nothing = (f"anything: {error.what}",)
+        return LoraCheck(path=path, kind="not known", judges=wanted, needs_all=True, not_checked=nothing)
 
 
 def _loaders(names: Sequence[str]) -> tuple[Loader, ...]:

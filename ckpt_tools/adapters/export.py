@@ -26,13 +26,13 @@ from ckpt_tools.adapters.ecosystems.forms import (
     target_of,
     through_diffusers,
     under_base_names,
+    write_names,
 )
 from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, write
 from ckpt_tools.adapters.ecosystems.peft.config import infer_config
 from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
 from ckpt_tools.adapters.ecosystems.peft.overrides import parse_overrides
 from ckpt_tools.adapters.ecosystems.peft.variants import doubt_about, refuse_foreign_shapes, refuse_variants
-from ckpt_tools.adapters.ecosystems.write_names import write_names
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
 from ckpt_tools.adapters.options import ExportOptions

@@ -78,7 +78,7 @@ def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[
             alpha = _alpha_beside(settled, adapter.settings, adapter.convention, Sidecars())
             settled = replace(settled, alpha=alpha or module.alpha)
         modules.append(settled)
-    return _with_targets(adapter.with_modules(tuple(modules)))
+    return _with_targets(adapter.with_modules(modules))
 
 
 def _parameters(adapter: Adapter[TensorEntry], settings: Settings) -> Iterator[tuple[AdapterModule[TensorEntry], str]]:
@@ -132,7 +132,7 @@ def _with_rank(
 
 def _config_rank(module: AdapterModule[F], settings: Settings) -> Sourced[int] | None:
     """Return the rank that PEFT's configuration gives a module."""
-    path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
+    path = module.target
     patterns = settings.get("rank_pattern")
     if patterns is not None:
         found, value = by_pattern(patterns.value, path, where="rank_pattern")
@@ -187,8 +187,8 @@ def _alpha_beside(
     module: AdapterModule[TensorEntry], settings: Settings, convention: Convention, sidecars: Sidecars
 ) -> Sourced[float] | None:
     name = family_of(module).alpha_field
-    path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
-    path = path.partition(".")[2] if path.partition(".")[0] in sidecars.components else path
+    component, _, inner = module.target.partition(".")
+    path = inner if component in sidecars.components else module.target
     patterns = settings.get("alpha_pattern")
     if patterns is not None:
         found, value = by_pattern(patterns.value, path, where="alpha_pattern")
@@ -243,9 +243,7 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
         )
     given = None if alpha is None else Sourced(float(alpha), "--alpha")
     return adapter.with_modules(
-        tuple(
-            _unscaled(module) if _is_unscaled(module, adapter) else _given(module, given) for module in adapter.modules
-        )
+        _unscaled(module) if _is_unscaled(module, adapter) else _given(module, given) for module in adapter.modules
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from arrays import to_array, to_tensor
 
-from ckpt_tools.adapters.families import change as ours
+from ckpt_tools.adapters.families import changes as ours
 from ckpt_tools.adapters.families import family_of, rotation
 from ckpt_tools.adapters.families.family import PLAIN
 

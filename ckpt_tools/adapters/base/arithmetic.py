@@ -12,8 +12,7 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.base.matching import ChangedRows
-from ckpt_tools.adapters.families.change import change_of
-from ckpt_tools.adapters.families.changes import Change
+from ckpt_tools.adapters.families.changes import Change, change_of
 from ckpt_tools.adapters.families.family import Setting
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import CkptError, UsageError

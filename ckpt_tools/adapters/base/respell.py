@@ -45,7 +45,9 @@ def match_any_spelling(
         if adapter.convention not in _RESPELLED:
             raise
         for respelled, whose, notes in _respellings(loading.get(), tensors, config):
-            described = _described(respelled)
+            described = respelled.with_factors(
+                lambda module, role: entry_of(f"{module.path}.{role}", module.factors[role])
+            )
             try:
                 match = match_modules(described, tensors, config)
             except UsageError:
@@ -82,15 +84,3 @@ def _respellings(
                 continue
             modules: tuple[AdapterModule[Array], ...] = tuple(each.module for each in placed)
             yield loaded.with_modules(modules), f"{whose} {ARCHITECTURES[family].title}", fitting.finish()
-
-
-def _described(adapter: Adapter[Array]) -> Adapter[TensorEntry]:
-    """Return what headers would say of a loaded adapter."""
-    return adapter.with_modules(
-        tuple(
-            module.with_factors(
-                {role: entry_of(f"{module.path}.{role}", factor) for role, factor in module.factors.items()}
-            )
-            for module in adapter.modules
-        )
-    )

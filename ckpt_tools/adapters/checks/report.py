@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Sourced
@@ -25,15 +25,15 @@ class LoraCheck:
     """lora, rslora, dora, loha, …; several are joined by "+"."""
     rank: int | None = None
     """The rank that most modules have."""
-    ranks: Mapping[int, int]
+    ranks: Mapping[int, int] = field(default_factory=dict)
     """Rank → modules."""
     alpha: Sourced[float] | None = None
     """The alpha that most modules have."""
-    alphas: Mapping[float, int]
+    alphas: Mapping[float, int] = field(default_factory=dict)
     """Alpha → modules."""
-    num_modules: int
+    num_modules: int = 0
     """Adapted modules."""
-    targets: tuple[str, ...]
+    targets: tuple[str, ...] = ()
     """Their paths, numbers as *."""
     convention: str | None = None
     """Whose names the file has; None for an adapter that ckpt does not judge."""
@@ -43,9 +43,9 @@ class LoraCheck:
     """The loaders that decide: those that were named, or those of the adapter's own format."""
     needs_all: bool
     """Must all of them take it? Of those of a shared format one is enough."""
-    loaders: tuple[LoaderReport, ...]
+    loaders: tuple[LoaderReport, ...] = ()
     """What each loader would make of it, the judges first."""
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...] = ()
     """What is wrong: with the adapter, and for the judges."""
     not_checked: tuple[str, ...]
     """What would need more than was given."""

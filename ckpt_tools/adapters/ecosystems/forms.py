@@ -1,9 +1,10 @@
-"""What an adapter must become before it has a place at its target: other paths, another family."""
+"""What an adapter must become to have a place at its target (other paths, another family), and its names there."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
@@ -11,14 +12,16 @@ from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Tar
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import unflatten
-from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.base.model import BaseModel, parents_of
+from ckpt_tools.adapters.checks.integrity import check_structure
+from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.peft.files import from_one_model
-from ckpt_tools.adapters.ecosystems.to_target import to_target
+from ckpt_tools.adapters.ecosystems.to_target import passes_unchanged, to_target
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.assemble import Named, assemble
 from ckpt_tools.adapters.read.keys import parse_key
 from ckpt_tools.adapters.read.sidecars import read_sidecars
-from ckpt_tools.adapters.read.tensors import entry_of
+from ckpt_tools.adapters.read.tensors import TensorReader, entry_of
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 
+Weights = Callable[[], AbstractContextManager[tuple[Mapping[str, TensorEntry], TensorReader]]]
+"""Lends the base's tensors and their reader."""
 _ROOTS = ("", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "base_model.model.")
 """What the ecosystems put in front of a model's own module paths."""
 
@@ -39,12 +44,12 @@ def under_base_names(adapter: Adapter[F], base: Shapes) -> Adapter[F] | None:
         paths = [module.path.removeprefix(root) for module in adapter.modules]
         if all(module.path.startswith(root) for module in adapter.modules) and modules.issuperset(paths):
             renamed = zip(adapter.modules, paths, strict=True)
-            return adapter.with_modules(tuple(replace(module, path=path) for module, path in renamed))
+            return adapter.with_modules(replace(module, path=path) for module, path in renamed)
     if all("." not in module.path for module in adapter.modules):
         names = tuple(base)
         try:
             return adapter.with_modules(
-                tuple(replace(module, path=unflatten(module.path, names)) for module in adapter.modules)
+                replace(module, path=unflatten(module.path, names)) for module in adapter.modules
             )
         except UsageError:
             return None
@@ -73,12 +78,7 @@ def through_diffusers(
         described, read_sidecars((), written.metadata), lambda entry: _scalar(written.tensors, entry)
     )
     placed, _ = from_one_model(described)
-    return placed.with_modules(
-        tuple(
-            module.with_factors({role: written.tensors[entry.fqn] for role, entry in module.factors.items()})
-            for module in placed.modules
-        )
-    )
+    return placed.with_factors(lambda module, role: written.tensors[module.factors[role].fqn])
 
 
 def _scalar(tensors: Mapping[str, Array], entry: TensorEntry) -> float | None:
@@ -116,7 +116,7 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
     notes += [f"{count} modules: {how}" for how, count in hows.items()]
     notes += error_notes(errors)
     settings = {name: value for name, value in loaded.settings.items() if name in _KEPT}
-    return replace(loaded.with_modules(tuple(modules)), settings=settings)
+    return replace(loaded.with_modules(modules), settings=settings)
 
 
 _KEPT = ("base_model_name_or_path", "task_type", "target_modules", "modules_to_save", "revision")
@@ -160,3 +160,89 @@ def summary(adapter: Adapter[TensorEntry], base_model: str | None) -> Fields:
     if base_model is not None:
         known["base_model"] = Sourced(base_model, "--base-model")
     return known
+
+
+def write_names(
+    loaded: Adapter[Array],
+    to: Target,
+    *,
+    base: BaseModel | None,
+    weights: Weights,
+    architecture: ModelFamily | None,
+    svd_rank: int | None,
+    notes: list[str],
+) -> Written:
+    """Return what is to be written.
+
+    Args:
+        loaded: The adapter, in any names.
+        to: diffusers, kohya or comfyui.
+        base: What is known of the base model.
+        weights: Its tensors, for a DoRA in ComfyUI.
+        architecture: The model family, where the user says it.
+        svd_rank: Rank of an approximation, for what the target cannot express exactly.
+        notes: Is told what was done, beside `Written.notes`.
+
+    Raises:
+        UsageError: The model is not known, or the target cannot express the adapter.
+    """
+    family = None if base is None else base.family
+    if family is not None and architecture is not None and architecture != family.name:
+        _contradict(architecture, family, notes)
+    if base is not None and architecture is None and passes_unchanged(base.family, to):
+        loaded = _unchanged(loaded, base, notes)
+        if to == "diffusers":
+            loaded = as_loras(loaded, notes, svd_rank, base.shapes)
+    if to == "comfyui" and base is not None and any(module.is_dora for module in loaded.modules):
+        loaded = _with_base_norms(loaded, base, weights, notes)
+    return to_target(loaded, to, architecture=architecture, base=family, svd_rank=svd_rank)
+
+
+def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:
+    """Hold what the user says against the base: a family with tables goes before it, an unknown one is for the user.
+
+    Raises:
+        UsageError: The base is of another family.
+    """
+    if base.name is not None:
+        raise UsageError(
+            f"--architecture says {architecture}, and the base is {base.title} ({base.source})",
+            where="--architecture",
+            hint="leave it out: the base decides",
+        )
+    if not base.possible:
+        notes.append(f"names by --architecture {architecture}, although the base is {base.title}: not proven")
+
+
+def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Adapter[Array]:
+    """Return an adapter of a model without tables under the base's own names, held against its shapes.
+
+    Raises:
+        UsageError: It is not for this base.
+    """
+    title = base.family.title
+    named = under_base_names(loaded, base.shapes)
+    if named is None:
+        raise UsageError(
+            f"ckpt has no tables for {title}, and the adapter's modules are not called as the base's are",
+            where=loaded.modules[0].path,
+            hint="is it the base of the training run?",
+        )
+    errors = [each for each in check_structure(named, base=base.shapes, repairs=True) if each.severity == "error"]
+    if errors:
+        raise UsageError(errors[0].what, where=errors[0].where, hint=errors[0].hint)
+    notes.append(f"ckpt has no tables for {title}: its modules keep their names")
+    return named
+
+
+def _with_base_norms(loaded: Adapter[Array], base: BaseModel, weights: Weights, notes: list[str]) -> Adapter[Array]:
+    """Return a DoRA with the magnitudes that ComfyUI must be given."""
+    from ckpt_tools.adapters.ecosystems.comfyui.writer import with_base_norms
+
+    with weights() as (tensors, reader):
+        folded = with_base_norms(under_base_names(loaded, base.shapes) or loaded, tensors, reader, base.source)
+    notes.append(
+        "dora_scale was multiplied by ‖W‖/‖W+ΔW‖: ComfyUI divides by ‖W‖ (its PR #15458, open in November 2026, would "
+        "change that). The file is for ComfyUI alone, and its header says so"
+    )
+    return folded

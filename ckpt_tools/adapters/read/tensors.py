@@ -45,12 +45,7 @@ def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | N
         UnreadableError: Incomplete, truncated or damaged.
     """
     reader = reader or TensorReader(opened)
-    return adapter.with_modules(
-        tuple(
-            module.with_factors({role: to_array(reader, entry) for role, entry in module.factors.items()})
-            for module in adapter.modules
-        )
-    )
+    return adapter.with_factors(lambda module, role: to_array(reader, module.factors[role]))
 
 
 def to_array(reader: TensorReader, entry: TensorEntry) -> Array:

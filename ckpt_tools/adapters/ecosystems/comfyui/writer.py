@@ -8,6 +8,8 @@ the weight's rows; oft leaves out `rescale`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -19,15 +21,20 @@ from ckpt_tools.adapters.ecosystems.fit import Fitting, require
 from ckpt_tools.adapters.ecosystems.kohya.writer import for_lycoris, in_lycoris, kohya_metadata, put_alpha
 from ckpt_tools.adapters.ecosystems.output import Written, file_name, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, unchanged
-from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.families.family import Module, refuse
-from ckpt_tools.adapters.read.sidecars import DORA_SCALE
+from ckpt_tools.adapters.families import dora, family_of
+from ckpt_tools.adapters.families.changes import change_of
+from ckpt_tools.adapters.families.family import Module, Setting, refuse
+from ckpt_tools.adapters.read.sidecars import BASE_NORM, DORA_SCALE
+from ckpt_tools.adapters.read.tensors import TensorReader, to_array
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
 
 SAME_IN_COMFYUI = frozenset({"QwenImageTransformer2DModel"})
 """Models without tables whose modules ComfyUI calls as diffusers does.
 Source: ComfyUI, comfy/ldm/qwen_image/model.py, and comfy/lora.py `model_lora_keys_unet`, which maps
 `diffusion_model.<path>` of every model."""
+_ROWS_AT_ONCE = 512
 _WITHOUT_RESCALE = ("oft",)
 """Families of which ComfyUI leaves out `rescale`."""
 
@@ -114,3 +121,62 @@ def _rotation(module: Module, fitting: Fitting) -> Module:
         fitting.count("LyCORIS' constraint was multiplied into the blocks")
     # Without any alpha ComfyUI's boft fails, and leaves the weight as it was.
     return replace(module, factors=factors, alpha=Sourced(0.0, "the constraint is in the blocks"))
+
+
+def with_base_norms(
+    adapter: Adapter[Array], tensors: Mapping[str, TensorEntry], reader: TensorReader, source: str
+) -> Adapter[Array]:
+    """Return the adapter with magnitudes that are divided by ‖W‖ instead of ‖W+ΔW‖, and say so in its settings.
+
+    A DoRA is m·(W+ΔW)/‖W+ΔW‖ by row. ComfyUI computes m·(W+ΔW)/‖W‖ (its PR #15458 is open): with m·‖W‖/‖W+ΔW‖ in the
+    place of m, that is the same.
+
+    Memory: the largest adapted weight, and a few hundred rows of it.
+
+    Args:
+        adapter: Under the base's module paths.
+        tensors: The base's, by the names that a plain model gives them; only weights below a DoRA are read.
+        reader: Of these.
+        source: Whose they are, for people.
+
+    Raises:
+        UsageError: The base does not have a module's weight, or has it in a type without numbers.
+    """
+    modules = tuple(
+        _with_base_norm(module, tensors.get(f"{module.path}.weight"), reader, adapter) if module.is_dora else module
+        for module in adapter.modules
+    )
+    settings = {**adapter.settings, DORA_SCALE: Sourced(BASE_NORM, f"norms of the weights of {source}")}
+    return replace(adapter.with_modules(modules), settings=settings)
+
+
+def _with_base_norm(module: Module, entry: TensorEntry | None, reader: TensorReader, adapter: Adapter[Array]) -> Module:
+    if entry is None or not entry.dtype.is_float:
+        what = "has no weight of this module" if entry is None else f"has {entry.dtype.name} elements here"
+        raise UsageError(
+            f"ComfyUI's DoRA needs the norms of the base's weights, and the base {what}",
+            where=module.path,
+            hint="--base takes the model that was trained on, unquantised and with the adapter's own module names",
+        )
+    setting = Setting(convention=adapter.convention, settings=adapter.settings)
+    magnitude = module.factors["magnitude"]
+    if dora.is_by_column(module, tuple(magnitude.shape), entry.shape, setting):
+        return module  # by column ComfyUI computes as LyCORIS does
+    change = change_of(dora.without_magnitude(module), entry.shape, setting)
+    weight = to_array(reader, entry).reshape(change.rows, math.prod(entry.shape[1:]))
+    ratios = np.empty(change.rows, np.float64)
+    for start in range(0, change.rows, _ROWS_AT_ONCE):
+        stop = min(start + _ROWS_AT_ONCE, change.rows)
+        part = weight[start:stop].astype(np.float64)
+        before = np.linalg.norm(part, axis=1)
+        part += change.delta(start, stop)
+        after = np.linalg.norm(part, axis=1)
+        ratios[start:stop] = np.divide(before, after, out=np.zeros_like(before), where=after > 0)
+        if bool(((before == 0) & (after > 0) & (magnitude.reshape(-1)[start:stop] != 0)).any()):
+            raise UsageError(
+                "a row of the base's weight is zero: ComfyUI would divide by its norm",
+                where=module.path,
+                hint="put the adapter into the base: ckpt merge-lora BASE ADAPTER DST",
+            )
+    folded = (magnitude.astype(np.float64) * ratios.reshape(magnitude.shape)).astype(np.float32)
+    return replace(module, factors={**module.factors, "magnitude": folded})

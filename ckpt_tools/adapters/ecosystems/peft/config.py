@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Sourced
 from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.ecosystems.peft.targets import (
-    pattern_path,
     refuse_parameters,
     saved_fields,
     target_fields,
@@ -123,7 +122,7 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
     ranks: dict[str, Sourced[int]] = {}
     alphas: dict[str, Sourced[float]] = {}
     for module in modules:
-        path = pattern_path(module)
+        path = module.target
         if not module.parameter and "target_parameters" not in adapter.settings:
             raise refuse_parameters(module.path)
         if module.rank is None:

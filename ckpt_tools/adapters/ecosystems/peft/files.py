@@ -44,10 +44,8 @@ def renested(adapter: Adapter[F]) -> Adapter[F]:
         if not module.is_saved:
             present.setdefault(module.path, set()).add(module.nesting)
     return adapter.with_modules(
-        tuple(
-            module if module.is_saved else replace(module, nesting=sorted(present[module.path]).index(module.nesting))
-            for module in adapter.modules
-        )
+        module if module.is_saved else replace(module, nesting=sorted(present[module.path]).index(module.nesting))
+        for module in adapter.modules
     )
 
 

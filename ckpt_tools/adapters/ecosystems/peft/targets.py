@@ -21,11 +21,6 @@ from ckpt_tools.adapters.families import family_of
 from ckpt_tools.errors import UsageError
 
 
-def pattern_path(module: AdapterModule[F]) -> str:
-    """Return the name by which PEFT's patterns know a module, or a parameter of one."""
-    return module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
-
-
 def refuse_parameters(path: str) -> UsageError:
     """Return the error that it is not known which parameters the factors change."""
     return UsageError(
@@ -47,7 +42,7 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
     Raises:
         UsageError: Something is not known, or the user's own names leave out what is here.
     """
-    parameters = sorted({pattern_path(module) for module in modules if module.parameter != "weight"})
+    parameters = sorted({module.target for module in modules if module.parameter != "weight"})
     # Below a `base_layer` lies what PEFT adapts along with the module around it.
     adapted = sorted({m.path for m in modules if m.parameter == "weight" and ".base_layer." not in m.path})
     known = adapter.settings.get("target_parameters")
