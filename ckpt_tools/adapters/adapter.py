@@ -41,6 +41,11 @@ class Sourced(Generic[T_co]):
     source: str
     """For people: "--alpha", "header lora_adapter_metadata", "A has 16 rows", …"""
 
+    @property
+    def names(self) -> list[str]:
+        """The texts in a list; none where it is no list."""
+        return [each for each in self.value if isinstance(each, str)] if isinstance(self.value, list) else []
+
 
 Fields = dict[str, Sourced[object]]
 """Field of a configuration → value and source."""

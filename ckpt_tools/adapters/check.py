@@ -16,21 +16,20 @@ from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.base.model_names import adapted_paths, as_named, replicated
 from ckpt_tools.adapters.base.reading import read_base
 from ckpt_tools.adapters.checks.against_base import check_against
-from ckpt_tools.adapters.checks.integrity import check_structure, check_values
+from ckpt_tools.adapters.checks.integrity import NUMBER, check_structure, check_suspicions, check_values
 from ckpt_tools.adapters.checks.report import LoraCheck, fold, to_json
-from ckpt_tools.adapters.checks.suspicions import NUMBER, check_suspicions
 from ckpt_tools.adapters.checks.values import look_at
 from ckpt_tools.adapters.ecosystems.loaders import LOADERS, simulate
 from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loader, LoaderReport
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.options import CheckOptions
 from ckpt_tools.adapters.read.assumed import assumed_before
-from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE
+from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, list_directory
 from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, read_json
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.errors import StorageError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
 from ckpt_tools.storage.source import Source
 
@@ -212,12 +211,13 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
     if opened.format.is_training or len(files) != 1:
         return None
     directory = opened.source.root if os.path.isdir(opened.source.root) else os.path.dirname(opened.source.root)
+    names = set[str]().union(*list_directory(directory)) if os.path.isdir(path) else ()
     return AdapterFile(
         file=os.path.basename(files[0]),
         tensors={entry.fqn: entry for entry in opened.checkpoint.tensors},
         metadata=opened.metadata,
         config=_config(directory),
-        siblings=_siblings(directory, files[0]) if os.path.isdir(path) else (),
+        siblings=tuple(sorted(name for name in names if name.endswith(".safetensors") and name != files[0])),
         is_named=not os.path.isdir(path),
         architecture=family,
         base=None if base is None else base.shapes,
@@ -243,12 +243,3 @@ def _config(directory: str) -> Mapping[str, object] | None:
         return None
     with Source(directory) as source:
         return read_json(source, ADAPTER_CONFIG)
-
-
-def _siblings(directory: str, file: str) -> tuple[str, ...]:
-    try:
-        with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries]
-    except OSError as error:
-        raise StorageError(f"cannot list: {error.strerror}", where=directory) from error
-    return tuple(sorted(name for name in names if name.endswith(".safetensors") and name != file))

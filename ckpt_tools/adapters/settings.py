@@ -84,9 +84,7 @@ def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[
 def _parameters(adapter: Adapter[TensorEntry], settings: Settings) -> Iterator[tuple[AdapterModule[TensorEntry], str]]:
     """Say which parameter each module changes: the weight, or one of those that PEFT wraps one by one."""
     wanted = settings.get("target_parameters")
-    names = (
-        [name for name in wanted.value if isinstance(name, str)] if wanted and isinstance(wanted.value, list) else []
-    )
+    targets = [name.rpartition(".") for name in wanted.names] if wanted is not None else []
     children: dict[str, list[str]] = defaultdict(list)
     for name in adapter.base_shapes:
         parent, _, leaf = name.rpartition(".")
@@ -96,7 +94,6 @@ def _parameters(adapter: Adapter[TensorEntry], settings: Settings) -> Iterator[t
         if not family_of(module).is_linear(module.factors):
             yield module, "weight"
             continue
-        targets = [name.rpartition(".") for name in names]
         found = [leaf for parent, _, leaf in targets if parent and f".{module.path}".endswith(f".{parent}")]
         own = children.get(module.path, [])
         if not found and (module.path in nested or (own and "weight" not in own)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.slots import Slot, find_slots, num_rows, resolve, some
@@ -26,14 +26,14 @@ class ChangedRows:
 
     module: int
     """Index in `Adapter.modules`."""
-    role: str
+    role: str = "weight"
     """"weight" for the adapted parameter, "bias" for the bias beside it, of a whole tensor (saved) its name."""
     shape: tuple[int, ...]
     """Of what the module changes: the tensor's, or that of the fused or stacked whole."""
-    start: int
+    start: int = 0
     """First row of the tensor."""
     count: int
-    offset: int
+    offset: int = 0
     """The module's row that belongs to the first one."""
     transposed: bool = False
     """The weight is stored as (in, out)."""
@@ -198,7 +198,7 @@ def _parts(
         start, count = _within(slot, name, given, entry)
         _same(made, (count, math.prod(entry.shape[1:])), entry.shape)
         shape = (count, *entry.shape[1:])
-        yield entry.fqn, ChangedRows(module=index, role=role, shape=shape, start=start, count=count, offset=0)
+        yield entry.fqn, ChangedRows(module=index, shape=shape, start=start, count=count)
         return
     transposed = orientation(module, entry.shape, made)
     stacked = len(entry.shape) == 3 and module.parameter != "weight"
@@ -211,11 +211,8 @@ def _parts(
         entry.fqn,
         ChangedRows(
             module=index,
-            role=role,
             shape=entry.shape,
-            start=0,
             count=num_rows(entry.shape, 2 if num_experts > 1 else 1),
-            offset=0,
             transposed=transposed,
             num_experts=num_experts,
         ),
@@ -232,11 +229,7 @@ def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple
     shape = entries[0].shape if len(entries) == 1 else (sum(rows.count for rows in slot.rows),)
     if (own != shape) if is_whole else (math.prod(own) != math.prod(shape) or len(shape) != 1):
         raise _MismatchError(f"its {role} is {list(own)}, the base's is {list(shape)}")
-    offset = 0
-    for rows in slot.rows:
-        part = ChangedRows(module=index, role=role, shape=shape, start=0, count=rows.count, offset=offset)
-        yield rows.entry.fqn, part
-        offset += rows.count
+    yield from _one_after_the_other(ChangedRows(module=index, role=role, shape=shape, count=0), slot)
 
 
 def _scatter(index: int, slot: Slot, made: Matrix) -> Iterable[tuple[str, ChangedRows]]:
@@ -246,21 +239,12 @@ def _scatter(index: int, slot: Slot, made: Matrix) -> Iterable[tuple[str, Change
     per_expert = total // slot.num_experts
     _same(made, (per_expert, columns), (per_expert, columns))
     shape = (slot.num_experts, per_expert, columns) if slot.num_experts > 1 else (total, columns)
-    offset = 0
-    for rows in slot.rows:
-        yield (
-            rows.entry.fqn,
-            ChangedRows(
-                module=index,
-                role="weight",
-                shape=shape,
-                start=0,
-                count=rows.count,
-                offset=offset,
-                num_experts=slot.num_experts,
-            ),
-        )
-        offset += rows.count
+    yield from _one_after_the_other(ChangedRows(module=index, shape=shape, count=0, num_experts=slot.num_experts), slot)
+
+
+def _one_after_the_other(part: ChangedRows, slot: Slot) -> Iterable[tuple[str, ChangedRows]]:
+    for rows, end in zip(slot.rows, accumulate(rows.count for rows in slot.rows), strict=True):
+        yield rows.entry.fqn, replace(part, count=rows.count, offset=end - rows.count)
 
 
 def _within(slot: Slot, name: str, given: Mapping[str, Module], entry: TensorEntry) -> tuple[int, int]:
@@ -283,12 +267,7 @@ def _within(slot: Slot, name: str, given: Mapping[str, Module], entry: TensorEnt
             known |= dict.fromkeys((key, value), (total - known[query]) // 2)
     if len(known) < len(slot.parts) or sum(known.values()) != total or min(known.values()) < 1:
         raise _MismatchError(f"the parts have {list(known.values())} rows, {entry.fqn} has {total}")
-    start = 0
-    for part in slot.parts:
-        if part == name:
-            break
-        start += known[part]
-    return start, known[name]
+    return sum(known[part] for part in slot.parts[: slot.parts.index(name)]), known[name]
 
 
 def _same(made: Matrix, target: tuple[int, ...], shape: tuple[int, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.description.checkpoint import TensorEntry
@@ -57,7 +58,7 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
                     where=entry.fqn,
                     hint=UNTIE,
                 )
-    pairs = ((one, other) for embedding in embeddings for head in heads for one, other in _both_ways(embedding, head))
+    pairs = (pair for both in product(embeddings, heads) for pair in (both, both[::-1]))
     return tuple(
         Pair(changed=one, kept=other)
         for one, other in pairs
@@ -90,10 +91,6 @@ def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> 
                 hint=f"{UNTIE}; if they are not tied, say so in a config.json beside the base: "
                 '{"tie_word_embeddings": false}',
             )
-
-
-def _both_ways(embedding: TensorEntry, head: TensorEntry) -> tuple[tuple[TensorEntry, TensorEntry], ...]:
-    return (embedding, head), (head, embedding)
 
 
 def _named(tensors: Mapping[str, TensorEntry], leaves: Collection[str]) -> Iterator[TensorEntry]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckpt_tools.adapters.read.locate import DIFFUSERS_TRAPS
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import CkptError, StorageError
@@ -21,9 +22,6 @@ from ckpt_tools.storage.staging import Staging
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.family import Module
     from ckpt_tools.moving.arrays import Array
-
-_TRAPS = ("checkpoint", "optimizer", "scheduler")
-"""diffusers overlooks a file with one of these in its name, and fails when no other is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class Written:
 def file_name(adapter_name: str) -> str:
     """Return the name of a single-file adapter: PEFT's adapter name where it says something, and no trap."""
     plain = "".join(char if char.isalnum() or char in "-_" else "_" for char in adapter_name).strip("_") or "lora"
-    if plain == "default" or not plain.isascii() or any(trap in plain.lower() for trap in _TRAPS):
+    if plain == "default" or not plain.isascii() or any(trap in plain.lower() for trap in DIFFUSERS_TRAPS):
         plain = "lora"
     return f"{plain[:100]}.safetensors"
 

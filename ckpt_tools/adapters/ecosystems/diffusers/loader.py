@@ -14,9 +14,8 @@ from ckpt_tools.adapters.architectures.architecture import Architecture, Archite
 from ckpt_tools.adapters.architectures.rule import Match
 from ckpt_tools.adapters.ecosystems.diffusers import any_model
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
-from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE
+from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, DIFFUSERS_TRAPS
 
-_TRAPS = ("scheduler", "optimizer", "checkpoint")
 _OLD_UNET = (
     (".to_out_lora.up", ".to_out.0.lora_B"),
     (".to_out_lora.down", ".to_out.0.lora_A"),
@@ -55,9 +54,11 @@ def _check_file(file: AdapterFile) -> None:
     if file.is_named:
         return
     everything = (file.file, *file.siblings)
-    allowed = [name for name in everything if not any(trap in name for trap in _TRAPS)]
+    allowed = [name for name in everything if not any(trap in name for trap in DIFFUSERS_TRAPS)]
     if not allowed:
-        raise RejectedError(f"it overlooks files with {', '.join(_TRAPS)} in their names, and there is no other")
+        raise RejectedError(
+            f"it overlooks files with {', '.join(DIFFUSERS_TRAPS)} in their names, and there is no other"
+        )
     if file.file not in allowed and DIFFUSERS_FILE not in allowed:
         raise RejectedError(f"it overlooks {file.file!r} and takes {allowed[0]!r} instead")
 

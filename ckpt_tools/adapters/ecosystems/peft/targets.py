@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import TypeGuard
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Sourced, some_modules
 from ckpt_tools.adapters.base.model import BaseModel, parents_of
@@ -98,7 +97,7 @@ def _parameters_left(modules: Sequence[AdapterModule[F]], known: Sourced[object]
     Raises:
         UsageError: One of several parameters of a module was left out, and nothing says which.
     """
-    targets = [name.rpartition(".") for name in known.value if isinstance(name, str)] if _is_list(known.value) else []
+    targets = [name.rpartition(".") for name in known.names]
     groups: dict[str, list[AdapterModule[F]]] = {}
     for module in modules:
         if module.parameter != "weight":
@@ -117,10 +116,6 @@ def _parameters_left(modules: Sequence[AdapterModule[F]], known: Sourced[object]
             )
         names |= {f"{path}.{leaf}" for leaf in leaves}
     return Sourced(sorted(names), f"{known.source}, without what was left out")
-
-
-def _is_list(value: object) -> TypeGuard[list[object]]:
-    return isinstance(value, list)
 
 
 def _covers_any(target: object, omitted: Collection[str]) -> bool:
@@ -161,20 +156,18 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
     settled = adapter.settings.get("modules_to_save")
     paths = [module.path for module in whole]
     _check_tied(adapter, paths)
-    if settled is not None and settled.source == "--config":
-        wanted = settled.value if isinstance(settled.value, list) else []
-        if not whole or not _saves(wanted, paths):
-            shown = some_modules(whole) if whole else "none"
-            raise UsageError(
-                f"modules_to_save does not name the modules whose tensors are whole: {shown}",
-                where="--config",
-                hint="leave it out: it is worked out from the tensors",
-            )
+    if settled is not None and settled.source == "--config" and (not whole or not _saves(settled.names, paths)):
+        shown = some_modules(whole) if whole else "none"
+        raise UsageError(
+            f"modules_to_save does not name the modules whose tensors are whole: {shown}",
+            where="--config",
+            hint="leave it out: it is worked out from the tensors",
+        )
     if not whole:
         config["modules_to_save"] = Sourced(None, "no modules are trained whole")
     elif settled is not None and adapter.omitted and isinstance(settled.value, list):
-        config["modules_to_save"] = _saved_left(adapter, settled.value, paths, base, settled.source)
-    elif settled is not None and isinstance(settled.value, list) and _saves(settled.value, paths):
+        config["modules_to_save"] = _saved_left(adapter, settled, paths, base)
+    elif settled is not None and isinstance(settled.value, list) and _saves(settled.names, paths):
         _check_complete(settled, paths, base)
         config["modules_to_save"] = settled
     elif "peft_type" in adapter.settings:
@@ -193,16 +186,17 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
 
 
 def _saved_left(
-    adapter: Adapter[F], names: list[object], paths: Collection[str], base: BaseModel | None, source: str
+    adapter: Adapter[F], settled: Sourced[object], paths: Collection[str], base: BaseModel | None
 ) -> Sourced[object]:
     """Keep of modules_to_save what is still here; what it never named stays a tensor for the base's own."""
-    left = [p for p in paths if any(isinstance(n, str) and n and p.endswith(n) for n in names) or _saves(names, [p])]
+    names = [name for name in settled.names if name]
+    left = [path for path in paths if path.endswith(tuple(names)) or _saves(names, [path])]
     others = adapter.omitted - set(left)
     if base is not None:
         found = minimal_saved(left, parents_of(base.shapes) | others)
     else:
         found = None if any(each.endswith(path) for each in others for path in left) else tuple(sorted(left))
-    return Sourced(list(found) if found else None, f"{source}, without what was left out")
+    return Sourced(list(found) if found else None, f"{settled.source}, without what was left out")
 
 
 def _check_tied(adapter: Adapter[F], saved: Collection[str]) -> None:
@@ -223,7 +217,7 @@ def _check_tied(adapter: Adapter[F], saved: Collection[str]) -> None:
 
 def _check_complete(settled: Sourced[object], saved: Collection[str], base: BaseModel | None) -> None:
     """PEFT fails where modules_to_save stands for a module of the base whose tensors are not there."""
-    names = [name for name in (settled.value if _is_list(settled.value) else ()) if isinstance(name, str) and name]
+    names = [name for name in settled.names if name]
     holders = {name.rpartition(".")[0] for name in base.shapes} if base is not None else set()
     for path in sorted(holders):
         if path.endswith(tuple(names)) and path not in saved and not any(path.startswith(f"{own}.") for own in saved):
@@ -249,9 +243,9 @@ def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> N
             )
 
 
-def _saves(names: list[object], whole: Collection[str]) -> bool:
+def _saves(names: Collection[str], whole: Collection[str]) -> bool:
     """Do the names of modules_to_save stand for all modules that are saved whole?"""
-    return all(any(isinstance(name, str) and name and f".{name}." in f".{path}." for name in names) for path in whole)
+    return all(any(name and f".{name}." in f".{path}." for name in names) for path in whole)
 
 
 def minimal_suffixes(adapted: Collection[str], modules: Collection[str]) -> tuple[str, ...] | None:
