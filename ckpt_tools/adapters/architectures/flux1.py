@@ -7,19 +7,12 @@ from __future__ import annotations
 
 from ckpt_tools.adapters.architectures.architecture import Architecture, encoder, transformer
 from ckpt_tools.adapters.architectures.encoders import CLIP, T5
-from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
+from ckpt_tools.adapters.architectures.rule import Names, Rule, embedder, rename
 
 _DOUBLE = "double_blocks.{i}"
 _BLOCK = "transformer_blocks.{i}"
 _SINGLE = "single_blocks.{i}"
 _SINGLE_BLOCK = "single_transformer_blocks.{i}"
-
-
-def _embedder(native: str, diffusers: str) -> tuple[Rule, Rule]:
-    return (
-        rename(f"{native}.in_layer", f"time_text_embed.{diffusers}.linear_1"),
-        rename(f"{native}.out_layer", f"time_text_embed.{diffusers}.linear_2"),
-    )
 
 
 def _stream(native: str, *, attention: tuple[str, ...], out: str, feed_forward: str, norm: str) -> tuple[Rule, ...]:
@@ -37,9 +30,9 @@ _NAMES = Names(
     (
         rename("img_in", "x_embedder"),
         rename("txt_in", "context_embedder"),
-        *_embedder("time_in", "timestep_embedder"),
-        *_embedder("vector_in", "text_embedder"),
-        *_embedder("guidance_in", "guidance_embedder"),
+        *embedder("time_in", "time_text_embed.timestep_embedder"),
+        *embedder("vector_in", "time_text_embed.text_embedder"),
+        *embedder("guidance_in", "time_text_embed.guidance_embedder"),
         *_stream("img", attention=("to_q", "to_k", "to_v"), out="to_out.0", feed_forward="ff", norm="norm1"),
         *_stream(
             "txt",

@@ -8,17 +8,10 @@ Source: diffusers, models/transformers/transformer_flux2.py and loaders/single_f
 from __future__ import annotations
 
 from ckpt_tools.adapters.architectures.architecture import Architecture, transformer
-from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
+from ckpt_tools.adapters.architectures.rule import Names, Rule, embedder, rename
 
 _DOUBLE = "double_blocks.{i}"
 _BLOCK = "transformer_blocks.{i}"
-
-
-def _embedder(native: str, diffusers: str) -> tuple[Rule, Rule]:
-    return (
-        rename(f"{native}.in_layer", f"time_guidance_embed.{diffusers}.linear_1"),
-        rename(f"{native}.out_layer", f"time_guidance_embed.{diffusers}.linear_2"),
-    )
 
 
 def _stream(native: str, *, attention: tuple[str, ...], out: str, feed_forward: str) -> tuple[Rule, ...]:
@@ -35,8 +28,8 @@ _NAMES = Names(
     (
         rename("img_in", "x_embedder"),
         rename("txt_in", "context_embedder"),
-        *_embedder("time_in", "timestep_embedder"),
-        *_embedder("guidance_in", "guidance_embedder"),
+        *embedder("time_in", "time_guidance_embed.timestep_embedder"),
+        *embedder("guidance_in", "time_guidance_embed.guidance_embedder"),
         rename("double_stream_modulation_img.lin", "double_stream_modulation_img.linear"),
         rename("double_stream_modulation_txt.lin", "double_stream_modulation_txt.linear"),
         rename("single_stream_modulation.lin", "single_stream_modulation.linear"),

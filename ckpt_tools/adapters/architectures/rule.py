@@ -85,6 +85,11 @@ def rename(native: str, diffusers: str, ratio: float | None = None) -> Rule:
     return Rule(native=native, diffusers=(diffusers,), ratio=ratio)
 
 
+def embedder(native: str, diffusers: str, first: str = "in_layer", second: str = "out_layer") -> tuple[Rule, Rule]:
+    """Return the rules for the two layers of an embedding."""
+    return rename(f"{native}.{first}", f"{diffusers}.linear_1"), rename(f"{native}.{second}", f"{diffusers}.linear_2")
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """The rules of one model, found by name."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ckpt_tools.adapters.architectures.architecture import Architecture, encoder, transformer
 from ckpt_tools.adapters.architectures.encoders import CLIP, T5
-from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
+from ckpt_tools.adapters.architectures.rule import Names, Rule, embedder, rename
 
 _JOINT = "joint_blocks.{i}"
 _BLOCK = "transformer_blocks.{i}"
@@ -25,10 +25,8 @@ _NAMES = Names(
     (
         rename("x_embedder.proj", "pos_embed.proj"),
         rename("context_embedder", "context_embedder"),
-        rename("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
-        rename("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
-        rename("y_embedder.mlp.0", "time_text_embed.text_embedder.linear_1"),
-        rename("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
+        *embedder("t_embedder.mlp", "time_text_embed.timestep_embedder", "0", "2"),
+        *embedder("y_embedder.mlp", "time_text_embed.text_embedder", "0", "2"),
         _qkv("x_block.attn", "attn", ("to_q", "to_k", "to_v")),
         _qkv("context_block.attn", "attn", ("add_q_proj", "add_k_proj", "add_v_proj")),
         _qkv("x_block.attn2", "attn2", ("to_q", "to_k", "to_v")),

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
-from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Matrix, Module, Setting, refuse_roles
+from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Matrix, Module, Setting, Ways, refuse_roles
 from ckpt_tools.adapters.families.oft import (
     LYCORIS_ROLES,
     WHY_NOT_PEFT,
@@ -77,9 +77,7 @@ class Boft(RotatingFamily):
             ),
         }
 
-    def peft_shapes(
-        self, config: Mapping[str, object], rank: int, weight: Shape
-    ) -> tuple[Mapping[str, Shape | None], ...]:
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Source: peft 0.21 `tuners/boft/layer.py`, `update_layer`."""
         inputs = peft_inputs(weight)
         size = peft_block_size(inputs, config.get("boft_block_size", 4), config.get("boft_block_num", 0))

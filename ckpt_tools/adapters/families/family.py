@@ -33,6 +33,8 @@ Style = Literal["peft", "lycoris", "diffusers-old", "torchtitan"]
 """Whose suffix a name has; "peft" is also what diffusers and ai-toolkit write."""
 Matrix = tuple[int | None, int | None]
 """(rows, columns) of what a module changes; None in the place of a number where any will do."""
+Ways = tuple[Mapping[str, Shape | None], ...]
+"""Role → shape, None where several are right: in every way that something allows."""
 Factors = Mapping[str, "Array"]
 Module = AdapterModule["Array"]
 """With its factors loaded."""
@@ -261,9 +263,7 @@ class Family:
         """
         return {}
 
-    def peft_shapes(
-        self, config: Mapping[str, object], rank: int, weight: Shape
-    ) -> tuple[Mapping[str, Shape | None], ...]:
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Return the factors that PEFT makes for a module, in every way that the shape of its weight allows.
 
         Args:
@@ -273,7 +273,7 @@ class Family:
                 or an embedding's (number, dim).
 
         Returns:
-            Role → shape, None where several are right; () where that is not known.
+            () where that is not known.
         """
         return ()
 
@@ -391,6 +391,10 @@ class ScaledFamily(Family):
         if setting.num_experts > 1:
             raise UsageError(f"{module.path}: DoRA of stacked experts is not defined")
         return dora.decomposed(module, inner, factors, shape, setting)
+
+    def is_idle(self, roles: Collection[str], seen: Mapping[str, Values]) -> bool:
+        """A factor is zero."""
+        return any(role in seen and seen[role].is_zero for role in self.peft_names)
 
     def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
         """Return what is added to the weight, magnitudes apart."""

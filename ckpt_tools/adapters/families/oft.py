@@ -20,6 +20,7 @@ from ckpt_tools.adapters.families.family import (
     Matrix,
     Module,
     Setting,
+    Ways,
     geometry,
     refuse_roles,
 )
@@ -147,9 +148,7 @@ class Oft(RotatingFamily):
             )
         return config | _oft_size(adapter, blocks, is_shared=config["block_share"].value is True)
 
-    def peft_shapes(
-        self, config: Mapping[str, object], rank: int, weight: Shape
-    ) -> tuple[Mapping[str, Shape | None], ...]:
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Source: peft 0.21 `tuners/oft/layer.py`, `update_layer`."""
         ways = (weight, weight[::-1]) if len(weight) == 2 else (weight,)
         found: list[Mapping[str, Shape | None]] = []

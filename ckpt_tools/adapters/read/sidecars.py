@@ -105,10 +105,9 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
                     peft.setdefault(key, Sourced(value, ADAPTER_CONFIG))
             if _VERL in there:
                 document = read_json(source, _VERL)
-                for key, name in (("lora_alpha", "lora_alpha"), ("r", "r"), ("task_type", "task_type")):
-                    # verl writes 0 where it does not know.
-                    if document.get(key) and not _number(peft.get(name)):
-                        peft[name] = Sourced(document[key], _VERL)
+                for name in ("lora_alpha", "r", "task_type"):  # 0 where verl does not know
+                    if document.get(name) and not _number(peft.get(name)):
+                        peft[name] = Sourced(document[name], _VERL)
             if _LYCORIS in there and alpha is None:
                 document = read_json(source, _LYCORIS)
                 alpha = _found(document.get("linear_alpha", document.get("alpha")), _LYCORIS)
