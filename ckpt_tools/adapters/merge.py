@@ -270,11 +270,7 @@ def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, scale: float) -> lis
 
 
 def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> list[str]:
-    """Refuse a merge that changes nothing where it should.
-
-    Raises:
-        MergeUnchangedError: With the names.
-    """
+    """Refuse a merge that changes nothing where it should."""
     lost: list[str] = []
     idle: list[str] = []
     for fqn, edit in edits.items():

@@ -61,12 +61,7 @@ def _with_targets(adapter: Adapter[TensorEntry]) -> Adapter[TensorEntry]:
 
 
 def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[TensorEntry]:
-    """Say which parameter each module changes where only the base model tells, and what the settings say of that one.
-
-    Args:
-        adapter: As read.
-        shapes: Of the base model's parameters, those of stacked experts among them.
-    """
+    """Say which parameter each module changes where only the base model tells, and what settings say of that one."""
     held = replace(adapter, base_shapes=shapes)
     modules = []
     for module, parameter in _parameters(held, adapter.settings):
@@ -206,11 +201,7 @@ def _alpha_beside(
 
 
 def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
-    """Return the adapter with an alpha in every module that needs one.
-
-    Args:
-        adapter: As read.
-        alpha: The user's; it goes before everything that was found.
+    """Return the adapter with an alpha in every module that needs one: the user's, else the one that was found.
 
     Raises:
         UsageError: An alpha is needed and nothing says it, or none is needed.

@@ -34,9 +34,7 @@ def family_named(name: str | None) -> ModelFamily | None:
 def choose_family(adapter: Adapter[F], *, base: BaseFamily | None) -> ModelFamily | None:
     """Return the one family that an adapter is for; None where that is not known, or ckpt has no tables for it.
 
-    Args:
-        adapter: Whose names, header and shapes count where there is no base.
-        base: What the base model is: it goes before everything else.
+    The base goes before everything else; without one the names, the header and the shapes count.
     """
     if base is not None and len(base.possible) < 2:
         return base.name

@@ -47,12 +47,7 @@ class BaseFamily:
 
 
 def model_family_of(shapes: Shapes, config: Mapping[str, object] | None = None) -> BaseFamily:
-    """Tell a base model's family.
-
-    Args:
-        shapes: Of its parameters; () where a shape is not known.
-        config: Its config.json.
-    """
+    """Tell a base model's family from its config.json, else from its parameters' shapes, of which () is not known."""
     config = config or {}
     kind, architectures = config.get("_class_name"), config.get("architectures")
     if isinstance(kind, str):

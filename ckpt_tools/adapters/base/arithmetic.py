@@ -24,15 +24,7 @@ _PIECE_ELEMS = 1 << 18
 
 
 class Arithmetic:
-    """What an adapter makes of one tensor.
-
-    Args:
-        name: Of the tensor, for messages.
-        before: Its dtype as it is stored.
-        after: And as it is to be.
-        parts: What changes which rows.
-        adapter: Loaded.
-        scale: Multiplies what the adapter adds.
+    """What an adapter makes of one tensor, that is stored as `before` and to be written as `after`.
 
     Raises:
         CkptError: The factors do not fit, or something that the result depends on is not known.

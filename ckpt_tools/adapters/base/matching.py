@@ -54,12 +54,7 @@ class BaseMatch:
 def match_modules(
     adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
 ) -> BaseMatch:
-    """Find every module's tensors.
-
-    Args:
-        adapter: From headers.
-        tensors: The base's, by the names that a plain model gives them.
-        config: The base's config.json; {} where there is none.
+    """Find every module's tensors; the arguments as for `slots.find_slots`.
 
     Raises:
         UsageError: A module that finds no tensor, that does not fit, or that is ambiguous; with the names.
@@ -104,11 +99,7 @@ def _wanted(adapter: Adapter[TensorEntry], slots: Mapping[str, Slot]) -> Iterabl
 
 
 def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
-    """Return the one parameter of a module that the factors fit, where nothing says which it is.
-
-    Raises:
-        UsageError: None or several.
-    """
+    """Return the one parameter of a module that the factors fit, where nothing says which it is."""
     family = family_of(module)
     named = ((*name.rpartition("."), slot) for name, slot in slots.items())
     own = [

@@ -39,9 +39,7 @@ _TRAINERS = (
 def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
     """Refuse to pass on modules of a trainer's own model: a model of transformers has none of them.
 
-    Args:
-        adapter: From a training checkpoint.
-        is_proven: Its modules are held against a base that the user names.
+    `is_proven`: they are held against a base that the user names.
 
     Raises:
         UsageError: They are.
@@ -91,12 +89,7 @@ _RECIPES = tuple(
 
 
 def names_in_model(names: Iterable[str], config: Mapping[str, object]) -> dict[str, str]:
-    """Return name that a parameter may have in a model → name on disk, where the two differ.
-
-    Args:
-        names: On disk, as a plain model's.
-        config: The model's config.json; {} where there is none.
-    """
+    """Return name that a parameter may have in a model → name on disk, where the two differ."""
     found: dict[str, str] = {}
     for renamed in renamings(tuple(names), config):
         found = {**renamed, **found}
@@ -111,9 +104,7 @@ def live_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, object
 def renamings(names: Collection[str], config: Mapping[str, object]) -> Iterator[Mapping[str, str]]:
     """Yield, for every kind of model that is saved under other names, name in the model → name on disk.
 
-    Args:
-        names: On disk, as a plain model's. Of one model at most one of the kinds is right.
-        config: As for `names_in_model`; the kind that it names comes first.
+    Of one model at most one of the kinds is right; the one that the config names comes first.
     """
     if by_class := _by_class(names, config):
         yield by_class
@@ -160,10 +151,6 @@ def as_named(base: BaseModel, paths: Collection[str]) -> BaseModel:
     """Return the base with the names of the live model that an adapter was trained on.
 
     On disk a model may have other names (older ones; none of a head's inner model, as GPT-2 is published).
-
-    Args:
-        base: As read, by the names on disk.
-        paths: Modules of the adapter.
     """
     on_disk = base.shapes
     if not any(_EXPERT.search(path) for path in paths) and any(_STACKED.search(name) for name in on_disk):

@@ -44,9 +44,6 @@ Source: transformers 5.23, `main_input_name` of every class of this name with `i
 def read_base(path: str | os.PathLike[str]) -> BaseModel:
     """Read the headers of a base model.
 
-    Args:
-        path: A safetensors file, an HF directory or a DCP directory.
-
     Raises:
         UnreadableError: Not a complete, readable checkpoint.
     """

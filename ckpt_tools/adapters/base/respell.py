@@ -27,12 +27,6 @@ def match_any_spelling(
 ) -> tuple[Adapter[TensorEntry], BaseMatch, list[str]]:
     """Find every module's tensors, under the adapter's own names or those of the base's implementation.
 
-    Args:
-        adapter: From headers.
-        loading: Is told the respelled adapter; reads it when the names are not the base's.
-        tensors: The base's, by the names that a plain model gives them.
-        config: The base's config.json; {} where there is none.
-
     Returns:
         The adapter as it was matched, the match, and notes.
 

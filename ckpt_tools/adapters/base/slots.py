@@ -72,9 +72,7 @@ class Slot:
 def find_slots(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> dict[str, Slot]:
     """Return every name under which an adapter could mean tensors of the base, parameter included.
 
-    Args:
-        tensors: Name as a plain model has it → tensor.
-        config: The base's config.json; {} where there is none.
+    `tensors` are the base's by the names that a plain model gives them, `config` is its config.json, {} without one.
     """
     slots = {name: Slot(rows=(_all_rows(entry),)) for name, entry in tensors.items()}
     renamed = {new: slots[name] for new, name in names_in_model(tensors, config).items()}
@@ -119,11 +117,7 @@ def _of_split(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
 
 
 def stacked_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
-    """Return the parameters that a model makes of experts that are stored one by one.
-
-    Args:
-        tensors: Name on disk, as a plain model's → tensor.
-    """
+    """Return the parameters that a model makes of experts that are stored one by one."""
     experts: dict[str, dict[int, dict[str, TensorEntry]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in tensors.items():
         match = _EXPERT.fullmatch(name)

@@ -1,6 +1,6 @@
 """Edits of a merge as the executor sees them: block by block where the family allows it, else the whole tensor once.
 
-`edits`, and numpy with it, is imported by the first block that needs it.
+`arithmetic`, and numpy with it, is imported by the first block that needs it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,7 @@ if TYPE_CHECKING:
 
 
 class TensorEdit:
-    """Changes one tensor of the base; see `block_io.Edit`.
-
-    Args:
-        entry: The tensor; its chunks are raw.
-        dtype: As what it is written.
-        parts: What changes which rows.
-        load: Returns the adapter with its tensors.
-        scale: Multiplies what the adapter adds.
-        source: Where the base's bytes are.
-        turns: Shared by all edits of a merge: one whole tensor is computed at a time.
-    """
+    """Changes one tensor of the base; see `moving.read.Edit`. `turns` lets one whole tensor be computed at a time."""
 
     def __init__(
         self,

@@ -37,11 +37,6 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
 
     PEFT's adapter of a tied embedding leaves the head alone, until it is merged.
 
-    Args:
-        base: The base.
-        tensors: Its tensors, by the names that a plain model gives them.
-        changed: FQNs of those that the adapter changes.
-
     Raises:
         UsageError: The base stores an embedding that is its head too, and the adapter changes the embedding.
     """

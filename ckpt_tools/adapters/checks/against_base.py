@@ -24,12 +24,7 @@ _ENCODER = re.compile(r"(?:text_encoder(?:_\d)?\.|text_encoders\.|lora_te\d?_)")
 def check_against(
     adapter: Adapter[TensorEntry], base: BaseModel, family: ModelFamily | None
 ) -> tuple[list[Finding], list[str]]:
-    """Hold an adapter's modules against the base model's.
-
-    Args:
-        adapter: From headers.
-        base: The base model.
-        family: Whose names the adapter may have; None where ckpt has no tables of them.
+    """Hold an adapter's modules against the base model's, by the names of its family, or by its own without tables.
 
     Returns:
         What is wrong, and what could not be checked.

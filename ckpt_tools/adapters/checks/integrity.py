@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 ValueTable = Mapping[tuple[int, str], Values | None]
-"""(number of the module, role) → what its values are like."""
+"""(number of the module, role) → what its values are like; None, or nothing, for a factor that was not looked at."""
 
 _FLAT = ("magnitude", "B_bias", "rescale", "diff_b", "diff", "alpha")
 """Roles that may have one dim or none."""
@@ -238,12 +238,7 @@ def _fits(found: Matrix, weight: Shape, *, is_stack: bool) -> bool:
 
 
 def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
-    """Yield what the values tell.
-
-    Args:
-        adapter: Whose modules the table numbers.
-        table: What was seen of them; a factor that was not looked at is absent or None.
-    """
+    """Yield what the values tell."""
     idle: list[AdapterModule[F]] = []
     changing = 0
     adapted = {module.path for module in adapter.modules if not module.is_saved}
@@ -283,12 +278,7 @@ def is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
 
 
 def check_suspicions(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
-    """Yield what speaks for a damage that no loader notices.
-
-    Args:
-        adapter: Whose modules the table numbers.
-        table: What was seen of the factors' values.
-    """
+    """Yield what speaks for a damage that no loader notices."""
     yield from _dead(adapter, table)
     for module in adapter.modules:
         yield from _scale(module)

@@ -172,16 +172,7 @@ def write_names(
     svd_rank: int | None,
     notes: list[str],
 ) -> Written:
-    """Return what is to be written.
-
-    Args:
-        loaded: The adapter, in any names.
-        to: diffusers, kohya or comfyui.
-        base: What is known of the base model.
-        weights: Its tensors, for a DoRA in ComfyUI.
-        architecture: The model family, where the user says it.
-        svd_rank: Rank of an approximation, for what the target cannot express exactly.
-        notes: Is told what was done, beside `Written.notes`.
+    """Return what is to be written for diffusers, kohya or ComfyUI; `notes` are told what was done beside its own.
 
     Raises:
         UsageError: The model is not known, or the target cannot express the adapter.
@@ -199,11 +190,7 @@ def write_names(
 
 
 def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:
-    """Hold what the user says against the base: a family with tables goes before it, an unknown one is for the user.
-
-    Raises:
-        UsageError: The base is of another family.
-    """
+    """Hold what the user says against the base: a family with tables goes before it, an unknown one is for the user."""
     if base.name is not None:
         raise UsageError(
             f"--architecture says {architecture}, and the base is {base.title} ({base.source})",
@@ -215,11 +202,7 @@ def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:
 
 
 def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Adapter[Array]:
-    """Return an adapter of a model without tables under the base's own names, held against its shapes.
-
-    Raises:
-        UsageError: It is not for this base.
-    """
+    """Return an adapter of a model without tables under the base's own names, held against its shapes."""
     title = base.family.title
     named = under_base_names(loaded, base.shapes)
     if named is None:

@@ -35,12 +35,7 @@ _HINTS: Mapping[Loader, str] = {
 
 
 def simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
-    """Say what a loader would make of an adapter.
-
-    Args:
-        file: Its names, shapes and header, and what stands beside it.
-        loader: Whose rules.
-    """
+    """Say what a loader would make of an adapter."""
     loading = Loading()
     hint = _HINTS["peft"] if file.architecture == "llm" and loader != "vllm" else _HINTS[loader]
     loads: bool | None = True

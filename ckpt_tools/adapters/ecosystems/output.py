@@ -113,14 +113,9 @@ def staged(destination: str, *, overwrite: bool) -> Iterator[Staging]:
 
 
 def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview], None]) -> None:
-    """Write everything, durably, and read it back.
+    """Write everything, durably, and read it back; `see` is given every tensor's bytes as they were read.
 
     Memory: the largest tensor, twice when it is cast.
-
-    Args:
-        output: What to write.
-        staging: Where to; the caller publishes it.
-        see: Given every tensor's bytes as they were read.
 
     Raises:
         StorageError: The system could not write, or gives back something else.

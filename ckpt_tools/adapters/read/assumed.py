@@ -44,12 +44,7 @@ _ALPHAS = Assumption(field="alpha_pattern", value={}, otherwise="modules with an
 
 
 def assumptions(adapter: Adapter[F], *, is_base_proven: bool = False) -> tuple[Assumption, ...]:
-    """Return what is assumed of an adapter.
-
-    Args:
-        adapter: With alphas.
-        is_base_proven: Are the weights that it was trained on known to be the base's?
-    """
+    """Return what is assumed of an adapter with alphas; of a base that is not proven to be the trained one, more."""
     if adapter.convention != "peft" or "peft_type" in adapter.settings:
         return assumed_before(adapter)  # a configuration is there, or its ecosystem has no such setting
     scaled = [m for m in adapter.modules if m.alpha is not None and m.alpha.source != "tensor alpha"]

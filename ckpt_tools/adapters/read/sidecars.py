@@ -79,11 +79,7 @@ def base_config(base: Opened) -> Mapping[str, object]:
 
 
 def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: Mapping[str, str]) -> Sidecars:
-    """Collect what is known beyond the tensors.
-
-    Args:
-        directories: Where to look, nearest first, and which file names are meant there.
-        metadata: `__metadata__` of the file's header.
+    """Collect what is known beyond the tensors: by the names that are meant in each directory, the nearest first.
 
     Raises:
         UnreadableError: A file is there and not what its name says.

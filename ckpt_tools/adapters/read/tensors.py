@@ -69,12 +69,7 @@ def entry_of(name: str, array: Array) -> TensorEntry:
 
 
 class LazyAdapter:
-    """An adapter's tensors, read once.
-
-    Args:
-        adapter: From headers.
-        opened: The way to its bytes.
-    """
+    """An adapter's tensors, read once."""
 
     def __init__(self, adapter: Adapter[TensorEntry], opened: Opened) -> None:
         self._adapter = adapter

@@ -23,12 +23,7 @@ _FUSED = {"img_attn": "to_qkv", "txt_attn": "to_added_qkv"}
 
 
 def place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architecture) -> list[Placed] | None:
-    """Return an adapter of LoKr modules alone as diffusers' loader of FLUX.2 takes it, or None when it would not.
-
-    Args:
-        places: Every module of the adapter, with its place.
-        architecture: Its model family.
-    """
+    """Return an adapter of LoKr modules alone as diffusers' loader of FLUX.2 takes it, or None when it would not."""
     if architecture.name != "flux2" or not places:
         return None
     if any(module.family != lokr.Lokr.name or module.is_dora or "t2" in module.factors for _, module in places):

@@ -86,11 +86,9 @@ def _for_diffusers(placed: Placed, title: str, fitting: Fitting) -> Module:
 
 
 def _metadata(placed: Sequence[Placed]) -> dict[str, str]:
-    """Return the header of a diffusers file of loras whose scale is 1: alpha is the rank, for every module.
-
-    diffusers takes PEFT's LoraConfig from `lora_adapter_metadata`, all of it: a component that is not in there would
-    get PEFT's defaults (rank 8).
-    """
+    """Return the header of a diffusers file of loras whose scale is 1: alpha is the rank, for every module."""
+    # diffusers takes PEFT's LoraConfig from there, all of it: a component that is not in it would get PEFT's defaults
+    # (rank 8).
     document: dict[str, object] = {}
     for component in dict.fromkeys(each.part.component for each in placed):
         those = [each for each in placed if each.part.component == component]

@@ -70,11 +70,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
 
 
 def _check_alphas(ends: Mapping[str, set[str]], *, takes_rank: bool) -> None:
-    """Of the loaders networks.lora alone takes the rank for an alpha that is missing; the others end with an error.
-
-    Raises:
-        RejectedError: One is missing.
-    """
+    """Of the loaders networks.lora alone takes the rank for an alpha that is missing; the others end with an error."""
     lacking = [module for module, found in ends.items() if "alpha" not in found and not found <= _WITHOUT_ALPHA]
     if lacking and not takes_rank:
         raise RejectedError(f"{len(lacking)} modules have no alpha, which it looks up for each: {lacking[0]}")

@@ -32,12 +32,7 @@ _TRAINING_ONLY = ("velora_config",)
 
 
 def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_model: str | None = None) -> Fields:
-    """Return PEFT's configuration for an adapter.
-
-    Args:
-        adapter: With alphas (`with_alpha`), under the base model's module paths.
-        base: The base model, against which the names of targets are proven.
-        base_model: Hub id or path of the base model, to be written.
+    """Return PEFT's configuration for an adapter with alphas, under the module paths of its base.
 
     Raises:
         UsageError: PEFT cannot express it in one configuration, or something that changes the result is not known.
@@ -101,11 +96,7 @@ _HEADS: Mapping[str, tuple[str, ...]] = {
 
 
 def _with_its_head(task: Sourced[object], adapter: Adapter[F]) -> Sourced[object]:
-    """PEFT does not load an adapter of such a task without its head.
-
-    Raises:
-        UsageError: The user gives the task, and there is no head.
-    """
+    """PEFT does not load an adapter of such a task without its head."""
     heads = _HEADS.get(task.value) if isinstance(task.value, str) else None
     if heads is None or any(module.is_saved and module.path.endswith(heads) for module in adapter.modules):
         return task
@@ -157,10 +148,8 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
 
 
 def _configured(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Fields:
-    """Return ranks and alphas as the training run's configuration has them; {} where that has none by name.
-
-    Which of a module's parameters has which factors, and so which pattern, the base model alone would tell.
-    """
+    """Return ranks and alphas as the training run's configuration has them; {} where that has none by name."""
+    # Which of a module's parameters has which factors, and so which pattern, the base model alone would tell.
     settings = adapter.settings
     patterns = [settings[name] for name in ("rank_pattern", "alpha_pattern") if name in settings]
     if not any(found.value for found in patterns) or not {"r", "lora_alpha"} <= settings.keys():

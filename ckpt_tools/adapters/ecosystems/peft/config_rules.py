@@ -78,11 +78,6 @@ def _is_number(value: object) -> bool:
 def check_task(config: Config, model_type: str | None, loading: Loading) -> None:
     """Say what a task type does to a model.
 
-    Args:
-        config: adapter_config.json.
-        model_type: transformers' type of the base model, where it is known.
-        loading: Told what goes wrong.
-
     Raises:
         RejectedError: A task that PEFT does not know.
     """
@@ -120,12 +115,7 @@ def matched(target: object, module: str) -> bool | None:
 
 
 def is_target(config: Config, path: str) -> bool | None:
-    """Does PEFT put an adapter around a module? None where that depends on the model's classes ("all-linear").
-
-    Args:
-        config: adapter_config.json.
-        path: Of the module in the base model.
-    """
+    """Does PEFT put an adapter around a module? None where that depends on the model's classes ("all-linear")."""
     excluded = config.get("exclude_modules")
     if isinstance(excluded, str) and matches(excluded, path, shown=excluded, where="exclude_modules", full=True):
         return False

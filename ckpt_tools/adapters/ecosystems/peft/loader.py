@@ -117,12 +117,7 @@ def _with_tied(config: Config, file: AdapterFile) -> Config:
 def _match(
     file: AdapterFile, config: Config, family: Family, wrapped: Mapping[str, Sequence[str]], loading: Loading
 ) -> tuple[dict[str, dict[str, Shape]], dict[str, dict[int, dict[str, Shape]]]]:
-    """Find a module for every tensor.
-
-    Returns:
-        What was found, as module → role → shape; and of modules whose parameters are wrapped, module → level → role →
-        shape.
-    """
+    """Return module → role → shape; and, where parameters are wrapped, module → level → role → shape."""
     modules = parents_of(file.base) if file.base is not None else None
     found: dict[str, dict[str, Shape]] = defaultdict(dict)
     levels: dict[str, dict[int, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
@@ -164,14 +159,7 @@ def _match(
 
 
 def _why_not(key: Key, family: Family, config: Config, *, is_wrapped: bool) -> str | None:
-    """Why a factor does not go into the model; None when it does, as far as the configuration tells.
-
-    Args:
-        key: Its name.
-        family: Of the configuration.
-        config: adapter_config.json.
-        is_wrapped: It may be for one of the target_parameters.
-    """
+    """Why a factor does not go into the model; None when it does, as far as the configuration tells."""
     if key.adapter not in (None, "default"):
         return f"it is named for the adapter {key.adapter!r}, and PEFT loads as 'default'"
     if key.style != "peft":

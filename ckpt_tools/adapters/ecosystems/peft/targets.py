@@ -33,11 +33,6 @@ def refuse_parameters(path: str) -> UsageError:
 def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Fields:
     """Return target_modules and target_parameters, and the fields that go with them.
 
-    Args:
-        adapter: Its settings say what the training run targeted.
-        modules: Of its one family.
-        base: The base model, against which the names are proven.
-
     Raises:
         UsageError: Something is not known, or the user's own names leave out what is here.
     """
@@ -92,11 +87,7 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
 
 
 def _parameters_left(modules: Sequence[AdapterModule[F]], known: Sourced[object]) -> Sourced[object]:
-    """Name the parameters whose factors are still here by their whole paths: shorter names stand for others as well.
-
-    Raises:
-        UsageError: One of several parameters of a module was left out, and nothing says which.
-    """
+    """Name the parameters whose factors are still here by their whole paths: shorter names stand for others as well."""
     targets = [name.rpartition(".") for name in known.names]
     groups: dict[str, list[AdapterModule[F]]] = {}
     for module in modules:
@@ -129,11 +120,6 @@ def _covers(target: object, adapted: Collection[str]) -> bool:
 
 def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Fields:
     """Return modules_to_save and bias: modules that were trained whole, and biases that were trained beside an adapter.
-
-    Args:
-        adapter: The whole of it.
-        modules: Of its one family.
-        base: The base model, against which the names are proven.
 
     Raises:
         UsageError: A module was trained in part, or the user's own names are not those of the modules.
