@@ -12,8 +12,7 @@ from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
 from ckpt_tools.adapters.architectures.choose import choose_family, family_named
 from ckpt_tools.adapters.architectures.resolve import readings
-from ckpt_tools.adapters.base.model import BaseModel
-from ckpt_tools.adapters.base.model_names import adapted_paths, as_named, replicated
+from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, replicated
 from ckpt_tools.adapters.base.reading import read_base
 from ckpt_tools.adapters.checks.against_base import check_against
 from ckpt_tools.adapters.checks.integrity import NUMBER, check_structure, check_suspicions, check_values

@@ -14,8 +14,7 @@ from ckpt_tools.adapters.adapter import Adapter, Fields, Sourced, Target
 from ckpt_tools.adapters.architectures import candidates
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import family_named
-from ckpt_tools.adapters.base.model import BaseModel
-from ckpt_tools.adapters.base.model_names import refuse_trainers_names
+from ckpt_tools.adapters.base.model import BaseModel, refuse_trainers_names
 from ckpt_tools.adapters.base.reading import base_of
 from ckpt_tools.adapters.checks.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.checks.values import Values, look_at
@@ -29,9 +28,8 @@ from ckpt_tools.adapters.ecosystems.forms import (
     write_names,
 )
 from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, write
-from ckpt_tools.adapters.ecosystems.peft.config import infer_config
+from ckpt_tools.adapters.ecosystems.peft.config import infer_config, parse_overrides
 from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
-from ckpt_tools.adapters.ecosystems.peft.overrides import parse_overrides
 from ckpt_tools.adapters.ecosystems.peft.variants import doubt_about, refuse_foreign_shapes, refuse_variants
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError

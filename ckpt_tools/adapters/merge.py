@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.frozen import refuse_changed
-from ckpt_tools.adapters.base.matching import BaseMatch
-from ckpt_tools.adapters.base.model_names import live_tensors
-from ckpt_tools.adapters.base.respell import match_any_spelling
+from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
+from ckpt_tools.adapters.base.model import live_tensors
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects

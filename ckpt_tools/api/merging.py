@@ -6,7 +6,7 @@ import math
 import os
 from contextlib import ExitStack
 
-from ckpt_tools.adapters.ecosystems.peft.overrides import parse_overrides
+from ckpt_tools.adapters.ecosystems.peft.config import parse_overrides
 from ckpt_tools.adapters.merge import merging_job
 from ckpt_tools.adapters.options import MergeOptions
 from ckpt_tools.adapters.read.opening import read_adapter

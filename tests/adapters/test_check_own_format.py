@@ -22,7 +22,7 @@ from adapters.test_check import written as written_for
 from adapters.world_image import IMAGE
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.adapters.base.model_names import replicated
+from ckpt_tools.adapters.base.model import replicated
 from ckpt_tools.adapters.check import check_lora
 from ckpt_tools.adapters.checks.report import LoraCheck, fold
 from ckpt_tools.cli import main

@@ -75,7 +75,7 @@ def choose_architectures(
             raise UsageError(
                 f"ckpt has no tables for {base.title} ({base.source}), by which its modules get other names",
                 where=where,
-                hint=_UNCONVERTED,
+                hint="--to peft and --to diffusers keep the model's own names",
             )
     if architecture == "llm":
         raise UsageError(
@@ -99,9 +99,6 @@ def choose_architectures(
     if said in found:
         return (said,)
     return _by_shape(adapter, found) if len(found) > 1 else found
-
-
-_UNCONVERTED = "--to peft and --to diffusers keep the model's own names"
 
 
 def family_in_header(adapter: Adapter[F]) -> ArchitectureName | None:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.base.frozen import refuse_changed
-from ckpt_tools.adapters.base.model import BaseModel
-from ckpt_tools.adapters.base.model_names import adapted_paths, as_named, live_tensors, without_predictors
+from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, live_tensors, without_predictors
 from ckpt_tools.adapters.base.slots import stacked_experts
 from ckpt_tools.adapters.base.tied import HEAD, tied_embeddings
 from ckpt_tools.adapters.read.assemble import known_shape

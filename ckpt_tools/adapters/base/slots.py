@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.adapters.adapter import Convention
-from ckpt_tools.adapters.base.model_names import names_in_model
+from ckpt_tools.adapters.base.model import names_in_model
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
