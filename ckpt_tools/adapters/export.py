@@ -42,7 +42,7 @@ from ckpt_tools.adapters.read.tensors import TensorReader, load
 from ckpt_tools.adapters.settings import settle_parameters, with_alpha
 from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME, DType
+from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
@@ -230,11 +230,9 @@ def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
         from ckpt_tools.moving.arrays import bytes_of, dtype_of
 
         stored, read = dtype_of(factor), functools.partial(bytes_of, factor)
-    return Item(name=name, shape=shape, dtype=_wanted(stored, run.options.dtype), stored=stored, read=read)
-
-
-def _wanted(stored: DType, dtype: str) -> DType:
-    return BY_NAME[dtype.upper()] if dtype != "keep" and stored.is_float else stored
+    asked = run.options.dtype
+    dtype = BY_NAME[asked.upper()] if asked != "keep" and stored.is_float else stored
+    return Item(name=name, shape=shape, dtype=dtype, stored=stored, read=read)
 
 
 # For the others: names by tables, and arithmetic

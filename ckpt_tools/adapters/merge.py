@@ -275,7 +275,8 @@ def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> li
     for fqn, edit in edits.items():
         for part, changed, should in zip(edit.parts, edit.has_changed, edit.should_change, strict=True):
             if not changed and part.count:
-                (lost if should else idle).append(_name_of(fqn, adapter.modules[part.module], edit))
+                name = fqn if len(edit.parts) == 1 else f"{fqn} ({adapter.modules[part.module].path})"
+                (lost if should else idle).append(name)
     total = sum(len(edit.parts) for edit in edits.values())
     if lost:
         dtypes = sorted({edit.dtype.name for edit in edits.values()})
@@ -290,11 +291,4 @@ def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> li
             "the result equals the base: the adapter's factors are zero, or multiply to zero",
             hint="`ckpt check-lora ADAPTER` says more; was the adapter saved before it was trained?",
         )
-    saved = [name for name in idle if name]
-    return [f"{len(saved)} of {total} tensors get no change: the adapter's factors for them are zero"] if saved else []
-
-
-def _name_of(fqn: str, module: AdapterModule[TensorEntry], edit: TensorEdit) -> str:
-    if len(edit.parts) == 1:
-        return fqn
-    return f"{fqn} ({module.path})"
+    return [f"{len(idle)} of {total} tensors get no change: the adapter's factors for them are zero"] if idle else []

@@ -229,14 +229,15 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
             where="--alpha",
             hint="give the lora_alpha of the training run",
         )
-    given = None if alpha is None else Sourced(float(alpha), "--alpha")
-    return adapter.with_modules(
-        _unscaled(module) if _is_unscaled(module, adapter) else _given(module, given) for module in adapter.modules
-    )
 
+    def settled(module: AdapterModule[F]) -> AdapterModule[F]:
+        if _is_unscaled(module, adapter):
+            return _unscaled(module)
+        if alpha is None or not family_of(module).is_scaled:
+            return module
+        return replace(module, alpha=Sourced(float(alpha), "--alpha"))
 
-def _given(module: AdapterModule[F], alpha: Sourced[float] | None) -> AdapterModule[F]:
-    return module if alpha is None or not family_of(module).is_scaled else replace(module, alpha=alpha)
+    return adapter.with_modules(map(settled, adapter.modules))
 
 
 def _unscaled(module: AdapterModule[F]) -> AdapterModule[F]:

@@ -96,10 +96,7 @@ def _explaining(shapes: Shapes) -> tuple[ArchitectureName, ...]:
 
 def _matrices(shapes: Shapes) -> list[str]:
     """Return the modules with a weight that an adapter can change; of a file with a pipeline, the denoiser's."""
-    paths = [name.removesuffix(".weight") for name, shape in shapes.items() if _is_matrix(name, shape)]
+    weights = (name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) != 1)
+    paths = [name.removesuffix(".weight") for name in weights]
     inner = [path for path in paths if path.startswith((_INNER, f"model.{_INNER}"))]
     return inner or paths
-
-
-def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    return name.endswith(".weight") and len(shape) != 1

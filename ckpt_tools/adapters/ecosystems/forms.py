@@ -327,9 +327,5 @@ def _is_same(one: Written, other: Written) -> bool:
 
 
 def _without_family(written: Written) -> Written:
-    metadata = {
-        key: value
-        for key, value in written.metadata.items()
-        if key != "ss_base_model_version" and not key.startswith("modelspec.")
-    }
-    return replace(written, metadata=metadata)
+    said = [key for key in written.metadata if key != "ss_base_model_version" and not key.startswith("modelspec.")]
+    return replace(written, metadata={key: written.metadata[key] for key in said})

@@ -119,7 +119,7 @@ def _main(name: str, part: Part, architecture: Architecture, *, is_old: bool) ->
         rest = name[len(prefix) :]
         if name.startswith(prefix) and ("." in rest or "_" not in rest or not rest.startswith("lora_")):
             match = find(rest)
-            if match is not None and _is_dotted(rest, match):
+            if match is not None and rest in (match.native(), *match.diffusers()):
                 return f"{part.comfyui}.{match.native()}"
     for prefix, find in flat.items():
         match = find(name[len(prefix) :]) if name.startswith(prefix) and "." not in name else None
@@ -129,10 +129,6 @@ def _main(name: str, part: Part, architecture: Architecture, *, is_old: bool) ->
         match = diffusers(name.removeprefix("lora_unet_"))
         return None if match is None else f"{part.comfyui}.{match.native()}"
     return None
-
-
-def _is_dotted(text: str, match: Match) -> bool:
-    return text in (match.native(), *match.diffusers())
 
 
 def _encoder(name: str, part: Part) -> str | None:

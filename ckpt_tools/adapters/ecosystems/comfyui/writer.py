@@ -50,7 +50,7 @@ def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fit
         UsageError: A module or family that ComfyUI has no name for.
     """
     placed = in_lycoris(adapter, architecture, fitting)
-    is_bare = architecture.name == "flux2" and all(_is_plain(each.module) for each in placed)
+    is_bare = architecture.name == "flux2" and all(each.module.factors.keys() == {"A", "B"} for each in placed)
     return _comfyui_file(adapter, placed, architecture, fitting, is_bare=is_bare)
 
 
@@ -85,10 +85,6 @@ def _comfyui_file(
     if DORA_SCALE in adapter.settings and any(each.module.is_dora for each in placed):
         metadata[DORA_SCALE] = str(adapter.settings[DORA_SCALE].value)
     return fitting.written(file, tensors, metadata)
-
-
-def _is_plain(module: Module) -> bool:
-    return module.factors.keys() == {"A", "B"}
 
 
 def _computed_alike(module: Module, adapter: Adapter[Array], fitting: Fitting) -> Module:

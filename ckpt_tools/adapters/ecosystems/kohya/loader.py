@@ -51,8 +51,9 @@ def load(file: AdapterFile, loading: Loading) -> None:
                 loading.use(name, f"{part.component}.{match.native()}")
                 needs_lycoris |= hit["suffix"] not in _PLAIN
                 ends.setdefault(hit["module"], set()).add(hit["suffix"])
-                if not part.is_encoder and not _is_in_block(match.native()):
-                    outside.append(match.native())
+                native = match.native()
+                if not part.is_encoder and (not native.startswith(_BLOCKS) or native.startswith(_NOT_BLOCKS)):
+                    outside.append(native)
     _check_alphas(ends, takes_rank=file.architecture == "sdxl" and not needs_lycoris)
     if outside and not needs_lycoris:
         loading.needs(
@@ -74,7 +75,3 @@ def _check_alphas(ends: Mapping[str, set[str]], *, takes_rank: bool) -> None:
     lacking = [module for module, found in ends.items() if "alpha" not in found and not found <= _WITHOUT_ALPHA]
     if lacking and not takes_rank:
         raise RejectedError(f"{len(lacking)} modules have no alpha, which it looks up for each: {lacking[0]}")
-
-
-def _is_in_block(native: str) -> bool:
-    return native.startswith(_BLOCKS) and not native.startswith(_NOT_BLOCKS)

@@ -7,13 +7,13 @@ alpha or a wrong kind of rotation gives an adapter that loads, and does somethin
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Sourced
 from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.ecosystems.peft.targets import (
+    exact_pattern,
     refuse_parameters,
     saved_fields,
     target_fields,
@@ -140,7 +140,7 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
         config[key] = Sourced(_plain(common), first.source + few)
         sources = sorted({found.source for found in rest.values()})
         config[patterns] = Sourced(
-            {f"^{_escaped(path)}": _plain(found.value) for path, found in rest.items()},
+            {f"^{exact_pattern([path])}": _plain(found.value) for path, found in rest.items()},
             ", ".join(sources[:_MAX_SHOWN]) if rest else "all modules are alike",
         )
     if "use_rslora" in family.peft_fields:
@@ -167,10 +167,6 @@ def _configured(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Fie
         config |= {name: settings[name] for name in ("lora_alpha", "alpha_pattern") if name in settings}
     config["use_rslora"] = settings.get("use_rslora", Sourced(False, "alpha is the numerator of alpha/r"))
     return config
-
-
-def _escaped(path: str) -> str:
-    return re.escape(path).replace(r"\-", "-")
 
 
 def _plain(value: float) -> float:
