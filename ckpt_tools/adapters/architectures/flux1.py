@@ -5,8 +5,7 @@ Source: github.com/black-forest-labs/flux, src/flux/model.py; diffusers, models/
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, encoder, transformer
-from ckpt_tools.adapters.architectures.encoders import CLIP, T5
+from ckpt_tools.adapters.architectures.architecture import CLIP, T5, Architecture, encoder, transformer
 from ckpt_tools.adapters.architectures.rule import Names, Rule, embedder, rename
 
 _DOUBLE = "double_blocks.{i}"

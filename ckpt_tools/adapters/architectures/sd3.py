@@ -8,8 +8,7 @@ Source: github.com/Stability-AI/sd3.5, mmditx.py; diffusers, models/transformers
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, encoder, transformer
-from ckpt_tools.adapters.architectures.encoders import CLIP, T5
+from ckpt_tools.adapters.architectures.architecture import CLIP, T5, Architecture, encoder, transformer
 from ckpt_tools.adapters.architectures.rule import Names, Rule, embedder, rename
 
 _JOINT = "joint_blocks.{i}"

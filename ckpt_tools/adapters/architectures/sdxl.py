@@ -13,8 +13,7 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, Shape
-from ckpt_tools.adapters.architectures.architecture import Architecture, Part, encoder
-from ckpt_tools.adapters.architectures.encoders import CLIP
+from ckpt_tools.adapters.architectures.architecture import CLIP, Architecture, Part, encoder
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
 from ckpt_tools.adapters.families import shape_of
 
