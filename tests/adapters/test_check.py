@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,67 +97,31 @@ def has_encoder(name: str) -> Tensors:
     return base | {f"{layer}.lora_A.weight": torch.randn(2, 8), f"{layer}.lora_B.weight": torch.randn(8, 2)}
 
 
+OF_EVERY_MODEL: dict[str, Callable[[str], Tensors]] = {
+    "diffusers' names": lambda name: written(name, "diffusers"),
+    "kohya's names": lambda name: written(name, "kohya", in_blocks),
+    "kohya's names, all": lambda name: written(name, "kohya"),
+    "ComfyUI's names": lambda name: written(name, "comfyui", in_blocks),
+    "ComfyUI's names, all": lambda name: written(name, "comfyui"),
+    "float alphas": lambda name: with_alphas(written(name, "diffusers", in_blocks)),
+    "integer alphas": lambda name: with_alphas(written(name, "diffusers", in_blocks), torch.int64),
+    "DoRA": lambda name: written(name, "diffusers", lambda p: p.endswith("to_q"), dora=True),
+    "dora_scale": lambda name: with_dora_scale(written(name, "kohya", in_blocks)),
+    "lora_down under diffusers' paths": lambda name: renamed(
+        written(name, "diffusers", in_blocks), ("lora_A", "lora_down"), ("lora_B", "lora_up")
+    ),
+    "PEFT's names": lambda name: renamed(
+        written(name, "diffusers", in_blocks), (f"{COMPONENT[name]}.", "base_model.model.")
+    ),
+    "no prefix": lambda name: renamed(written(name, "diffusers", in_blocks), (f"{COMPONENT[name]}.", "")),
+    "lora_A under native names": lambda name: renamed(
+        {k: v for k, v in written(name, "comfyui", in_blocks).items() if not k.endswith(".alpha")},
+        ("lora_down", "lora_A"),
+        ("lora_up", "lora_B"),
+    ),
+}
 CASES: dict[str, tuple[str, Callable[[], Tensors]]] = {
-    **{f"{name}: diffusers' names": (name, lambda name=name: written(name, "diffusers")) for name in MODELS},
-    **{f"{name}: kohya's names": (name, lambda name=name: written(name, "kohya", in_blocks)) for name in MODELS},
-    **{f"{name}: kohya's names, all": (name, lambda name=name: written(name, "kohya")) for name in MODELS},
-    **{f"{name}: ComfyUI's names": (name, lambda name=name: written(name, "comfyui", in_blocks)) for name in MODELS},
-    **{f"{name}: ComfyUI's names, all": (name, lambda name=name: written(name, "comfyui")) for name in MODELS},
-    **{
-        f"{name}: float alphas": (name, lambda name=name: with_alphas(written(name, "diffusers", in_blocks)))
-        for name in MODELS
-    },
-    **{
-        f"{name}: integer alphas": (
-            name,
-            lambda name=name: with_alphas(written(name, "diffusers", in_blocks), torch.int64),
-        )
-        for name in MODELS
-    },
-    **{
-        f"{name}: DoRA": (name, lambda name=name: written(name, "diffusers", lambda p: p.endswith("to_q"), dora=True))
-        for name in MODELS
-    },
-    **{
-        f"{name}: dora_scale": (name, lambda name=name: with_dora_scale(written(name, "kohya", in_blocks)))
-        for name in MODELS
-    },
-    **{
-        f"{name}: lora_down under diffusers' paths": (
-            name,
-            lambda name=name: renamed(
-                written(name, "diffusers", in_blocks), ("lora_A", "lora_down"), ("lora_B", "lora_up")
-            ),
-        )
-        for name in MODELS
-    },
-    **{
-        f"{name}: PEFT's names": (
-            name,
-            lambda name=name: renamed(
-                written(name, "diffusers", in_blocks), (f"{COMPONENT[name]}.", "base_model.model.")
-            ),
-        )
-        for name in MODELS
-    },
-    **{
-        f"{name}: no prefix": (
-            name,
-            lambda name=name: renamed(written(name, "diffusers", in_blocks), (f"{COMPONENT[name]}.", "")),
-        )
-        for name in MODELS
-    },
-    **{
-        f"{name}: lora_A under native names": (
-            name,
-            lambda name=name: renamed(
-                {k: v for k, v in written(name, "comfyui", in_blocks).items() if not k.endswith(".alpha")},
-                ("lora_down", "lora_A"),
-                ("lora_up", "lora_B"),
-            ),
-        )
-        for name in MODELS
-    },
+    **{f"{name}: {what}": (name, partial(make, name)) for what, make in OF_EVERY_MODEL.items() for name in MODELS},
     **{f"{name}: LoHa": (name, lambda name=name: loha(name)) for name in ("flux1", "flux2", "sdxl")},
     "flux2: LoKr": ("flux2", lokr),
     "flux1: LoKr": ("flux1", lokr),

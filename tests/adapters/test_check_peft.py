@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from adapters.world_adapters import Config, Damage, Tensors, drop, rename, say
+from adapters.world_adapters import change as reshape
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpt_tools.adapters.check import check_lora
 
-Tensors = dict[str, torch.Tensor]
-Config = dict[str, object]
-Damage = Callable[[Tensors, Config], None]
 ROOT = "base_model.model."
 IDS = torch.arange(10)[None]
 
@@ -53,36 +51,6 @@ class Toy(nn.Module):
 def outputs(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(IDS)
-
-
-def drop(*ends: str) -> Damage:
-    def damage(tensors: Tensors, _: Config) -> None:
-        gone = [name for name in tensors if any(end in name for end in ends)]
-        assert gone
-        for name in gone:
-            del tensors[name]
-
-    return damage
-
-
-def reshape(end: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
-    def damage(tensors: Tensors, _: Config) -> None:
-        name = next(name for name in tensors if end in name)
-        tensors[name] = change(tensors[name]).contiguous()
-
-    return damage
-
-
-def rename(old: str, new: str) -> Damage:
-    def damage(tensors: Tensors, _: Config) -> None:
-        for name in [name for name in tensors if old in name]:
-            tensors[name.replace(old, new)] = tensors.pop(name)
-
-    return damage
-
-
-def say(**settings: object) -> Damage:
-    return lambda _, config: config.update(settings)
 
 
 def whole(_: Tensors, __: Config) -> None:
