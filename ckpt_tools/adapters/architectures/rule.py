@@ -90,6 +90,12 @@ def embedder(native: str, diffusers: str, first: str = "in_layer", second: str =
     return rename(f"{native}.{first}", f"{diffusers}.linear_1"), rename(f"{native}.{second}", f"{diffusers}.linear_2")
 
 
+def attention(native: str, diffusers: str, *, added: bool = False) -> Rule:
+    """Return the rule for query, key and value that the authors fuse; `added` are those of the text's stream."""
+    names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+    return Rule(native=native, diffusers=tuple(f"{diffusers}.{name}" for name in names), step="qkv")
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """The rules of one model, found by name."""

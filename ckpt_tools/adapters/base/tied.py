@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 
 from ckpt_tools.adapters.read.sidecars import base_config
@@ -22,14 +21,8 @@ UNTIE = (
     "untie the base first: give lm_head a copy of the weight, set tie_word_embeddings=false in its config, and save it"
 )
 """What helps, for people."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """An embedding and a head that may be one parameter in the model; one of them is changed."""
-
-    changed: TensorEntry
-    kept: TensorEntry
+Pair = tuple[TensorEntry, TensorEntry]
+"""An embedding and a head that may be one parameter in the model: the one that is changed, and the other."""
 
 
 def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collection[str]) -> tuple[Pair, ...]:
@@ -55,7 +48,7 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
                 )
     pairs = (pair for both in product(embeddings, heads) for pair in (both, both[::-1]))
     return tuple(
-        Pair(changed=one, kept=other)
+        (one, other)
         for one, other in pairs
         if one.fqn in changed and other.fqn not in changed and (one.shape, one.dtype) == (other.shape, other.dtype)
     )
@@ -76,9 +69,9 @@ def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> 
         UsageError: With the names.
     """
     for pair in pairs:
-        found = scan([pair.changed, pair.kept], base.source, num_workers=num_workers).digests
-        if found[pair.changed.fqn] == found[pair.kept.fqn]:
-            changed, kept = pair.changed.fqn, pair.kept.fqn
+        found = scan(pair, base.source, num_workers=num_workers).digests
+        changed, kept = (entry.fqn for entry in pair)
+        if found[changed] == found[kept]:
             raise UsageError(
                 f"{changed} and {kept} hold the same values, as a tied embedding and head do, and the adapter changes "
                 "one of them: a model that ties them would load the one or the other",

@@ -26,12 +26,7 @@ time of the thin ones here (0.4 ns an element instead of 0.8 with a rank of 16).
 
 
 class Change:
-    """What a module makes of rows of a weight.
-
-    Args:
-        rows: Rows of the weight as a matrix.
-        columns: Its columns.
-    """
+    """What a module makes of rows of a weight, which has `rows` and `columns` as a matrix."""
 
     is_rowwise = True
     """May `apply` be given some of the rows?"""

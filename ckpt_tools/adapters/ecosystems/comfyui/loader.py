@@ -132,17 +132,12 @@ def _main(name: str, part: Part, architecture: Architecture, *, is_old: bool) ->
 
 
 def _encoder(name: str, part: Part) -> str | None:
-    prefixes = [f"{part.comfyui}."]
+    prefixes = [(f"{part.comfyui}.", "."), *((f"{prefix}_", "_") for prefix in part.kohya)]
     if part.component != "text_encoder_3" and "t5" not in part.comfyui:
-        prefixes.append(f"{part.component}.")
-    for prefix in prefixes:
-        if name.startswith(prefix):
-            match = next(iter(part.names.find(name.removeprefix(prefix))), None)
-            if match is not None and name.removeprefix(prefix) == match.native():
-                return f"{part.comfyui}.{match.native()}"
-    for prefix in part.kohya:
-        if name.startswith(f"{prefix}_"):
-            match = next(iter(part.names.find(name.removeprefix(f"{prefix}_"))), None)
-            if match is not None and name.removeprefix(f"{prefix}_") == match.native().replace(".", "_"):
-                return f"{part.comfyui}.{match.native()}"
+        prefixes.insert(1, (f"{part.component}.", "."))
+    for prefix, dot in prefixes:
+        inner = name.removeprefix(prefix)
+        match = next(iter(part.names.find(inner)), None) if name.startswith(prefix) else None
+        if match is not None and inner == match.native().replace(".", dot):
+            return f"{part.comfyui}.{match.native()}"
     return None
