@@ -25,19 +25,15 @@ LOADERS: Mapping[Loader, Callable[[AdapterFile, Loading], None]] = MappingProxyT
     }
 )
 """Loader → its rules: they fill in a `Loading`, and raise `RejectedError` where the loader raises."""
-_HINTS: Mapping[Loader, str] = {
-    "peft": "ckpt export-lora SRC DST --to peft",
-    "diffusers": "ckpt export-lora SRC DST --to diffusers",
-    "comfyui": "ckpt export-lora SRC DST --to comfyui",
-    "kohya": "ckpt export-lora SRC DST --to kohya",
-    "vllm": "ckpt export-lora SRC DST --to peft; what vLLM lacks can be merged into the base: ckpt merge-lora",
-}
 
 
 def simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     """Say what a loader would make of an adapter."""
     loading = Loading()
-    hint = _HINTS["peft"] if file.architecture == "llm" and loader != "vllm" else _HINTS[loader]
+    target = "peft" if loader == "vllm" or file.architecture == "llm" else loader
+    hint = f"ckpt export-lora SRC DST --to {target}"
+    if loader == "vllm":
+        hint += "; what vLLM lacks can be merged into the base: ckpt merge-lora"
     loads: bool | None = True
     try:
         LOADERS[loader](file, loading)
