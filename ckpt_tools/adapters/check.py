@@ -22,11 +22,11 @@ from ckpt_tools.adapters.ecosystems.loaders import LOADERS, simulate
 from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loader, LoaderReport
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.options import CheckOptions
-from ckpt_tools.adapters.read.assumed import assumed_before
 from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, list_directory
 from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, read_json
 from ckpt_tools.adapters.read.tensors import TensorReader
+from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes

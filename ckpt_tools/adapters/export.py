@@ -34,12 +34,19 @@ from ckpt_tools.adapters.ecosystems.peft.variants import doubt_about, refuse_for
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
 from ckpt_tools.adapters.options import ExportOptions
-from ckpt_tools.adapters.read.assumed import Assumption, assumptions, findings_of, header_of, sourced
 from ckpt_tools.adapters.read.locate import PEFT_FILE
 from ckpt_tools.adapters.read.opening import OpenedAdapter, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.adapters.read.tensors import TensorReader, load
-from ckpt_tools.adapters.settings import settle_parameters, with_alpha
+from ckpt_tools.adapters.settings import (
+    Assumption,
+    assumptions,
+    findings_of,
+    header_of,
+    settle_parameters,
+    sourced,
+    with_alpha,
+)
 from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME

@@ -20,11 +20,10 @@ from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.options import MergeOptions
-from ckpt_tools.adapters.read.assumed import assumptions, findings_of
 from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.read.tensors import LazyAdapter
-from ckpt_tools.adapters.settings import settle_parameters, with_alpha
+from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
 from ckpt_tools.conversions.job import Job, cast_target, check_separate, notes_on
 from ckpt_tools.conversions.to_hf import gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry

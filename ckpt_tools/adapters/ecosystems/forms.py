@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, get_args
 from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Target
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import ArchitectureName, ModelFamily
-from ckpt_tools.adapters.architectures.choose import choose_architectures, family_in_header
+from ckpt_tools.adapters.architectures.choose import choose_architectures, family_in_header, rivals_of
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import unflatten
-from ckpt_tools.adapters.architectures.rivals import rivals_of
 from ckpt_tools.adapters.base.model import BaseModel, parents_of
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.output import Written
