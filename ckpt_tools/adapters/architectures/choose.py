@@ -127,13 +127,13 @@ def _by_shape(adapter: Adapter[F], found: tuple[ArchitectureName, ...]) -> tuple
     return tuple(fitting) or found
 
 
-# Every diffusion transformer with two streams calls its blocks as FLUX.1 does. An adapter is only taken for a family by
-# its names where no other model has all of them; otherwise depth and width must be those of the published model.
-
-
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Models that share a family's names."""
+    """Models without tables that share a family's names.
+
+    Every diffusion transformer with two streams calls its blocks as FLUX.1 does. An adapter is only taken for a family
+    by its names where no other model has all of them; otherwise depth and width must be those of the published model.
+    """
 
     title: str
     lacks: re.Pattern[str]
