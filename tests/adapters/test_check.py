@@ -258,8 +258,7 @@ def test_simulated_peft_is_the_real_one(case: str, tmp_path: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(base / "model.safetensors").items()}
     file = describe(tensors, file="adapter_model.safetensors", config=document, architecture="llm", base=shapes)
     report = simulate(file, "peft")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             model = peft.PeftModel.from_pretrained(Toy(), directory)
         except Exception:
@@ -582,8 +581,7 @@ def test_training_checkpoint_is_checked_but_no_loader_reads_it(tmp_path: Path) -
         f"model.base_model.model.layers.0.q.lora_{side}.default.weight": torch.randn(shape)
         for side, shape in (("A", (2, 8)), ("B", (8, 2)))
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
     result = check_lora(tmp_path / "step-1")
     assert (result.verdict, result.ok, result.findings) == ("unknown", False, ())

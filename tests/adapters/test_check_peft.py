@@ -154,8 +154,7 @@ def trained(family: str, config: Config, directory: Path) -> torch.Tensor:
     """Save an adapter with something in every factor; returns the outputs of the model that has it."""
     import peft
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         options = {"target_modules": None} | config
         model = peft.get_peft_model(Toy(), getattr(peft, f"{family}Config")(**options))
         torch.manual_seed(1)
@@ -178,8 +177,7 @@ def test_peft_rules_say_what_peft_does(case: str, base: Path, tmp_path: Path) ->
     damage(tensors, settings)
     save_file(tensors, file)
     document.write_text(json.dumps(settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             found = outputs(peft.PeftModel.from_pretrained(Toy(), tmp_path))
         except Exception:  # whatever it raises: the question is whether it does

@@ -27,8 +27,7 @@ def llama(**options):
 
 
 def save_model(model, path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(path)
     return path
 
@@ -37,8 +36,7 @@ def adapt(model, config, path, *, seed=0):
     """Write a random adapter of `model`; return what PEFT merges."""
     from peft import get_peft_model
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         peft_model = get_peft_model(copy.deepcopy(model), config)
         markers = ("lora_", "hada_", "lokr_", "oft_R", "oft_embedding_R", "boft_", "modules_to_save")
         randomise(peft_model, lambda name: any(marker in name for marker in markers), seed)
@@ -246,8 +244,7 @@ def test_trainer_checkpoint_loses_its_optimizer_and_says_so(tmp_path):
     model, base, expected = world(tmp_path)
     optimizer = {f"state.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
     state = {"model": model.state_dict(), "optim": optimizer, "step": 7}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         save(state, checkpoint_id=str(tmp_path / "run"), no_dist=True)
     result = api.merge_lora(tmp_path / "run", tmp_path / "adapter", tmp_path / "out")
     assert any("of optimizer state: it belongs to the weights before" in note for note in result.notes)

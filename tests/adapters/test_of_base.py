@@ -60,8 +60,7 @@ def others():
             rope_axes_dim=(2, 4, 4),
         ),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         chroma = d.ChromaTransformer2DModel(
             in_channels=4,
             num_layers=1,

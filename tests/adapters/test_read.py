@@ -44,8 +44,7 @@ def only(adapter):
 def test_read_of_a_peft_directory_has_every_tensor_and_setting(tmp_path, name):
     case = families.CASES[name]
     model = families.adapt(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(tmp_path)
     with read_adapter(str(tmp_path)) as (opened, adapter):
         loaded = load(adapter, opened)
