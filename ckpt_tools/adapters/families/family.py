@@ -264,16 +264,13 @@ class Family:
         return {}
 
     def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
-        """Return the factors that PEFT makes for a module, in every way that the shape of its weight allows.
+        """Return the factors that PEFT makes for a module, as its weight's shape allows; () where that is not known.
 
         Args:
             config: adapter_config.json.
             rank: That the configuration gives the module.
             weight: Shape of the module's weight, 2 to 5 dims: a matrix may be a Linear's (out, in), GPT-2's (in, out)
                 or an embedding's (number, dim).
-
-        Returns:
-            () where that is not known.
         """
         return ()
 
