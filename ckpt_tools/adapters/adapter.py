@@ -7,7 +7,7 @@ Whatever an ecosystem calls its tensors, here a factor has one role: the file of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
@@ -38,9 +38,13 @@ class Sourced(Generic[T_co]):
     """A setting, and how it is known."""
 
     value: T_co
-    """The setting itself."""
     source: str
     """For people: "--alpha", "header lora_adapter_metadata", "A has 16 rows", …"""
+
+    @property
+    def names(self) -> list[str]:
+        """The texts in a list; none where it is no list."""
+        return [each for each in self.value if isinstance(each, str)] if isinstance(self.value, list) else []
 
 
 Fields = dict[str, Sourced[object]]
@@ -55,7 +59,6 @@ class AdapterModule(Generic[F]):
     """The module's path in the base model ("model.layers.0.self_attn.q_proj"); in the names of `Adapter.convention`
     where these do not tell the path (kohya's lora_unet_…)."""
     family: FamilyName
-    """How the factors change the weight."""
     factors: Mapping[str, F]
     """Role → tensor."""
     rank: Sourced[int] | None = None
@@ -80,6 +83,11 @@ class AdapterModule(Generic[F]):
     def is_dora(self) -> bool:
         """Has it a magnitude?"""
         return "magnitude" in self.factors
+
+    @property
+    def target(self) -> str:
+        """The name by which PEFT's patterns know it: its path, and the parameter's where that is not the weight."""
+        return self.path if self.parameter == "weight" else f"{self.path}.{self.parameter}"
 
     @property
     def shapes(self) -> Shapes:
@@ -119,9 +127,15 @@ class Adapter(Generic[F]):
     base_tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     """These parameters themselves, by the same names."""
 
-    def with_modules(self, modules: tuple[AdapterModule[G], ...]) -> Adapter[G]:
+    def with_modules(self, modules: Iterable[AdapterModule[G]]) -> Adapter[G]:
         """Return the adapter with other modules in the place of its own."""
-        return replace(self, modules=modules)  # type: ignore[arg-type, return-value]  # they may be of another type
+        return replace(self, modules=tuple(modules))  # type: ignore[arg-type, return-value]  # perhaps of another type
+
+    def with_factors(self, make: Callable[[AdapterModule[F], str], G]) -> Adapter[G]:
+        """Return the adapter with make(module, role) in the place of every factor."""
+        return self.with_modules(
+            module.with_factors({role: make(module, role) for role in module.factors}) for module in self.modules
+        )
 
 
 def some_modules(modules: Sequence[AdapterModule[F]]) -> str:

@@ -3,51 +3,100 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
 
-from ckpt_tools.adapters.adapter import Adapter, Convention
+from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import Architecture
-from ckpt_tools.adapters.architectures.choose import choose_family
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
+from ckpt_tools.adapters.architectures.choose import choose_family, family_named
 from ckpt_tools.adapters.architectures.resolve import readings
-from ckpt_tools.adapters.base.live_names import adapted_paths, as_named, replicated
-from ckpt_tools.adapters.base.model import BaseModel
+from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, replicated
 from ckpt_tools.adapters.base.reading import read_base
 from ckpt_tools.adapters.checks.against_base import check_against
-from ckpt_tools.adapters.checks.integrity import check_structure, check_values
-from ckpt_tools.adapters.checks.own_format import own_loaders
-from ckpt_tools.adapters.checks.report import LoraCheck, fold, to_json
-from ckpt_tools.adapters.checks.suspicions import check_suspicions
+from ckpt_tools.adapters.checks.integrity import NUMBER, check_structure, check_suspicions, check_values
 from ckpt_tools.adapters.checks.values import look_at
-from ckpt_tools.adapters.ecosystems.loaders import (
-    LOADERS,
-    NEEDS_BASE,
-    AdapterFile,
-    Loader,
-    LoaderReport,
-    ModelFamily,
-    TensorHead,
-    simulate,
-)
+from ckpt_tools.adapters.ecosystems.loaders import LOADERS, simulate
+from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loader, LoaderReport
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.options import CheckOptions
-from ckpt_tools.adapters.read.assumed import assumed_before
+from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, list_directory
 from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, read_json
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, read_json
 from ckpt_tools.adapters.read.tensors import TensorReader
+from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.errors import StorageError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
 from ckpt_tools.storage.source import Source
+from ckpt_tools.text import first_few
 
-__all__ = ["LoraCheck", "check_lora", "to_json"]
-
+Verdict = Literal["loads", "fails", "unknown"]
+"""loads: proven; fails: something is wrong; unknown: nothing is known to be wrong, and not everything was checked."""
 _MOST_FOREIGN = 0.05
 """Share of an adapter's modules that a family's tables may not name: one that is damaged is still of this family."""
-_NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+_OWN: Mapping[Convention, tuple[Loader, ...]] = {
+    "peft": ("peft",),
+    "diffusers": ("diffusers",),
+    "kohya": ("kohya", "comfyui"),
+    "comfyui": ("comfyui",),
+    "ai-toolkit": ("comfyui", "diffusers"),
+    "torchtitan": ("peft",),
+}
+"""Convention → loaders of which one has to take the adapter: kohya's names are ComfyUI's as well, and ai-toolkit writes
+the one's or the other's, by the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraCheck:
+    """What was found out about an adapter."""
+
+    path: str
+    """As the user named it."""
+    kind: str
+    """lora, rslora, dora, loha, …; several are joined by "+"."""
+    rank: int | None = None
+    """The rank that most modules have."""
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """Rank → modules."""
+    alpha: Sourced[float] | None = None
+    """The alpha that most modules have."""
+    alphas: Mapping[float, int] = field(default_factory=dict)
+    """Alpha → modules."""
+    num_modules: int = 0
+    """Adapted modules."""
+    targets: tuple[str, ...] = ()
+    """Their paths, numbers as *."""
+    convention: str | None = None
+    """Whose names the file has; None for an adapter that ckpt does not judge."""
+    architecture: str | None = None
+    """The model family, where it is known."""
+    judges: tuple[Loader, ...]
+    """The loaders that decide: those that were named, or those of the adapter's own format."""
+    needs_all: bool
+    """Must all of them take it? Of those of a shared format one is enough."""
+    loaders: tuple[LoaderReport, ...] = ()
+    """What each loader would make of it, the judges first."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong: with the adapter, and for the judges."""
+    not_checked: tuple[str, ...]
+    """What would need more than was given."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Do the judges take the adapter, whole, as far as was proven?"""
+        if any(finding.severity == "error" for finding in self.findings):
+            return "fails"
+        proven = [report.is_whole and report.is_proven for report in self.loaders if report.loader in self.judges]
+        takes = bool(proven) and (all(proven) if self.needs_all else any(proven))
+        return "loads" if takes else "unknown"
+
+    @property
+    def ok(self) -> bool:
+        """Is the adapter proven to load, whole?"""
+        return self.verdict == "loads"
 
 
 @takes(CheckOptions)
@@ -59,39 +108,22 @@ def check_lora(options: CheckOptions) -> LoraCheck:
         UnreadableError: No adapter here, or a damaged source.
     """
     wanted = _loaders(options.loaders)
-    architecture = options.architecture
-    if architecture is not None and architecture not in (*ARCHITECTURES, "llm"):
-        raise UsageError(f"unknown model family {architecture!r}", hint=f"one of {', '.join((*ARCHITECTURES, 'llm'))}")
+    architecture = family_named(options.architecture)
     path = os.fspath(options.source)
     try:
         with read_adapter(path, adapter_name=options.adapter, format=options.format) as read:
             facts = None if options.base is None else _base_for(read.adapter, read_base(options.base))
             return _check(read, path, facts, _family(read.adapter, architecture, facts), wanted)
     except UnknownTypeError as error:
-        return LoraCheck(
-            path=path,
-            kind="not known",
-            ranks={},
-            alphas={},
-            num_modules=0,
-            targets=(),
-            judges=wanted,
-            needs_all=True,
-            loaders=(),
-            findings=(),
-            not_checked=(f"anything: {error.what}",),
-        )
+        nothing = (f"anything: {error.what}",)
+        return LoraCheck(path=path, kind="not known", judges=wanted, needs_all=True, not_checked=nothing)
 
 
 def _loaders(names: Sequence[str]) -> tuple[Loader, ...]:
-    chosen: list[Loader] = []
     for name in names:
-        found = next((loader for loader in LOADERS if loader == name), None)
-        if found is None:
+        if name not in LOADERS:
             raise UsageError(f"unknown loader {name!r}", hint=f"--for takes {', '.join(LOADERS)}")
-        if found not in chosen:
-            chosen.append(found)
-    return tuple(chosen)
+    return tuple(dict.fromkeys(names))  # type: ignore[arg-type]  # the literals
 
 
 def _base_for(adapter: Adapter[TensorEntry], base: BaseModel) -> BaseModel:
@@ -103,10 +135,10 @@ def _base_for(adapter: Adapter[TensorEntry], base: BaseModel) -> BaseModel:
     return base
 
 
-def _family(adapter: Adapter[TensorEntry], said: str | None, base: BaseModel | None) -> ModelFamily | None:
+def _family(adapter: Adapter[TensorEntry], said: ModelFamily | None, base: BaseModel | None) -> ModelFamily | None:
     """The base tells the family, and names do only where there is none, and where the family explains them all."""
     if said is not None:
-        return said  # type: ignore[return-value]  # one of the names, checked above
+        return said
     found = choose_family(adapter, base=None if base is None else base.family)
     paths = [module.path for module in adapter.modules if not module.is_saved]
     if base is not None or found is None or found == "llm":
@@ -136,26 +168,48 @@ def _check(
     family: ModelFamily | None,
     wanted: tuple[Loader, ...],
 ) -> LoraCheck:
-    run = _Run(list(_check_tensors(read)), [])
+    adapter, run = read.adapter, _Run(list(_check_tensors(read)), [])
     if base is None:
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
     else:
-        found, not_checked = check_against(read.adapter, base, family)
+        found, not_checked = check_against(adapter, base, family)
         run.findings += found
         run.not_checked += not_checked
     run.not_checked += [
         f"{each.text}, which the export that wrote this file assumed. Otherwise: {each.otherwise}"
-        for each in assumed_before(read.adapter)
+        for each in assumed_before(adapter)
     ]
     file = _file(read, path, family, base)
+    judges = wanted
+    reports: tuple[LoaderReport, ...] = ()
     if file is None:
-        _say_training(read.adapter, path, wanted, run)
-        return _summary(read.adapter, path, family, wanted, (), run, needs_all=True)
-    judges = wanted or own_loaders(read.adapter.convention, file)
-    others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
-    reports = tuple(simulate(file, loader) for loader in (*judges, *others))
-    _judge(reports[: len(judges)], run, needs_all=bool(wanted), has_base=base is not None)
-    return _summary(read.adapter, path, family, judges, reports, run, needs_all=bool(wanted))
+        _say_training(adapter, path, wanted, run)
+    else:
+        judges = wanted or _own_loaders(adapter.convention, file)
+        others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
+        reports = tuple(simulate(file, loader) for loader in (*judges, *others))
+        _judge(reports[: len(judges)], run, needs_all=bool(wanted), has_base=base is not None)
+    ranks = Counter(module.rank.value for module in adapter.modules if module.rank is not None)
+    alphas = Counter(module.alpha.value for module in adapter.modules if module.alpha is not None)
+    common = alphas.most_common(1)[0][0] if alphas else None
+    alpha = next((m.alpha for m in adapter.modules if m.alpha is not None and m.alpha.value == common), None)
+    return LoraCheck(
+        path=path,
+        kind="+".join(sorted({family_of(module).kind(module) for module in adapter.modules})),
+        rank=ranks.most_common(1)[0][0] if ranks else None,
+        ranks=dict(ranks.most_common()),
+        alpha=alpha,
+        alphas=dict(alphas.most_common()),
+        num_modules=len(adapter.modules),
+        targets=tuple(sorted({NUMBER.sub("*", module.path) for module in adapter.modules})),
+        convention=adapter.convention,
+        architecture=family,
+        judges=judges,
+        needs_all=bool(wanted) or file is None,
+        loaders=reports,
+        findings=fold(run.findings),
+        not_checked=tuple(run.not_checked),
+    )
 
 
 def _check_tensors(read: OpenedAdapter) -> Iterator[Finding]:
@@ -207,12 +261,13 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
     if opened.format.is_training or len(files) != 1:
         return None
     directory = opened.source.root if os.path.isdir(opened.source.root) else os.path.dirname(opened.source.root)
+    names = set[str]().union(*list_directory(directory)) if os.path.isdir(path) else ()
     return AdapterFile(
         file=os.path.basename(files[0]),
-        tensors={entry.fqn: TensorHead(shape=entry.shape, dtype=entry.dtype) for entry in opened.checkpoint.tensors},
+        tensors={entry.fqn: entry for entry in opened.checkpoint.tensors},
         metadata=opened.metadata,
         config=_config(directory),
-        siblings=_siblings(directory, files[0]) if os.path.isdir(path) else (),
+        siblings=tuple(sorted(name for name in names if name.endswith(".safetensors") and name != files[0])),
         is_named=not os.path.isdir(path),
         architecture=family,
         base=None if base is None else base.shapes,
@@ -224,6 +279,15 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
     )
 
 
+def _own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...]:
+    """Return the loaders of an adapter's own format, by what stands beside its tensors and by their names."""
+    if file.config is not None:
+        return ("peft",)
+    if file.file == DIFFUSERS_FILE or DIFFUSERS_KEY in file.metadata:
+        return ("diffusers",)
+    return _OWN[convention]
+
+
 def _config(directory: str) -> Mapping[str, object] | None:
     if not os.path.lexists(os.path.join(directory, ADAPTER_CONFIG)):
         return None
@@ -231,43 +295,56 @@ def _config(directory: str) -> Mapping[str, object] | None:
         return read_json(source, ADAPTER_CONFIG)
 
 
-def _siblings(directory: str, file: str) -> tuple[str, ...]:
-    try:
-        with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries]
-    except OSError as error:
-        raise StorageError(f"cannot list: {error.strerror}", where=directory) from error
-    return tuple(sorted(name for name in names if name.endswith(".safetensors") and name != file))
+def fold(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Join findings that differ in their place alone: the first one stands, with how many there are and where."""
+    groups: dict[tuple[str, str, str, str | None], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.code, finding.severity, finding.what, finding.hint), []).append(finding)
+    folded = []
+    for group in groups.values():
+        first, places = group[0], list(dict.fromkeys(finding.where for finding in group))
+        if len(places) == 1:
+            folded.append(first)
+            continue
+        what = f"{first.what} ({len(places)} times: {first_few(places)})"
+        folded.append(replace(first, what=what))
+    return tuple(folded)
 
 
-def _summary(
-    adapter: Adapter[TensorEntry],
-    path: str,
-    family: ModelFamily | None,
-    judges: tuple[Loader, ...],
-    reports: tuple[LoaderReport, ...],
-    run: _Run,
-    *,
-    needs_all: bool,
-) -> LoraCheck:
-    ranks = Counter(module.rank.value for module in adapter.modules if module.rank is not None)
-    alphas = Counter(module.alpha.value for module in adapter.modules if module.alpha is not None)
-    common = alphas.most_common(1)[0][0] if alphas else None
-    alpha = next((m.alpha for m in adapter.modules if m.alpha is not None and m.alpha.value == common), None)
-    return LoraCheck(
-        path=path,
-        kind="+".join(sorted({family_of(module).kind(module) for module in adapter.modules})),
-        rank=ranks.most_common(1)[0][0] if ranks else None,
-        ranks=dict(ranks.most_common()),
-        alpha=alpha,
-        alphas=dict(alphas.most_common()),
-        num_modules=len(adapter.modules),
-        targets=tuple(sorted({_NUMBER.sub("*", module.path) for module in adapter.modules})),
-        convention=adapter.convention,
-        architecture=family,
-        judges=judges,
-        needs_all=needs_all,
-        loaders=reports,
-        findings=fold(run.findings),
-        not_checked=tuple(run.not_checked),
-    )
+def to_json(result: LoraCheck) -> dict[str, object]:
+    """Return the JSON document of `ckpt check-lora`."""
+    return {
+        "ok": result.ok,
+        "verdict": result.verdict,
+        "judges": list(result.judges),
+        "path": result.path,
+        "type": result.kind,
+        "rank": result.rank,
+        "ranks": {str(rank): count for rank, count in result.ranks.items()},
+        "alpha": {
+            "value": None if result.alpha is None else result.alpha.value,
+            "source": None if result.alpha is None else result.alpha.source,
+        },
+        "alphas": {str(alpha): count for alpha, count in result.alphas.items()},
+        "num_modules": result.num_modules,
+        "targets": list(result.targets),
+        "convention": result.convention,
+        "architecture": result.architecture,
+        "loaders": [
+            {
+                "loader": report.loader,
+                "loads": report.loads,
+                "changes": report.changes,
+                "whole": report.is_whole,
+                "proven": report.is_proven,
+                "matched_modules": len(report.matched),
+                "matched_tensors": report.num_matched,
+                "unmatched_tensors": len(report.unmatched),
+                "unmatched": list(report.unmatched[:20]),
+                "findings": [asdict(finding) for finding in fold(report.findings)],
+            }
+            for report in result.loaders
+        ],
+        "not_checked": list(result.not_checked),
+        "findings": [asdict(finding) for finding in result.findings],
+    }

@@ -5,56 +5,62 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.adapters.adapter import Adapter, Fields, Sourced, Target
 from ckpt_tools.adapters.architectures import candidates
-from ckpt_tools.adapters.base.model import BaseModel
-from ckpt_tools.adapters.base.model_names import refuse_trainers_names
+from ckpt_tools.adapters.architectures.architecture import ModelFamily
+from ckpt_tools.adapters.architectures.choose import family_named
+from ckpt_tools.adapters.base.model import BaseModel, refuse_trainers_names
 from ckpt_tools.adapters.base.reading import base_of
 from ckpt_tools.adapters.checks.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.checks.values import Values, look_at
 from ckpt_tools.adapters.ecosystems.forms import (
-    architecture_of,
     as_loras,
     error_notes,
     summary,
     target_of,
     through_diffusers,
     under_base_names,
+    write_names,
 )
 from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, write
-from ckpt_tools.adapters.ecosystems.peft.config import infer_config
+from ckpt_tools.adapters.ecosystems.peft.config import infer_config, parse_overrides
 from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
-from ckpt_tools.adapters.ecosystems.peft.overrides import parse_overrides
 from ckpt_tools.adapters.ecosystems.peft.variants import doubt_about, refuse_foreign_shapes, refuse_variants
-from ckpt_tools.adapters.ecosystems.write_names import write_names
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
 from ckpt_tools.adapters.options import ExportOptions
-from ckpt_tools.adapters.read.assumed import Assumption, assumptions, findings_of, header_of, sourced
 from ckpt_tools.adapters.read.locate import PEFT_FILE
-from ckpt_tools.adapters.read.opening import OpenedAdapter, load, read_adapter
+from ckpt_tools.adapters.read.opening import OpenedAdapter, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
-from ckpt_tools.adapters.read.tensors import TensorReader
-from ckpt_tools.adapters.settings import settle_parameters, with_alpha
+from ckpt_tools.adapters.read.tensors import TensorReader, load
+from ckpt_tools.adapters.settings import (
+    Assumption,
+    assumptions,
+    findings_of,
+    header_of,
+    settle_parameters,
+    sourced,
+    with_alpha,
+)
 from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME, DType
+from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.moving.execute import Progress
 from ckpt_tools.options import takes
 from ckpt_tools.storage.staging import check_destination
 from ckpt_tools.text import escape_name
 
 _NATIVE_ROOT = "diffusion_model."
 """Of the names that a diffusion model's authors give its modules."""
+_NOTHING = Output(file="", items=(), metadata={}, documents={})
 _BASE_BYTES = 64 << 20
 """Of the interpreter and the modules, in estimates."""
 
@@ -86,14 +92,15 @@ Factor = Any
 class _Run:
     """One export under way."""
 
+    options: ExportOptions
+    architecture: ModelFamily | None
+    """The model family that the user names."""
     read: OpenedAdapter
-    destination: str
     reader: TensorReader
+    model: BaseModel | None
+    """The base model, when it was given or is in the source."""
     start: float
-    dtype: str
     notes: list[str]
-    base: str | os.PathLike[str] | None
-    """Where the base model is, when it was given."""
     assumed: tuple[Assumption, ...]
     """What nothing says of the adapter."""
     seen: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -119,7 +126,7 @@ def export_lora(options: ExportOptions) -> Export:
     """
     start = time.monotonic()
     ecosystem = target_of(options.to)
-    architecture_of(options.architecture)
+    architecture = family_named(options.architecture)
     if options.dtype not in DTYPES:
         raise UsageError(f"{options.dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
     target = os.fspath(options.destination)
@@ -140,58 +147,47 @@ def export_lora(options: ExportOptions) -> Export:
         whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
         whole = with_alpha(renested(whole) if whole.omitted else whole, options.alpha)
         run = _Run(
+            options=options,
+            architecture=architecture,
             read=read,
-            destination=target,
             reader=TensorReader(read.opened),
+            model=model,
             start=start,
-            dtype=options.dtype,
-            base=options.base,
             assumed=assumptions(whole, is_base_proven=is_base_proven),
             notes=["left out: " + ", ".join(whole.left_out)] if whole.left_out else [],
         )
         run.findings += findings_of(run.assumed, strict=options.strict)
-        nothing = Output(file="", items=(), metadata={}, documents={})
         if (doubt := doubt_about(whole)) is not None:
             run.notes.append(doubt)
         if options.to == "peft":
-            whole = _on_its_model(run, whole, model, options.architecture, options.svd_rank)
+            whole = _on_its_model(run, whole)
         run.findings += check_structure(
             whole, base=model.shapes if model and options.to == "peft" else None, repairs=True
         )
         if run.has_error:
-            return _export(run, nothing, {}, dry_run=options.dry_run)
-        if options.to == "peft":
-            output, known = _for_peft(run, whole, model, options.base_model, options.svd_rank)
-        else:
-            output, known = _for_others(
-                run, whole, ecosystem, model, options.base_model, options.architecture, options.svd_rank
-            )
+            return _export(run, _NOTHING, {})
+        output, known = _for_peft(run, whole) if options.to == "peft" else _for_others(run, whole, ecosystem)
         output = replace(output, metadata={**output.metadata, **header_of(run.assumed)})
         known = {**known, **sourced(run.assumed)}
         if run.has_error or options.dry_run:
-            return _export(run, output, known, dry_run=options.dry_run)
-        return _publish(run, whole, output, known, overwrite=options.overwrite, progress=options.progress)
+            return _export(run, output, known)
+        return _publish(run, whole, output, known)
 
 
 # For PEFT: names, and nothing else where that is enough
 
 
-def _on_its_model(
-    run: _Run,
-    adapter: Adapter[TensorEntry],
-    base: BaseModel | None,
-    architecture: str | None,
-    svd_rank: int | None,
-) -> Adapter[Factor]:
+def _on_its_model(run: _Run, adapter: Adapter[TensorEntry]) -> Adapter[Factor]:
     """Return the adapter under the module paths of the model that PEFT would put it on."""
+    base = run.model
     placed, prefix = from_one_model(adapter)
     if prefix is not None:
         run.notes.append(f"the modules are those of {prefix!r} in a pipeline: load the adapter into that model")
-    refuse_trainers_names(adapter, is_proven=run.base is not None)
+    refuse_trainers_names(adapter, is_proven=run.options.base is not None)
     if adapter.convention in ("kohya", "comfyui") or any(m.path.startswith(_NATIVE_ROOT) for m in adapter.modules):
         if base is not None and (named := under_base_names(placed, base.shapes)) is not None:
             return named
-        if architecture is None and not candidates([module.path for module in adapter.modules]):
+        if run.architecture is None and not candidates([module.path for module in adapter.modules]):
             raise UsageError(
                 "the names are neither the model's own nor those of a diffusion model that ckpt has tables for",
                 where=adapter.modules[0].path,
@@ -201,13 +197,13 @@ def _on_its_model(
         run.findings += check_adapter(loaded, repairs=True)
         if run.has_error:
             return loaded
-        return through_diffusers(loaded, run.notes, architecture, svd_rank, base.family if base else None)
+        family = base.family if base else None
+        return through_diffusers(loaded, run.notes, run.architecture, run.options.svd_rank, family)
     return placed
 
 
-def _for_peft(
-    run: _Run, adapter: Adapter[Factor], base: BaseModel | None, base_model: str | None, svd_rank: int | None
-) -> tuple[Output, Fields]:
+def _for_peft(run: _Run, adapter: Adapter[Factor]) -> tuple[Output, Fields]:
+    base, base_model = run.model, run.options.base_model
     try:
         config = infer_config(adapter, base=base, base_model=base_model)
     except InexpressibleError:
@@ -216,8 +212,8 @@ def _for_peft(
         loaded = adapter if _is_loaded(adapter) else load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded)
         if run.has_error:
-            return Output(file="", items=(), metadata={}, documents={}), {}
-        adapter = as_loras(loaded, run.notes, svd_rank, base.shapes if base else {})
+            return _NOTHING, {}
+        adapter = as_loras(loaded, run.notes, run.options.svd_rank, base.shapes if base else {})
         config = infer_config(adapter, base=base, base_model=base_model)
     items = []
     for name, number, role in peft_names(adapter):
@@ -241,38 +237,28 @@ def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
         from ckpt_tools.moving.arrays import bytes_of, dtype_of
 
         stored, read = dtype_of(factor), functools.partial(bytes_of, factor)
-    return Item(name=name, shape=shape, dtype=_wanted(stored, run.dtype), stored=stored, read=read)
-
-
-def _wanted(stored: DType, dtype: str) -> DType:
-    return BY_NAME[dtype.upper()] if dtype != "keep" and stored.is_float else stored
+    asked = run.options.dtype
+    dtype = BY_NAME[asked.upper()] if asked != "keep" and stored.is_float else stored
+    return Item(name=name, shape=shape, dtype=dtype, stored=stored, read=read)
 
 
 # For the others: names by tables, and arithmetic
 
 
-def _for_others(
-    run: _Run,
-    adapter: Adapter[TensorEntry],
-    to: Target,
-    base: BaseModel | None,
-    base_model: str | None,
-    architecture: str | None,
-    svd_rank: int | None,
-) -> tuple[Output, Fields]:
+def _for_others(run: _Run, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
     refuse_variants(adapter)
     loaded = load(adapter, run.read.opened, run.reader)
     run.findings += check_adapter(loaded, repairs=True)
-    known = summary(adapter, base_model)
+    known = summary(adapter, run.options.base_model)
     if run.has_error:
-        return Output(file="", items=(), metadata={}, documents={}), known
+        return _NOTHING, known
     written = write_names(
         loaded,
         to,
-        base=base,
+        base=run.model,
         weights=functools.partial(_base_weights, run),
-        architecture=architecture,
-        svd_rank=svd_rank,
+        architecture=run.architecture,
+        svd_rank=run.options.svd_rank,
         notes=run.notes,
     )
     run.notes += written.notes
@@ -284,25 +270,18 @@ def _for_others(
 @contextmanager
 def _base_weights(run: _Run) -> Iterator[tuple[Mapping[str, TensorEntry], TensorReader]]:
     """Lend the base's tensors, by the names that a plain model gives them, and their reader."""
-    if run.base is None:
+    if run.options.base is None:
         yield run.read.adapter.base_tensors, run.reader
         return
-    with open_path(os.fspath(run.base)) as opened:
+    with open_path(os.fspath(run.options.base)) as opened:
         yield plain_names(opened.checkpoint), TensorReader(opened)
 
 
 # Writing
 
 
-def _publish(
-    run: _Run,
-    adapter: Adapter[Factor],
-    output: Output,
-    config: Fields,
-    *,
-    overwrite: bool,
-    progress: Callable[[int], Progress] | None,
-) -> Export:
+def _publish(run: _Run, adapter: Adapter[Factor], output: Output, config: Fields) -> Export:
+    progress, destination = run.options.progress, os.fspath(run.options.destination)
     total = sum(item.entry.nbytes for item in output.items)
     advance = progress(total) if progress is not None else None
     values: dict[tuple[int, str], Values | None] = {}
@@ -313,8 +292,8 @@ def _publish(
         if advance is not None:
             advance(item.entry.nbytes)
 
-    check_space(sum(nbytes for _, nbytes in output.sizes()), run.destination)
-    with staged(run.destination, overwrite=overwrite) as staging:
+    check_space(sum(nbytes for _, nbytes in output.sizes()), destination)
+    with staged(destination, overwrite=run.options.overwrite) as staging:
         write(output, staging, see=see)
         if values:
             run.findings += check_values(adapter, values)
@@ -327,7 +306,8 @@ def _publish(
     return _export(run, output, config, published=True)
 
 
-def _export(run: _Run, output: Output, config: Fields, *, dry_run: bool = False, published: bool = False) -> Export:
+def _export(run: _Run, output: Output, config: Fields, *, published: bool = False) -> Export:
+    dry_run = run.options.dry_run
     files = output.sizes() if output.items and (published or dry_run) else ()
     written = sum(nbytes for _, nbytes in files)
     opened = run.read.opened
@@ -335,7 +315,7 @@ def _export(run: _Run, output: Output, config: Fields, *, dry_run: bool = False,
     return Export(
         conversion=Conversion(
             source=opened.source.root,
-            destination=run.destination,
+            destination=os.fspath(run.options.destination),
             num_tensors=len(output.items),
             bytes_read=run.reader.bytes_read,
             bytes_written=written,

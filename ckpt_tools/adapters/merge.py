@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,20 +11,19 @@ from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.frozen import refuse_changed
-from ckpt_tools.adapters.base.matching import BaseMatch
-from ckpt_tools.adapters.base.model_names import live_tensors
-from ckpt_tools.adapters.base.respell import match_any_spelling
+from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
+from ckpt_tools.adapters.base.model import live_tensors
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.read.assumed import assumptions, findings_of
-from ckpt_tools.adapters.read.lazy import LazyAdapter
+from ckpt_tools.adapters.options import MergeOptions
 from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
-from ckpt_tools.adapters.settings import settle_parameters, with_alpha
+from ckpt_tools.adapters.read.tensors import LazyAdapter
+from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
 from ckpt_tools.conversions.job import Job, cast_target, check_separate, notes_on
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
@@ -55,18 +55,7 @@ class AdapterRefusedError(CkptError):
 
 
 @contextmanager
-def merging_job(
-    base: Opened,
-    read: OpenedAdapter,
-    destination: str,
-    *,
-    dtype: str,
-    scale: float,
-    alpha: float | None,
-    max_shard_size: str | None,
-    num_workers: int,
-    strict: bool = False,
-) -> Iterator[Job]:
+def merging_job(base: Opened, read: OpenedAdapter, options: MergeOptions, *, num_workers: int) -> Iterator[Job]:
     """Yield the job that writes the base with the adapter merged into it.
 
     A base of safetensors files gives safetensors files, under the base's file names unless `dtype` or
@@ -78,25 +67,27 @@ def merging_job(
             the adapter's source has other frozen weights than the base.
         AdapterRefusedError: The adapter is broken.
     """
+    destination, scale = os.fspath(options.destination), options.scale
     check_separate(read.opened, destination)
     adapter = read.adapter
     if not all(module.parameter for module in adapter.modules):
         slots = find_slots(plain_names(base.checkpoint), base_config(base))
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
-    adapter = with_alpha(adapter, alpha)
+    adapter = with_alpha(adapter, options.alpha)
     refuse_variants(adapter)
     _refuse_broken(adapter)
-    job = _job(base, destination, dtype=dtype, max_shard_size=max_shard_size)
+    job = _job(base, destination, options)
+    job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
     _check_scale(adapter, scale)
     frozen = live_tensors(plain_names(base.checkpoint), base_config(base))
     is_proven = bool(adapter.base_tensors) and refuse_changed(adapter, read.opened, base, frozen)
     assumed = assumptions(adapter, is_base_proven=is_proven)
-    if strict and assumed:
+    if options.strict and assumed:
         finding = findings_of(assumed, strict=True)[0]
         raise AdapterRefusedError(f"--strict: {finding.what}", where=finding.where, hint=finding.hint)
     loading = LazyAdapter(adapter, read.opened)
     try:
-        job = _with_edits(job, adapter, read, loading, scale, num_workers)
+        job = _with_edits(job, adapter, read, loading, scale)
         job.notes += [f"assumed: {each.text}, which nothing says. Otherwise: {each.otherwise}" for each in assumed]
         yield job
     finally:
@@ -104,7 +95,7 @@ def merging_job(
 
 
 def _with_edits(
-    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: LazyAdapter, scale: float, num_workers: int
+    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: LazyAdapter, scale: float
 ) -> Job:
     """Add to a conversion what the adapter changes."""
     stored = adapter
@@ -120,9 +111,9 @@ def _with_edits(
         for fqn, parts in match.parts.items()
     }
     job.edits = edits
-    job.edit_bytes = _edit_bytes(adapter, edits, num_workers)
+    job.edit_bytes = _edit_bytes(adapter, edits, job.num_workers)
     job.notes += _notes(adapter, match, scale)
-    job.prepare = lambda: _prepare(job, stored, read, pairs, scale, num_workers)
+    job.prepare = lambda: _prepare(job, stored, read, pairs, scale)
 
     def accept() -> None:
         read.opened.source.check_unchanged()
@@ -133,17 +124,12 @@ def _with_edits(
 
 
 def _prepare(
-    job: Job,
-    adapter: Adapter[TensorEntry],
-    read: OpenedAdapter,
-    pairs: Collection[Pair],
-    scale: float,
-    num_workers: int,
+    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, pairs: Collection[Pair], scale: float
 ) -> None:
     """Refuse a tied base, and say what identifies the result."""
-    refuse_equal(pairs, job.opened, num_workers=num_workers)
+    refuse_equal(pairs, job.opened, num_workers=job.num_workers)
     entries = [read.opened.resolve(entry) for module in adapter.modules for entry in module.factors.values()]
-    digests = scan(entries, read.opened.source, num_workers=num_workers).digests
+    digests = scan(entries, read.opened.source, num_workers=job.num_workers).digests
     modules = [
         (
             module.path,
@@ -186,16 +172,18 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
 # What is written
 
 
-def _job(base: Opened, destination: str, *, dtype: str, max_shard_size: str | None) -> Job:
+def _job(base: Opened, destination: str, options: MergeOptions) -> Job:
     if not base.format.loads_by_dcp:
-        options = GatherOptions(base.source.root, destination, max_shard_size=max_shard_size, dtype=dtype)
-        return gathering_job(base, options)
-    if max_shard_size is not None:
+        gather = GatherOptions(
+            base.source.root, destination, max_shard_size=options.max_shard_size, dtype=options.dtype
+        )
+        return gathering_job(base, gather)
+    if options.max_shard_size is not None:
         raise UsageError(
             "--max-shard-size is for safetensors files, and the base is a DCP checkpoint",
             hint="leave it out, and `ckpt gather` the result",
         )
-    return _dcp_job(base, destination, dtype)
+    return _dcp_job(base, destination, options.dtype)
 
 
 def _dcp_job(base: Opened, destination: str, dtype: str) -> Job:
@@ -273,17 +261,14 @@ def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, scale: float) -> lis
 
 
 def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> list[str]:
-    """Refuse a merge that changes nothing where it should.
-
-    Raises:
-        MergeUnchangedError: With the names.
-    """
+    """Refuse a merge that changes nothing where it should."""
     lost: list[str] = []
     idle: list[str] = []
     for fqn, edit in edits.items():
         for part, changed, should in zip(edit.parts, edit.has_changed, edit.should_change, strict=True):
             if not changed and part.count:
-                (lost if should else idle).append(_name_of(fqn, adapter.modules[part.module], edit))
+                name = fqn if len(edit.parts) == 1 else f"{fqn} ({adapter.modules[part.module].path})"
+                (lost if should else idle).append(name)
     total = sum(len(edit.parts) for edit in edits.values())
     if lost:
         dtypes = sorted({edit.dtype.name for edit in edits.values()})
@@ -298,11 +283,4 @@ def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> li
             "the result equals the base: the adapter's factors are zero, or multiply to zero",
             hint="`ckpt check-lora ADAPTER` says more; was the adapter saved before it was trained?",
         )
-    saved = [name for name in idle if name]
-    return [f"{len(saved)} of {total} tensors get no change: the adapter's factors for them are zero"] if saved else []
-
-
-def _name_of(fqn: str, module: AdapterModule[TensorEntry], edit: TensorEdit) -> str:
-    if len(edit.parts) == 1:
-        return fqn
-    return f"{fqn} ({module.path})"
+    return [f"{len(idle)} of {total} tensors get no change: the adapter's factors for them are zero"] if idle else []

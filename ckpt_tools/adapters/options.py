@@ -1,4 +1,4 @@
-"""The options of `export_lora` and `check_lora`, and what `merge_lora` shares with them."""
+"""The options of `export_lora`, `check_lora` and `merge_lora`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from ckpt_tools.formats.table import FORMATS
 from ckpt_tools.options import (
     AnyPath,
     Argument,
@@ -15,6 +16,8 @@ from ckpt_tools.options import (
     Exclude,
     From,
     Include,
+    MaxShardSize,
+    NumWorkers,
     Option,
     Overwrite,
     Progress,
@@ -85,3 +88,33 @@ class CheckOptions:
     adapter: AdapterName = None
     architecture: Architecture = None
     format: From = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions:
+    """The options of `merge_lora`."""
+
+    base: Annotated[
+        AnyPath,
+        Argument("The base model: a safetensors file, a model directory or a DCP directory.", "BASE"),
+    ] = field(kw_only=False)
+    adapter: Annotated[
+        AnyPath, Argument("A PEFT directory, a safetensors file, or a training checkpoint.", "ADAPTER")
+    ] = field(kw_only=False)
+    destination: Destination = field(kw_only=False)
+    dtype: DTypeName = "keep"
+    scale: Annotated[float, Option("Multiplies what the adapter adds.", metavar="X")] = 1.0
+    alpha: Alpha = None
+    adapter_name: AdapterName = None
+    config: Config = ()
+    max_shard_size: MaxShardSize = None
+    include: Annotated[Sequence[str], Option("Only these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
+    exclude: Annotated[Sequence[str], Option("Without these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
+    strict: Strict = False
+    overwrite: Overwrite = False
+    dry_run: DryRun = False
+    num_workers: NumWorkers = None
+    format: Annotated[
+        str | None, Option("Format of BASE; detected by default.", name="--from", metavar="|".join(FORMATS))
+    ] = None
+    progress: Progress = None

@@ -1,16 +1,21 @@
-"""What is known of an adapter beyond its factors: alphas, ranks of stacked experts, PEFT's settings; and from where."""
+"""What is known of an adapter beyond its factors: alphas, ranks of stacked experts, PEFT's settings; and from where.
+
+What nothing says is taken for true and said field by field (`assumptions`). A wrong one of these loads without a
+warning, and every output is another. Alpha is asked for; the others have a value that nearly every run has.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, F, Shapes, Sourced, some_modules
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.sidecars import ASSUMED, DIFFUSERS_HEADER, Sidecars, by_pattern
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 
 _UNIT_SCALE: Mapping[Convention, str] = {
@@ -61,12 +66,7 @@ def _with_targets(adapter: Adapter[TensorEntry]) -> Adapter[TensorEntry]:
 
 
 def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[TensorEntry]:
-    """Say which parameter each module changes where only the base model tells, and what the settings say of that one.
-
-    Args:
-        adapter: As read.
-        shapes: Of the base model's parameters, those of stacked experts among them.
-    """
+    """Say which parameter each module changes where only the base model tells, and what settings say of that one."""
     held = replace(adapter, base_shapes=shapes)
     modules = []
     for module, parameter in _parameters(held, adapter.settings):
@@ -78,15 +78,13 @@ def settle_parameters(adapter: Adapter[TensorEntry], shapes: Shapes) -> Adapter[
             alpha = _alpha_beside(settled, adapter.settings, adapter.convention, Sidecars())
             settled = replace(settled, alpha=alpha or module.alpha)
         modules.append(settled)
-    return _with_targets(adapter.with_modules(tuple(modules)))
+    return _with_targets(adapter.with_modules(modules))
 
 
 def _parameters(adapter: Adapter[TensorEntry], settings: Settings) -> Iterator[tuple[AdapterModule[TensorEntry], str]]:
     """Say which parameter each module changes: the weight, or one of those that PEFT wraps one by one."""
     wanted = settings.get("target_parameters")
-    names = (
-        [name for name in wanted.value if isinstance(name, str)] if wanted and isinstance(wanted.value, list) else []
-    )
+    targets = [name.rpartition(".") for name in wanted.names] if wanted is not None else []
     children: dict[str, list[str]] = defaultdict(list)
     for name in adapter.base_shapes:
         parent, _, leaf = name.rpartition(".")
@@ -96,7 +94,6 @@ def _parameters(adapter: Adapter[TensorEntry], settings: Settings) -> Iterator[t
         if not family_of(module).is_linear(module.factors):
             yield module, "weight"
             continue
-        targets = [name.rpartition(".") for name in names]
         found = [leaf for parent, _, leaf in targets if parent and f".{module.path}".endswith(f".{parent}")]
         own = children.get(module.path, [])
         if not found and (module.path in nested or (own and "weight" not in own)):
@@ -132,7 +129,7 @@ def _with_rank(
 
 def _config_rank(module: AdapterModule[F], settings: Settings) -> Sourced[int] | None:
     """Return the rank that PEFT's configuration gives a module."""
-    path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
+    path = module.target
     patterns = settings.get("rank_pattern")
     if patterns is not None:
         found, value = by_pattern(patterns.value, path, where="rank_pattern")
@@ -187,8 +184,8 @@ def _alpha_beside(
     module: AdapterModule[TensorEntry], settings: Settings, convention: Convention, sidecars: Sidecars
 ) -> Sourced[float] | None:
     name = family_of(module).alpha_field
-    path = module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
-    path = path.partition(".")[2] if path.partition(".")[0] in sidecars.components else path
+    component, _, inner = module.target.partition(".")
+    path = inner if component in sidecars.components else module.target
     patterns = settings.get("alpha_pattern")
     if patterns is not None:
         found, value = by_pattern(patterns.value, path, where="alpha_pattern")
@@ -209,11 +206,7 @@ def _alpha_beside(
 
 
 def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
-    """Return the adapter with an alpha in every module that needs one.
-
-    Args:
-        adapter: As read.
-        alpha: The user's; it goes before everything that was found.
+    """Return the adapter with an alpha in every module that needs one: the user's, else the one that was found.
 
     Raises:
         UsageError: An alpha is needed and nothing says it, or none is needed.
@@ -241,16 +234,15 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
             where="--alpha",
             hint="give the lora_alpha of the training run",
         )
-    given = None if alpha is None else Sourced(float(alpha), "--alpha")
-    return adapter.with_modules(
-        tuple(
-            _unscaled(module) if _is_unscaled(module, adapter) else _given(module, given) for module in adapter.modules
-        )
-    )
 
+    def settled(module: AdapterModule[F]) -> AdapterModule[F]:
+        if _is_unscaled(module, adapter):
+            return _unscaled(module)
+        if alpha is None or not family_of(module).is_scaled:
+            return module
+        return replace(module, alpha=Sourced(float(alpha), "--alpha"))
 
-def _given(module: AdapterModule[F], alpha: Sourced[float] | None) -> AdapterModule[F]:
-    return module if alpha is None or not family_of(module).is_scaled else replace(module, alpha=alpha)
+    return adapter.with_modules(map(settled, adapter.modules))
 
 
 def _unscaled(module: AdapterModule[F]) -> AdapterModule[F]:
@@ -279,3 +271,89 @@ def _number(value: object, name: str) -> float:
     except OverflowError:  # a whole number beyond every float
         pass
     raise UnreadableError(f"{name} is {value!s}, not a number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """A field of PEFT's configuration that nothing says."""
+
+    field: str
+    value: object
+    """What is taken for true."""
+    otherwise: str
+    """What is wrong if it is not."""
+
+    @property
+    def text(self) -> str:
+        """As `--config` takes it."""
+        return f"{self.field}={json.dumps(self.value)}"
+
+
+_RSLORA = Assumption(
+    field="use_rslora", value=False, otherwise="with rsLoRA the scale is alpha/√r, and every change √r times as large"
+)
+_INIT = Assumption(
+    field="init_lora_weights",
+    value=True,
+    otherwise="PiSSA, OLoRA and the like change the base to begin with, and the factors belong to the rest",
+)
+_ALPHAS = Assumption(field="alpha_pattern", value={}, otherwise="modules with an alpha of their own get the common one")
+
+
+def assumptions(adapter: Adapter[F], *, is_base_proven: bool = False) -> tuple[Assumption, ...]:
+    """Return what is assumed of an adapter with alphas; of a base that is not proven to be the trained one, more."""
+    if adapter.convention != "peft" or "peft_type" in adapter.settings:
+        return assumed_before(adapter)  # a configuration is there, or its ecosystem has no such setting
+    scaled = [m for m in adapter.modules if m.alpha is not None and m.alpha.source != "tensor alpha"]
+    found = []
+    if any(_RSLORA.field in family_of(module).peft_fields for module in scaled):
+        found.append(_RSLORA)
+    if not is_base_proven and any(_INIT.field in family_of(module).peft_fields for module in adapter.modules):
+        found.append(_INIT)
+    if len(scaled) > 1:
+        found.append(_ALPHAS)
+    return tuple(each for each in found if each.field not in adapter.settings)
+
+
+def assumed_before(adapter: Adapter[F]) -> tuple[Assumption, ...]:
+    """Return what the export that wrote the adapter assumed, and nothing has contradicted or confirmed since."""
+    header = adapter.settings.get(ASSUMED)
+    texts = str(header.value).split(", ") if header is not None else []
+
+    def is_open(each: Assumption) -> bool:
+        now = adapter.settings.get(each.field)
+        return now is None or (now.source != "--config" and now.value == each.value)
+
+    return tuple(each for each in (_RSLORA, _INIT, _ALPHAS) if each.text in texts and is_open(each))
+
+
+def findings_of(assumed: Sequence[Assumption], *, strict: bool) -> tuple[Finding, ...]:
+    """Return one finding for each; an error when nothing may be assumed."""
+    return tuple(
+        Finding(
+            code="assumed",
+            severity="error" if strict else "warning",
+            where=each.field,
+            what=f"{each.field} is assumed to be {json.dumps(each.value)}: nothing in the source says it. "
+            f"Otherwise: {each.otherwise}",
+            hint=_hint(each),
+        )
+        for each in assumed
+    )
+
+
+def _hint(assumed: Assumption) -> str:
+    beside = "put the adapter_config.json of the training run beside the source"
+    if assumed.field == "alpha_pattern":
+        return beside
+    return f"say it: --config {assumed.text}; or {beside}"
+
+
+def sourced(assumed: Sequence[Assumption]) -> dict[str, Sourced[object]]:
+    """Return field → value and source, for the configuration."""
+    return {each.field: Sourced(each.value, "assumed: nothing in the source says it") for each in assumed}
+
+
+def header_of(assumed: Sequence[Assumption]) -> dict[str, str]:
+    """Return what the header of an exported file says of it."""
+    return {ASSUMED: ", ".join(each.text for each in assumed)} if assumed else {}

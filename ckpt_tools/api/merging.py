@@ -4,64 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Annotated
 
-from ckpt_tools.adapters.ecosystems.peft.overrides import parse_overrides
+from ckpt_tools.adapters.ecosystems.peft.config import parse_overrides
 from ckpt_tools.adapters.merge import merging_job
-from ckpt_tools.adapters.options import AdapterName, Alpha, Config, Strict
+from ckpt_tools.adapters.options import MergeOptions
 from ckpt_tools.adapters.read.opening import read_adapter
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.conversions.run import run
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.table import FORMATS
-from ckpt_tools.options import (
-    AnyPath,
-    Argument,
-    Destination,
-    DryRun,
-    DTypeName,
-    MaxShardSize,
-    NumWorkers,
-    Option,
-    Overwrite,
-    Progress,
-    default_num_workers,
-    takes,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeOptions:
-    """The options of `merge_lora`."""
-
-    base: Annotated[
-        AnyPath,
-        Argument("The base model: a safetensors file, a model directory or a DCP directory.", "BASE"),
-    ] = field(kw_only=False)
-    adapter: Annotated[
-        AnyPath, Argument("A PEFT directory, a safetensors file, or a training checkpoint.", "ADAPTER")
-    ] = field(kw_only=False)
-    destination: Destination = field(kw_only=False)
-    dtype: DTypeName = "keep"
-    scale: Annotated[float, Option("Multiplies what the adapter adds.", metavar="X")] = 1.0
-    alpha: Alpha = None
-    adapter_name: AdapterName = None
-    config: Config = ()
-    max_shard_size: MaxShardSize = None
-    include: Annotated[Sequence[str], Option("Only these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
-    exclude: Annotated[Sequence[str], Option("Without these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
-    strict: Strict = False
-    overwrite: Overwrite = False
-    dry_run: DryRun = False
-    num_workers: NumWorkers = None
-    format: Annotated[
-        str | None, Option("Format of BASE; detected by default.", name="--from", metavar="|".join(FORMATS))
-    ] = None
-    progress: Progress = None
+from ckpt_tools.options import default_num_workers, takes
 
 
 @takes(MergeOptions)
@@ -94,20 +47,5 @@ def merge_lora(options: MergeOptions) -> Conversion:
                 settings=parse_overrides(options.config),
             )
         )
-        job = stack.enter_context(
-            merging_job(
-                opened,
-                read,
-                os.fspath(options.destination),
-                dtype=options.dtype,
-                scale=options.scale,
-                alpha=options.alpha,
-                max_shard_size=options.max_shard_size,
-                num_workers=workers,
-                strict=options.strict,
-            )
-        )
-        job.overwrite = options.overwrite
-        job.num_workers = workers
-        job.progress = options.progress
+        job = stack.enter_context(merging_job(opened, read, options, num_workers=workers))
         return run(job, dry_run=options.dry_run)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.checks.report import LoraCheck, to_json
-from ckpt_tools.adapters.ecosystems.loaders import LoaderReport
+from ckpt_tools.adapters.check import LoraCheck, to_json
+from ckpt_tools.adapters.ecosystems.simulation import LoaderReport
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, note, print_json, say, say_findings
 from ckpt_tools.text import escape_name

@@ -21,6 +21,7 @@ from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
 from ckpt_tools.fsdp2.wrap import refuse_sharded
+from ckpt_tools.maps import is_factor
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -45,8 +46,6 @@ _RESETS: Mapping[str, Callable[[Any, str, Any], None]] = {
 """Types whose start values do not depend on the base weights, by the layer's own method."""
 _BASE_FREE = (True, False, "gaussian", "lycoris")
 """Initialisations that do not look at the base weights."""
-_PREFIXES = ("lora_", "hada_", "lokr_", "boft_", "oft_")
-"""How peft's own parameters begin; no base model has such names."""
 _ADAPTER_PARTS = re.compile(r"^(base_model\.model\.)|(?<=\.)(base_layer|original_module|modules_to_save\.[^.]+)\.")
 
 
@@ -213,7 +212,7 @@ def base_name(fqn: str) -> str | None:
     Both copies of a module that is trained whole (`modules_to_save`) come from the base model's one.
     """
     name = _ADAPTER_PARTS.sub("", fqn)
-    return None if any(part.startswith(_PREFIXES) for part in name.split(".")) else name
+    return None if is_factor(name) else name
 
 
 def load_base(

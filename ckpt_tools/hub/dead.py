@@ -8,12 +8,12 @@ import re
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.safetensors import File
+from ckpt_tools.maps import is_factor
 from ckpt_tools.storage.source import Source
 
 _BLOCK_BYTES = 1 << 20
 _LAST_FACTOR = re.compile(r"(?:^|[._])lora_(?:B|up|embedding_B)(?:[._]|$)")
 """The factor that training starts at zero, and that leaves it as soon as anything was learnt."""
-_FACTOR = re.compile(r"(?:^|[._])(?:lora_|hada_|lokr_|oft_|boft_|vera_|ia3_)")
 
 
 def refuse_dead(source: Source, file: File) -> None:
@@ -26,7 +26,7 @@ def refuse_dead(source: Source, file: File) -> None:
         UnreadableError: It would load and change nothing, or not load.
     """
     where = os.path.join(source.root, file.name)
-    factors = [entry for entry in file.header.tensors if _FACTOR.search(entry.fqn)]
+    factors = [entry for entry in file.header.tensors if is_factor(entry.fqn)]
     empty = [entry for entry in factors if 0 in entry.shape]
     if empty:
         raise UnreadableError(

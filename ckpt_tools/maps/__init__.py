@@ -3,6 +3,7 @@
 `transformers.txt` is written by `bin/names` from transformers' own classes and conversion mapping.
 """
 
+from ckpt_tools.maps.adapters import is_factor
 from ckpt_tools.maps.foreign import common_prefix, is_adapter, origins_of
 from ckpt_tools.maps.hold import Held, folded, hold, live_names, tied
 from ckpt_tools.maps.table import Expected, Table, load_table
@@ -15,6 +16,7 @@ __all__ = [
     "folded",
     "hold",
     "is_adapter",
+    "is_factor",
     "live_names",
     "load_table",
     "origins_of",

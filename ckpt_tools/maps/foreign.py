@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from ckpt_tools.maps.adapters import FACTOR
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
@@ -34,9 +36,7 @@ ADAPTER = "adapter"
 ORIGINS = (
     _origin(
         ADAPTER,
-        r"(?:^|[._])(?:lora_(?:A|B|E|down|up|embedding_A|embedding_B|magnitude_vector)|hada_w[12]|lokr_w[12]|dora_scale"
-        r"|oft_[rR]|oft_diag|vera_lambda|ia3_l|randlora_|boft_|fourierft_|hra_u|shira_|bone_)"
-        r"|\.base_layer\.|^base_model\.model\.|\.modules_to_save\.|^prompt_(?:encoder|embeddings)\b",
+        rf"{FACTOR}|\.base_layer\.|^base_model\.model\.|\.modules_to_save\.|^prompt_(?:encoder|embeddings)\b",
         "those of an adapter (LoRA or its family)",
         "export it: ckpt export-lora {source} DST, or merge it into its base: ckpt merge-lora BASE {source} DST",
     ),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,6 +22,7 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
+from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import ModelConfig
 from ckpt_tools.models.hf_recipe import HfRecipe
 from ckpt_tools.models.recipe import call, loss_of
@@ -37,9 +37,6 @@ from ckpt_tools.processes.child import Here, build_behind_walls
 from ckpt_tools.text import escape_name
 
 EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
-_ADAPTER = re.compile(
-    r"(^|[._])(lora_(A|B|E|down|up|embedding_[AB]|magnitude_vector|mid)|hada_|lokr_|oft_|boft_|dora_)"
-)
 
 
 def compare(look: Look, here: Here) -> ModelView:
@@ -163,7 +160,7 @@ def _match(
     comparison: Comparison, model: nn.Module, mesh: Mesh | None, config: ModelConfig, opened: Opened
 ) -> tuple[Comparison, Reads | None]:
     """Return the comparison with what the checkpoint has for the model, and what ranks read of it."""
-    adapters = tuple(entry.fqn for entry in opened.checkpoint.tensors if _ADAPTER.search(entry.fqn))
+    adapters = tuple(entry.fqn for entry in opened.checkpoint.tensors if is_factor(entry.fqn))
     comparison = replace(comparison, adapters=adapters)
     plain, original = _without_peft(opened.checkpoint, set(adapters))
     names = tuple(model.state_dict(keep_vars=True))

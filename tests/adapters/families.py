@@ -212,8 +212,7 @@ def adapt(case: Case, adapter_name: str = "default"):
 
     config = dict(case.config)
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[config.pop("peft_type")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = get_peft_model(build(case.model), kind(**config), adapter_name=adapter_name)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():

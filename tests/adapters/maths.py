@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from arrays import to_array, to_tensor
 
-from ckpt_tools.adapters.families import change as ours, family_of, rotation
-from ckpt_tools.adapters.families.setting import PLAIN
+from ckpt_tools.adapters.families import changes as ours, family_of, rotation
+from ckpt_tools.adapters.families.family import PLAIN
 
 
 def in_arrays(module):

@@ -53,8 +53,7 @@ def adapt(model: nn.Module, config: object, seed: int = 0) -> tuple[nn.Module, d
     """Return a PEFT model with a random adapter, and the merged weights as PEFT computes them."""
     from peft import get_peft_model
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         peft_model = get_peft_model(copy.deepcopy(model), config)
         markers = (*ROLES, "hada_", "lokr_")
         randomise(peft_model, lambda name: any(marker in name for marker in markers), seed)

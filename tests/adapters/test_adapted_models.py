@@ -50,8 +50,7 @@ class World:
 
         model = build(kind)
         self.base, self.adapter = save_model(model, tmp_path / "base"), tmp_path / "adapter"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             live = get_peft_model(copy.deepcopy(model), config)
             trained = {name for name, p in live.named_parameters() if p.requires_grad}
             randomise(live, trained.__contains__)
@@ -61,8 +60,7 @@ class World:
         assert float((self.answers - answers(model)).abs().max()) > 1e-3
 
     def plain(self, path):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return self.kind.from_pretrained(path).eval()
 
     def check_merged(self, path) -> None:
@@ -71,8 +69,7 @@ class World:
     def load(self, path):
         from peft import PeftModel
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return PeftModel.from_pretrained(self.plain(self.base), path).eval()
 
     def check_loads(self, path) -> None:
@@ -355,8 +352,7 @@ def test_convolutions_of_sdxl_are_what_diffusers_loads_and_what_is_merged(tmp_pa
         "loha": peft.LoHaConfig(r=2, alpha=3, target_modules=CONVOLUTIONS, init_weights=False),
         "lokr": peft.LoKrConfig(r=2, alpha=3, target_modules=CONVOLUTIONS, init_weights=False),
     }[kind]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(tmp_path / "base")
         live = peft.get_peft_model(copy.deepcopy(model), config)
         trained = {name for name, p in live.named_parameters() if p.requires_grad}
@@ -372,8 +368,7 @@ def test_convolutions_of_sdxl_are_what_diffusers_loads_and_what_is_merged(tmp_pa
     result = api.export_lora(tmp_path / "adapter", tmp_path / "out", to="diffusers", architecture="sdxl")
     assert result.ok
     file = next((tmp_path / "out").glob("*.safetensors"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         state, alphas, metadata = Loader.lora_state_dict(
             str(tmp_path / "out"), unet_config=model.config, return_lora_metadata=True
         )

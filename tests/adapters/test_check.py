@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.ecosystems.loaders import AdapterFile, LoaderReport, TensorHead, simulate
+from ckpt_tools.adapters.ecosystems.loaders import simulate
+from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, LoaderReport
 from ckpt_tools.cli import main
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME
 
 Tensors = dict[str, torch.Tensor]
@@ -27,7 +30,12 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 
 def describe(tensors: Tensors, **others: object) -> AdapterFile:
     heads = {
-        name: TensorHead(shape=tuple(tensor.shape), dtype=BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")])
+        name: TensorEntry(
+            fqn=name,
+            shape=tuple(tensor.shape),
+            dtype=BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")],
+            chunks=(),
+        )
         for name, tensor in tensors.items()
     }
     return AdapterFile(**({"file": DIFFUSERS_FILE, "tensors": heads} | others))
@@ -89,67 +97,31 @@ def has_encoder(name: str) -> Tensors:
     return base | {f"{layer}.lora_A.weight": torch.randn(2, 8), f"{layer}.lora_B.weight": torch.randn(8, 2)}
 
 
+OF_EVERY_MODEL: dict[str, Callable[[str], Tensors]] = {
+    "diffusers' names": lambda name: written(name, "diffusers"),
+    "kohya's names": lambda name: written(name, "kohya", in_blocks),
+    "kohya's names, all": lambda name: written(name, "kohya"),
+    "ComfyUI's names": lambda name: written(name, "comfyui", in_blocks),
+    "ComfyUI's names, all": lambda name: written(name, "comfyui"),
+    "float alphas": lambda name: with_alphas(written(name, "diffusers", in_blocks)),
+    "integer alphas": lambda name: with_alphas(written(name, "diffusers", in_blocks), torch.int64),
+    "DoRA": lambda name: written(name, "diffusers", lambda p: p.endswith("to_q"), dora=True),
+    "dora_scale": lambda name: with_dora_scale(written(name, "kohya", in_blocks)),
+    "lora_down under diffusers' paths": lambda name: renamed(
+        written(name, "diffusers", in_blocks), ("lora_A", "lora_down"), ("lora_B", "lora_up")
+    ),
+    "PEFT's names": lambda name: renamed(
+        written(name, "diffusers", in_blocks), (f"{COMPONENT[name]}.", "base_model.model.")
+    ),
+    "no prefix": lambda name: renamed(written(name, "diffusers", in_blocks), (f"{COMPONENT[name]}.", "")),
+    "lora_A under native names": lambda name: renamed(
+        {k: v for k, v in written(name, "comfyui", in_blocks).items() if not k.endswith(".alpha")},
+        ("lora_down", "lora_A"),
+        ("lora_up", "lora_B"),
+    ),
+}
 CASES: dict[str, tuple[str, Callable[[], Tensors]]] = {
-    **{f"{name}: diffusers' names": (name, lambda name=name: written(name, "diffusers")) for name in MODELS},
-    **{f"{name}: kohya's names": (name, lambda name=name: written(name, "kohya", in_blocks)) for name in MODELS},
-    **{f"{name}: kohya's names, all": (name, lambda name=name: written(name, "kohya")) for name in MODELS},
-    **{f"{name}: ComfyUI's names": (name, lambda name=name: written(name, "comfyui", in_blocks)) for name in MODELS},
-    **{f"{name}: ComfyUI's names, all": (name, lambda name=name: written(name, "comfyui")) for name in MODELS},
-    **{
-        f"{name}: float alphas": (name, lambda name=name: with_alphas(written(name, "diffusers", in_blocks)))
-        for name in MODELS
-    },
-    **{
-        f"{name}: integer alphas": (
-            name,
-            lambda name=name: with_alphas(written(name, "diffusers", in_blocks), torch.int64),
-        )
-        for name in MODELS
-    },
-    **{
-        f"{name}: DoRA": (name, lambda name=name: written(name, "diffusers", lambda p: p.endswith("to_q"), dora=True))
-        for name in MODELS
-    },
-    **{
-        f"{name}: dora_scale": (name, lambda name=name: with_dora_scale(written(name, "kohya", in_blocks)))
-        for name in MODELS
-    },
-    **{
-        f"{name}: lora_down under diffusers' paths": (
-            name,
-            lambda name=name: renamed(
-                written(name, "diffusers", in_blocks), ("lora_A", "lora_down"), ("lora_B", "lora_up")
-            ),
-        )
-        for name in MODELS
-    },
-    **{
-        f"{name}: PEFT's names": (
-            name,
-            lambda name=name: renamed(
-                written(name, "diffusers", in_blocks), (f"{COMPONENT[name]}.", "base_model.model.")
-            ),
-        )
-        for name in MODELS
-    },
-    **{
-        f"{name}: no prefix": (
-            name,
-            lambda name=name: renamed(written(name, "diffusers", in_blocks), (f"{COMPONENT[name]}.", "")),
-        )
-        for name in MODELS
-    },
-    **{
-        f"{name}: lora_A under native names": (
-            name,
-            lambda name=name: renamed(
-                {k: v for k, v in written(name, "comfyui", in_blocks).items() if not k.endswith(".alpha")},
-                ("lora_down", "lora_A"),
-                ("lora_up", "lora_B"),
-            ),
-        )
-        for name in MODELS
-    },
+    **{f"{name}: {what}": (name, partial(make, name)) for what, make in OF_EVERY_MODEL.items() for name in MODELS},
     **{f"{name}: LoHa": (name, lambda name=name: loha(name)) for name in ("flux1", "flux2", "sdxl")},
     "flux2: LoKr": ("flux2", lokr),
     "flux1: LoKr": ("flux1", lokr),
@@ -286,8 +258,7 @@ def test_simulated_peft_is_the_real_one(case: str, tmp_path: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(base / "model.safetensors").items()}
     file = describe(tensors, file="adapter_model.safetensors", config=document, architecture="llm", base=shapes)
     report = simulate(file, "peft")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             model = peft.PeftModel.from_pretrained(Toy(), directory)
         except Exception:
@@ -610,8 +581,7 @@ def test_training_checkpoint_is_checked_but_no_loader_reads_it(tmp_path: Path) -
         f"model.base_model.model.layers.0.q.lora_{side}.default.weight": torch.randn(shape)
         for side, shape in (("A", (2, 8)), ("B", (8, 2)))
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
     result = check_lora(tmp_path / "step-1")
     assert (result.verdict, result.ok, result.findings) == ("unknown", False, ())

@@ -22,9 +22,8 @@ from adapters.test_check import (
 from adapters.world_image import IMAGE
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.adapters.base.live_names import replicated
-from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.checks.report import LoraCheck, fold
+from ckpt_tools.adapters.base.model import replicated
+from ckpt_tools.adapters.check import LoraCheck, check_lora, fold
 from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError

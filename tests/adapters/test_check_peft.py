@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from adapters.world_adapters import Config, Damage, Tensors, change as reshape, drop, rename, say
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpt_tools.adapters.check import check_lora
 
-Tensors = dict[str, torch.Tensor]
-Config = dict[str, object]
-Damage = Callable[[Tensors, Config], None]
 ROOT = "base_model.model."
 IDS = torch.arange(10)[None]
 
@@ -53,36 +50,6 @@ class Toy(nn.Module):
 def outputs(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(IDS)
-
-
-def drop(*ends: str) -> Damage:
-    def damage(tensors: Tensors, _: Config) -> None:
-        gone = [name for name in tensors if any(end in name for end in ends)]
-        assert gone
-        for name in gone:
-            del tensors[name]
-
-    return damage
-
-
-def reshape(end: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
-    def damage(tensors: Tensors, _: Config) -> None:
-        name = next(name for name in tensors if end in name)
-        tensors[name] = change(tensors[name]).contiguous()
-
-    return damage
-
-
-def rename(old: str, new: str) -> Damage:
-    def damage(tensors: Tensors, _: Config) -> None:
-        for name in [name for name in tensors if old in name]:
-            tensors[name.replace(old, new)] = tensors.pop(name)
-
-    return damage
-
-
-def say(**settings: object) -> Damage:
-    return lambda _, config: config.update(settings)
 
 
 def whole(_: Tensors, __: Config) -> None:
@@ -186,8 +153,7 @@ def trained(family: str, config: Config, directory: Path) -> torch.Tensor:
     """Save an adapter with something in every factor; returns the outputs of the model that has it."""
     import peft
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         options = {"target_modules": None} | config
         model = peft.get_peft_model(Toy(), getattr(peft, f"{family}Config")(**options))
         torch.manual_seed(1)
@@ -210,8 +176,7 @@ def test_peft_rules_say_what_peft_does(case: str, base: Path, tmp_path: Path) ->
     damage(tensors, settings)
     save_file(tensors, file)
     document.write_text(json.dumps(settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             found = outputs(peft.PeftModel.from_pretrained(Toy(), tmp_path))
         except Exception:  # whatever it raises: the question is whether it does

@@ -20,8 +20,7 @@ from ckpt_tools.errors import CkptError, UsageError
 def test_adapter_in_a_directory_beside_the_default_one_is_the_one_that_is_taken(tmp_path):
     from peft import LoraConfig, get_peft_model
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"]))
         model.add_adapter("two", LoraConfig(r=2, lora_alpha=9, target_modules=["o_proj"]))
         randomise(model, lambda name: "lora_" in name)
@@ -107,8 +106,7 @@ def test_simulated_peft_takes_the_base_s_own_tensors_as_the_real_one_does(tmp_pa
     plain = name.replace(".base_layer", "")
     before = model.state_dict().get(plain, torch.zeros(32))
     save_file(load_file(file) | {f"base_model.model.{name}": before + 1}, file)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         loaded = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").merge_and_unload().state_dict()
     is_taken = plain in loaded and torch.allclose(loaded[plain], before + 1)
     report = api.check_lora(tmp_path / "adapter", base=base if with_base else None, loaders=["peft"])

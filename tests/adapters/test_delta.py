@@ -11,8 +11,8 @@ from adapters.peft_world import Zoo, adapt, modules_of, settings_of
 from torch import nn
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
+from ckpt_tools.adapters.families.family import Setting
 from ckpt_tools.adapters.families.rotation import butterfly_order
-from ckpt_tools.adapters.families.setting import Setting
 from ckpt_tools.errors import UnreadableError, UsageError
 
 TOLERANCE = 1e-6

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
-from ckpt_tools.adapters.ecosystems.written import Written
+from ckpt_tools.adapters.ecosystems.output import Written
 
 TOLERANCE = 2e-4
 LOADERS = {
@@ -58,8 +58,7 @@ def load(name: str, file: Path, **components: object) -> None:
     kind = type("Loading", (Pipeline, getattr(pipelines, LOADERS[name])), {})
     encoders = {each: nn.Module() for each in ("text_encoder", "text_encoder_2")} if name != "flux2" else {}
     pipe = kind(**(encoders | components))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         pipe.load_lora_weights(str(file.parent))
 
 

@@ -11,7 +11,7 @@ from arrays import to_array
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
 from ckpt_tools.adapters.ecosystems.fit import Fitting
 from ckpt_tools.adapters.families.equivalents import Equivalent, as_lora, by_svd, error_between
-from ckpt_tools.adapters.families.setting import Setting
+from ckpt_tools.adapters.families.family import Setting
 from ckpt_tools.errors import UsageError
 
 ROUNDING = 2e-6

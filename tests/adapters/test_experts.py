@@ -39,8 +39,7 @@ def test_gpt_oss_is_exported_with_its_base_and_refused_without(tmp_path, paramet
     names = [f"mlp.experts.{name}" for name in parameters]
     gpt_oss().save_pretrained(tmp_path / "base")
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, target_parameters=names)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         adapted = get_peft_model(gpt_oss(), config)
     randomise(adapted, lambda name: "lora_" in name)
     expected = answer(adapted.eval())
@@ -53,8 +52,7 @@ def test_gpt_oss_is_exported_with_its_base_and_refused_without(tmp_path, paramet
     options = [{"base": tmp_path / "base"}, {"config": (f"target_parameters={json.dumps(names)}", "r=4")}]
     for number, given in enumerate(options):
         assert api.export_lora(tmp_path / "dcp", tmp_path / f"out{number}", alpha=8, **given).ok
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # FutureWarning of transformers about PEFT's calls
+        with warnings.catch_warnings(action="ignore"):  # FutureWarning of transformers about PEFT's calls
             warnings.simplefilter("error", UserWarning)
             loaded = PeftModel.from_pretrained(gpt_oss(), tmp_path / f"out{number}").eval()
         torch.testing.assert_close(answer(loaded), expected, rtol=0, atol=0)

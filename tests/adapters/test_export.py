@@ -30,8 +30,7 @@ def saved(tmp_path_factory):
 def reload(path, case):
     from peft import PeftModel
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PEFT only warns when keys do not match
+    with warnings.catch_warnings(action="error"):  # PEFT only warns when keys do not match
         warnings.filterwarnings("ignore", message="fan_in_fan_out|.*is_gradient_checkpointing|.*meta parameter")
         warnings.filterwarnings("ignore", message="Failed to load the CUDA|Setting boft_n_butterfly_factor")
         warnings.filterwarnings("ignore", category=DeprecationWarning)

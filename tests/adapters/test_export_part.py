@@ -79,8 +79,7 @@ def without(model, case, globs):
 def reload(path, case):
     from peft import PeftModel
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PEFT only warns of keys that are missing
+    with warnings.catch_warnings(action="error"):  # PEFT only warns of keys that are missing
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
         return PeftModel.from_pretrained(families.build(case.model), path, is_trainable=True).eval()
@@ -90,8 +89,7 @@ def save(case, path, source):
     """As PEFT saves it, or as a trainer does."""
     model = families.adapt(case)
     if source == "peft":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             model.save_pretrained(path)
     else:
         families.save_dcp({"model": model.state_dict()}, path)
@@ -120,8 +118,7 @@ def assert_is_part(path, case, expected, before):
     want = families.outputs(expected, case.model)
     assert not torch.equal(want, before)
     torch.testing.assert_close(families.outputs(reloaded, case.model), want, rtol=0, atol=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         held = get_peft_model_state_dict(reloaded)
     assert held.keys() == load_file(path / "adapter_model.safetensors").keys()
 

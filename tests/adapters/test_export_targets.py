@@ -38,8 +38,7 @@ def trained(tmp_path_factory):
 
     found = {}
     for kind in MODELS:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             model = get_peft_model(build(kind), LoraConfig(r=4, lora_alpha=6, target_modules=MODELS[kind][2]))
         generator = torch.Generator().manual_seed(8)
         with torch.no_grad():
@@ -55,8 +54,7 @@ def trained(tmp_path_factory):
 def of_peft(path, kind):
     from peft import PeftModel
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         return answer(PeftModel.from_pretrained(build(kind), path).eval(), kind)
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from ckpt_tools import api
 from ckpt_tools.adapters.base.model import parents_of
-from ckpt_tools.adapters.ecosystems.peft.target_names import exact_pattern, matched, minimal_saved, minimal_suffixes
+from ckpt_tools.adapters.ecosystems.peft.config_rules import matched
+from ckpt_tools.adapters.ecosystems.peft.targets import exact_pattern, minimal_saved, minimal_suffixes
 from ckpt_tools.adapters.families import PEFT_TYPES
 from ckpt_tools.adapters.families.lokr import factorization
 from ckpt_tools.adapters.families.oft import adjusted
@@ -209,8 +210,7 @@ def test_saved_module_whose_name_ends_another_s_goes_into_the_base_s_own(tmp_pat
     head = {f"{ROOT}head.weight": torch.randn(6, 6), f"{ROOT}head.bias": torch.randn(6)}
     config = config_of(pairs({"q": 4}) | head, tmp_path, alpha=8, base=tmp_path / "base.safetensors")
     assert config["modules_to_save"] is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         model = PeftModel.from_pretrained(Model(), tmp_path / "out")
     assert torch.equal(model.get_submodule("base_model.model.head").weight, head[f"{ROOT}head.weight"])
     assert torch.equal(model.get_submodule("base_model.model.lm_head").weight, Model().lm_head.weight)

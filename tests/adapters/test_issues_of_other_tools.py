@@ -47,15 +47,13 @@ def hints(document):
 
 
 def save_base(path, kind="llama"):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         families.build(kind).save_pretrained(path)
     return path
 
 
 def save_peft(path, case=CASE):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         families.adapt(case).save_pretrained(path)
     return path
 
@@ -163,8 +161,7 @@ def zero3(tmp_path):
     model = families.adapt(CASE)
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
 
@@ -186,8 +183,7 @@ def test_peft_2892_placeholders_of_zero3_are_found_before_they_are_loaded(zero3,
 
 def test_trl_4416_file_without_a_tensor_loads_in_peft_and_is_refused_here(tmp_path, capsys, untouched):
     """trl#4416: the saved adapter is empty, 40 bytes; PEFT warns of missing keys and answers as the base."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         families.adapt(CASE).save_pretrained(tmp_path / "adapter", state_dict={})
     assert (tmp_path / "adapter" / PEFT_FILE).stat().st_size < 100
     loaded, said = load_peft(tmp_path / "adapter")
@@ -318,8 +314,7 @@ def test_vllm_34186_prefix_of_another_model_class_is_a_no_op_that_is_said(tmp_pa
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
         "image_size": 28, "patch_size": 14,
     }  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from peft import LoraConfig, get_peft_model
 
         trained_on = Gemma3ForCausalLM(Gemma3TextConfig(**text))
@@ -538,8 +533,7 @@ def test_torchtitan_factors_are_neither_dropped_nor_taken_for_transformers_own(t
         module = f"layers.0.attention.{name}"
         state |= {f"{module}.weight": torch.randn(16, 16), f"{module}.lora_a.weight": torch.randn(4, 16)}
         state[f"{module}.lora_b.weight"] = torch.randn(16, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
     code, document = command(capsys, "check-lora", tmp_path / "step-1", "--for", "peft")
     assert (code, errors(document), document["num_modules"]) == (3, {"loader-format"}, 2)
@@ -578,8 +572,7 @@ def test_verl_7285_merged_model_that_is_the_base_is_told(tmp_path, capsys, train
 def test_verl_7285_merge_of_nothing_fails(tmp_path, capsys):
     """verl#7285: a merge that leaves every weight as it was must not look like one that worked."""
     base = save_base(tmp_path / "base")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from peft import LoraConfig, get_peft_model
 
         options = {name: value for name, value in LLAMA.items() if name != "peft_type"}

@@ -72,8 +72,7 @@ def test_merged_into_a_base_with_other_names_it_does_what_was_trained(name, worl
     trained = worlds.trained(name)
     api.merge_lora(trained.base, trained.directory, tmp_path / "merged")
     world = LANGUAGE[name.partition(",")[0] if "published" not in name else "gpt2-published"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = type(world.build()).from_pretrained(tmp_path / "merged")
     assert torch.allclose(world.outputs(model), trained.meant, atol=10 * TOLERANCE)
 

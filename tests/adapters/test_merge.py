@@ -27,8 +27,7 @@ def llama(**options):
 
 
 def save_model(model, path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(path)
     return path
 
@@ -37,14 +36,20 @@ def adapt(model, config, path, *, seed=0):
     """Write a random adapter of `model`; return what PEFT merges."""
     from peft import get_peft_model
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         peft_model = get_peft_model(copy.deepcopy(model), config)
         markers = ("lora_", "hada_", "lokr_", "oft_R", "oft_embedding_R", "boft_", "modules_to_save")
         randomise(peft_model, lambda name: any(marker in name for marker in markers), seed)
         peft_model.save_pretrained(path)
         merged = peft_model.merge_and_unload()
     return {name: tensor.detach().clone() for name, tensor in merged.state_dict().items()}
+
+
+def world(tmp_path, config="lora", model=None):
+    """Save a base and an adapter of it; return the model, the base and what PEFT merges."""
+    model = model or llama()
+    base = save_model(model, tmp_path / "base")
+    return model, base, adapt(model, configs()[config] if isinstance(config, str) else config, tmp_path / "adapter")
 
 
 def tensors_of(path):
@@ -106,9 +111,7 @@ FAMILIES = (
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merge_equals_merge_and_unload(tmp_path, family):
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, configs()[family], tmp_path / "adapter")
+    _, base, expected = world(tmp_path, family)
     result = api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
     assert result.verified
     assert_merged(tmp_path / "out", expected, base)
@@ -116,9 +119,7 @@ def test_merge_equals_merge_and_unload(tmp_path, family):
 
 
 def test_setting_that_nothing_tells_is_asked_for_and_taken(tmp_path):
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, configs()["oft neumann"], tmp_path / "adapter")
+    _, base, expected = world(tmp_path, "oft neumann")
     (tmp_path / "adapter" / "adapter_config.json").unlink()
     with pytest.raises(UsageError, match="use_cayley_neumann"):
         api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
@@ -147,9 +148,7 @@ def test_result_is_cast_once(tmp_path, family, dtype):
 
 def test_bf16_merge_is_bitwise_that_of_peft(tmp_path):
     """PEFT keeps the factors in float32 and adds them to the bf16 weight with one rounding."""
-    model = llama().to(torch.bfloat16)
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    _, base, expected = world(tmp_path, "lora", llama().to(torch.bfloat16))
     api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
     found = tensors_of(tmp_path / "out")
     linear = [name for name in found if "proj" in name]
@@ -192,9 +191,7 @@ def test_weights_of_many_blocks_equal_peft(tmp_path, family):
 
 
 def test_single_file_base_keeps_names_of_files_and_header(tmp_path):
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    _, base, expected = world(tmp_path)
     file = base / "model.safetensors"
     api.merge_lora(file, tmp_path / "adapter", tmp_path / "out")
     assert_merged(tmp_path / "out", expected, base)
@@ -204,9 +201,7 @@ def test_single_file_base_keeps_names_of_files_and_header(tmp_path):
 
 
 def test_max_shard_size_splits_files(tmp_path):
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    _, base, expected = world(tmp_path)
     api.merge_lora(base, tmp_path / "adapter", tmp_path / "out", max_shard_size="20KB")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert_merged(tmp_path / "out", expected, base)
@@ -217,9 +212,7 @@ PLAN = ["**.{q,k,v,gate,up}_proj.weight=tp:S(0)", "**.{o,down}_proj.weight=tp:S(
 
 
 def test_dcp_base_keeps_mesh_chunks_and_names(tmp_path):
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    _, base, expected = world(tmp_path)
     api.shard(base, tmp_path / "dcp", mesh="dp_shard=2,tp=2", set=PLAN, prefix="model.")
     result = api.merge_lora(tmp_path / "dcp", tmp_path / "adapter", tmp_path / "out")
     before, after = api.open_checkpoint(tmp_path / "dcp"), api.open_checkpoint(tmp_path / "out")
@@ -236,9 +229,7 @@ def test_dcp_base_keeps_mesh_chunks_and_names(tmp_path):
 
 
 def test_merged_dcp_does_not_claim_the_files_it_came_from(tmp_path):
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    adapt(model, configs()["lora"], tmp_path / "adapter")
+    _, base, _ = world(tmp_path)
     api.shard(base, tmp_path / "dcp", mesh="dp_shard=2")
     api.merge_lora(tmp_path / "dcp", tmp_path / "adapter", tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "ckpt_manifest.json").read_text())
@@ -250,13 +241,10 @@ def test_merged_dcp_does_not_claim_the_files_it_came_from(tmp_path):
 def test_trainer_checkpoint_loses_its_optimizer_and_says_so(tmp_path):
     from torch.distributed.checkpoint import save
 
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    expected = adapt(model, configs()["lora"], tmp_path / "adapter")
+    model, base, expected = world(tmp_path)
     optimizer = {f"state.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
     state = {"model": model.state_dict(), "optim": optimizer, "step": 7}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         save(state, checkpoint_id=str(tmp_path / "run"), no_dist=True)
     result = api.merge_lora(tmp_path / "run", tmp_path / "adapter", tmp_path / "out")
     assert any("of optimizer state: it belongs to the weights before" in note for note in result.notes)
@@ -331,9 +319,8 @@ def test_gpt2_with_its_transposed_weights_equals_peft(tmp_path):
     from peft import LoraConfig
 
     model = toys.build("gpt2", n_embd=16, n_layer=1, vocab_size=20, n_positions=8)
-    base = save_model(model, tmp_path / "base")
     config = LoraConfig(r=2, lora_alpha=3, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
-    expected = adapt(model, config, tmp_path / "adapter")
+    _, base, expected = world(tmp_path, config, model)
     api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
     assert_merged(tmp_path / "out", expected, base)
 
@@ -426,7 +413,7 @@ def test_what_mixes_rows_is_computed_over_many_blocks(tmp_path, algorithm):
     from adapters.maths import new_weight
 
     from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-    from ckpt_tools.adapters.families.setting import Setting
+    from ckpt_tools.adapters.families.family import Setting
 
     weight = torch.randn(2560, 640)
     base = write_base(tmp_path / "base", {"blocks.to_q.weight": weight})
@@ -578,9 +565,7 @@ def test_destination_around_the_adapter_is_refused(tmp_path):
 
 
 def test_damage_of_the_base_is_found_in_adapted_tensors_too(tmp_path):
-    model = llama()
-    base = save_model(model, tmp_path / "base")
-    adapt(model, configs()["lora"], tmp_path / "adapter")
+    model, base, _ = world(tmp_path)
     api.shard(base, tmp_path / "dcp", mesh="dp_shard=2")
     api.gather(tmp_path / "dcp", tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"

@@ -31,8 +31,7 @@ def logits(model) -> torch.Tensor:
 def adapted_logits(model, adapter) -> torch.Tensor:
     from peft import PeftModel
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return logits(PeftModel.from_pretrained(copy.deepcopy(model), adapter))
 
 

@@ -60,8 +60,7 @@ def others():
             rope_axes_dim=(2, 4, 4),
         ),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         chroma = d.ChromaTransformer2DModel(
             in_channels=4,
             num_layers=1,
@@ -226,7 +225,7 @@ def test_flux1_is_told_by_its_depth_and_width():
 
 def test_every_rival_has_names_that_the_family_has():
     """Held against diffusers' own classes: what tells a family from a rival is really not the rival's."""
-    from ckpt_tools.adapters.architectures.rivals import RIVALS
+    from ckpt_tools.adapters.architectures.choose import RIVALS
 
     own = set(linears(qwen_image()))
     (rival,) = [each for each in RIVALS["flux1"] if each.title == "Qwen-Image"]

@@ -13,7 +13,8 @@ from arrays import to_tensor
 from safetensors.torch import save_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.read.opening import load, read_adapter
+from ckpt_tools.adapters.read.opening import read_adapter
+from ckpt_tools.adapters.read.tensors import load
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 ROOT = "base_model.model."
@@ -43,8 +44,7 @@ def only(adapter):
 def test_read_of_a_peft_directory_has_every_tensor_and_setting(tmp_path, name):
     case = families.CASES[name]
     model = families.adapt(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(tmp_path)
     with read_adapter(str(tmp_path)) as (opened, adapter):
         loaded = load(adapter, opened)

@@ -83,8 +83,7 @@ def test_task_type_is_one_that_peft_s_forward_can_do(tmp_path, build):
     model.eval().save_pretrained(tmp_path / "base")
     with torch.no_grad():
         before = model(**inputs)[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=targets))
     randomise(adapted, lambda name: "lora_" in name)
     with torch.no_grad():
@@ -99,8 +98,7 @@ def test_task_type_is_one_that_peft_s_forward_can_do(tmp_path, build):
         assert api.export_lora(tmp_path / source, tmp_path / f"out{number}", alpha=alpha, base=tmp_path / "base").ok
         config = json.loads((tmp_path / f"out{number}/adapter_config.json").read_text())
         assert config["task_type"] == task
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FutureWarning of transformers about PEFT's calls
+    with warnings.catch_warnings(action="ignore"):  # FutureWarning of transformers about PEFT's calls
         warnings.simplefilter("error", UserWarning)
         loaded = PeftModel.from_pretrained(plain, tmp_path / "out0").eval()
     with torch.no_grad():

@@ -15,7 +15,7 @@ from arrays import to_array, to_tensor
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-from ckpt_tools.adapters.ecosystems.to_target import to_target
+from ckpt_tools.adapters.ecosystems.forms import to_target
 
 RANK, ALPHA = 4, 3
 PARTS = ("to_q", "to_k", "to_v")

@@ -48,8 +48,7 @@ class Worlds:
     def trained(self, name: str) -> Trained:
         """Return a healthy adapter."""
         if name not in self._made:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 self._made[name] = self._image(name) if name in world_pipelines.HEALTHY else self._language(name)
         return self._made[name]
 
@@ -156,8 +155,7 @@ def _write(tensors: Tensors, config: Config, directory: Path, *, is_image: bool)
 
 def does_what_was_trained(trained: Trained, directory: Path) -> bool:
     """Load an adapter with its library: does the model compute what it did when the adapter was saved?"""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             found = trained.load(directory)
         except Exception:  # whatever it raises: the question is whether it does

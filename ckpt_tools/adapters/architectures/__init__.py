@@ -24,9 +24,6 @@ def candidates(paths: Iterable[str]) -> tuple[ArchitectureName, ...]:
     """Return the families that explain most of the names; more than one where names are shared.
 
     `transformer_blocks.0.attn.to_q` alone could be FLUX.1, FLUX.2 or SD3.
-
-    Args:
-        paths: Module paths in any spelling.
     """
     from ckpt_tools.adapters.architectures.resolve import readings
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt_tools.adapters.architectures.rule import Names
+from ckpt_tools.adapters.architectures.rule import Names, rename
 
 ArchitectureName = Literal["flux1", "flux2", "sdxl", "sd3"]
 """Families with tables; language models are named by their paths and need none."""
+ModelFamily = ArchitectureName | Literal["llm"]
+"""Whatever `--architecture` takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,15 +20,12 @@ class Part:
     component: str
     """What diffusers calls it: transformer, unet, text_encoder, …"""
     names: Names
-    """Its modules."""
     comfyui: str
     """What ComfyUI puts in front of the native path."""
     kohya: tuple[str, ...]
     """What kohya and its relatives put in front of the underscored path; the first is written."""
     is_in_diffusers: bool = True
-    """Does diffusers load adapters of it?"""
     is_encoder: bool = False
-    """Is it a text encoder?"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class Architecture:
     name: ArchitectureName
     """As `--architecture` and the notes have it."""
     title: str
-    """For people."""
     parts: tuple[Part, ...]
     """The main model first."""
     diffusers_class: str | None = None
@@ -70,3 +68,27 @@ def encoder(component: str, names: Names, comfyui: str, *kohya: str, is_in_diffu
         is_in_diffusers=is_in_diffusers,
         is_encoder=True,
     )
+
+
+# What all ecosystems call as transformers does. transformers 5 has taken CLIP's `text_model.` away: the short path is
+# the second spelling of the same module. Adapters keep the long one, which diffusers and ComfyUI understand both before
+# and after.
+_CLIP_LAYER = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")),
+    "mlp.fc1",
+    "mlp.fc2",
+)
+_T5_LAYER = (
+    *(f"layer.0.SelfAttention.{name}" for name in "qkvo"),
+    *(f"layer.1.DenseReluDense.{name}" for name in ("wi_0", "wi_1", "wo")),
+)
+
+CLIP = Names(
+    (
+        *(rename(f"text_model.encoder.layers.{{i}}.{name}", f"encoder.layers.{{i}}.{name}") for name in _CLIP_LAYER),
+        rename("text_projection", "text_projection"),
+    )
+)
+"""CLIPTextModel and CLIPTextModelWithProjection."""
+
+T5 = Names(tuple(rename(path, path) for path in (f"encoder.block.{{i}}.{name}" for name in _T5_LAYER)))

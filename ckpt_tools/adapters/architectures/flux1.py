@@ -5,9 +5,8 @@ Source: github.com/black-forest-labs/flux, src/flux/model.py; diffusers, models/
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, encoder, transformer
-from ckpt_tools.adapters.architectures.encoders import CLIP, T5
-from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
+from ckpt_tools.adapters.architectures.architecture import CLIP, T5, Architecture, encoder, transformer
+from ckpt_tools.adapters.architectures.rule import Names, Rule, attention, embedder, rename
 
 _DOUBLE = "double_blocks.{i}"
 _BLOCK = "transformer_blocks.{i}"
@@ -15,21 +14,14 @@ _SINGLE = "single_blocks.{i}"
 _SINGLE_BLOCK = "single_transformer_blocks.{i}"
 
 
-def _embedder(native: str, diffusers: str) -> tuple[Rule, Rule]:
+def _stream(native: str, *, added: bool = False) -> tuple[Rule, ...]:
+    block, context = f"{_DOUBLE}.{native}", "_context" if added else ""
     return (
-        rename(f"{native}.in_layer", f"time_text_embed.{diffusers}.linear_1"),
-        rename(f"{native}.out_layer", f"time_text_embed.{diffusers}.linear_2"),
-    )
-
-
-def _stream(native: str, *, attention: tuple[str, ...], out: str, feed_forward: str, norm: str) -> tuple[Rule, ...]:
-    block = f"{_DOUBLE}.{native}"
-    return (
-        Rule(native=f"{block}_attn.qkv", diffusers=tuple(f"{_BLOCK}.attn.{name}" for name in attention), step="qkv"),
-        rename(f"{block}_attn.proj", f"{_BLOCK}.attn.{out}"),
-        rename(f"{block}_mlp.0", f"{_BLOCK}.{feed_forward}.net.0.proj", ratio=4),
-        rename(f"{block}_mlp.2", f"{_BLOCK}.{feed_forward}.net.2", ratio=1 / 4),
-        rename(f"{block}_mod.lin", f"{_BLOCK}.{norm}.linear"),
+        attention(f"{block}_attn.qkv", f"{_BLOCK}.attn", added=added),
+        rename(f"{block}_attn.proj", f"{_BLOCK}.attn.{'to_add_out' if added else 'to_out.0'}"),
+        rename(f"{block}_mlp.0", f"{_BLOCK}.ff{context}.net.0.proj", ratio=4),
+        rename(f"{block}_mlp.2", f"{_BLOCK}.ff{context}.net.2", ratio=1 / 4),
+        rename(f"{block}_mod.lin", f"{_BLOCK}.norm1{context}.linear"),
     )
 
 
@@ -37,17 +29,11 @@ _NAMES = Names(
     (
         rename("img_in", "x_embedder"),
         rename("txt_in", "context_embedder"),
-        *_embedder("time_in", "timestep_embedder"),
-        *_embedder("vector_in", "text_embedder"),
-        *_embedder("guidance_in", "guidance_embedder"),
-        *_stream("img", attention=("to_q", "to_k", "to_v"), out="to_out.0", feed_forward="ff", norm="norm1"),
-        *_stream(
-            "txt",
-            attention=("add_q_proj", "add_k_proj", "add_v_proj"),
-            out="to_add_out",
-            feed_forward="ff_context",
-            norm="norm1_context",
-        ),
+        *embedder("time_in", "time_text_embed.timestep_embedder"),
+        *embedder("vector_in", "time_text_embed.text_embedder"),
+        *embedder("guidance_in", "time_text_embed.guidance_embedder"),
+        *_stream("img"),
+        *_stream("txt", added=True),
         Rule(
             native=f"{_SINGLE}.linear1",
             diffusers=(

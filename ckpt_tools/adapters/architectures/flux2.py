@@ -8,26 +8,19 @@ Source: diffusers, models/transformers/transformer_flux2.py and loaders/single_f
 from __future__ import annotations
 
 from ckpt_tools.adapters.architectures.architecture import Architecture, transformer
-from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
+from ckpt_tools.adapters.architectures.rule import Names, Rule, attention, embedder, rename
 
 _DOUBLE = "double_blocks.{i}"
 _BLOCK = "transformer_blocks.{i}"
 
 
-def _embedder(native: str, diffusers: str) -> tuple[Rule, Rule]:
+def _stream(native: str, *, added: bool = False) -> tuple[Rule, ...]:
+    block, context = f"{_DOUBLE}.{native}", "_context" if added else ""
     return (
-        rename(f"{native}.in_layer", f"time_guidance_embed.{diffusers}.linear_1"),
-        rename(f"{native}.out_layer", f"time_guidance_embed.{diffusers}.linear_2"),
-    )
-
-
-def _stream(native: str, *, attention: tuple[str, ...], out: str, feed_forward: str) -> tuple[Rule, ...]:
-    block = f"{_DOUBLE}.{native}"
-    return (
-        Rule(native=f"{block}_attn.qkv", diffusers=tuple(f"{_BLOCK}.attn.{name}" for name in attention), step="qkv"),
-        rename(f"{block}_attn.proj", f"{_BLOCK}.attn.{out}"),
-        rename(f"{block}_mlp.0", f"{_BLOCK}.{feed_forward}.linear_in", ratio=6),
-        rename(f"{block}_mlp.2", f"{_BLOCK}.{feed_forward}.linear_out", ratio=1 / 3),
+        attention(f"{block}_attn.qkv", f"{_BLOCK}.attn", added=added),
+        rename(f"{block}_attn.proj", f"{_BLOCK}.attn.{'to_add_out' if added else 'to_out.0'}"),
+        rename(f"{block}_mlp.0", f"{_BLOCK}.ff{context}.linear_in", ratio=6),
+        rename(f"{block}_mlp.2", f"{_BLOCK}.ff{context}.linear_out", ratio=1 / 3),
     )
 
 
@@ -35,15 +28,13 @@ _NAMES = Names(
     (
         rename("img_in", "x_embedder"),
         rename("txt_in", "context_embedder"),
-        *_embedder("time_in", "timestep_embedder"),
-        *_embedder("guidance_in", "guidance_embedder"),
+        *embedder("time_in", "time_guidance_embed.timestep_embedder"),
+        *embedder("guidance_in", "time_guidance_embed.guidance_embedder"),
         rename("double_stream_modulation_img.lin", "double_stream_modulation_img.linear"),
         rename("double_stream_modulation_txt.lin", "double_stream_modulation_txt.linear"),
         rename("single_stream_modulation.lin", "single_stream_modulation.linear"),
-        *_stream("img", attention=("to_q", "to_k", "to_v"), out="to_out.0", feed_forward="ff"),
-        *_stream(
-            "txt", attention=("add_q_proj", "add_k_proj", "add_v_proj"), out="to_add_out", feed_forward="ff_context"
-        ),
+        *_stream("img"),
+        *_stream("txt", added=True),
         rename("single_blocks.{i}.linear1", "single_transformer_blocks.{i}.attn.to_qkv_mlp_proj", ratio=9),
         rename("single_blocks.{i}.linear2", "single_transformer_blocks.{i}.attn.to_out", ratio=1 / 4),
         rename("final_layer.linear", "proj_out"),

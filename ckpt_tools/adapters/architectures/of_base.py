@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpt_tools.adapters.adapter import Shapes
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName, ModelFamily
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.text import escape_name
 
@@ -33,14 +33,13 @@ class BaseFamily:
     title: str
     """For people: its class, or its family."""
     source: str
-    """What says it."""
     component: Literal["transformer", "unet"] | None = None
     """What diffusers' pipelines call it; None where it is not known to be one of diffusers' models."""
     is_language_model: bool = False
     """A model of transformers, whose adapters are PEFT's."""
 
     @property
-    def name(self) -> ArchitectureName | Literal["llm"] | None:
+    def name(self) -> ModelFamily | None:
         """The one family that it is of; None when ckpt has no tables for it, or cannot tell."""
         if self.is_language_model:
             return "llm"
@@ -48,12 +47,7 @@ class BaseFamily:
 
 
 def model_family_of(shapes: Shapes, config: Mapping[str, object] | None = None) -> BaseFamily:
-    """Tell a base model's family.
-
-    Args:
-        shapes: Of its parameters; () where a shape is not known.
-        config: Its config.json.
-    """
+    """Tell a base model's family from its config.json, else from its parameters' shapes, of which () is not known."""
     config = config or {}
     kind, architectures = config.get("_class_name"), config.get("architectures")
     if isinstance(kind, str):
@@ -102,10 +96,7 @@ def _explaining(shapes: Shapes) -> tuple[ArchitectureName, ...]:
 
 def _matrices(shapes: Shapes) -> list[str]:
     """Return the modules with a weight that an adapter can change; of a file with a pipeline, the denoiser's."""
-    paths = [name.removesuffix(".weight") for name, shape in shapes.items() if _is_matrix(name, shape)]
+    weights = (name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) != 1)
+    paths = [name.removesuffix(".weight") for name in weights]
     inner = [path for path in paths if path.startswith((_INNER, f"model.{_INNER}"))]
     return inner or paths
-
-
-def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    return name.endswith(".weight") and len(shape) != 1

@@ -22,7 +22,6 @@ class Place:
     """A module of a pipeline."""
 
     part: Part
-    """The model it is in."""
     match: Match
     """Its rule, and whether it was called as its authors or as diffusers call it."""
 
@@ -85,11 +84,7 @@ def is_language_model_path(path: str) -> bool:
 
 
 def underscored(base_names: Collection[str]) -> Mapping[str, str | None]:
-    """Return, by its name with underscores, every module of a base model; None where two have the same.
-
-    Args:
-        base_names: Names of the base's tensors or modules.
-    """
+    """Return, by its name with underscores, every module of a base model; None where two have the same."""
     table: dict[str, str | None] = {}
     for name in base_names:
         module = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name

@@ -32,11 +32,9 @@ class Rule:
     """One native module and the diffusers modules that hold its rows."""
 
     native: str
-    """Path in the authors' implementation."""
     diffusers: tuple[str, ...]
     """Paths in diffusers, in the order of their rows."""
     step: Step = "same"
-    """How the rows relate."""
     ratio: float | None = None
     """Rows of the native weight to its columns, where that tells two families apart that use one name."""
 
@@ -51,7 +49,6 @@ class Match:
     """A name that a rule explains."""
 
     rule: Rule
-    """The rule."""
     numbers: tuple[tuple[str, str], ...]
     """What the holes of the rule stand for."""
     part: int | None
@@ -86,6 +83,17 @@ def fill(template: str, numbers: tuple[tuple[str, str], ...]) -> str:
 def rename(native: str, diffusers: str, ratio: float | None = None) -> Rule:
     """Return the rule for one module that is only called otherwise."""
     return Rule(native=native, diffusers=(diffusers,), ratio=ratio)
+
+
+def embedder(native: str, diffusers: str, first: str = "in_layer", second: str = "out_layer") -> tuple[Rule, Rule]:
+    """Return the rules for the two layers of an embedding."""
+    return rename(f"{native}.{first}", f"{diffusers}.linear_1"), rename(f"{native}.{second}", f"{diffusers}.linear_2")
+
+
+def attention(native: str, diffusers: str, *, added: bool = False) -> Rule:
+    """Return the rule for query, key and value that the authors fuse; `added` are those of the text's stream."""
+    names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
+    return Rule(native=native, diffusers=tuple(f"{diffusers}.{name}" for name in names), step="qkv")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,30 +8,22 @@ Source: github.com/Stability-AI/sd3.5, mmditx.py; diffusers, models/transformers
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, encoder, transformer
-from ckpt_tools.adapters.architectures.encoders import CLIP, T5
-from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
+from ckpt_tools.adapters.architectures.architecture import CLIP, T5, Architecture, encoder, transformer
+from ckpt_tools.adapters.architectures.rule import Names, Rule, attention, embedder, rename
 
 _JOINT = "joint_blocks.{i}"
 _BLOCK = "transformer_blocks.{i}"
-
-
-def _qkv(native: str, attention: str, names: tuple[str, ...]) -> Rule:
-    paths = tuple(f"{_BLOCK}.{attention}.{name}" for name in names)
-    return Rule(native=f"{_JOINT}.{native}.qkv", diffusers=paths, step="qkv")
 
 
 _NAMES = Names(
     (
         rename("x_embedder.proj", "pos_embed.proj"),
         rename("context_embedder", "context_embedder"),
-        rename("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
-        rename("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
-        rename("y_embedder.mlp.0", "time_text_embed.text_embedder.linear_1"),
-        rename("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
-        _qkv("x_block.attn", "attn", ("to_q", "to_k", "to_v")),
-        _qkv("context_block.attn", "attn", ("add_q_proj", "add_k_proj", "add_v_proj")),
-        _qkv("x_block.attn2", "attn2", ("to_q", "to_k", "to_v")),
+        *embedder("t_embedder.mlp", "time_text_embed.timestep_embedder", "0", "2"),
+        *embedder("y_embedder.mlp", "time_text_embed.text_embedder", "0", "2"),
+        attention(f"{_JOINT}.x_block.attn.qkv", f"{_BLOCK}.attn"),
+        attention(f"{_JOINT}.context_block.attn.qkv", f"{_BLOCK}.attn", added=True),
+        attention(f"{_JOINT}.x_block.attn2.qkv", f"{_BLOCK}.attn2"),
         rename(f"{_JOINT}.x_block.attn.proj", f"{_BLOCK}.attn.to_out.0"),
         rename(f"{_JOINT}.context_block.attn.proj", f"{_BLOCK}.attn.to_add_out"),
         rename(f"{_JOINT}.x_block.attn2.proj", f"{_BLOCK}.attn2.to_out.0"),

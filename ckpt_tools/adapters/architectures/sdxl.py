@@ -13,8 +13,7 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, Shape
-from ckpt_tools.adapters.architectures.architecture import Architecture, Part, encoder
-from ckpt_tools.adapters.architectures.encoders import CLIP
+from ckpt_tools.adapters.architectures.architecture import CLIP, Architecture, Part, encoder
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
 from ckpt_tools.adapters.families import shape_of
 
@@ -35,31 +34,28 @@ _ATTENTION = (
 )
 
 
-def _layer(native: str, diffusers: str, layer: int, *, attention: bool) -> tuple[Rule, ...]:
-    rules = [rename(f"{native}.0.{old}", f"{diffusers}.resnets.{layer}.{new}") for old, new in _RESNET]
-    if attention:
-        rules += [rename(f"{native}.1.{name}", f"{diffusers}.attentions.{layer}.{name}") for name in _ATTENTION]
-    return tuple(rules)
+def _layers(side: str, first: int, block: str, count: int, *, attention: bool) -> list[Rule]:
+    rules: list[Rule] = []
+    for layer in range(count):
+        native = f"{side}.{first + layer}"
+        rules += [rename(f"{native}.0.{old}", f"{block}.resnets.{layer}.{new}") for old, new in _RESNET]
+        if attention:
+            rules += [rename(f"{native}.1.{name}", f"{block}.attentions.{layer}.{name}") for name in _ATTENTION]
+    return rules
 
 
 def _down(resolution: int) -> list[Rule]:
-    rules: list[Rule] = []
-    first = 1 + (_LAYERS + 1) * resolution
-    block = f"down_blocks.{resolution}"
-    for layer in range(_LAYERS):
-        rules += _layer(f"input_blocks.{first + layer}", block, layer, attention=resolution > 0)
+    first, block = 1 + (_LAYERS + 1) * resolution, f"down_blocks.{resolution}"
+    rules = _layers("input_blocks", first, block, _LAYERS, attention=resolution > 0)
     if resolution < _RESOLUTIONS - 1:
         rules.append(rename(f"input_blocks.{first + _LAYERS}.0.op", f"{block}.downsamplers.0.conv"))
     return rules
 
 
 def _up(resolution: int) -> list[Rule]:
-    rules: list[Rule] = []
-    first = (_LAYERS + 1) * resolution
-    block = f"up_blocks.{resolution}"
+    first, block = (_LAYERS + 1) * resolution, f"up_blocks.{resolution}"
     is_last = resolution == _RESOLUTIONS - 1
-    for layer in range(_LAYERS + 1):
-        rules += _layer(f"output_blocks.{first + layer}", block, layer, attention=not is_last)
+    rules = _layers("output_blocks", first, block, _LAYERS + 1, attention=not is_last)
     if not is_last:
         rules.append(rename(f"output_blocks.{first + _LAYERS}.2.conv", f"{block}.upsamplers.0.conv"))
     return rules

@@ -5,17 +5,14 @@ Imported by the first block that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import ml_dtypes
 import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.base.matching import ChangedRows
-from ckpt_tools.adapters.families.change import change_of
-from ckpt_tools.adapters.families.changes import Change
-from ckpt_tools.adapters.families.setting import Setting
-from ckpt_tools.description.dtypes import DType
+from ckpt_tools.adapters.base.tensor_edit import TensorEdit
+from ckpt_tools.adapters.families.changes import Change, change_of
+from ckpt_tools.adapters.families.family import Setting
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.moving.arrays import Array, array_of, is_finite, numpy_dtype
 from ckpt_tools.moving.casting import cast_array
@@ -27,42 +24,24 @@ _PIECE_ELEMS = 1 << 18
 class Arithmetic:
     """What an adapter makes of one tensor.
 
-    Args:
-        name: Of the tensor, for messages.
-        before: Its dtype as it is stored.
-        after: And as it is to be.
-        parts: What changes which rows.
-        adapter: Loaded.
-        scale: Multiplies what the adapter adds.
-
     Raises:
         CkptError: The factors do not fit, or something that the result depends on is not known.
     """
 
-    def __init__(
-        self,
-        name: str,
-        before: DType,
-        after: DType,
-        parts: Sequence[ChangedRows],
-        adapter: Adapter[Array],
-        scale: float,
-    ) -> None:
-        self._name = name
-        self._before, self._after = before, after
-        self._work = np.float64 if before.name == "F64" else np.float32
-        largest = float(ml_dtypes.finfo(numpy_dtype(after)).max)  # type: ignore[no-untyped-call]
+    def __init__(self, edit: TensorEdit) -> None:
+        self._name = name = edit.entry.fqn
+        self._before, self._after = edit.entry.dtype, edit.dtype
+        self.has_changed, self.should_change = edit.has_changed, edit.should_change
+        adapter = edit.load()
+        self._work = np.float64 if self._before.name == "F64" else np.float32
+        largest = float(ml_dtypes.finfo(numpy_dtype(self._after)).max)  # type: ignore[no-untyped-call]
         self._safe_square = min(largest * largest, float(np.finfo(np.float32).max))
-        self._parts = tuple((part, _change(part, adapter, scale)) for part in parts)
+        self._parts = tuple((part, _change(part, adapter, edit.scale)) for part in edit.parts)
         self.columns = self._parts[0][1].columns
         """Of the tensor as a matrix."""
         if any(change.columns != self.columns for _, change in self._parts):
             raise UsageError(f"what changes {name} does not agree on its rows", where=name)
         self.is_rowwise = all(change.is_rowwise for _, change in self._parts)
-        self.has_changed = [False] * len(self._parts)
-        """By part: has an element become another one?"""
-        self.should_change = [False] * len(self._parts)
-        """By part: is there an element that it should change?"""
 
     def apply(self, row: int, content: memoryview, result: memoryview) -> None:
         """Compute rows from `row` on.

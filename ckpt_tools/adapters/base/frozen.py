@@ -25,13 +25,9 @@ _MAX_VECTOR_ELEMS = 1 << 20
 def refuse_changed(
     adapter: Adapter[TensorEntry], source: Opened, base: Opened, tensors: Mapping[str, TensorEntry]
 ) -> bool:
-    """Compare biases, norms, and the smallest adapted weight.
+    """Compare biases, norms, and the smallest adapted weight, of the adapter's source and of the base.
 
-    Args:
-        adapter: As read, with the base tensors of its source.
-        source: Holds these.
-        base: To be merged into.
-        tensors: Of the base, by the names that a plain model gives them.
+    `tensors` are the base's, by the names that a plain model gives them.
 
     Returns:
         Whether an adapted weight was among what was compared: the adapter was trained on the base as it is.

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.slots import Slot, find_slots, num_rows, resolve, some
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
+from ckpt_tools.adapters.read.assemble import known_shape
+from ckpt_tools.adapters.read.tensors import LazyAdapter, entry_of
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 
+if TYPE_CHECKING:
+    from ckpt_tools.moving.arrays import Array
+
 Module = AdapterModule[TensorEntry]
+_RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers")
+"""Conventions whose names can be those of another implementation."""
 _BIAS = {"B_bias": "bias", "diff_b": "bias"}
 """Factors that change the bias beside the weight."""
 
@@ -26,15 +34,14 @@ class ChangedRows:
 
     module: int
     """Index in `Adapter.modules`."""
-    role: str
+    role: str = "weight"
     """"weight" for the adapted parameter, "bias" for the bias beside it, of a whole tensor (saved) its name."""
     shape: tuple[int, ...]
     """Of what the module changes: the tensor's, or that of the fused or stacked whole."""
-    start: int
+    start: int = 0
     """First row of the tensor."""
     count: int
-    """How many."""
-    offset: int
+    offset: int = 0
     """The module's row that belongs to the first one."""
     transposed: bool = False
     """The weight is stored as (in, out)."""
@@ -55,12 +62,7 @@ class BaseMatch:
 def match_modules(
     adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
 ) -> BaseMatch:
-    """Find every module's tensors.
-
-    Args:
-        adapter: From headers.
-        tensors: The base's, by the names that a plain model gives them.
-        config: The base's config.json; {} where there is none.
+    """Find every module's tensors; the arguments as for `slots.find_slots`.
 
     Raises:
         UsageError: A module that finds no tensor, that does not fit, or that is ambiguous; with the names.
@@ -105,11 +107,7 @@ def _wanted(adapter: Adapter[TensorEntry], slots: Mapping[str, Slot]) -> Iterabl
 
 
 def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
-    """Return the one parameter of a module that the factors fit, where nothing says which it is.
-
-    Raises:
-        UsageError: None or several.
-    """
+    """Return the one parameter of a module that the factors fit, where nothing says which it is."""
     family = family_of(module)
     named = ((*name.rpartition("."), slot) for name, slot in slots.items())
     own = [
@@ -199,7 +197,7 @@ def _parts(
         start, count = _within(slot, name, given, entry)
         _same(made, (count, math.prod(entry.shape[1:])), entry.shape)
         shape = (count, *entry.shape[1:])
-        yield entry.fqn, ChangedRows(module=index, role=role, shape=shape, start=start, count=count, offset=0)
+        yield entry.fqn, ChangedRows(module=index, shape=shape, start=start, count=count)
         return
     transposed = orientation(module, entry.shape, made)
     stacked = len(entry.shape) == 3 and module.parameter != "weight"
@@ -212,11 +210,8 @@ def _parts(
         entry.fqn,
         ChangedRows(
             module=index,
-            role=role,
             shape=entry.shape,
-            start=0,
             count=num_rows(entry.shape, 2 if num_experts > 1 else 1),
-            offset=0,
             transposed=transposed,
             num_experts=num_experts,
         ),
@@ -233,11 +228,7 @@ def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple
     shape = entries[0].shape if len(entries) == 1 else (sum(rows.count for rows in slot.rows),)
     if (own != shape) if is_whole else (math.prod(own) != math.prod(shape) or len(shape) != 1):
         raise _MismatchError(f"its {role} is {list(own)}, the base's is {list(shape)}")
-    offset = 0
-    for rows in slot.rows:
-        part = ChangedRows(module=index, role=role, shape=shape, start=0, count=rows.count, offset=offset)
-        yield rows.entry.fqn, part
-        offset += rows.count
+    yield from _one_after_the_other(ChangedRows(module=index, role=role, shape=shape, count=0), slot)
 
 
 def _scatter(index: int, slot: Slot, made: Matrix) -> Iterable[tuple[str, ChangedRows]]:
@@ -247,21 +238,12 @@ def _scatter(index: int, slot: Slot, made: Matrix) -> Iterable[tuple[str, Change
     per_expert = total // slot.num_experts
     _same(made, (per_expert, columns), (per_expert, columns))
     shape = (slot.num_experts, per_expert, columns) if slot.num_experts > 1 else (total, columns)
-    offset = 0
-    for rows in slot.rows:
-        yield (
-            rows.entry.fqn,
-            ChangedRows(
-                module=index,
-                role="weight",
-                shape=shape,
-                start=0,
-                count=rows.count,
-                offset=offset,
-                num_experts=slot.num_experts,
-            ),
-        )
-        offset += rows.count
+    yield from _one_after_the_other(ChangedRows(module=index, shape=shape, count=0, num_experts=slot.num_experts), slot)
+
+
+def _one_after_the_other(part: ChangedRows, slot: Slot) -> Iterable[tuple[str, ChangedRows]]:
+    for rows, end in zip(slot.rows, accumulate(rows.count for rows in slot.rows), strict=True):
+        yield rows.entry.fqn, replace(part, count=rows.count, offset=end - rows.count)
 
 
 def _within(slot: Slot, name: str, given: Mapping[str, Module], entry: TensorEntry) -> tuple[int, int]:
@@ -284,12 +266,7 @@ def _within(slot: Slot, name: str, given: Mapping[str, Module], entry: TensorEnt
             known |= dict.fromkeys((key, value), (total - known[query]) // 2)
     if len(known) < len(slot.parts) or sum(known.values()) != total or min(known.values()) < 1:
         raise _MismatchError(f"the parts have {list(known.values())} rows, {entry.fqn} has {total}")
-    start = 0
-    for part in slot.parts:
-        if part == name:
-            break
-        start += known[part]
-    return start, known[name]
+    return sum(known[part] for part in slot.parts[: slot.parts.index(name)]), known[name]
 
 
 def _same(made: Matrix, target: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -309,3 +286,64 @@ def _ordered(adapter: Adapter[TensorEntry], fqn: str, parts: Sequence[ChangedRow
     if len(whole) > 1:
         raise UsageError(f"the adapter has two whole tensors for {fqn}")
     return (*whole, *others)
+
+
+def match_any_spelling(
+    adapter: Adapter[TensorEntry],
+    loading: LazyAdapter,
+    tensors: Mapping[str, TensorEntry],
+    config: Mapping[str, object],
+) -> tuple[Adapter[TensorEntry], BaseMatch, list[str]]:
+    """Find every module's tensors, under the adapter's own names or those of the base's implementation.
+
+    Returns:
+        The adapter as it was matched, the match, and notes.
+
+    Raises:
+        UsageError: No spelling fits.
+    """
+    try:
+        return adapter, match_modules(adapter, tensors, config), []
+    except UsageError as error:
+        if adapter.convention not in _RESPELLED:
+            raise
+        for respelled, whose, notes in _respellings(loading.get(), tensors, config):
+            described = respelled.with_factors(
+                lambda module, role: entry_of(f"{module.path}.{role}", module.factors[role])
+            )
+            try:
+                match = match_modules(described, tensors, config)
+            except UsageError:
+                continue
+            loading.replace(respelled)
+            return described, match, [f"took the modules by {whose} names", *notes]
+        error.hint = (
+            f"{error.hint or ''}; neither its own names nor those of another implementation of the model fit. Modules "
+            "of other models (text encoders) can be left out with --exclude"
+        ).removeprefix("; ")
+        raise
+
+
+def _respellings(
+    loaded: Adapter[Array], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
+) -> Iterator[tuple[Adapter[Array], str, tuple[str, ...]]]:
+    from ckpt_tools.adapters.architectures import ARCHITECTURES
+    from ckpt_tools.adapters.architectures.choose import choose_architectures
+    from ckpt_tools.adapters.architectures.of_base import model_family_of
+    from ckpt_tools.adapters.ecosystems.fit import Fitting
+    from ckpt_tools.adapters.ecosystems.placing import in_diffusers, in_native, place_all
+
+    try:
+        base = model_family_of({name: known_shape(entry) for name, entry in tensors.items()}, config)
+        families = choose_architectures(loaded, architecture=None, base=base)
+    except UsageError:
+        return
+    for family in families:
+        for spell, whose in ((in_diffusers, "diffusers'"), (in_native, "the authors'")):
+            fitting = Fitting()
+            try:
+                placed = spell(place_all(loaded, ARCHITECTURES[family]), as_lora=fitting.as_lora)
+            except UsageError:
+                continue
+            modules: tuple[AdapterModule[Array], ...] = tuple(each.module for each in placed)
+            yield loaded.with_modules(modules), f"{whose} {ARCHITECTURES[family].title}", fitting.finish()

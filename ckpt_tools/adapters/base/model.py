@@ -1,12 +1,39 @@
-"""What is known of a base model: its parameters' names and shapes, and the modules that these are of."""
+"""What is known of a base model: its parameters' shapes, and their names on disk and in the live model. Pure.
+
+Adapters have the live model's names: those of the class that config.json names (`maps`), without one of the kinds in
+`_RECIPES`. Stacked experts are `slots.stacked_experts`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from ckpt_tools.adapters.adapter import Shapes, Sourced
+from ckpt_tools.adapters.adapter import Adapter, F, Shapes, Sourced
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
+from ckpt_tools.maps import live_names, load_table
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
+_STACK = re.compile(r"((?:model\.)*(?:bert\.)?(?:layers|encoder\.layer)|(?:transformer\.)?h)\.(\d{1,6})\.")
+"""The layers that PEFT can replicate."""
+_MAX_LAYERS = 10_000
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_STACKED = re.compile(r"\.experts\.\w+$")
+"""Experts one by one, as many models have them on disk, and stacked, as the live model has them."""
+_ROOTS = ("model", "transformer", "backbone")
+"""Names of the inner model in transformers' classes with a head, beside those called like the model's type."""
+_TRAINERS = (
+    ("torchtitan", re.compile(r"layers\.\d+\.attention\.w[qkvo]")),
+    (
+        "Megatron",
+        re.compile(r"decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|q|kv|proj)|mlp\.linear_fc[12])(?:\..+)?"),
+    ),
+)
+"""Trainers with module names of their own, which no model of transformers has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +47,7 @@ class BaseModel:
     task_type: Sourced[object] | None = None
     """PEFT's task type, by the architecture in its config.json."""
     family: BaseFamily
-    """Which model it is."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """Its config.json."""
 
     @property
     def class_name(self) -> str | None:
@@ -53,3 +78,180 @@ def parents_of(names: Iterable[str]) -> frozenset[str]:
 def base_path(path: str) -> str:
     """Return a module's path in the plain base model: PEFT wraps attention layers whose own parts it adapts as well."""
     return path.replace(".base_layer.", ".")
+
+
+def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
+    """Refuse to pass on modules of a trainer's own model: a model of transformers has none of them.
+
+    `is_proven`: they are held against a base that the user names.
+
+    Raises:
+        UsageError: They are.
+    """
+    if adapter.convention == "torchtitan":
+        raise UsageError(
+            "the adapter has the module names of torchtune or torchtitan, whose rotary embeddings order the rows of "
+            "q and k otherwise than transformers does",
+            where=adapter.modules[0].path,
+            hint="let the trainer export it (torchtune's checkpointer writes PEFT's format)",
+        )
+    for trainer, pattern in () if is_proven or "peft_type" in adapter.settings else _TRAINERS:
+        found = next((module.path for module in adapter.modules if pattern.fullmatch(module.path)), None)
+        if found is not None:
+            raise UsageError(
+                f"the adapter has {trainer}'s module names, which no model of transformers has",
+                where=found,
+                hint=f"let {trainer} export it in transformers' names; for a model that has these, name it: --base DIR",
+            )
+
+
+_VISION = (
+    (r"\.attention\.attention\.query\.", ".attention.q_proj."),
+    (r"\.attention\.attention\.key\.", ".attention.k_proj."),
+    (r"\.attention\.attention\.value\.", ".attention.v_proj."),
+    (r"\.attention\.output\.dense\.", ".attention.o_proj."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"(\d)\.output\.dense\.", r"\1.mlp.fc2."),
+)
+_RECIPES = tuple(
+    tuple((re.compile(pattern), new) for pattern, new in recipe)
+    for recipe in (
+        ((r"\.block_sparse_moe\.", ".mlp."),),  # Mixtral, MiniMax
+        ((r"\.block_sparse_moe\.gate\.", ".mlp.router."),),  # PhiMoE
+        (  # GraniteMoE
+            (r"\.block_sparse_moe\.router\.layer\.", ".block_sparse_moe.router."),
+            (r"\.block_sparse_moe\.input_linear\.weight$", ".block_sparse_moe.experts.gate_up_proj"),
+            (r"\.block_sparse_moe\.output_linear\.weight$", ".block_sparse_moe.experts.down_proj"),
+        ),
+        ((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),),  # Laguna
+        ((r"^embed_out\.", "lm_head."),),  # GPT-NeoX
+        ((r"(^|\.)encoder\.layer\.", r"\1layers."), *_VISION),  # ViT, DeiT, BEiT
+        _VISION,  # DINOv2
+    )
+)
+"""Replacements that belong together, in their order."""
+
+
+def names_in_model(names: Iterable[str], config: Mapping[str, object]) -> dict[str, str]:
+    """Return name that a parameter may have in a model → name on disk, where the two differ."""
+    found: dict[str, str] = {}
+    for renamed in renamings(tuple(names), config):
+        found = {**renamed, **found}
+    return found
+
+
+def live_tensors(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> dict[str, TensorEntry]:
+    """Return a base's tensors by the names on disk, and by those that they have in a model."""
+    return {**{new: tensors[old] for new, old in names_in_model(tensors, config).items()}, **tensors}
+
+
+def renamings(names: Collection[str], config: Mapping[str, object]) -> Iterator[Mapping[str, str]]:
+    """Yield, for every kind of model that is saved under other names, name in the model → name on disk.
+
+    Of one model at most one of the kinds is right; the one that the config names comes first.
+    """
+    if by_class := _by_class(names, config):
+        yield by_class
+    for recipe in _RECIPES:
+        renamed = {}
+        for name in names:
+            new = name
+            for pattern, replacement in recipe:
+                new = pattern.sub(replacement, new)
+            if new != name:
+                renamed[new] = name
+        if renamed:
+            yield renamed
+
+
+def _by_class(names: Collection[str], config: Mapping[str, object]) -> Mapping[str, str]:
+    """Return what the class in config.json makes of the names on disk; of several tensors it makes one elsewhere."""
+    classes = config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
+    expected = load_table().expected(name, config) if isinstance(name, str) else None
+    if expected is None:
+        return {}
+    return {new: old for new, old in live_names(names, expected).items() if new != old}
+
+
+def without_predictors(shapes: Shapes, config: Mapping[str, object]) -> Shapes:
+    """Leave out layers that predict further tokens: checkpoints hold them behind the others, models do not load them.
+
+    Source: transformers, models/deepseek_v3 and models/glm4_moe, `_keys_to_ignore_on_load_unexpected`.
+    """
+    depth = config.get("num_hidden_layers")
+    if not config.get("num_nextn_predict_layers") or not isinstance(depth, int):
+        return shapes
+    layers = {name: _LAYER.search(name) for name in shapes}
+    return {name: shapes[name] for name, layer in layers.items() if layer is None or int(layer[1]) < depth}
+
+
+def adapted_paths(adapter: Adapter[F]) -> frozenset[str]:
+    """Return the paths in the plain base model of what has factors."""
+    return frozenset(base_path(module.path) for module in adapter.modules if not module.is_saved)
+
+
+def as_named(base: BaseModel, paths: Collection[str]) -> BaseModel:
+    """Return the base with the names of the live model that an adapter was trained on.
+
+    On disk a model may have other names (older ones; none of a head's inner model, as GPT-2 is published).
+    """
+    on_disk = base.shapes
+    if not any(_EXPERT.search(path) for path in paths) and any(_STACKED.search(name) for name in on_disk):
+        on_disk = {name: shape for name, shape in on_disk.items() if not _EXPERT.search(name)}
+    ways = [on_disk]
+    for renamed in renamings(on_disk, base.config):
+        gone = set(renamed.values())
+        kept = {name: shape for name, shape in on_disk.items() if name not in gone}
+        ways.append(kept | {new: on_disk[old] for new, old in renamed.items()})
+    ways += [_with_root(way, base.model_type, paths) for way in tuple(ways)]
+    shapes = max(map(_with_shared, ways), key=lambda way: len(parents_of(way) & set(paths)))
+    return replace(base, shapes=shapes)
+
+
+def _with_shared(shapes: Shapes) -> Shapes:
+    """Add the embeddings that an encoder and a decoder share (T5, BART): on disk they are one tensor."""
+    found = dict(shapes)
+    for name, shape in shapes.items():
+        root, _, leaf = name.rpartition("shared.weight")
+        if not leaf and name.endswith("shared.weight") and (not root or root.endswith(".")):
+            for side in ("encoder", "decoder"):
+                found.setdefault(f"{root}{side}.embed_tokens.weight", shape)
+    return found
+
+
+def _with_root(shapes: Shapes, model_type: str | None, paths: Collection[str]) -> Shapes:
+    """Put the inner model's name in front, as transformers does when it loads what was saved without a head."""
+    roots = {path.partition(".")[0] for path in paths}
+    root = next(iter(roots), "")
+    known = root in _ROOTS or (model_type or "").replace("-", "_").startswith(root)
+    if model_type is None or len(roots) != 1 or not known or any(name.startswith(f"{root}.") for name in shapes):
+        return shapes
+    return {f"{root}.{name}": shape for name, shape in shapes.items()}
+
+
+def replicated(shapes: Shapes, layer_map: object) -> Shapes:
+    """Return the parameters of the model that PEFT's layer_replication makes: [[0, 2], [1, 2]] is layers 0, 1, 1.
+
+    Source: peft 0.21 `tuners/tuners_utils.py`, `replicate_layers`.
+    """
+    if not isinstance(layer_map, list) or not all(_is_range(pair) for pair in layer_map):
+        return shapes
+    copies: dict[int, list[int]] = defaultdict(list)
+    total = 0
+    for start, end in layer_map:
+        for index in range(start, min(end, start + _MAX_LAYERS - total)):
+            copies[index].append(total)
+            total += 1
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        layer = _STACK.match(name)
+        if layer is None:
+            found[name] = shape
+            continue
+        found |= {f"{layer[1]}.{new}.{name[layer.end() :]}": shape for new in copies[int(layer[2])]}
+    return found
+
+
+def _is_range(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(type(each) is int and each >= 0 for each in pair)

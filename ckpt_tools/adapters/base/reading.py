@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.base.frozen import refuse_changed
-from ckpt_tools.adapters.base.live_names import adapted_paths, as_named, without_predictors
-from ckpt_tools.adapters.base.model import BaseModel
-from ckpt_tools.adapters.base.model_names import live_tensors
+from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, live_tensors, without_predictors
 from ckpt_tools.adapters.base.slots import stacked_experts
 from ckpt_tools.adapters.base.tied import HEAD, tied_embeddings
 from ckpt_tools.adapters.read.assemble import known_shape
@@ -34,31 +32,16 @@ _READS_NO_TEXT = frozenset(
     | {"num_channels", "num_mel_bins", "patch_size", "vision_config"}
 )
 """Fields of configs whose models take sound or images: with a task type PEFT's forward would give them `input_ids`."""
-_SEQ_2_SEQ = frozenset(
-    {
-        "BigBirdPegasus",
-        "Blenderbot",
-        "BlenderbotSmall",
-        "Bart",
-        "FSMT",
-        "LED",
-        "LongT5",
-        "M2M100",
-        "MBart",
-        "MT5",
-        "Mvp",
-    }
-    | {"NllbMoe", "PLBart", "Pegasus", "PegasusX", "ProphetNet", "SwitchTransformers", "T5", "T5Gemma", "UMT5"}
-)
+_SEQ_2_SEQ = """
+    BigBirdPegasus Blenderbot BlenderbotSmall Bart FSMT LED LongT5 M2M100 MBart MT5 Mvp NllbMoe PLBart Pegasus PegasusX
+    ProphetNet SwitchTransformers T5 T5Gemma UMT5
+"""
 """Models of whose …ForConditionalGeneration the first input is text: speech and image models are called alike.
 Source: transformers 5.23, `main_input_name` of every class of this name with `is_encoder_decoder`."""
 
 
 def read_base(path: str | os.PathLike[str]) -> BaseModel:
     """Read the headers of a base model.
-
-    Args:
-        path: A safetensors file, an HF directory or a DCP directory.
 
     Raises:
         UnreadableError: Not a complete, readable checkpoint.
@@ -118,13 +101,9 @@ def _task_type(config: Mapping[str, object]) -> Sourced[object] | None:
     for name in architectures if isinstance(architectures, list) else ():
         if not isinstance(name, str):
             continue
-        if name.removesuffix("ForConditionalGeneration") in _SEQ_2_SEQ:
+        if name.removesuffix("ForConditionalGeneration") in _SEQ_2_SEQ.split():
             return Sourced("SEQ_2_SEQ_LM", source)
         for end, task in _TASKS.items():
-            if (
-                isinstance(name, str)
-                and name.endswith(end)
-                and (task == "CAUSAL_LM" or _READS_NO_TEXT.isdisjoint(config))
-            ):
+            if name.endswith(end) and (task == "CAUSAL_LM" or _READS_NO_TEXT.isdisjoint(config)):
                 return Sourced(task, source)
     return None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.adapters.adapter import Convention
-from ckpt_tools.adapters.base.model_names import names_in_model
+from ckpt_tools.adapters.base.model import names_in_model
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
@@ -29,11 +29,10 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 }
 """Fused module → the modules whose rows it has, one after the other."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-_STACKS: Mapping[str, tuple[str, ...]] = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
+_STACKS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Parameter of stacked experts (transformers 5) → the modules of one expert whose rows it has."""
+_FLAT = re.compile(r"lora_(?:unet|transformer|prior_unet|te[12]?)_|lycoris_")
+"""What kohya and its relatives put in front of flattened paths."""
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of an expert's modules on disk."""
 
@@ -43,8 +42,6 @@ class Rows:
     """Rows of one base tensor."""
 
     entry: TensorEntry
-    start: int
-    """The first one."""
     count: int
     """How many; 0 where only the adapter tells (one of the parts of a fused tensor)."""
 
@@ -75,11 +72,9 @@ class Slot:
 def find_slots(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> dict[str, Slot]:
     """Return every name under which an adapter could mean tensors of the base, parameter included.
 
-    Args:
-        tensors: Name as a plain model has it → tensor.
-        config: The base's config.json; {} where there is none.
+    `tensors` are the base's by the names that a plain model gives them, `config` is its config.json, {} without one.
     """
-    slots = {name: _whole(entry) for name, entry in tensors.items()}
+    slots = {name: Slot(rows=(_all_rows(entry),)) for name, entry in tensors.items()}
     renamed = {new: slots[name] for new, name in names_in_model(tensors, config).items()}
     virtual = {**_of_fused(tensors), **_of_split(tensors), **renamed, **stacked_experts(tensors)}
     return {**virtual, **slots}
@@ -90,8 +85,8 @@ def num_rows(shape: tuple[int, ...], lead: int = 1) -> int:
     return math.prod(shape[:lead])
 
 
-def _whole(entry: TensorEntry) -> Slot:
-    return Slot(rows=(Rows(entry, 0, num_rows(entry.shape)),))
+def _all_rows(entry: TensorEntry) -> Rows:
+    return Rows(entry, num_rows(entry.shape))
 
 
 def _of_fused(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
@@ -102,31 +97,27 @@ def _of_fused(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
             continue
         names = tuple(f"{parent}{part}.{parameter}" for part in FUSED[leaf])
         for part in names:
-            slots[part] = Slot(rows=(Rows(entry, 0, 0),), parts=names)
+            slots[part] = Slot(rows=(Rows(entry, 0),), parts=names)
     return slots
 
 
 def _of_split(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
     slots = {}
     for fused, parts in FUSED.items():
-        for name, first in tensors.items():
+        for name in tensors:
             parent, leaf, parameter = _split(name)
             if leaf != parts[0] or parameter not in ("weight", "bias"):
                 continue
             entries = [tensors.get(f"{parent}{part}.{parameter}") for part in parts]
             found = tuple(entry for entry in entries if entry is not None)
             if len(found) == len(parts) and len({entry.shape[1:] for entry in found}) == 1:
-                rows = tuple(Rows(entry, 0, num_rows(entry.shape)) for entry in (first, *found[1:]))
+                rows = tuple(map(_all_rows, found))
                 slots[f"{parent}{fused}.{parameter}"] = Slot(rows=rows)
     return slots
 
 
 def stacked_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
-    """Return the parameters that a model makes of experts that are stored one by one.
-
-    Args:
-        tensors: Name on disk, as a plain model's → tensor.
-    """
+    """Return the parameters that a model makes of experts that are stored one by one."""
     experts: dict[str, dict[int, dict[str, TensorEntry]]] = defaultdict(lambda: defaultdict(dict))
     for name, entry in tensors.items():
         match = _EXPERT.fullmatch(name)
@@ -141,7 +132,7 @@ def stacked_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, Slot]:
             found = tuple(entry for entry in entries if entry is not None)
             if len(found) < len(entries) or len({entry.shape[1:] for entry in found}) != 1:
                 continue
-            rows = tuple(Rows(entry, 0, num_rows(entry.shape)) for entry in found)
+            rows = tuple(map(_all_rows, found))
             for alias in {path, path.replace(".block_sparse_moe.", ".mlp.")}:
                 slots[f"{alias}.{parameter}"] = Slot(rows=rows, num_experts=len(numbered))
     return slots
@@ -190,10 +181,8 @@ def resolve(
     if missing:
         raise _unmatched(missing, wanted, slots)
     if len(set(found.values())) < len(found):
-        counts = defaultdict(list)
-        for name, slot in found.items():
-            counts[slot].append(name)
-        twice = next(names for names in counts.values() if len(names) > 1)
+        counts = Counter(found.values())
+        twice = next([name for name in found if found[name] == slot] for slot in counts if counts[slot] > 1)
         raise UsageError(f"{' and '.join(twice)} would both be the same tensor of the base")
     return found, notes
 
@@ -223,18 +212,8 @@ def _flattened(slots: Mapping[str, Slot]) -> dict[str, str]:
 
 def _without_prefix(name: str) -> str:
     path, _, parameter = name.rpartition(".")
-    for prefix in (
-        "lora_unet_",
-        "lora_transformer_",
-        "lora_prior_unet_",
-        "lycoris_",
-        "lora_te1_",
-        "lora_te2_",
-        "lora_te_",
-    ):
-        if path.startswith(prefix):
-            path = path[len(prefix) :]
-            break
+    if (flat := _FLAT.match(path)) is not None:
+        path = path[flat.end() :]
     for prefix in ("diffusion_model.", "transformer.", "unet."):
         path = path.removeprefix(prefix)
     return f"{path.replace('.', '_')}.{parameter}"

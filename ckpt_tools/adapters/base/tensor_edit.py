@@ -1,12 +1,14 @@
 """Edits of a merge as the executor sees them: block by block where the family allows it, else the whole tensor once.
 
-`edits`, and numpy with it, is imported by the first block that needs it.
+`arithmetic`, and numpy with it, is imported by the first block that needs it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.base.matching import ChangedRows
@@ -24,44 +26,30 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 
+@dataclass(slots=True, eq=False)
 class TensorEdit:
-    """Changes one tensor of the base; see `block_io.Edit`.
+    """Changes one tensor of the base; see `moving.read.Edit`."""
 
-    Args:
-        entry: The tensor; its chunks are raw.
-        dtype: As what it is written.
-        parts: What changes which rows.
-        load: Returns the adapter with its tensors.
-        scale: Multiplies what the adapter adds.
-        source: Where the base's bytes are.
-        turns: Shared by all edits of a merge: one whole tensor is computed at a time.
-    """
+    entry: TensorEntry
+    dtype: DType
+    """As what it is written."""
+    parts: tuple[ChangedRows, ...]
+    load: Callable[[], Adapter[Array]]
+    scale: float
+    """Multiplies what the adapter adds."""
+    source: Source
+    turns: threading.Lock
+    """Shared by all edits of a merge: one whole tensor is computed at a time."""
+    has_changed: list[bool] = field(init=False)
+    """By part: has an element become another one?"""
+    should_change: list[bool] = field(init=False)
+    """By part: is there an element that it should change?"""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _arithmetic: Arithmetic | None = None
+    _whole: memoryview | None = None
 
-    def __init__(
-        self,
-        entry: TensorEntry,
-        dtype: DType,
-        parts: Sequence[ChangedRows],
-        load: Callable[[], Adapter[Array]],
-        scale: float,
-        source: Source,
-        turns: threading.Lock,
-    ) -> None:
-        self.entry = entry
-        self.parts = tuple(parts)
-        self.has_changed = [False] * len(self.parts)
-        """By part: has an element become another one?"""
-        self.should_change = [False] * len(self.parts)
-        """By part: is there an element that it should change?"""
-        self.dtype = dtype
-        self._load = load
-        self._scale = scale
-        self._source = source
-        self._turns = turns
-        self._whole_box = Box((0,) * len(entry.shape), entry.shape)
-        self._lock = threading.Lock()
-        self._arithmetic: Arithmetic | None = None
-        self._whole: memoryview | None = None
+    def __post_init__(self) -> None:
+        self.has_changed, self.should_change = ([False] * len(self.parts) for _ in range(2))
 
     @property
     def is_settled(self) -> bool:
@@ -70,13 +58,13 @@ class TensorEdit:
 
     def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
         """Compute the new elements of a block."""
-        arithmetic = self._prepared()
+        arithmetic, whole_box = self._prepared(), Box((0,) * len(self.entry.shape), self.entry.shape)
         if arithmetic.is_rowwise and _has_whole_rows(blocks_of(self.entry, self.dtype), arithmetic.columns):
-            row = start_of(block, self._whole_box) // arithmetic.columns
+            row = start_of(block, whole_box) // arithmetic.columns
             arithmetic.apply(row, content, result)
             return
         whole = self._computed(arithmetic)
-        start = start_of(byte_box(block, self.dtype), byte_box(self._whole_box, self.dtype))
+        start = start_of(byte_box(block, self.dtype), byte_box(whole_box, self.dtype))
         result[:] = whole[start : start + len(result)]
 
     def finish(self) -> None:
@@ -88,20 +76,17 @@ class TensorEdit:
             if self._arithmetic is None:
                 from ckpt_tools.adapters.base.arithmetic import Arithmetic
 
-                self._arithmetic = Arithmetic(
-                    self.entry.fqn, self.entry.dtype, self.dtype, self.parts, self._load(), self._scale
-                )
-                self._arithmetic.has_changed, self._arithmetic.should_change = self.has_changed, self.should_change
+                self._arithmetic = Arithmetic(self)
             return self._arithmetic
 
     def _computed(self, arithmetic: Arithmetic) -> memoryview:
         """Return the new tensor, computed by whoever comes first."""
         with self._lock:
             if self._whole is None:
-                with self._turns:
+                with self.turns:
                     content = bytearray(self.entry.nbytes)
                     position = 0
-                    for _, view in read_blocks(self.entry, self._source):
+                    for _, view in read_blocks(self.entry, self.source):
                         content[position : position + len(view)] = view
                         position += len(view)
                     result = memoryview(bytearray(self.dtype.num_bytes(self.entry.num_elems)))
@@ -112,9 +97,4 @@ class TensorEdit:
 
 def _has_whole_rows(blocks: Blocks, columns: int) -> bool:
     """Does every block hold whole rows?"""
-    if blocks.dim < 0:
-        return True
-    inner = 1
-    for length in blocks.shape[blocks.dim + 1 :]:
-        inner *= length
-    return inner % columns == 0
+    return blocks.dim < 0 or math.prod(blocks.shape[blocks.dim + 1 :]) % columns == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import product
 
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.description.checkpoint import TensorEntry
@@ -21,25 +21,14 @@ UNTIE = (
     "untie the base first: give lm_head a copy of the weight, set tie_word_embeddings=false in its config, and save it"
 )
 """What helps, for people."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """An embedding and a head that may be one parameter in the model; one of them is changed."""
-
-    changed: TensorEntry
-    kept: TensorEntry
+Pair = tuple[TensorEntry, TensorEntry]
+"""An embedding and a head that may be one parameter in the model: the one that is changed, and the other."""
 
 
 def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collection[str]) -> tuple[Pair, ...]:
     """Return the pairs that must not hold the same values (see `refuse_equal`).
 
     PEFT's adapter of a tied embedding leaves the head alone, until it is merged.
-
-    Args:
-        base: The base.
-        tensors: Its tensors, by the names that a plain model gives them.
-        changed: FQNs of those that the adapter changes.
 
     Raises:
         UsageError: The base stores an embedding that is its head too, and the adapter changes the embedding.
@@ -57,9 +46,9 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
                     where=entry.fqn,
                     hint=UNTIE,
                 )
-    pairs = ((one, other) for embedding in embeddings for head in heads for one, other in _both_ways(embedding, head))
+    pairs = (pair for both in product(embeddings, heads) for pair in (both, both[::-1]))
     return tuple(
-        Pair(changed=one, kept=other)
+        (one, other)
         for one, other in pairs
         if one.fqn in changed and other.fqn not in changed and (one.shape, one.dtype) == (other.shape, other.dtype)
     )
@@ -80,9 +69,9 @@ def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> 
         UsageError: With the names.
     """
     for pair in pairs:
-        found = scan([pair.changed, pair.kept], base.source, num_workers=num_workers).digests
-        if found[pair.changed.fqn] == found[pair.kept.fqn]:
-            changed, kept = pair.changed.fqn, pair.kept.fqn
+        found = scan(pair, base.source, num_workers=num_workers).digests
+        changed, kept = (entry.fqn for entry in pair)
+        if found[changed] == found[kept]:
             raise UsageError(
                 f"{changed} and {kept} hold the same values, as a tied embedding and head do, and the adapter changes "
                 "one of them: a model that ties them would load the one or the other",
@@ -90,10 +79,6 @@ def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> 
                 hint=f"{UNTIE}; if they are not tied, say so in a config.json beside the base: "
                 '{"tie_word_embeddings": false}',
             )
-
-
-def _both_ways(embedding: TensorEntry, head: TensorEntry) -> tuple[tuple[TensorEntry, TensorEntry], ...]:
-    return (embedding, head), (head, embedding)
 
 
 def _named(tensors: Mapping[str, TensorEntry], leaves: Collection[str]) -> Iterator[TensorEntry]:

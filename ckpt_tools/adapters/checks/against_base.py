@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Shapes
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
 from ckpt_tools.adapters.architectures.resolve import Place, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, base_path, parents_of
 from ckpt_tools.adapters.checks.integrity import check_base
-from ckpt_tools.adapters.ecosystems.loaders import ModelFamily
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.text import escape_name
@@ -25,12 +24,7 @@ _ENCODER = re.compile(r"(?:text_encoder(?:_\d)?\.|text_encoders\.|lora_te\d?_)")
 def check_against(
     adapter: Adapter[TensorEntry], base: BaseModel, family: ModelFamily | None
 ) -> tuple[list[Finding], list[str]]:
-    """Hold an adapter's modules against the base model's.
-
-    Args:
-        adapter: From headers.
-        base: The base model.
-        family: Whose names the adapter may have; None where ckpt has no tables of them.
+    """Hold an adapter's modules against the base model's, by the names of its family, or by its own without tables.
 
     Returns:
         What is wrong, and what could not be checked.

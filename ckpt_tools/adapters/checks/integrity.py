@@ -13,11 +13,17 @@ adapter-wrapper-key     names with leftovers of torch.compile or a wrapper, whic
 adapter-unknown-key     names that are no part of any adapter that is known
 adapter-unmatched       the base model has no such module
 adapter-shape           the base model's weight has another shape
+
+What no training leaves behind, though loaders take it:
+
+adapter-dead-module     factors that are 0 where the same module of other layers was trained, or that never begin at 0
+adapter-alpha           the scale is negative, or out of every proportion
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -36,10 +42,18 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 ValueTable = Mapping[tuple[int, str], Values | None]
-"""(number of the module, role) → what its values are like."""
+"""(number of the module, role) → what its values are like; None, or nothing, for a factor that was not looked at."""
 
 _FLAT = ("magnitude", "B_bias", "rescale", "diff_b", "diff", "alpha")
 """Roles that may have one dim or none."""
+NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+"""Of a layer, in a path."""
+_EXPERT = re.compile(r"(?:^|[._])experts?[._]\d")
+"""One that the router never chose stays untrained in a healthy run."""
+_NEVER_ZERO = ("A", "B_embedding")
+"""Roles that begin with random values in every trainer: PEFT, kohya's, LyCORIS."""
+_LARGEST, _SMALLEST = 256.0, 1e-6
+"""Of scales: alpha/r is around 1; rsLoRA's alpha/√r reaches 64 with alpha 512, kohya's alpha of 1 gives 1/r."""
 _TRUNCATED_HINT = (
     "this is what an FSDP or ZeRO-3 run leaves that saved one rank's part: export from the sharded checkpoint instead "
     "(its DCP directory, or accelerate's pytorch_model_fsdp_0)"
@@ -117,12 +131,8 @@ def _check_settings(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[F
 
 
 def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:
-    names = [
-        factor.fqn
-        for module in adapter.modules
-        for factor in module.factors.values()
-        if isinstance(factor, TensorEntry)
-    ]
+    factors = (factor for module in adapter.modules for factor in module.factors.values())
+    names = [factor.fqn for factor in factors if isinstance(factor, TensorEntry)]
     wrapped = [name for name in names if strip_wrappers(name) != name]
     if wrapped:
         yield _finding(
@@ -138,27 +148,22 @@ def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:
 def _check_module(module: AdapterModule[F]) -> Iterator[Finding]:
     shapes = module.shapes
     for role, factor in module.factors.items():
-        where = factor.fqn if isinstance(factor, TensorEntry) else f"{module.path} {role}"
         dtype = _dtype(factor)
         if not module.is_saved and dtype is not None and not is_float(dtype):
-            yield _finding("adapter-dtype", where, f"factor {role} is {dtype.name}, which is not a floating-point type")
+            what = f"factor {role} is {dtype.name}, which is not a floating-point type"
+            yield _finding("adapter-dtype", _name_of(module, role), what)
     bad = [
         role
         for role, shape in shapes.items()
         if 0 in shape or (not module.is_saved and role not in _FLAT and len(shape) < 2)
     ]
     for role in bad:
-        factor = module.factors[role]
-        where = factor.fqn if isinstance(factor, TensorEntry) else f"{module.path} {role}"
-        yield _finding("adapter-truncated", where, f"factor {role} has the shape {list(shapes[role])}", _TRUNCATED_HINT)
-    yield from _check_pairs(module, shapes, bad)
-
-
-def _check_pairs(module: AdapterModule[F], shapes: Shapes, bad: list[str]) -> Iterator[Finding]:
+        what = f"factor {role} has the shape {list(shapes[role])}"
+        yield _finding("adapter-truncated", _name_of(module, role), what, _TRUNCATED_HINT)
     family = family_of(module)
-    missing = family.missing(shapes)
+    missing, there = family.missing(shapes), ", ".join(sorted(shapes)) or "none"
     for role in missing:
-        yield _finding("adapter-missing-factor", module.path, f"factor {role} is missing (there are {_roles(shapes)})")
+        yield _finding("adapter-missing-factor", module.path, f"factor {role} is missing (there are {there})")
     if missing or bad:
         return
     dims = family.rank_dims(shapes)
@@ -169,8 +174,9 @@ def _check_pairs(module: AdapterModule[F], shapes: Shapes, bad: list[str]) -> It
             yield _finding("adapter-rank", module.path, f"the factors disagree on the rank: {shown}", _TRUNCATED_HINT)
 
 
-def _roles(shapes: Shapes) -> str:
-    return ", ".join(sorted(shapes)) or "none"
+def _name_of(module: AdapterModule[F], role: str) -> str:
+    factor = module.factors[role]
+    return factor.fqn if isinstance(factor, TensorEntry) else f"{module.path} {role}"
 
 
 def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
@@ -179,27 +185,16 @@ def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Find
         return
     zero = said_zero(module, adapter)
     if module.alpha is None and zero is not None:
-        yield _finding(
-            "adapter-alpha-zero",
-            module.path,
-            f"alpha is 0 in {zero}: a loader multiplies by it, and nothing changes",
-            "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE",
-        )
+        what = f"alpha is 0 in {zero}: a loader multiplies by it, and nothing changes"
+        hint = "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE"
+        yield _finding("adapter-alpha-zero", module.path, what, hint)
     elif module.alpha is None:
         if not adapter.is_training_state and not family.is_unranked(module.factors):
-            yield _finding(
-                "adapter-alpha-missing",
-                module.path,
-                "nothing says the alpha, and PEFT would take 8",
-                "put lora_alpha into adapter_config.json, or export with --alpha",
-            )
+            hint = "put lora_alpha into adapter_config.json, or export with --alpha"
+            yield _finding("adapter-alpha-missing", module.path, "nothing says the alpha, and PEFT would take 8", hint)
     elif module.alpha.value == 0:
-        yield _finding(
-            "adapter-alpha-zero",
-            module.path,
-            f"alpha is 0 ({module.alpha.source}): the module changes nothing",
-            "give the alpha of the training run: --alpha VALUE",
-        )
+        what = f"alpha is 0 ({module.alpha.source}): the module changes nothing"
+        yield _finding("adapter-alpha-zero", module.path, what, "give the alpha of the training run: --alpha VALUE")
     elif not math.isfinite(module.alpha.value):
         yield _finding("adapter-non-finite", module.path, f"alpha is {module.alpha.value} ({module.alpha.source})")
 
@@ -229,16 +224,8 @@ def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
         family, shapes = family_of(module), module.shapes
         found = family.matrix(shapes) if family.is_matrix_sure(shapes) else None
         if found is not None and weight and not _fits(found, weight, is_stack=module.parameter != "weight"):
-            yield _misfit(module, ", ".join(sorted(shapes)), found, weight)
-
-
-def _misfit(module: AdapterModule[F], role: str, found: Matrix, weight: tuple[int, ...]) -> Finding:
-    return _finding(
-        "adapter-shape",
-        module.path,
-        f"{role} are for {list(found)}, and the base model's is {list(weight)}",
-        "is it the base that the adapter was trained on?",
-    )
+            what = f"{', '.join(sorted(shapes))} are for {list(found)}, and the base model's is {list(weight)}"
+            yield _finding("adapter-shape", module.path, what, "is it the base that the adapter was trained on?")
 
 
 def _fits(found: Matrix, weight: Shape, *, is_stack: bool) -> bool:
@@ -251,12 +238,7 @@ def _fits(found: Matrix, weight: Shape, *, is_stack: bool) -> bool:
 
 
 def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
-    """Yield what the values tell.
-
-    Args:
-        adapter: Whose modules the table numbers.
-        table: What was seen of them; a factor that was not looked at is absent or None.
-    """
+    """Yield what the values tell."""
     idle: list[AdapterModule[F]] = []
     changing = 0
     adapted = {module.path for module in adapter.modules if not module.is_saved}
@@ -279,27 +261,65 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
             changing += 1
     if not idle:
         return
-    shown = first_few([module.path for module in idle])
+    where, shown = idle[0].path, first_few([module.path for module in idle])
     if changing:
-        yield _finding(
-            "adapter-zero",
-            idle[0].path,
-            f"{len(idle)} of {len(adapter.modules)} modules change nothing: their factors multiply to 0 ({shown})",
-            "they were not trained, or not saved",
-            "warning",
-        )
+        what = f"{len(idle)} of {len(adapter.modules)} modules change nothing: their factors multiply to 0 ({shown})"
+        yield _finding("adapter-zero", where, what, "they were not trained, or not saved", "warning")
     else:
+        what = f"the adapter changes nothing: the factors of all {len(idle)} modules multiply to 0 ({shown})"
         yield _finding(
-            "adapter-zero",
-            idle[0].path,
-            f"the adapter changes nothing: the factors of all {len(idle)} modules multiply to 0 ({shown})",
-            "it is as it was before training, or its trained values were not saved",
+            "adapter-zero", where, what, "it is as it was before training, or its trained values were not saved"
         )
 
 
 def is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
     """Does a module change nothing, by what was seen of its factors? A DoRA may: its row norms are its own."""
     return not module.is_dora and family_of(module).is_idle(module.factors, seen)
+
+
+def check_suspicions(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
+    """Yield what speaks for a damage that no loader notices."""
+    yield from _dead(adapter, table)
+    for module in adapter.modules:
+        yield from _scale(module)
+
+
+def _dead(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
+    idle, alive = [], set()
+    for number, module in enumerate(adapter.modules):
+        seen = {role: values for role in module.factors if (values := table.get((number, role))) is not None}
+        if module.is_saved or not seen:
+            continue
+        if not is_idle(module, seen):
+            alive.add(NUMBER.sub("*", module.path))
+        else:
+            is_lost = any(role in _NEVER_ZERO and values.is_zero for role, values in seen.items())
+            idle.append((module.path, is_lost))
+    for path, is_lost in idle if alive else ():
+        if is_lost:
+            what, hint = "a factor is 0 that begins with random values", "was the adapter saved whole?"
+        elif NUMBER.sub("*", path) in alive and not _EXPERT.search(path):
+            what = "its factors multiply to 0, and the same module of other layers was trained"
+            hint = "was it saved whole? If this layer was not meant to be trained, leave its tensors out"
+        else:
+            continue
+        yield Finding.error(code="adapter-dead-module", where=path, what=what, hint=hint)
+
+
+def _scale(module: AdapterModule[F]) -> Iterator[Finding]:
+    if module.alpha is None or module.rank is None or not module.rank.value or not math.isfinite(module.alpha.value):
+        return  # said by the other checks, or nothing scales it
+    rank = module.rank.value
+    scale = module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
+    if scale == 0 or _SMALLEST <= scale <= _LARGEST:
+        return
+    what = "is negative: it takes away what was trained" if scale < 0 else "is out of every proportion"
+    yield Finding.error(
+        code="adapter-alpha",
+        where=module.path,
+        what=f"the scale {scale:g} (alpha {module.alpha.value:g}, {module.alpha.source}) {what}",
+        hint="give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE",
+    )
 
 
 def _dtype(factor: object) -> DType | None:

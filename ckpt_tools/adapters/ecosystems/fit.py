@@ -9,11 +9,11 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import Convention, Sourced
 from ckpt_tools.adapters.architectures.sdxl import conv_shape
+from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.placing import Placed
 from ckpt_tools.adapters.families import columns_of, dora, equivalents, family_of, rows_of
-from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
+from ckpt_tools.adapters.families.family import InexpressibleError, Module, Setting, refuse
 from ckpt_tools.adapters.families.lokr import first_role
-from ckpt_tools.adapters.families.setting import Setting
 from ckpt_tools.moving.arrays import Array, is_finite
 
 _FLOAT32 = 2.0**-20
@@ -33,7 +33,6 @@ class Fitting:
     errors: dict[str, float] = field(default_factory=dict)
     """Module → error relative to the largest element of the change."""
     notes: list[str] = field(default_factory=list)
-    """For people."""
     _conversions: dict[str, int] = field(default_factory=dict)
 
     def as_lora(self, module: Module) -> Module:
@@ -145,6 +144,10 @@ class Fitting:
         """Say something once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def written(self, file: str, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> Written:
+        """Return the file, with what was done for it."""
+        return Written(file=file, tensors=tensors, metadata=metadata, notes=self.finish(), errors=self.errors)
 
     def finish(self) -> tuple[str, ...]:
         """Return the notes, one per kind of conversion."""

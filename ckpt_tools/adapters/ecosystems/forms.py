@@ -1,24 +1,28 @@
-"""What an adapter must become before it has a place at its target: other paths, another family."""
+"""What an adapter must become to have a place at its target (other paths, another family), and its names there."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
 from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Target
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName
+from ckpt_tools.adapters.architectures.architecture import ArchitectureName, ModelFamily
+from ckpt_tools.adapters.architectures.choose import choose_architectures, family_in_header, rivals_of
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import unflatten
-from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.base.model import BaseModel, parents_of
+from ckpt_tools.adapters.checks.integrity import check_structure
+from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.peft.files import from_one_model
-from ckpt_tools.adapters.ecosystems.to_target import to_target
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.assemble import Named, assemble
 from ckpt_tools.adapters.read.keys import parse_key
 from ckpt_tools.adapters.read.sidecars import read_sidecars
+from ckpt_tools.adapters.read.tensors import TensorReader, entry_of
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
@@ -27,34 +31,8 @@ from ckpt_tools.text import escape_name
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
-
-def architecture_of(name: str | None) -> ArchitectureName | Literal["llm"] | None:
-    """Return the model family that the user names.
-
-    Raises:
-        UsageError: There is none of this name.
-    """
-    known = ("llm", *ARCHITECTURES)
-    if name is None:
-        return None
-    for each in known:
-        if name == each:
-            return each  # type: ignore[return-value]  # it is one of the literals
-    raise UsageError(f"unknown model family {name!r}", hint=f"--architecture takes {', '.join(known)}")
-
-
-def unflatten_paths(adapter: Adapter[F], base: Shapes) -> Adapter[F]:
-    """Return the adapter with the paths of the base model in the place of kohya's flattened names.
-
-    Raises:
-        UsageError: A name is that of no module of the base, or of several.
-    """
-    names = tuple(base)
-    return adapter.with_modules(
-        tuple(replace(module, path=unflatten(module.path, names)) for module in adapter.modules)
-    )
-
-
+Weights = Callable[[], AbstractContextManager[tuple[Mapping[str, TensorEntry], TensorReader]]]
+"""Lends the base's tensors and their reader."""
 _ROOTS = ("", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "base_model.model.")
 """What the ecosystems put in front of a model's own module paths."""
 
@@ -66,10 +44,13 @@ def under_base_names(adapter: Adapter[F], base: Shapes) -> Adapter[F] | None:
         paths = [module.path.removeprefix(root) for module in adapter.modules]
         if all(module.path.startswith(root) for module in adapter.modules) and modules.issuperset(paths):
             renamed = zip(adapter.modules, paths, strict=True)
-            return adapter.with_modules(tuple(replace(module, path=path) for module, path in renamed))
+            return adapter.with_modules(replace(module, path=path) for module, path in renamed)
     if all("." not in module.path for module in adapter.modules):
+        names = tuple(base)
         try:
-            return unflatten_paths(adapter, base)
+            return adapter.with_modules(
+                replace(module, path=unflatten(module.path, names)) for module in adapter.modules
+            )
         except UsageError:
             return None
     return None
@@ -78,7 +59,7 @@ def under_base_names(adapter: Adapter[F], base: Shapes) -> Adapter[F] | None:
 def through_diffusers(
     loaded: Adapter[Array],
     notes: list[str],
-    architecture: str | None,
+    architecture: ModelFamily | None,
     svd_rank: int | None,
     base: BaseFamily | None,
 ) -> Adapter[Array]:
@@ -87,18 +68,9 @@ def through_diffusers(
     Raises:
         UsageError: No architecture that is known, or something that cannot be said there.
     """
-    from ckpt_tools.moving.arrays import dtype_of
-
-    written = to_target(
-        loaded, "diffusers", architecture=architecture_of(architecture), base=base, svd_rank=svd_rank, may_fuse=False
-    )
+    written = to_target(loaded, "diffusers", architecture=architecture, base=base, svd_rank=svd_rank, may_fuse=False)
     notes += [*written.notes, *error_notes(written.errors)]
-    named = [
-        Named(
-            name, parse_key(name), TensorEntry(fqn=name, dtype=dtype_of(tensor), shape=tuple(tensor.shape), chunks=())
-        )
-        for name, tensor in written.tensors.items()
-    ]
+    named = [Named(name, parse_key(name), entry_of(name, tensor)) for name, tensor in written.tensors.items()]
     described = assemble(
         named, convention="diffusers", is_training=False, trained=None, bias=None, path="the converted adapter"
     )
@@ -106,12 +78,7 @@ def through_diffusers(
         described, read_sidecars((), written.metadata), lambda entry: _scalar(written.tensors, entry)
     )
     placed, _ = from_one_model(described)
-    return placed.with_modules(
-        tuple(
-            module.with_factors({role: written.tensors[entry.fqn] for role, entry in module.factors.items()})
-            for module in placed.modules
-        )
-    )
+    return placed.with_factors(lambda module, role: written.tensors[module.factors[role].fqn])
 
 
 def _scalar(tensors: Mapping[str, Array], entry: TensorEntry) -> float | None:
@@ -149,7 +116,7 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
     notes += [f"{count} modules: {how}" for how, count in hows.items()]
     notes += error_notes(errors)
     settings = {name: value for name, value in loaded.settings.items() if name in _KEPT}
-    return replace(loaded.with_modules(tuple(modules)), settings=settings)
+    return replace(loaded.with_modules(modules), settings=settings)
 
 
 _KEPT = ("base_model_name_or_path", "task_type", "target_modules", "modules_to_save", "revision")
@@ -170,14 +137,10 @@ def target_of(name: str) -> Target:
     Raises:
         UsageError: There is none.
     """
-    for each in TARGETS:
-        if name == each:
-            return each
-    raise UsageError(f"unknown target {name!r}", hint=f"--to takes {', '.join(TARGETS)}")
-
-
-TARGETS: tuple[Target, ...] = ("peft", "diffusers", "kohya", "comfyui")
-"""Values of `--to`."""
+    targets: tuple[Target, ...] = get_args(Target)
+    if name not in targets:
+        raise UsageError(f"unknown target {name!r}", hint=f"--to takes {', '.join(targets)}")
+    return name
 
 
 def summary(adapter: Adapter[TensorEntry], base_model: str | None) -> Fields:
@@ -197,3 +160,171 @@ def summary(adapter: Adapter[TensorEntry], base_model: str | None) -> Fields:
     if base_model is not None:
         known["base_model"] = Sourced(base_model, "--base-model")
     return known
+
+
+def write_names(
+    loaded: Adapter[Array],
+    to: Target,
+    *,
+    base: BaseModel | None,
+    weights: Weights,
+    architecture: ModelFamily | None,
+    svd_rank: int | None,
+    notes: list[str],
+) -> Written:
+    """Return what is to be written for diffusers, kohya or ComfyUI; `notes` are told what was done beside its own.
+
+    Raises:
+        UsageError: The model is not known, or the target cannot express the adapter.
+    """
+    family = None if base is None else base.family
+    if family is not None and architecture is not None and architecture != family.name:
+        _contradict(architecture, family, notes)
+    if base is not None and architecture is None and passes_unchanged(base.family, to):
+        loaded = _unchanged(loaded, base, notes)
+        if to == "diffusers":
+            loaded = as_loras(loaded, notes, svd_rank, base.shapes)
+    if to == "comfyui" and base is not None and any(module.is_dora for module in loaded.modules):
+        loaded = _with_base_norms(loaded, base, weights, notes)
+    return to_target(loaded, to, architecture=architecture, base=family, svd_rank=svd_rank)
+
+
+def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:
+    """Hold what the user says against the base: a family with tables goes before it, an unknown one is for the user."""
+    if base.name is not None:
+        raise UsageError(
+            f"--architecture says {architecture}, and the base is {base.title} ({base.source})",
+            where="--architecture",
+            hint="leave it out: the base decides",
+        )
+    if not base.possible:
+        notes.append(f"names by --architecture {architecture}, although the base is {base.title}: not proven")
+
+
+def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Adapter[Array]:
+    """Return an adapter of a model without tables under the base's own names, held against its shapes."""
+    title = base.family.title
+    named = under_base_names(loaded, base.shapes)
+    if named is None:
+        raise UsageError(
+            f"ckpt has no tables for {title}, and the adapter's modules are not called as the base's are",
+            where=loaded.modules[0].path,
+            hint="is it the base of the training run?",
+        )
+    errors = [each for each in check_structure(named, base=base.shapes, repairs=True) if each.severity == "error"]
+    if errors:
+        raise UsageError(errors[0].what, where=errors[0].where, hint=errors[0].hint)
+    notes.append(f"ckpt has no tables for {title}: its modules keep their names")
+    return named
+
+
+def _with_base_norms(loaded: Adapter[Array], base: BaseModel, weights: Weights, notes: list[str]) -> Adapter[Array]:
+    """Return a DoRA with the magnitudes that ComfyUI must be given."""
+    from ckpt_tools.adapters.ecosystems.comfyui.writer import with_base_norms
+
+    with weights() as (tensors, reader):
+        folded = with_base_norms(under_base_names(loaded, base.shapes) or loaded, tensors, reader, base.source)
+    notes.append(
+        "dora_scale was multiplied by ‖W‖/‖W+ΔW‖: ComfyUI divides by ‖W‖ (its PR #15458, open in November 2026, would "
+        "change that). The file is for ComfyUI alone, and its header says so"
+    )
+    return folded
+
+
+def to_target(
+    adapter: Adapter[Array],
+    target: Target,
+    *,
+    architecture: ModelFamily | None = None,
+    base: BaseFamily | None = None,
+    svd_rank: int | None = None,
+    may_fuse: bool = True,
+) -> Written:
+    """Write an adapter in the names of an ecosystem, exactly.
+
+    Args:
+        adapter: With its factors loaded and its alphas known.
+        target: diffusers, kohya or comfyui; PEFT's files are written by `export`.
+        architecture: The model family; told from the names by default.
+        base: What the base model is; it goes before the adapter's names. Modules of a base without tables are under
+            the base's own names.
+        svd_rank: Rank of an approximation, for modules that cannot be expressed exactly; the error is reported.
+        may_fuse: diffusers fuses projections of FLUX.2 when it meets a LoKr of fused ones; False for the module paths
+            of the model as it is.
+
+    Returns:
+        File name, tensors, header and notes; `errors` has the modules that are not exact.
+
+    Raises:
+        UsageError: An unknown family or module, or one that the target cannot express.
+    """
+    from ckpt_tools.adapters.ecosystems.comfyui.writer import to_comfyui, to_comfyui_unchanged
+    from ckpt_tools.adapters.ecosystems.diffusers.writer import to_diffusers, to_diffusers_unchanged
+    from ckpt_tools.adapters.ecosystems.fit import Fitting
+    from ckpt_tools.adapters.ecosystems.kohya.writer import to_kohya
+
+    writers = {"diffusers": to_diffusers, "kohya": to_kohya, "comfyui": to_comfyui}
+    if architecture is None and base is not None and passes_unchanged(base, target):
+        fitting = Fitting(svd_rank=svd_rank, convention=adapter.convention, may_fuse=may_fuse)
+        unchanged = to_diffusers_unchanged if target == "diffusers" else to_comfyui_unchanged
+        return unchanged(adapter, base, fitting)
+    found = choose_architectures(adapter, architecture=architecture, base=base)
+    results: list[Written] = []
+    for name in found:
+        try:
+            fitting = Fitting(svd_rank=svd_rank, convention=adapter.convention, may_fuse=may_fuse)
+            results.append(writers[target](adapter, ARCHITECTURES[name], fitting))
+        except UsageError:
+            if len(found) == 1:
+                raise
+            break
+    if len(results) < len(found) or not all(_is_same(results[0], other) for other in results[1:]):
+        raise UsageError(
+            f"the adapter's modules could be those of {' or '.join(ARCHITECTURES[name].title for name in found)}",
+            where=adapter.modules[0].path,
+            hint="say which with --architecture, or give the base model with --base",
+        )
+    if architecture is None and base is None and target != "diffusers":
+        _refuse_rivals(adapter, found)
+    return results[0] if len(found) == 1 else _without_family(results[0])
+
+
+def passes_unchanged(base: BaseFamily, target: Target) -> bool:
+    """Does the target take the modules of a base without tables under their own names?"""
+    from ckpt_tools.adapters.ecosystems.comfyui.writer import SAME_IN_COMFYUI
+
+    if base.possible or base.is_language_model or base.component is None:
+        return False
+    return target == "diffusers" or (target == "comfyui" and base.title in SAME_IN_COMFYUI)
+
+
+def _refuse_rivals(adapter: Adapter[Array], found: Sequence[ArchitectureName]) -> None:
+    """Refuse names that models without tables have as well: diffusers' stay as they are, others would be guessed."""
+    if family_in_header(adapter) in found:
+        return
+    titles = [title for name in found for title in rivals_of(adapter, name)]
+    if titles:
+        raise UsageError(
+            f"the model is not known: its modules can be {ARCHITECTURES[found[0]].title}'s, and those of "
+            f"{'; '.join(dict.fromkeys(titles))}",
+            where=adapter.modules[0].path,
+            hint=f"give the base model: --base DIR; or say which: --architecture {found[0]}",
+        )
+
+
+def _is_same(one: Written, other: Written) -> bool:
+    """Does it not matter which of two families the adapter is for?"""
+    if one.tensors.keys() != other.tensors.keys():
+        return False
+    from ckpt_tools.moving.arrays import bytes_of
+
+    return all(
+        (tensor.dtype, tensor.shape) == (other.tensors[name].dtype, other.tensors[name].shape)
+        and bytes_of(tensor) == bytes_of(other.tensors[name])
+        for name, tensor in one.tensors.items()
+    )
+
+
+def _without_family(written: Written) -> Written:
+    said = [key for key in written.metadata if key != "ss_base_model_version" and not key.startswith("modelspec.")]
+    return replace(written, metadata={key: written.metadata[key] for key in said})

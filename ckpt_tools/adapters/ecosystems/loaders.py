@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ckpt_tools.adapters.ecosystems import vllm
@@ -13,20 +13,9 @@ from ckpt_tools.adapters.ecosystems.comfyui import loader as comfyui
 from ckpt_tools.adapters.ecosystems.diffusers import loader as diffusers
 from ckpt_tools.adapters.ecosystems.kohya import loader as kohya
 from ckpt_tools.adapters.ecosystems.peft import loader as peft
-from ckpt_tools.adapters.ecosystems.simulation import (
-    NEEDS_BASE,
-    AdapterFile,
-    Loader,
-    LoaderReport,
-    ModelFamily,
-    Rules,
-    TensorHead,
-    report,
-)
+from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loader, LoaderReport, Loading, RejectedError
 
-__all__ = ["LOADERS", "NEEDS_BASE", "AdapterFile", "Loader", "LoaderReport", "ModelFamily", "TensorHead", "simulate"]
-
-LOADERS: Mapping[Loader, Rules] = MappingProxyType(
+LOADERS: Mapping[Loader, Callable[[AdapterFile, Loading], None]] = MappingProxyType(
     {
         "peft": peft.load,
         "diffusers": diffusers.load,
@@ -35,14 +24,48 @@ LOADERS: Mapping[Loader, Rules] = MappingProxyType(
         "vllm": vllm.load,
     }
 )
-"""Rules by loader."""
+"""Loader → its rules: they fill in a `Loading`, and raise `RejectedError` where the loader raises."""
 
 
 def simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
-    """Say what a loader would make of an adapter.
-
-    Args:
-        file: Its names, shapes and header, and what stands beside it.
-        loader: Whose rules.
-    """
-    return report(loader, LOADERS[loader], file)
+    """Say what a loader would make of an adapter."""
+    loading = Loading()
+    target = "peft" if loader == "vllm" or file.architecture == "llm" else loader
+    hint = f"ckpt export-lora SRC DST --to {target}"
+    if loader == "vllm":
+        hint += "; what vLLM lacks can be merged into the base: ckpt merge-lora"
+    loads: bool | None = True
+    try:
+        LOADERS[loader](file, loading)
+    except RejectedError as error:
+        loads = False
+        loading.used.clear()
+        loading.say("loader-rejects", "error", file.file, f"{loader} refuses it: {error}", hint)
+    unmatched = tuple(name for name in file.tensors if name not in loading.used)
+    if any(finding.code == "loader-unchecked" for finding in loading.findings):
+        loads = None
+    elif loads and not loading.used:
+        loading.say(
+            "loader-no-op",
+            "error",
+            file.file,
+            f"{loader} loads none of the {len(file.tensors)} tensors and says at most a warning: nothing changes",
+            hint,
+        )
+    elif loads and unmatched:
+        reasons = {loading.ignored.get(name, "no module has that name") for name in unmatched}
+        loading.say(
+            "loader-ignores",
+            "error",
+            unmatched[0],
+            f"{loader} leaves out {len(unmatched)} of {len(file.tensors)} tensors: {'; '.join(sorted(reasons))}",
+            hint,
+        )
+    return LoaderReport(
+        loader=loader,
+        loads=loads,
+        matched=loading.modules,
+        num_matched=len(loading.used),
+        unmatched=unmatched if loads is not None else (),
+        findings=tuple(loading.findings),
+    )

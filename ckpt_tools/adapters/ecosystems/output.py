@@ -1,12 +1,14 @@
-"""Write an adapter's files: tensor by tensor, whole or not at all, read back before they are published."""
+"""What goes into an adapter's files, and writing them: whole or not at all, read back before they are published."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from ckpt_tools.adapters.read.locate import DIFFUSERS_TRAPS
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import CkptError, StorageError
@@ -17,17 +19,47 @@ from ckpt_tools.moving.casting import cast
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging
 
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.families.family import Module
+    from ckpt_tools.moving.arrays import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """An adapter in the names of its target."""
+
+    file: str
+    tensors: Mapping[str, Array]
+    """Name → tensor, row-major; some may be the adapter's own arrays, or share memory."""
+    metadata: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Module → largest error of what was written for it, relative to the largest element; exact modules are not in."""
+
+
+def file_name(adapter_name: str) -> str:
+    """Return the name of a single-file adapter: PEFT's adapter name where it says something, and no trap."""
+    plain = "".join(char if char.isalnum() or char in "-_" else "_" for char in adapter_name).strip("_") or "lora"
+    if plain == "default" or not plain.isascii() or any(trap in plain.lower() for trap in DIFFUSERS_TRAPS):
+        plain = "lora"
+    return f"{plain[:100]}.safetensors"
+
+
+def put(tensors: dict[str, Array], name: str, module: Module, suffixes: Mapping[str, str]) -> None:
+    """Add a module's factors under its name and the suffixes of their roles."""
+    import numpy as np
+
+    for role, factor in module.factors.items():
+        tensors[f"{name}.{suffixes[role]}"] = np.asarray(factor, order="C")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """A tensor to write."""
 
     name: str
-    """In the file."""
     shape: tuple[int, ...]
-    """In the file."""
     dtype: DType
-    """In the file."""
     stored: DType
     """Of what `read` returns."""
     read: Callable[[], memoryview]
@@ -44,11 +76,8 @@ class Output:
     """The files of an adapter."""
 
     file: str
-    """Name of the safetensors file."""
     items: Sequence[Item]
-    """What goes in."""
     metadata: Mapping[str, str]
-    """`__metadata__` of its header."""
     documents: Mapping[str, bytes]
     """Small files beside it."""
 
@@ -84,14 +113,9 @@ def staged(destination: str, *, overwrite: bool) -> Iterator[Staging]:
 
 
 def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview], None]) -> None:
-    """Write everything, durably, and read it back.
+    """Write everything, durably, and read it back; `see` is given every tensor's bytes as they were read.
 
     Memory: the largest tensor, twice when it is cast.
-
-    Args:
-        output: What to write.
-        staging: Where to; the caller publishes it.
-        see: Given every tensor's bytes as they were read.
 
     Raises:
         StorageError: The system could not write, or gives back something else.

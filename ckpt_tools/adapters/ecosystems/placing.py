@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture, Part
@@ -15,6 +16,7 @@ from ckpt_tools.adapters.families.family import InexpressibleError, Module, refu
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
 
+R = TypeVar("R")
 AsLora = Callable[[Module], Module]
 """Makes an exact lora of a module, or raises `InexpressibleError`."""
 
@@ -24,7 +26,6 @@ class Placed:
     """A module with its place in the target."""
 
     part: Part
-    """The model that it is in."""
     module: Module
     """Its path is the one inside that model, in the target's spelling."""
 
@@ -58,8 +59,7 @@ def in_diffusers(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> 
         elif len(paths) > 1:
             placed += [Placed(part=where.part, module=each) for each in _split(where, module, as_lora)]
         else:
-            moved = replace(module, path=paths[0])
-            placed.append(Placed(part=where.part, module=_swap(moved, as_lora) if _is_swapped(where, moved) else moved))
+            placed.append(Placed(part=where.part, module=_moved(where, replace(module, path=paths[0]), as_lora)))
     return _once(placed)
 
 
@@ -77,7 +77,7 @@ def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> lis
         if where.match.part is None or where.part.is_encoder:
             placed.append(Placed(part=where.part, module=moved))
         elif len(where.match.rule.diffusers) == 1:
-            placed.append(Placed(part=where.part, module=_swap(moved, as_lora) if _is_swapped(where, moved) else moved))
+            placed.append(Placed(part=where.part, module=_moved(where, moved, as_lora)))
         else:
             key = (where.part.component, where.native, _is_bias(module))
             group = groups.setdefault(key, {})
@@ -127,12 +127,7 @@ def _split(where: Place, module: Module, as_lora: AsLora) -> tuple[Module, ...]:
     sizes = _parts_of(where, rows, columns_of(module))
     if sizes is None:
         raise refuse(module, f"{rows} rows are not those of {', '.join(where.diffusers)}")
-    try:
-        return family_of(module).split(module, sizes, where.diffusers)
-    except InexpressibleError:
-        if family_of(module).is_low_rank_pair(module.factors):
-            raise
-        return family_of(module := as_lora(module)).split(module, sizes, where.diffusers)
+    return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).split(each, sizes, where.diffusers))
 
 
 def _parts_of(where: Place, rows: int, columns: int | None) -> tuple[int, ...] | None:
@@ -162,6 +157,13 @@ def _sizes(where: Place, parts: Mapping[int, Module]) -> tuple[int, ...]:
     return (width, width, width, mlp)
 
 
+def _moved(where: Place, module: Module, as_lora: AsLora) -> Module:
+    """Return a module under its new path, its halves exchanged where the two spellings order them otherwise."""
+    if not _is_swapped(where, module):
+        return module
+    return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).swap_halves(each))
+
+
 def _is_swapped(where: Place, module: Module) -> bool:
     step = where.match.rule.step
     if step == "swap":
@@ -174,10 +176,11 @@ def _is_swapped(where: Place, module: Module) -> bool:
     return rows == 2 * columns
 
 
-def _swap(module: Module, as_lora: AsLora) -> Module:
+def _perhaps_as_lora(module: Module, as_lora: AsLora, move: Callable[[Module], R]) -> R:
+    """Move a module's rows as they are; where its family has none, those of the LoRA that it can be."""
     try:
-        return family_of(module).swap_halves(module)
+        return move(module)
     except InexpressibleError:
         if family_of(module).is_low_rank_pair(module.factors):
             raise
-        return family_of(module := as_lora(module)).swap_halves(module)
+        return move(as_lora(module))

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Literal
 
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName
-from ckpt_tools.description.checkpoint import Finding, Severity
-from ckpt_tools.description.dtypes import DType
+from ckpt_tools.adapters.architectures.architecture import ModelFamily
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
+from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
 
 Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]
-"""Whose rules."""
-ModelFamily = ArchitectureName | Literal["llm"]
-"""A family of models whose names ckpt knows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorHead:
-    """What a header says of a tensor."""
-
-    shape: tuple[int, ...]
-    """Its shape."""
-    dtype: DType
-    """Its element type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +19,9 @@ class AdapterFile:
     """An adapter as a loader finds it: the names in its file, not yet understood."""
 
     file: str
-    """Name of the safetensors file."""
-    tensors: Mapping[str, TensorHead]
-    """Name → head, in the order of the file."""
+    tensors: Mapping[str, TensorEntry]
+    """Name → tensor, in the order of the file."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """The header's `__metadata__`."""
     config: Mapping[str, object] | None = None
     """adapter_config.json beside the file; None where there is none."""
     siblings: tuple[str, ...] = ()
@@ -43,7 +29,6 @@ class AdapterFile:
     is_named: bool = False
     """The loader is told the file, not its directory alone."""
     architecture: ModelFamily | None = None
-    """The model family, where it is known."""
     base: Mapping[str, tuple[int, ...]] | None = None
     """Names and shapes of the base model's parameters, where it was given."""
     base_class: str | None = None
@@ -71,7 +56,6 @@ class Loading:
     ignored: dict[str, str] = field(default_factory=dict)
     """Tensor → why the loader leaves it out."""
     findings: list[Finding] = field(default_factory=list)
-    """What else to say."""
 
     def use(self, name: str, module: str) -> None:
         """Note that a tensor goes into a module."""
@@ -83,7 +67,7 @@ class Loading:
             self.say(
                 "loader-no-op",
                 "error",
-                "adapter_config.json",
+                ADAPTER_CONFIG,
                 f"{alpha} is 0, and every change is multiplied by it: nothing changes",
                 "ckpt export-lora SRC DST --alpha VALUE writes the one of the training run",
             )
@@ -97,23 +81,30 @@ class Loading:
         """Add a finding."""
         self.findings.append(Finding(code=code, severity=severity, where=where, what=what, hint=hint))
 
+    misreads = partialmethod(say, "loader-misreads", "error")
+    """It loads, and computes something else."""
+    incomplete = partialmethod(say, "loader-incomplete", "error")
+    """What the file lacks, or has too much, goes unnoticed."""
+    needs = partialmethod(say, "loader-needs", "warning")
+    """It loads on a condition."""
+    unchecked = partialmethod(say, "loader-unchecked", "warning")
+    """The rules here do not tell."""
+    needs_base = partialmethod(say, NEEDS_BASE, "info")
+    """The base model decides, which was not given."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderReport:
     """Will a loader take the adapter, and will it change anything?"""
 
     loader: Loader
-    """Whose rules."""
     loads: bool | None
     """Does it end without an error? None when the rules do not tell."""
     matched: tuple[str, ...]
     """Modules that get an adapter."""
     num_matched: int
-    """Tensors that are used."""
     unmatched: tuple[str, ...]
-    """Tensors that are left out."""
     findings: tuple[Finding, ...]
-    """Why."""
 
     @property
     def is_proven(self) -> bool:
@@ -129,57 +120,3 @@ class LoaderReport:
     def changes(self) -> bool:
         """Is anything loaded at all?"""
         return bool(self.matched) and self.loads is not False
-
-
-Rules = Callable[[AdapterFile, Loading], None]
-"""Fills in a `Loading`; raises `RejectedError` where the loader raises."""
-
-
-def report(loader: Loader, rules: Rules, file: AdapterFile) -> LoaderReport:
-    """Apply a loader's rules to an adapter."""
-    loading = Loading()
-    hint = _HINTS["peft"] if file.architecture == "llm" and loader != "vllm" else _HINTS[loader]
-    loads: bool | None = True
-    try:
-        rules(file, loading)
-    except RejectedError as error:
-        loads = False
-        loading.used.clear()
-        loading.say("loader-rejects", "error", file.file, f"{loader} refuses it: {error}", hint)
-    unmatched = tuple(name for name in file.tensors if name not in loading.used)
-    if any(finding.code == "loader-unchecked" for finding in loading.findings):
-        loads = None
-    elif loads and not loading.used:
-        loading.say(
-            "loader-no-op",
-            "error",
-            file.file,
-            f"{loader} loads none of the {len(file.tensors)} tensors and says at most a warning: nothing changes",
-            hint,
-        )
-    elif loads and unmatched:
-        reasons = {loading.ignored.get(name, "no module has that name") for name in unmatched}
-        loading.say(
-            "loader-ignores",
-            "error",
-            unmatched[0],
-            f"{loader} leaves out {len(unmatched)} of {len(file.tensors)} tensors: {'; '.join(sorted(reasons))}",
-            hint,
-        )
-    return LoaderReport(
-        loader=loader,
-        loads=loads,
-        matched=loading.modules,
-        num_matched=len(loading.used),
-        unmatched=unmatched if loads is not None else (),
-        findings=tuple(loading.findings),
-    )
-
-
-_HINTS: Mapping[Loader, str] = {
-    "peft": "ckpt export-lora SRC DST --to peft",
-    "diffusers": "ckpt export-lora SRC DST --to diffusers",
-    "comfyui": "ckpt export-lora SRC DST --to comfyui",
-    "kohya": "ckpt export-lora SRC DST --to kohya",
-    "vllm": "ckpt export-lora SRC DST --to peft; what vLLM lacks can be merged into the base: ckpt merge-lora",
-}

@@ -10,10 +10,12 @@ import re
 from collections.abc import Mapping
 
 from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.ecosystems.peft.files import ROOT
 from ckpt_tools.adapters.ecosystems.peft.variants import variants_in
-from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.read.locate import PEFT_FILE
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 
-_ROOT = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])")
 _DEFAULT_RANK = 16
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -36,7 +38,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     loading.say_scale("lora_alpha", config.get("lora_alpha"))
     modules = parents_of(file.base) if file.base is not None else None
     if modules is None:
-        loading.say(NEEDS_BASE, "info", file.file, "vLLM leaves out modules that the model does not have: give --base")
+        loading.needs_base(file.file, "vLLM leaves out modules that the model does not have: give --base")
     embeddings = set()
     for name, head in file.tensors.items():
         hit = _NAME.fullmatch(name)
@@ -47,7 +49,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
             raise RejectedError(f"{name} is an unsupported LoRA weight")
         if len(head.shape) < 2 or 0 in head.shape:
             raise RejectedError(f"{name} has the shape {list(head.shape)}, and is copied into a matrix")
-        module = hit["module"].removeprefix(_ROOT)
+        module = hit["module"].removeprefix(ROOT)
         if modules is not None and module not in modules:
             loading.ignored[name] = "the base model has no such module"
             continue
@@ -56,25 +58,19 @@ def load(file: AdapterFile, loading: Loading) -> None:
         loading.use(name, module)
     for pattern in ("rank_pattern", "alpha_pattern"):
         if config.get(pattern):
-            loading.say(
-                "loader-misreads",
-                "error",
-                "adapter_config.json",
+            loading.misreads(
+                ADAPTER_CONFIG,
                 f"vLLM takes r and lora_alpha for every module and ignores {pattern}: some modules get a wrong scale",
                 "ckpt merge-lora BASE ADAPTER DST, and serve the merged model",
             )
     for name, reason in variants_in(config):
-        loading.say(
-            "loader-misreads",
-            "error",
-            "adapter_config.json",
+        loading.misreads(
+            ADAPTER_CONFIG,
             f"vLLM knows nothing of {name}, and loads the factors as plain ones: {reason}",
             "ckpt export-lora or merge-lora say whether it can be served in another way",
         )
     if embeddings:
-        loading.say(
-            "loader-needs",
-            "warning",
+        loading.needs(
             min(embeddings),
             "vLLM takes adapters of embeddings and of lm_head for some models only, and refuses them for others",
         )
@@ -84,8 +80,8 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
     config = file.config
     if config is None:
         raise RejectedError("there is no adapter_config.json beside it")
-    if file.file != "adapter_model.safetensors":
-        raise RejectedError(f"it looks for adapter_model.safetensors, and this is {file.file}")
+    if file.file != PEFT_FILE:
+        raise RejectedError(f"it looks for {PEFT_FILE}, and this is {file.file}")
     missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
     if missing:
         raise RejectedError(f"adapter_config.json lacks {', '.join(missing)}")

@@ -13,15 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
-from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Matrix, Module, refuse_roles
+from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Matrix, Module, Setting, Ways, refuse_roles
 from ckpt_tools.adapters.families.oft import (
     LYCORIS_ROLES,
     WHY_NOT_PEFT,
     RotatingFamily,
+    no_common_blocks,
     peft_block_size,
     peft_inputs,
 )
-from ckpt_tools.adapters.families.setting import Setting, geometry
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,10 +65,7 @@ class Boft(RotatingFamily):
             raise UsageError("R of BOFT has four dims, the last two alike, and here it has not")
         factors, sizes, counts = ({shape[dim] for shape in rotations} for dim in (0, 2, 1))
         if len(factors) > 1 or (len(sizes) > 1 and len(counts) > 1):
-            raise UsageError(
-                "neither one block size nor one number of blocks gives all modules the shapes that they have",
-                hint="export them one by one, with --include and --exclude",
-            )
+            raise no_common_blocks()
         by_size = len(sizes) == 1
         return {
             "boft_n_butterfly_factor": Sourced(factors.pop(), "first dim of R"),
@@ -80,9 +77,7 @@ class Boft(RotatingFamily):
             ),
         }
 
-    def peft_shapes(
-        self, config: Mapping[str, object], rank: int, weight: Shape
-    ) -> tuple[Mapping[str, Shape | None], ...]:
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Source: peft 0.21 `tuners/boft/layer.py`, `update_layer`."""
         inputs = peft_inputs(weight)
         size = peft_block_size(inputs, config.get("boft_block_size", 4), config.get("boft_block_num", 0))
@@ -95,13 +90,10 @@ class Boft(RotatingFamily):
 
     # Arithmetic
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+    def inputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting) -> Change:
         """Return the rotation, and PEFT's scale of the rows."""
         from ckpt_tools.adapters.families.changes import InputRotation
 
-        rows, columns = geometry(shape, setting.num_experts)
-        if "blocks" in factors:
-            return self.outputs_rotated(module, factors, rows, columns)
         stored = factors["R"]
         if stored.shape[1] * stored.shape[2] != columns:
             raise ValueError("the blocks do not cover the inputs")

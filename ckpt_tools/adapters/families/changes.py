@@ -1,7 +1,8 @@
-"""Changes to the rows of a weight, one class for every way in which a family changes them (float32).
+"""What an adapter makes of a weight: one class for every way in which a family changes its rows (float32).
 
-A weight is looked at as a matrix, rows × columns; see `delta`. Most families change a row without looking at any
-other, so that a weight can be changed piece by piece; `Change.is_rowwise` says so.
+A weight is looked at as a matrix: `rows` × `columns`. Rows are the dims that a factor has one row for (out of a linear
+layer or a convolution, num_embeddings of an embedding, experts × out of a stack), columns all others. Most families
+change a row without looking at any other, so that a weight can be changed piece by piece; `Change.is_rowwise` says so.
 
 Letters: r rank, E experts, l and m the dims of LoKr's first factor, n blocks of size b, m butterfly factors.
 """
@@ -12,7 +13,10 @@ import math
 
 import numpy as np
 
-from ckpt_tools.adapters.families import rotation
+from ckpt_tools.adapters.adapter import Shape
+from ckpt_tools.adapters.families import family_of, rotation
+from ckpt_tools.adapters.families.family import PLAIN, Module, Setting, geometry
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.moving.arrays import Array
 
 _TILE_COLUMNS = 1024
@@ -22,12 +26,7 @@ time of the thin ones here (0.4 ns an element instead of 0.8 with a rank of 16).
 
 
 class Change:
-    """What a module makes of rows of a weight.
-
-    Args:
-        rows: Rows of the weight as a matrix.
-        columns: Its columns.
-    """
+    """What a module makes of rows of a weight, which has `rows` and `columns` as a matrix."""
 
     is_rowwise = True
     """May `apply` be given some of the rows?"""
@@ -255,3 +254,38 @@ class Replacement(Change):
 def _quotient(magnitude: Array, norm: Array) -> Array:
     """Return magnitude / norm, and 0 where the norm is."""
     return np.divide(magnitude, norm, out=np.zeros_like(norm), where=norm != 0)
+
+
+def change_of(module: Module, shape: Shape, setting: Setting = PLAIN, role: str = "weight") -> Change:
+    """Return what `module` makes of a tensor of `shape`.
+
+    Args:
+        module: Its factors may have any floating dtype; they are taken as float32.
+        shape: Of the tensor in the base.
+        setting: What else must be known.
+        role: "weight" for the adapted parameter, "bias" for the bias beside it; for whole tensors (saved) their role.
+
+    Raises:
+        UsageError: Something that the result depends on is not known, or cannot be done for this family.
+        UnreadableError: The factors do not go together, or make another shape.
+    """
+    whose = module.path
+    factors = module.factors
+    try:
+        with np.errstate(all="ignore"):  # whether numbers are finite is looked at in the result
+            factors = {name: factor.astype(np.float32) for name, factor in factors.items()}
+            change = family_of(module).change(module, factors, shape, setting, role)
+    except KeyError as error:
+        raise UnreadableError(f"{whose} lacks the factor {error.args[0]}", where=whose) from error
+    except (ValueError, IndexError, np.linalg.LinAlgError) as error:
+        shapes = ", ".join(f"{name} {list(factor.shape)}" for name, factor in factors.items())
+        raise UnreadableError(f"the factors of {whose} do not go together: {shapes}", where=whose) from error
+    if (change.rows, change.columns) != geometry(shape, setting.num_experts):
+        made = f"{change.rows} × {change.columns}"
+        raise UnreadableError(f"{whose} makes {made} elements of a tensor of shape {list(shape)}", where=whose)
+    if setting.scale != 1.0 and not change.is_additive and not isinstance(change, Replacement):
+        what = "a magnitude (DoRA)" if isinstance(change, Decomposed) else "a rotation"
+        raise UsageError(
+            f"{whose} is {what}, of which a multiple is not defined", where=whose, hint="leave out --scale"
+        )
+    return change

@@ -11,8 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, Shape
-from ckpt_tools.adapters.families.family import MERGE_HINT, Factors
-from ckpt_tools.adapters.families.setting import PLAIN, Setting
+from ckpt_tools.adapters.families.family import MERGE_HINT, PLAIN, Factors, Setting
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:

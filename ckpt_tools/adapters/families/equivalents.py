@@ -16,7 +16,7 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import Shape, Sourced
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.families.change import change_of
+from ckpt_tools.adapters.families.changes import change_of
 from ckpt_tools.adapters.families.dora import BESIDE, without_magnitude
 from ckpt_tools.adapters.families.family import Module
 from ckpt_tools.errors import UsageError
@@ -35,7 +35,6 @@ class Equivalent:
     error: float
     """max |Δ before - Δ after| / max |Δ before|, over the elements of the change; 0 when nothing was computed."""
     how: str
-    """For people: what was done."""
 
 
 def as_lora(module: Module, shape: Shape | None = None, *, svd_rank: int | None = None) -> Equivalent:

@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, FamilyName, Fields, Shape, Shapes
+from ckpt_tools.adapters.adapter import (
+    Adapter,
+    AdapterModule,
+    Convention,
+    F,
+    FamilyName,
+    Fields,
+    Shape,
+    Shapes,
+    Sourced,
+)
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.adapters.families.setting import Setting
     from ckpt_tools.moving.arrays import Array
 
 Style = Literal["peft", "lycoris", "diffusers-old", "torchtitan"]
 """Whose suffix a name has; "peft" is also what diffusers and ai-toolkit write."""
 Matrix = tuple[int | None, int | None]
 """(rows, columns) of what a module changes; None in the place of a number where any will do."""
+Ways = tuple[Mapping[str, Shape | None], ...]
+"""Role → shape, None where several are right: in every way that something allows."""
 Factors = Mapping[str, "Array"]
 Module = AdapterModule["Array"]
 """With its factors loaded."""
@@ -38,6 +50,51 @@ PEFT_LYCORIS = (
     f"{PEFT_COMMON} r alpha rank_pattern alpha_pattern rank_dropout module_dropout use_effective_conv2d init_weights"
 )
 """Fields of PEFT's LoHa, which its LoKr has as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What must be known beside a module to compute its change."""
+
+    scale: float = 1.0
+    """Multiplies what is added to the weight."""
+    transposed: bool = False
+    """The weight is stored as (in, out): GPT-2's Conv1D, PEFT's fan_in_fan_out."""
+    num_experts: int = 1
+    """Experts whose factors are stacked (PEFT's target_parameters of a 3-d parameter)."""
+    convention: Convention | None = None
+    """Whose tensors these are: decides on the axis of a magnitude that fits both."""
+    settings: Mapping[str, Sourced[object]] = field(default_factory=dict)
+
+    def bool_of(self, name: str, default: bool | None = None) -> bool:
+        """Return a setting that is true or false.
+
+        Raises:
+            UsageError: It is not known and there is no default.
+        """
+        value = self.settings[name].value if name in self.settings else default
+        if not isinstance(value, bool):
+            raise UsageError(
+                f"{name} is not known, and the result depends on it",
+                hint="put PEFT's adapter_config.json beside the adapter",
+            )
+        return value
+
+    def number_of(self, name: str, default: float) -> float:
+        """Return a setting that is a number."""
+        value = self.settings[name].value if name in self.settings else default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"{name} is not a number: {value!s}")
+        return float(value)
+
+
+PLAIN = Setting()
+
+
+def geometry(shape: Shape, num_experts: int = 1) -> tuple[int, int]:
+    """Return (rows, columns) of a tensor as a matrix; a vector is one column."""
+    lead = 2 if num_experts > 1 else 1
+    return math.prod(shape[:lead]), math.prod(shape[lead:])
 
 
 class InexpressibleError(UsageError):
@@ -71,7 +128,6 @@ class Family:
 
     name: ClassVar[FamilyName]
     title: ClassVar[str]
-    """For people."""
 
     # The names of its tensors
 
@@ -207,19 +263,14 @@ class Family:
         """
         return {}
 
-    def peft_shapes(
-        self, config: Mapping[str, object], rank: int, weight: Shape
-    ) -> tuple[Mapping[str, Shape | None], ...]:
-        """Return the factors that PEFT makes for a module, in every way that the shape of its weight allows.
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
+        """Return the factors that PEFT makes for a module, as its weight's shape allows; () where that is not known.
 
         Args:
             config: adapter_config.json.
             rank: That the configuration gives the module.
             weight: Shape of the module's weight, 2 to 5 dims: a matrix may be a Linear's (out, in), GPT-2's (in, out)
                 or an embedding's (number, dim).
-
-        Returns:
-            Role → shape, None where several are right; () where that is not known.
         """
         return ()
 
@@ -337,6 +388,10 @@ class ScaledFamily(Family):
         if setting.num_experts > 1:
             raise UsageError(f"{module.path}: DoRA of stacked experts is not defined")
         return dora.decomposed(module, inner, factors, shape, setting)
+
+    def is_idle(self, roles: Collection[str], seen: Mapping[str, Values]) -> bool:
+        """A factor is zero."""
+        return any(role in seen and seen[role].is_zero for role in self.peft_names)
 
     def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
         """Return what is added to the weight, magnitudes apart."""

@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import Shape, Shapes
-from ckpt_tools.adapters.families.family import Factors, Family, Module
-from ckpt_tools.adapters.families.setting import Setting, geometry
+from ckpt_tools.adapters.families.family import Factors, Family, Module, Setting, geometry
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.checks.values import Values

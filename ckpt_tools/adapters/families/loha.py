@@ -19,19 +19,18 @@ from ckpt_tools.adapters.families.family import (
     Factors,
     Module,
     ScaledFamily,
+    Ways,
     missing_halves,
     refuse,
     refuse_roles,
 )
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.adapters.families.setting import Setting
+    from ckpt_tools.adapters.families.family import Setting
     from ckpt_tools.moving.arrays import Array
 
-_ROLES = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
-_NAMES = {role: f"hada_{role}" for role in _ROLES}
+_NAMES = {role: f"hada_{role}" for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
 
 
 class Loha(ScaledFamily):
@@ -72,19 +71,13 @@ class Loha(ScaledFamily):
         side = 0 if {"t1", "t2"} & set(roles) else 1  # with a core, both halves are (r, …)
         return {"w1_b": 0, "w2_b": 0, "w1_a": side, "w2_a": side, "t1": 0, "t2": 0}
 
-    def is_idle(self, roles: Collection[str], seen: Mapping[str, Values]) -> bool:
-        """A factor is zero."""
-        return any(role in seen and seen[role].is_zero for role in _ROLES)
-
     # PEFT
 
     def peft_config(self, adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Shapes) -> Fields:
         """Return use_effective_conv2d."""
         return effective_conv2d(adapter, modules)
 
-    def peft_shapes(
-        self, config: Mapping[str, object], rank: int, weight: Shape
-    ) -> tuple[Mapping[str, Shape | None], ...]:
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Source: peft 0.21 `tuners/loha/layer.py`, `create_adapter_parameters`."""
         out, inputs, *kernel = weight
         half: dict[str, Shape | None] = {"w{}_a": (out, rank), "w{}_b": (rank, inputs * math.prod(kernel))}
@@ -98,11 +91,11 @@ class Loha(ScaledFamily):
         """Return the product of the halves' products."""
         from ckpt_tools.adapters.families.changes import Hadamard
 
-        return Hadamard((_half(factors, 1), _half(factors, 2)), scale)
+        return Hadamard((half(factors, 1), half(factors, 2)), scale)
 
     def low_rank(self, factors: Factors, shape: Shape) -> tuple[Array, Array]:
         """Return the row-wise and the column-wise Khatri-Rao product: a·b ⊙ c·d = (a • c)·(b * d)."""
-        (left1, right1), (left2, right2) = _half(factors, 1), _half(factors, 2)
+        (left1, right1), (left2, right2) = half(factors, 1), half(factors, 2)
         left = (left1[:, :, None] * left2[:, None, :]).reshape(left1.shape[0], -1)
         right = (right1[:, None, :] * right2[None, :, :]).reshape(-1, right1.shape[1])
         return left, right
@@ -141,8 +134,8 @@ def with_core(core: Array, left: Array, right: Array) -> tuple[Array, Array]:
     return left.T, tucker.reshape(tucker.shape[0], -1)
 
 
-def _half(factors: Factors, number: int) -> tuple[Array, Array]:
-    """Return (out, r) and (r, columns) of one half."""
+def half(factors: Factors, number: int) -> tuple[Array, Array]:
+    """Return (rows, r) and (r, columns) of one of two factored halves, with or without a core."""
     left, right = factors[f"w{number}_a"], factors[f"w{number}_b"]
     if f"t{number}" in factors:
         return with_core(factors[f"t{number}"], left, right)

@@ -23,21 +23,20 @@ from ckpt_tools.adapters.families.family import (
     InexpressibleError,
     Module,
     ScaledFamily,
+    Ways,
+    geometry,
     missing_halves,
     refuse,
 )
-from ckpt_tools.adapters.families.loha import effective_conv2d, peft_core, with_core
-from ckpt_tools.adapters.families.setting import geometry
+from ckpt_tools.adapters.families.loha import effective_conv2d, half, peft_core
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.adapters.families.setting import Setting
+    from ckpt_tools.adapters.families.family import Setting
     from ckpt_tools.moving.arrays import Array
 
-_ROLES = ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
-_NAMES = {role: f"lokr_{role}" for role in _ROLES}
+_NAMES = {role: f"lokr_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
 _DECOMPOSE_FACTOR, _DECOMPOSE_BOTH = "decompose_factor", "decompose_both"
 _MAX_FACTOR = 1 << 16
 
@@ -93,19 +92,13 @@ class Lokr(ScaledFamily):
         """Each half has its own."""
         return tuple(tuple(role for role in roles if role[:2] in half) for half in (("w1",), ("w2", "t2")))
 
-    def is_idle(self, roles: Collection[str], seen: Mapping[str, Values]) -> bool:
-        """A factor is zero."""
-        return any(role in seen and seen[role].is_zero for role in _ROLES)
-
     # PEFT
 
     def peft_config(self, adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Shapes) -> Fields:
         """Return use_effective_conv2d, and how the dims are divided."""
         return effective_conv2d(adapter, modules) | _division(adapter, modules, base)
 
-    def peft_shapes(
-        self, config: Mapping[str, object], rank: int, weight: Shape
-    ) -> tuple[Mapping[str, Shape | None], ...]:
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Source: peft 0.21 `tuners/lokr/layer.py`, `update_layer` and `create_adapter_parameters`."""
         out, inputs, *kernel = weight
         factor = config.get(_DECOMPOSE_FACTOR, -1)
@@ -141,16 +134,12 @@ class Lokr(ScaledFamily):
 
         from ckpt_tools.adapters.families.changes import Difference, Kronecker
 
-        w1 = factors["w1"] if "w1" in factors else factors["w1_a"] @ factors["w1_b"]
+        w1 = factors["w1"] if "w1" in factors else np.matmul(*half(factors, 1))
         if setting.convention == "peft" and len(shape) == 3 and "w2" in factors and factors["w2"].ndim == 3:
             # PEFT leaves w1 as a matrix here, so that the Kronecker product takes its dims for the last two of the
             # convolution's. Its forward does the same: what was trained means this.
             return Difference(np.kron(w1, factors["w2"]).reshape(geometry(shape)), scale)
-        if "w2" in factors:
-            w2 = factors["w2"]
-        else:
-            left, right = _factored_second(factors)
-            w2 = left @ right
+        w2 = factors["w2"] if "w2" in factors else np.matmul(*half(factors, 2))
         return Kronecker(w1, w2.reshape(w2.shape[0], -1), scale)
 
     def low_rank(self, factors: Factors, shape: Shape) -> tuple[Array, Array] | None:
@@ -303,21 +292,13 @@ def _division(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Sh
     }
 
 
-def _factored_second(factors: Factors) -> tuple[Array, Array]:
-    """Return (out/l, r) and (r, columns/m) of a factored second half."""
-    left, right = factors["w2_a"], factors["w2_b"]
-    if "t2" in factors:
-        return with_core(factors["t2"], left, right)
-    return left, right.reshape(right.shape[0], -1)
-
-
 def _pair(factors: Factors, number: int) -> tuple[Array, Array]:
     """Return two matrices of which the product is one half, the inner dim as small as can be."""
     import numpy as np
 
     whole = factors.get(f"w{number}")
     if whole is None:
-        return _factored_second(factors) if number == 2 else (factors["w1_a"], factors["w1_b"])
+        return half(factors, number)
     matrix = whole.reshape(whole.shape[0], -1)
     rows, columns = matrix.shape
     if rows <= columns:

@@ -22,6 +22,7 @@ from ckpt_tools.adapters.families.family import (
     Matrix,
     Module,
     ScaledFamily,
+    Ways,
     missing_halves,
     refuse,
     refuse_roles,
@@ -31,7 +32,7 @@ from ckpt_tools.errors import UsageError
 if TYPE_CHECKING:
     from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.adapters.families.setting import Setting
+    from ckpt_tools.adapters.families.family import Setting
     from ckpt_tools.moving.arrays import Array
 
 _FACTORS = ("A", "B", "A_embedding", "B_embedding")
@@ -165,9 +166,7 @@ class Lora(ScaledFamily):
         )
         return config
 
-    def peft_shapes(
-        self, config: Mapping[str, object], rank: int, weight: Shape
-    ) -> tuple[Mapping[str, Shape | None], ...]:
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Source: peft 0.21 `tuners/lora/layer.py`, `update_layer`."""
         return tuple(self._peft_ways(config, rank, weight))
 

@@ -13,8 +13,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
-from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Family, Matrix, Module, refuse_roles
-from ckpt_tools.adapters.families.setting import Setting, geometry
+from ckpt_tools.adapters.families.family import (
+    PEFT_COMMON,
+    Factors,
+    Family,
+    Matrix,
+    Module,
+    Setting,
+    Ways,
+    geometry,
+    refuse_roles,
+)
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,8 +50,11 @@ class RotatingFamily(Family):
         """Return the rows that LyCORIS' blocks cover."""
         return math.prod(shapes["blocks"][-3:-1]), None
 
-    def outputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int) -> Change:
-        """Return the rotation of the outputs by LyCORIS' blocks."""
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+        """Return the rotation: of the outputs by LyCORIS' blocks, or PEFT's of the inputs."""
+        rows, columns = geometry(shape, setting.num_experts)
+        if "blocks" not in factors:
+            return self.inputs_rotated(module, factors, rows, columns, setting)
         from ckpt_tools.adapters.families import rotation
         from ckpt_tools.adapters.families.changes import OutputRotation
 
@@ -52,6 +64,10 @@ class RotatingFamily(Family):
             raise ValueError("the blocks do not cover the outputs")
         rescale = factors["rescale"].reshape(-1) if "rescale" in factors else None
         return OutputRotation(rows, columns, rotations, rescale)
+
+    def inputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting) -> Change:
+        """Return PEFT's rotation of the inputs."""
+        raise NotImplementedError
 
 
 class Oft(RotatingFamily):
@@ -132,9 +148,7 @@ class Oft(RotatingFamily):
             )
         return config | _oft_size(adapter, blocks, is_shared=config["block_share"].value is True)
 
-    def peft_shapes(
-        self, config: Mapping[str, object], rank: int, weight: Shape
-    ) -> tuple[Mapping[str, Shape | None], ...]:
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Source: peft 0.21 `tuners/oft/layer.py`, `update_layer`."""
         ways = (weight, weight[::-1]) if len(weight) == 2 else (weight,)
         found: list[Mapping[str, Shape | None]] = []
@@ -147,16 +161,13 @@ class Oft(RotatingFamily):
 
     # Arithmetic
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
-        """Return the rotation."""
+    def inputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting) -> Change:
+        """Return the rotation by R."""
         import numpy as np
 
         from ckpt_tools.adapters.families import rotation
         from ckpt_tools.adapters.families.changes import InputRotation
 
-        rows, columns = geometry(shape, setting.num_experts)
-        if "blocks" in factors:
-            return self.outputs_rotated(module, factors, rows, columns)
         name = "R" if "R" in factors else "R_embedding"
         coft = setting.bool_of("coft", default=False)
         rotations = rotation.peft_rotation(
@@ -224,8 +235,7 @@ def _width(shape: tuple[int, ...] | None) -> int | None:
 def _oft_size(adapter: Adapter[F], blocks: Sequence[tuple[int, int]], *, is_shared: bool) -> Fields:
     """One block size for all modules, or one number of blocks; PEFT moves either to a divisor of the width."""
     sizes, counts = {size for _, size in blocks}, {count for count, _ in blocks}
-    known = {name: adapter.settings[name] for name in ("r", "oft_block_size") if name in adapter.settings}
-    size = known.get("oft_block_size")
+    size = adapter.settings.get("oft_block_size")
     by_number = {"oft_block_size": Sourced(0, "the number of blocks is set")}
     if len(sizes) == 1 or is_shared:
         if len(sizes) == 1:
@@ -237,7 +247,12 @@ def _oft_size(adapter: Adapter[F], blocks: Sequence[tuple[int, int]], *, is_shar
         for wanted in (*given, *sorted(sizes, reverse=True)):
             if all(adjusted(count * own, wanted) == own for count, own in blocks):
                 return _by_size(wanted, size)
-    raise UsageError(
+    raise no_common_blocks()
+
+
+def no_common_blocks() -> UsageError:
+    """Return the error that one configuration cannot say the blocks of all modules."""
+    return UsageError(
         "neither one block size nor one number of blocks gives all modules the shapes that they have",
         hint="export them one by one, with --include and --exclude",
     )

@@ -14,13 +14,7 @@ from ckpt_tools.moving.arrays import Array
 
 
 def split(module: Module, roles: Sequence[str], sizes: Sequence[int], paths: Sequence[str]) -> tuple[Module, ...]:
-    """Cut the factors that have the weight's rows; the others are shared.
-
-    Args:
-        module: Over sum(sizes) rows.
-        roles: Factors to be cut.
-        sizes: Rows of each part.
-        paths: Path of each part.
+    """Cut the factors that have the weight's rows; the others are shared. See `Family.split`.
 
     Raises:
         InexpressibleError: A factor has other rows.

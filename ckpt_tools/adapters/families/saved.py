@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Shape
-from ckpt_tools.adapters.families.family import Factors, Family, Module
+from ckpt_tools.adapters.families.family import Factors, Family, Module, Setting, geometry
 from ckpt_tools.adapters.families.full import of_shape
-from ckpt_tools.adapters.families.setting import Setting, geometry
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change

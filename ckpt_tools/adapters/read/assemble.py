@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import SAVED, Adapter, AdapterModule, Convention, FamilyName, Sourced
@@ -118,7 +119,7 @@ def _with_shape(key: Key, entry: TensorEntry) -> Key:
     """LyCORIS names the blocks of OFT and BOFT alike: the number of dims tells."""
     if key.role != "blocks" or len(entry.shape) != 4:
         return key
-    return Key(path=key.path, family="boft", role="blocks", style=key.style, adapter=key.adapter, nesting=key.nesting)
+    return replace(key, family="boft")
 
 
 def _modules(

@@ -29,7 +29,6 @@ class Key:
     role: str
     """As in `adapter.py`; "alpha" for the scalar."""
     style: Style
-    """Whose suffix it was."""
     adapter: str | None = None
     """PEFT's adapter name, when the tensor's name has it."""
     nesting: int = 0

@@ -12,9 +12,9 @@ from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.text import first_few
 
 PEFT_FILE = "adapter_model.safetensors"
-"""PEFT's own file."""
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-"""diffusers' own file."""
+DIFFUSERS_TRAPS = ("scheduler", "optimizer", "checkpoint")
+"""diffusers overlooks a file with one of these in its name, and fails when no other is there."""
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_\d+)?")
 _VERL_PICKLE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 
@@ -45,7 +45,7 @@ def locate(path: str, adapter_name: str | None) -> Location:
     if not os.path.isdir(path):
         directory = os.path.dirname(os.path.abspath(path))
         return Location(path=path, sidecars=_beside(directory, path))
-    files, directories = _list(path)
+    files, directories = list_directory(path)
     if METADATA_NAME in files:
         return Location(path=path, sidecars=_around_dcp(path))
     held = sorted(name for name in directories if os.path.lexists(os.path.join(path, name, PEFT_FILE)))
@@ -95,7 +95,12 @@ def locate(path: str, adapter_name: str | None) -> Location:
     return Location(path=path, sidecars=_beside(path, ""))
 
 
-def _list(path: str) -> tuple[set[str], set[str]]:
+def list_directory(path: str) -> tuple[set[str], set[str]]:
+    """Return the names of files and of directories.
+
+    Raises:
+        StorageError: It cannot be listed.
+    """
     files: set[str] = set()
     directories: set[str] = set()
     try:

@@ -1,4 +1,4 @@
-"""Read an adapter out of whatever holds one, from headers alone; and its bytes, when they are asked for.
+"""Read an adapter out of whatever holds one, from headers alone; `tensors.load` reads its bytes.
 
 with read_adapter("runs/step-1000") as (opened, adapter):
     loaded = load(adapter, opened)
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
 from ckpt_tools.adapters.families import PEFT_TYPES
@@ -26,9 +26,6 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
-
-if TYPE_CHECKING:
-    from ckpt_tools.moving.arrays import Array
 
 _ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
 _STATE = re.compile(r"^(?:[^.]+\.)?state\.")
@@ -109,36 +106,6 @@ def read_adapter(
             omitted=_omitted(whole, opened.checkpoint) if include or exclude else frozenset(),
         )
         yield OpenedAdapter(opened, add_settings(adapter, sidecars, TensorReader(opened).read_scalar))
-
-
-def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | None = None) -> Adapter[Array]:
-    """Read the adapter's tensors, and no other byte.
-
-    Memory: the adapter. CRC-32s are checked where the source records them.
-
-    Raises:
-        UnreadableError: Incomplete, truncated or damaged.
-    """
-    reader = reader or TensorReader(opened)
-    return adapter.with_modules(
-        tuple(
-            module.with_factors({role: to_array(reader, entry) for role, entry in module.factors.items()})
-            for module in adapter.modules
-        )
-    )
-
-
-def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
-    """Read one tensor.
-
-    Raises:
-        UnreadableError: Damaged, or of a type that is no array's.
-    """
-    from ckpt_tools.moving.arrays import array_of, numpy_dtype
-
-    if numpy_dtype(entry.dtype) is None:
-        raise UnreadableError(f"an adapter of {entry.dtype.name} elements", where=entry.fqn)
-    return array_of(reader.read(entry), entry.dtype, entry.shape)
 
 
 def _refuse_type(sidecars: Sidecars, path: str) -> None:

@@ -20,7 +20,6 @@ from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.storage.source import Source
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's own."""
 DIFFUSERS_KEY = "lora_adapter_metadata"
 """Header of diffusers' files: the configuration of every model of the pipeline."""
 DIFFUSERS_HEADER = f"header {DIFFUSERS_KEY}"
@@ -51,7 +50,6 @@ class Sidecars:
     conv_alpha: Sourced[float] | None = None
     """As `alpha`, for convolutions with a kernel."""
     is_ai_toolkit: bool = False
-    """Its header says that ai-toolkit wrote it."""
     assumed: str | None = None
     """What an export assumed, by `ASSUMED`."""
 
@@ -81,11 +79,7 @@ def base_config(base: Opened) -> Mapping[str, object]:
 
 
 def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: Mapping[str, str]) -> Sidecars:
-    """Collect what is known beyond the tensors.
-
-    Args:
-        directories: Where to look, nearest first, and which file names are meant there.
-        metadata: `__metadata__` of the file's header.
+    """Collect what is known beyond the tensors: by the names that are meant in each directory, the nearest first.
 
     Raises:
         UnreadableError: A file is there and not what its name says.
@@ -107,10 +101,9 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
                     peft.setdefault(key, Sourced(value, ADAPTER_CONFIG))
             if _VERL in there:
                 document = read_json(source, _VERL)
-                for key, name in (("lora_alpha", "lora_alpha"), ("r", "r"), ("task_type", "task_type")):
-                    # verl writes 0 where it does not know.
-                    if document.get(key) and not _number(peft.get(name)):
-                        peft[name] = Sourced(document[key], _VERL)
+                for name in ("lora_alpha", "r", "task_type"):  # 0 where verl does not know
+                    if document.get(name) and not _number(peft.get(name)):
+                        peft[name] = Sourced(document[name], _VERL)
             if _LYCORIS in there and alpha is None:
                 document = read_json(source, _LYCORIS)
                 alpha = _found(document.get("linear_alpha", document.get("alpha")), _LYCORIS)

@@ -31,9 +31,7 @@ _NOT_IN_MAP = {"flux2": ("time_guidance_embed.", "_stream_modulation")}
 def load(file: AdapterFile, loading: Loading) -> None:
     """Apply ComfyUI's rules."""
     if file.architecture is None:
-        loading.say(
-            "loader-unchecked",
-            "warning",
+        loading.unchecked(
             file.file,
             "ComfyUI's map depends on the model family, and this one is not known to ckpt",
             "--architecture names one that ckpt knows",
@@ -64,9 +62,7 @@ def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, 
     hint = "put it into the base: ckpt merge-lora BASE ADAPTER DST"
     shape = file.tensors[name].shape
     if suffix == "dora_scale" and len(shape) > 1 and shape[0] > 1 and file.metadata.get(DORA_SCALE) != BASE_NORM:
-        loading.say(
-            "loader-misreads",
-            "error",
+        loading.misreads(
             module,
             "ComfyUI divides a DoRA of the output axis by ‖W‖ instead of ‖W + ΔW‖ (ComfyUI PR #15458): the effect is "
             "another one",
@@ -74,10 +70,10 @@ def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, 
         )
     elif suffix == "oft_blocks" and module in file.constrained:
         what = "ComfyUI takes alpha for the constraint itself, LyCORIS alpha times the outputs: the rotation is another"
-        loading.say("loader-misreads", "error", module, what, hint)
+        loading.misreads(module, what, hint)
     elif suffix == "rescale":
         what = "ComfyUI reads rescale and does not use it: the effect is another one"
-        loading.say("loader-misreads", "error", module, what, hint)
+        loading.misreads(module, what, hint)
 
 
 def _drop_bare_alphas(loading: Loading) -> None:
@@ -123,7 +119,7 @@ def _main(name: str, part: Part, architecture: Architecture, *, is_old: bool) ->
         rest = name[len(prefix) :]
         if name.startswith(prefix) and ("." in rest or "_" not in rest or not rest.startswith("lora_")):
             match = find(rest)
-            if match is not None and _is_dotted(rest, match):
+            if match is not None and rest in (match.native(), *match.diffusers()):
                 return f"{part.comfyui}.{match.native()}"
     for prefix, find in flat.items():
         match = find(name[len(prefix) :]) if name.startswith(prefix) and "." not in name else None
@@ -135,22 +131,13 @@ def _main(name: str, part: Part, architecture: Architecture, *, is_old: bool) ->
     return None
 
 
-def _is_dotted(text: str, match: Match) -> bool:
-    return text in (match.native(), *match.diffusers())
-
-
 def _encoder(name: str, part: Part) -> str | None:
-    prefixes = [f"{part.comfyui}."]
+    prefixes = [(f"{part.comfyui}.", "."), *((f"{prefix}_", "_") for prefix in part.kohya)]
     if part.component != "text_encoder_3" and "t5" not in part.comfyui:
-        prefixes.append(f"{part.component}.")
-    for prefix in prefixes:
-        if name.startswith(prefix):
-            match = next(iter(part.names.find(name.removeprefix(prefix))), None)
-            if match is not None and name.removeprefix(prefix) == match.native():
-                return f"{part.comfyui}.{match.native()}"
-    for prefix in part.kohya:
-        if name.startswith(f"{prefix}_"):
-            match = next(iter(part.names.find(name.removeprefix(f"{prefix}_"))), None)
-            if match is not None and name.removeprefix(f"{prefix}_") == match.native().replace(".", "_"):
-                return f"{part.comfyui}.{match.native()}"
+        prefixes.insert(1, (f"{part.component}.", "."))
+    for prefix, dot in prefixes:
+        inner = name.removeprefix(prefix)
+        match = next(iter(part.names.find(inner)), None) if name.startswith(prefix) else None
+        if match is not None and inner == match.native().replace(".", dot):
+            return f"{part.comfyui}.{match.native()}"
     return None

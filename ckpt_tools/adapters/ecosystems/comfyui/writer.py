@@ -1,26 +1,42 @@
-"""The file that ComfyUI reads: its generic names, the authors' paths below diffusion_model and text_encoders."""
+"""The file that ComfyUI reads: its generic names, the authors' paths below diffusion_model and text_encoders.
+
+What ComfyUI computes otherwise than the libraries that trained an adapter is said so that it does not. Source: ComfyUI,
+comfy/weight_adapter/{base,oft,boft}.py: `weight_decompose` divides an output-axis dora_scale by the norm of W, LyCORIS
+and PEFT by that of W+ΔW (ComfyUI PR #15458, open); oft and boft bound the norm of Q by alpha, LyCORIS by alpha times
+the weight's rows; oft leaves out `rescale`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
-from ckpt_tools.adapters.adapter import Adapter
+import numpy as np
+
+from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
-from ckpt_tools.adapters.ecosystems.comfyui.rotations import comfyui_module
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
 from ckpt_tools.adapters.ecosystems.kohya.writer import for_lycoris, in_lycoris, kohya_metadata, put_alpha
+from ckpt_tools.adapters.ecosystems.output import Written, file_name, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, unchanged
-from ckpt_tools.adapters.ecosystems.written import Written, file_name, put
-from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.families.family import Module
-from ckpt_tools.adapters.read.sidecars import DORA_SCALE
+from ckpt_tools.adapters.families import dora, family_of
+from ckpt_tools.adapters.families.changes import change_of
+from ckpt_tools.adapters.families.family import Module, Setting, refuse
+from ckpt_tools.adapters.read.sidecars import BASE_NORM, DORA_SCALE
+from ckpt_tools.adapters.read.tensors import TensorReader, to_array
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
 
 SAME_IN_COMFYUI = frozenset({"QwenImageTransformer2DModel"})
 """Models without tables whose modules ComfyUI calls as diffusers does.
 Source: ComfyUI, comfy/ldm/qwen_image/model.py, and comfy/lora.py `model_lora_keys_unet`, which maps
 `diffusion_model.<path>` of every model."""
+_ROWS_AT_ONCE = 512
+_WITHOUT_RESCALE = ("oft",)
+"""Families of which ComfyUI leaves out `rescale`."""
 
 
 def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
@@ -34,7 +50,7 @@ def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fit
         UsageError: A module or family that ComfyUI has no name for.
     """
     placed = in_lycoris(adapter, architecture, fitting)
-    is_bare = architecture.name == "flux2" and all(_is_plain(each.module) for each in placed)
+    is_bare = architecture.name == "flux2" and all(each.module.factors.keys() == {"A", "B"} for each in placed)
     return _comfyui_file(adapter, placed, architecture, fitting, is_bare=is_bare)
 
 
@@ -51,7 +67,7 @@ def to_comfyui_unchanged(adapter: Adapter[Array], base: BaseFamily, fitting: Fit
 def _comfyui_file(
     adapter: Adapter[Array], placed: list[Placed], architecture: Architecture | None, fitting: Fitting, *, is_bare: bool
 ) -> Written:
-    placed = [replace(each, module=comfyui_module(each.module, adapter, fitting)) for each in placed]
+    placed = [replace(each, module=_computed_alike(each.module, adapter, fitting)) for each in placed]
     tensors: dict[str, Array] = {}
     for each in placed:
         family = family_of(each.module)
@@ -68,8 +84,95 @@ def _comfyui_file(
         metadata.pop("ss_network_alpha", None)
     if DORA_SCALE in adapter.settings and any(each.module.is_dora for each in placed):
         metadata[DORA_SCALE] = str(adapter.settings[DORA_SCALE].value)
-    return Written(file=file, tensors=tensors, metadata=metadata, notes=fitting.finish(), errors=fitting.errors)
+    return fitting.written(file, tensors, metadata)
 
 
-def _is_plain(module: Module) -> bool:
-    return module.factors.keys() == {"A", "B"}
+def _computed_alike(module: Module, adapter: Adapter[Array], fitting: Fitting) -> Module:
+    """Return the module as ComfyUI must be given it to compute what was trained; refuse what it cannot."""
+    if module.is_dora and not fitting.has_columns(module) and DORA_SCALE not in adapter.settings:
+        raise refuse(
+            module,
+            "ComfyUI divides dora_scale by the norm of W instead of W+ΔW, which is a different adapter (measured: 0.04 "
+            "to 1.8 of the largest weight off)",
+            hint="give the base model, whose weights make up for it: --base DIR",
+        )
+    if family_of(module).is_rotation and "blocks" in module.factors:
+        return _rotation(module, fitting)
+    return module
+
+
+def _rotation(module: Module, fitting: Fitting) -> Module:
+    """Put LyCORIS' constraint into the blocks, and write none: ComfyUI would bound them otherwise."""
+    rescale = module.factors.get("rescale")
+    if module.family in _WITHOUT_RESCALE and rescale is not None and not bool((rescale.astype(np.float32) == 1).all()):
+        raise refuse(module, "ComfyUI leaves out rescale of diag-oft")
+    constraint = 0.0 if module.alpha is None else module.alpha.value
+    stored = module.factors["blocks"]
+    bound = constraint * stored.shape[-3] * stored.shape[-1]
+    blocks = stored.astype(np.float64)
+    norm = float(np.linalg.norm((blocks - blocks.swapaxes(-1, -2)).reshape(-1))) + 1e-8
+    factors = dict(module.factors)
+    if 0 < bound < norm:
+        factors["blocks"] = (blocks * (bound / norm)).astype(np.float32)
+        fitting.count("LyCORIS' constraint was multiplied into the blocks")
+    # Without any alpha ComfyUI's boft fails, and leaves the weight as it was.
+    return replace(module, factors=factors, alpha=Sourced(0.0, "the constraint is in the blocks"))
+
+
+def with_base_norms(
+    adapter: Adapter[Array], tensors: Mapping[str, TensorEntry], reader: TensorReader, source: str
+) -> Adapter[Array]:
+    """Return the adapter with magnitudes that are divided by ‖W‖ instead of ‖W+ΔW‖, and say so in its settings.
+
+    A DoRA is m·(W+ΔW)/‖W+ΔW‖ by row. ComfyUI computes m·(W+ΔW)/‖W‖ (its PR #15458 is open): with m·‖W‖/‖W+ΔW‖ in the
+    place of m, that is the same.
+
+    Memory: the largest adapted weight, and a few hundred rows of it.
+
+    Args:
+        adapter: Under the base's module paths.
+        tensors: The base's, by the names that a plain model gives them; only weights below a DoRA are read.
+        reader: Of these.
+        source: Whose they are, for people.
+
+    Raises:
+        UsageError: The base does not have a module's weight, or has it in a type without numbers.
+    """
+    modules = tuple(
+        _with_base_norm(module, tensors.get(f"{module.path}.weight"), reader, adapter) if module.is_dora else module
+        for module in adapter.modules
+    )
+    settings = {**adapter.settings, DORA_SCALE: Sourced(BASE_NORM, f"norms of the weights of {source}")}
+    return replace(adapter.with_modules(modules), settings=settings)
+
+
+def _with_base_norm(module: Module, entry: TensorEntry | None, reader: TensorReader, adapter: Adapter[Array]) -> Module:
+    if entry is None or not entry.dtype.is_float:
+        what = "has no weight of this module" if entry is None else f"has {entry.dtype.name} elements here"
+        raise UsageError(
+            f"ComfyUI's DoRA needs the norms of the base's weights, and the base {what}",
+            where=module.path,
+            hint="--base takes the model that was trained on, unquantised and with the adapter's own module names",
+        )
+    setting = Setting(convention=adapter.convention, settings=adapter.settings)
+    magnitude = module.factors["magnitude"]
+    if dora.is_by_column(module, tuple(magnitude.shape), entry.shape, setting):
+        return module  # by column ComfyUI computes as LyCORIS does
+    change = change_of(dora.without_magnitude(module), entry.shape, setting)
+    weight = to_array(reader, entry).reshape(change.rows, math.prod(entry.shape[1:]))
+    ratios = np.empty(change.rows, np.float64)
+    for start in range(0, change.rows, _ROWS_AT_ONCE):
+        stop = min(start + _ROWS_AT_ONCE, change.rows)
+        part = weight[start:stop].astype(np.float64)
+        before = np.linalg.norm(part, axis=1)
+        part += change.delta(start, stop)
+        after = np.linalg.norm(part, axis=1)
+        ratios[start:stop] = np.divide(before, after, out=np.zeros_like(before), where=after > 0)
+        if bool(((before == 0) & (after > 0) & (magnitude.reshape(-1)[start:stop] != 0)).any()):
+            raise UsageError(
+                "a row of the base's weight is zero: ComfyUI would divide by its norm",
+                where=module.path,
+                hint="put the adapter into the base: ckpt merge-lora BASE ADAPTER DST",
+            )
+    folded = (magnitude.astype(np.float64) * ratios.reshape(magnitude.shape)).astype(np.float32)
+    return replace(module, factors={**module.factors, "magnitude": folded})

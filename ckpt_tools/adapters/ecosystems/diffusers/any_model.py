@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, expected, is_target, rank_of
-from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_KEY
 
@@ -33,7 +33,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     """
     if file.base is None or any(name.startswith(_FOREIGN) or name.endswith(".alpha") for name in file.tensors):
         what = "diffusers' conversions differ by model family, and ckpt has no tables for this one"
-        loading.say("loader-unchecked", "warning", file.file, what, "give the base model with --base")
+        loading.unchecked(file.file, what, "give the base model with --base")
         return
     wrong = next((name for name in file.tensors if "lora" not in name), None)
     if wrong is not None:
@@ -44,7 +44,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
         if _ENCODER.match(name):
             loading.use(name, name.rpartition(".lora")[0])
             what = "modules of a text encoder, which the base model does not hold"
-            loading.say(NEEDS_BASE, "info", name, what)
+            loading.needs_base(name, what)
         elif not name.startswith(component):
             loading.ignored[name] = f"the name does not begin with {component}"
     _load_inside(inside, file, _metadata(file, component), loading)
@@ -57,16 +57,24 @@ def _component(file: AdapterFile) -> str:
 
 
 def _metadata(file: AdapterFile, component: str) -> Config | None:
-    text = file.metadata.get(DIFFUSERS_KEY)
-    if text is None:
+    if DIFFUSERS_KEY not in file.metadata:
         return None
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        raise RejectedError("its lora_adapter_metadata is not JSON") from None
+    document = metadata_of(file)
     if not isinstance(document, dict):
         raise RejectedError("its lora_adapter_metadata is not a JSON object")
     return {key.removeprefix(component): value for key, value in document.items() if key.startswith(component)}
+
+
+def metadata_of(file: AdapterFile) -> object:
+    """Return what diffusers' own header holds; None where there is none.
+
+    Raises:
+        RejectedError: It is not JSON.
+    """
+    try:
+        return json.loads(file.metadata.get(DIFFUSERS_KEY, "null"))
+    except (ValueError, RecursionError):
+        raise RejectedError("its lora_adapter_metadata is not JSON") from None
 
 
 def _load_inside(keys: Mapping[str, str], file: AdapterFile, config: Config | None, loading: Loading) -> None:
@@ -95,9 +103,7 @@ def _load_inside(keys: Mapping[str, str], file: AdapterFile, config: Config | No
         loading.say_scale("lora_alpha", config.get("lora_alpha"))
         missing = sorted(m for m in modules if f"{m}.weight" in base and m not in found and is_target(config, m))
         if missing and found:
-            loading.say(
-                "loader-incomplete",
-                "error",
+            loading.incomplete(
                 missing[0],
                 f"the header's target_modules name {len(missing)} modules that the file has nothing for",
                 "was the adapter saved whole?",
@@ -122,7 +128,7 @@ def _check(
         lacking = sorted(way.keys() - factors.keys())
         if lacking:
             what = f"the file lacks {', '.join(lacking)} of a module, which begins anew"
-            loading.say("loader-incomplete", "error", path, what, "was the adapter saved whole?")
+            loading.incomplete(path, what, "was the adapter saved whole?")
 
 
 def _check_kernel(path: str, factors: Mapping[str, Shape], weight: Shape) -> None:

@@ -6,18 +6,16 @@ utils/peft_utils.py; and what these were seen to do (tests/adapters/test_check.p
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ArchitectureName, Part
 from ckpt_tools.adapters.architectures.rule import Match
-from ckpt_tools.adapters.ecosystems.diffusers import any_model as diffusers_any
+from ckpt_tools.adapters.ecosystems.diffusers import any_model
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
-from ckpt_tools.adapters.read.sidecars import DIFFUSERS_KEY
+from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, DIFFUSERS_TRAPS
 
-_TRAPS = ("scheduler", "optimizer", "checkpoint")
 _OLD_UNET = (
     (".to_out_lora.up", ".to_out.0.lora_B"),
     (".to_out_lora.down", ".to_out.0.lora_A"),
@@ -40,7 +38,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     """
     _check_file(file)
     if file.architecture is None:
-        diffusers_any.load(file, loading)
+        any_model.load(file, loading)
         return
     if file.architecture == "llm":
         raise RejectedError("it has no loader for language models")
@@ -56,10 +54,12 @@ def _check_file(file: AdapterFile) -> None:
     if file.is_named:
         return
     everything = (file.file, *file.siblings)
-    allowed = [name for name in everything if not any(trap in name for trap in _TRAPS)]
+    allowed = [name for name in everything if not any(trap in name for trap in DIFFUSERS_TRAPS)]
     if not allowed:
-        raise RejectedError(f"it overlooks files with {', '.join(_TRAPS)} in their names, and there is no other")
-    if file.file not in allowed and not any(name == "pytorch_lora_weights.safetensors" for name in allowed):
+        raise RejectedError(
+            f"it overlooks files with {', '.join(DIFFUSERS_TRAPS)} in their names, and there is no other"
+        )
+    if file.file not in allowed and DIFFUSERS_FILE not in allowed:
         raise RejectedError(f"it overlooks {file.file!r} and takes {allowed[0]!r} instead")
 
 
@@ -67,7 +67,7 @@ def _flux1(keys: Keys, file: AdapterFile, architecture: Architecture, loading: L
     if any(".lora_down.weight" in key for key in keys):
         keys = _flux1_kohya(keys, architecture, loading)
     elif any("processor" in key for key in keys) or any("query_norm.scale" in key for key in keys):
-        loading.say("loader-unchecked", "warning", file.file, "X-Labs' and BFL's own formats are not simulated")
+        loading.unchecked(file.file, "X-Labs' and BFL's own formats are not simulated")
         return
     elif any("base_model" in key for key in keys):
         raise RejectedError("names with base_model are read as fal's, which must have every module of FLUX.1")
@@ -83,7 +83,7 @@ def _without_alphas(keys: Keys, file: AdapterFile) -> Keys:
     for key in alphas:
         if not file.tensors[keys[key]].dtype.name.startswith(("F", "BF")):
             raise RejectedError(f"{key} is not a floating-point number")
-    if alphas and _has_metadata(file):
+    if alphas and _metadata(file):
         raise RejectedError("it has alphas as tensors and lora_adapter_metadata in its header")
     return {key: name for key, name in keys.items() if key not in alphas} | {f"\0{key}": keys[key] for key in alphas}
 
@@ -96,12 +96,12 @@ def _flux1_kohya(keys: Keys, architecture: Architecture, loading: Loading) -> Ke
             for key, name in kept.items()
         }
     if any(key.startswith("lora_transformer_") for key in keys):
-        loading.say("loader-unchecked", "warning", next(iter(keys)), "OneTrainer's names of FLUX.1 are not simulated")
+        loading.unchecked(next(iter(keys)), "OneTrainer's names of FLUX.1 are not simulated")
         return {}
     found: Keys = {}
     for key, name in keys.items():
         flat = key.replace("diffusion_model.", "lora_unet_").replace("text_encoders.clip_l.transformer.", "lora_te_")
-        module, _, suffix = _cut(flat)
+        module, suffix = _cut(flat)
         if not flat.startswith(("lora_unet_", "lora_te_", "lora_te1_")) or "text_projection" in flat:
             continue
         if ".diff" in flat or "position_embedding" in flat:
@@ -135,7 +135,7 @@ def _flux2(keys: Keys, file: AdapterFile, architecture: Architecture, loading: L
         keys = {key.replace("base_model.model.", "diffusion_model."): name for key, name in keys.items()}
         is_native = any(key.startswith("diffusion_model.") for key in keys)
         if any(".lokr_" in key for key in keys):
-            _flux2_lokr(keys, file, architecture, loading)
+            _flux2_lokr(keys, part, loading)
             return
         if is_native:
             keys = _flux2_native(keys, part, loading)
@@ -149,7 +149,7 @@ def _flux2_kohya(keys: Keys, part: Part) -> Keys:
     outside = {"img_in", "txt_in", "time_in.in_layer", "time_in.out_layer", "final_layer.linear"}
     found: Keys = {}
     for key, name in keys.items():
-        module, _, suffix = _cut(key)
+        module, suffix = _cut(key)
         match = _native(part, module.removeprefix("lora_unet_")) if module.startswith("lora_unet_") else None
         if match is not None and ("_blocks" in match.native() or match.native() in outside):
             found |= _spread(part, match, suffix, name, "transformer.")
@@ -160,7 +160,7 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
     found: Keys = {}
     for key, name in keys.items():
         inner = key.removeprefix("diffusion_model.").replace("lora_down", "lora_A").replace("lora_up", "lora_B")
-        module, _, suffix = _cut(inner)
+        module, suffix = _cut(inner)
         if inner.startswith(("single_transformer_blocks.", "transformer_blocks.", "sformer_blocks.")):
             inner = inner.replace("sformer_blocks.", "transformer_blocks.", 1) if inner.startswith("sf") else inner
             found[f"transformer.{inner}"] = name
@@ -169,9 +169,7 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
         if match is None or suffix not in ("lora_A.weight", "lora_B.weight"):
             raise RejectedError(f"it does not know {key}")
         if match.rule.step == "swap":
-            loading.say(
-                "loader-misreads",
-                "error",
+            loading.misreads(
                 name,
                 f"diffusers takes {key} over without swapping its halves: scale and shift are exchanged",
                 "ckpt export-lora SRC DST --to diffusers swaps them",
@@ -180,10 +178,9 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
     return found
 
 
-def _flux2_lokr(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
-    part = architecture.main
+def _flux2_lokr(keys: Keys, part: Part, loading: Loading) -> None:
     for key, name in keys.items():
-        module, _, suffix = _cut(key)
+        module, suffix = _cut(key)
         if suffix == "alpha" or suffix.startswith("lokr_"):
             for prefix in ("diffusion_model.", "transformer.", "lycoris_", ""):
                 matches = part.names.find(module.removeprefix(prefix)) if module.startswith(prefix) else ()
@@ -192,9 +189,9 @@ def _flux2_lokr(keys: Keys, file: AdapterFile, architecture: Architecture, loadi
                     break
         else:
             raise RejectedError(f"{key} is not LoKr")
-    if any(suffix in key for key in keys for suffix in ("lokr_t2",)):
+    if any("lokr_t2" in key for key in keys):
         raise RejectedError("it does not know lokr_t2")
-    if file.architecture and not loading.used:
+    if not loading.used:
         loading.ignored |= dict.fromkeys(keys.values(), "no module has that name")
 
 
@@ -214,7 +211,7 @@ def _sdxl(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Lo
 def _sdxl_kohya(keys: Keys, architecture: Architecture) -> Keys:
     found: Keys = {}
     for key, name in keys.items():
-        module, _, suffix = _cut(key)
+        module, suffix = _cut(key)
         if suffix not in ("lora_down.weight", "lora_up.weight", "alpha"):
             raise RejectedError(f"it cannot rename {key}")
         if not {f"{module}.lora_down.weight", f"{module}.lora_up.weight"} <= keys.keys():
@@ -257,10 +254,10 @@ def _spread(part: Part, match: Match, suffix: str, name: str, prefix: str) -> Ke
     return {f"{prefix}{path}.{ends.get(suffix, suffix)}": name for path in paths}
 
 
-def _cut(key: str) -> tuple[str, str, str]:
-    """Split a name into module, dot and suffix."""
+def _cut(key: str) -> tuple[str, str]:
+    """Split a name into module and suffix."""
     match = re.search(r"\.(?:lora_\w+(?:\.\w+)?|lokr_\w+|hada_\w+|alpha|diff(?:_b)?|dora_scale|\w+_blocks)$", key)
-    return (key, "", "") if match is None else (key[: match.start()], ".", key[match.start() + 1 :])
+    return (key, "") if match is None else (key[: match.start()], key[match.start() + 1 :])
 
 
 def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: Loading) -> None:
@@ -322,15 +319,8 @@ def _encoder_names(keys: Keys, part: Part) -> Keys:
 
 
 def _metadata(file: AdapterFile) -> Mapping[str, object]:
-    try:
-        document = json.loads(file.metadata.get(DIFFUSERS_KEY, "{}"))
-    except (ValueError, RecursionError):
-        raise RejectedError("its lora_adapter_metadata is not JSON") from None
+    document = any_model.metadata_of(file)
     return document if isinstance(document, dict) else {}
-
-
-def _has_metadata(file: AdapterFile) -> bool:
-    return bool(_metadata(file))
 
 
 def _check_metadata(part: Part, file: AdapterFile) -> None:

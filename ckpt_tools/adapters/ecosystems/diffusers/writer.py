@@ -13,16 +13,17 @@ from dataclasses import replace
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
-from ckpt_tools.adapters.ecosystems.diffusers.flux2_lokr import place_lokr
+from ckpt_tools.adapters.architectures.resolve import Place
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
+from ckpt_tools.adapters.ecosystems.output import Written, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, place_all, unchanged
-from ckpt_tools.adapters.ecosystems.written import Written, put
-from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.families.family import Module, refuse
+from ckpt_tools.adapters.families import family_of, lokr
+from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
 from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_KEY
 from ckpt_tools.moving.arrays import Array
 
+_FUSED = {"img_attn": "to_qkv", "txt_attn": "to_added_qkv"}
 _TEXT_ENCODER = {"A": "lora_linear_layer.down.weight", "B": "lora_linear_layer.up.weight"}
 """diffusers' text encoders: with PEFT's names an adapter of the MLP alone is not recognised.
 Source: diffusers 0.42 utils/state_dict_utils.py."""
@@ -35,7 +36,7 @@ def to_diffusers(adapter: Adapter[Array], architecture: Architecture, fitting: F
         UsageError: A module that diffusers does not load, or not as it is meant.
     """
     places = place_all(adapter, architecture)
-    whole = place_lokr(places, architecture) if fitting.may_fuse else None
+    whole = _place_lokr(places, architecture) if fitting.may_fuse else None
     if whole is not None:
         return _lokr_file(whole, fitting)
     return _diffusers_file(in_diffusers(places, as_lora=fitting.as_lora), architecture.title, fitting)
@@ -57,13 +58,7 @@ def _diffusers_file(placed: list[Placed], title: str, fitting: Fitting) -> Writt
         names = _TEXT_ENCODER if each.part.is_encoder else family_of(each.module).peft_names
         require(each, names, "diffusers")
         put(tensors, f"{each.part.component}.{each.module.path}", each.module, names)
-    return Written(
-        file=DIFFUSERS_FILE,
-        tensors=tensors,
-        metadata=_metadata(fitted),
-        notes=fitting.finish(),
-        errors=fitting.errors,
-    )
+    return fitting.written(DIFFUSERS_FILE, tensors, _metadata(fitted))
 
 
 def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
@@ -72,9 +67,7 @@ def _lokr_file(placed: list[Placed], fitting: Fitting) -> Written:
     for each in placed:
         module = fitting.baked_lokr(each.module)
         put(tensors, f"{each.part.component}.{module.path}", module, family_of(module).peft_names)
-    return Written(
-        file=DIFFUSERS_FILE, tensors=tensors, metadata={"format": "pt"}, notes=fitting.finish(), errors=fitting.errors
-    )
+    return fitting.written(DIFFUSERS_FILE, tensors, {"format": "pt"})
 
 
 def _for_diffusers(placed: Placed, title: str, fitting: Fitting) -> Module:
@@ -94,11 +87,9 @@ def _for_diffusers(placed: Placed, title: str, fitting: Fitting) -> Module:
 
 
 def _metadata(placed: Sequence[Placed]) -> dict[str, str]:
-    """Return the header of a diffusers file of loras whose scale is 1: alpha is the rank, for every module.
-
-    diffusers takes PEFT's LoraConfig from `lora_adapter_metadata`, all of it: a component that is not in there would
-    get PEFT's defaults (rank 8).
-    """
+    """Return the header of a diffusers file of loras whose scale is 1: alpha is the rank, for every module."""
+    # diffusers takes PEFT's LoraConfig from there, all of it: a component that is not in it would get PEFT's defaults
+    # (rank 8).
     document: dict[str, object] = {}
     for component in dict.fromkeys(each.part.component for each in placed):
         those = [each for each in placed if each.part.component == component]
@@ -126,3 +117,60 @@ def _lora_config(modules: Sequence[Module], *, short: bool) -> Mapping[str, obje
         "lora_bias": any("B_bias" in module.factors for module in modules),
         "peft_type": "LORA",
     }
+
+
+def _place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architecture) -> list[Placed] | None:
+    """Return an adapter of LoKr modules alone as diffusers' loader of FLUX.2 takes it, or None when it would not.
+
+    It rebuilds PEFT's LoKr configuration from the shapes alone: one `decompose_factor` must give the factors of every
+    module, and PEFT must come to the same choice of full and low-rank halves. Fused projections stay fused: diffusers
+    fuses the model's own when it meets them. Source: diffusers 0.42, utils/peft_utils.py (`_create_lokr_config`),
+    loaders/lora_conversion_utils.py; peft 0.21, tuners/lokr/layer.py (`update_layer`, `factorization`).
+    """
+    if architecture.name != "flux2" or not places:
+        return None
+    if any(module.family != lokr.Lokr.name or module.is_dora or "t2" in module.factors for _, module in places):
+        return None
+    placed = []
+    try:
+        for where, module in places:
+            is_swapped = where.match.rule.step == "swap" and where.match.part is None
+            moved = family_of(module).swap_halves(module) if is_swapped else module
+            placed.append(Placed(part=where.part, module=replace(moved, path=_path(where))))
+    except InexpressibleError:
+        return None
+    fused = {each.module.path.rpartition(".")[0] for each in placed if each.module.path.endswith("qkv")}
+    if any(each.module.path.rpartition(".")[0] in fused and _is_part(each.module.path) for each in placed):
+        return None  # the model's projections cannot be fused and apart
+    if len({each.module.path for each in placed}) < len(placed):
+        return None
+    return placed if _is_rebuilt([each.module for each in placed]) else None
+
+
+def _path(where: Place) -> str:
+    paths = where.diffusers
+    if where.match.part is not None:
+        return paths[where.match.part]
+    if len(paths) == 1:
+        return paths[0]
+    stream = where.native.split(".")[2]
+    return f"{paths[0].rpartition('.')[0]}.{_FUSED[stream]}"
+
+
+def _is_part(path: str) -> bool:
+    return path.rpartition(".")[2] in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+
+
+def _is_rebuilt(modules: Sequence[Module]) -> bool:
+    """Would PEFT make factors of these very shapes?"""
+    halves = [lokr.halves_of(module) for module in modules]
+    candidates = [*sorted({each.first[0] for each in halves}), -1]
+    if not any(lokr.is_rebuilt(halves, factor) for factor in candidates):
+        return False
+    both = any("w1_a" in module.factors for module in modules)
+    for module, each in zip(modules, halves, strict=True):
+        ranks = [module.factors[role].shape[1] for role in ("w2_a", "w1_a") if role in module.factors]
+        rank = ranks[0] if ranks else max(each.second)
+        if lokr.half_built_otherwise(module.factors, each, rank, both=both) is not None:
+            return False
+    return True

@@ -25,12 +25,8 @@ _NOT_BLOCKS = ("input_blocks.0.",)
 def load(file: AdapterFile, loading: Loading) -> None:
     """Apply kohya's rules."""
     if file.architecture is None:
-        loading.say(
-            "loader-unchecked",
-            "warning",
-            file.file,
-            "the model family is not known to ckpt",
-            "--architecture names one that ckpt knows",
+        loading.unchecked(
+            file.file, "the model family is not known to ckpt", "--architecture names one that ckpt knows"
         )
         return
     if file.architecture == "llm" or file.architecture == "flux2":
@@ -55,13 +51,12 @@ def load(file: AdapterFile, loading: Loading) -> None:
                 loading.use(name, f"{part.component}.{match.native()}")
                 needs_lycoris |= hit["suffix"] not in _PLAIN
                 ends.setdefault(hit["module"], set()).add(hit["suffix"])
-                if not part.is_encoder and not _is_in_block(match.native()):
-                    outside.append(match.native())
+                native = match.native()
+                if not part.is_encoder and (not native.startswith(_BLOCKS) or native.startswith(_NOT_BLOCKS)):
+                    outside.append(native)
     _check_alphas(ends, takes_rank=file.architecture == "sdxl" and not needs_lycoris)
     if outside and not needs_lycoris:
-        loading.say(
-            "loader-needs",
-            "warning",
+        loading.needs(
             outside[0],
             "kohya's networks.lora looks for modules inside the blocks, and leaves others out unless it is told of "
             "them: load it with --network_module lycoris.kohya",
@@ -76,15 +71,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
 
 
 def _check_alphas(ends: Mapping[str, set[str]], *, takes_rank: bool) -> None:
-    """Of the loaders networks.lora alone takes the rank for an alpha that is missing; the others end with an error.
-
-    Raises:
-        RejectedError: One is missing.
-    """
+    """Of the loaders networks.lora alone takes the rank for an alpha that is missing; the others end with an error."""
     lacking = [module for module, found in ends.items() if "alpha" not in found and not found <= _WITHOUT_ALPHA]
     if lacking and not takes_rank:
         raise RejectedError(f"{len(lacking)} modules have no alpha, which it looks up for each: {lacking[0]}")
-
-
-def _is_in_block(native: str) -> bool:
-    return native.startswith(_BLOCKS) and not native.startswith(_NOT_BLOCKS)

@@ -15,8 +15,8 @@ import numpy as np
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
+from ckpt_tools.adapters.ecosystems.output import Written, file_name, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, in_native, place_all
-from ckpt_tools.adapters.ecosystems.written import Written, file_name, put
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Module, refuse
 from ckpt_tools.moving.arrays import Array
@@ -43,7 +43,7 @@ def to_kohya(adapter: Adapter[Array], architecture: Architecture, fitting: Fitti
         put_alpha(tensors, name, each.module)
     file = file_name(adapter.name)
     metadata = kohya_metadata(placed, architecture, title=file.removesuffix(".safetensors"))
-    return Written(file=file, tensors=tensors, metadata=metadata, notes=fitting.finish(), errors=fitting.errors)
+    return fitting.written(file, tensors, metadata)
 
 
 def in_lycoris(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> list[Placed]:

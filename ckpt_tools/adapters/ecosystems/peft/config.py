@@ -6,67 +6,45 @@ alpha or a wrong kind of rotation gives an adapter that loads, and does somethin
 
 from __future__ import annotations
 
-import re
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Sourced
 from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.ecosystems.peft.targets import (
-    pattern_path,
+    exact_pattern,
     refuse_parameters,
     saved_fields,
     target_fields,
 )
-from ckpt_tools.adapters.families import FAMILIES, Family
+from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.families.family import MERGE_HINT
 from ckpt_tools.errors import UsageError
 
 _MAX_SHOWN = 3
-_OWN_FIELDS = frozenset(
-    [
-        "peft_type",
-        "base_model_name_or_path",
-        "task_type",
-        "inference_mode",
-        "r",
-        "lora_alpha",
-        "alpha",
-        "rank_pattern",
-        "alpha_pattern",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "target_parameters",
-        "modules_to_save",
-        "bias",
-    ]
-)
+_OWN_FIELDS = """
+    peft_type base_model_name_or_path task_type inference_mode r lora_alpha alpha rank_pattern alpha_pattern
+    target_modules exclude_modules layers_to_transform layers_pattern target_parameters modules_to_save bias
+"""
 """Worked out from the tensors; what a configuration beside them says is only taken where it agrees."""
+_INFERRED = ("peft_type", "inference_mode", "rank_pattern", "alpha_pattern", "lora_alpha", "alpha")
+"""Not to be given: tensors, or other options, say them."""
+_TEXT = ("peft_version", "revision", "task_type", "base_model_name_or_path", "bias", "megatron_core")
+"""Fields that are text, even where it looks like a number."""
 _TRAINING_ONLY = ("velora_config",)
 """Fields that ask for tensors which only training needs, and which are not exported."""
 
 
-def infer_config(
-    adapter: Adapter[F],
-    *,
-    base: BaseModel | None = None,
-    base_model: str | None = None,
-) -> Fields:
-    """Return PEFT's configuration for an adapter.
-
-    Args:
-        adapter: With alphas (`with_alpha`), under the base model's module paths.
-        base: The base model, against which the names of targets are proven.
-        base_model: Hub id or path of the base model, to be written.
+def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_model: str | None = None) -> Fields:
+    """Return PEFT's configuration for an adapter with alphas, under the module paths of its base.
 
     Raises:
         UsageError: PEFT cannot express it in one configuration, or something that changes the result is not known.
     """
     family = _only_family(adapter)
     modules = [module for module in adapter.modules if module.family == family.name]
-    config: Fields = {"peft_type": Sourced(family.peft_type, _type_source(modules))}
+    config: Fields = {"peft_type": Sourced(family.peft_type, f"factors {', '.join(sorted(modules[0].factors))}")}
     config |= _identity(adapter, base, base_model)
     if family.is_scaled:
         config |= _ranks_and_alphas(adapter, family, modules)
@@ -74,7 +52,7 @@ def infer_config(
     config |= target_fields(adapter, modules, base)
     config |= saved_fields(adapter, modules, base)
     for name, found in adapter.settings.items():
-        if name not in config and name not in (*_OWN_FIELDS, *_TRAINING_ONLY) and name in family.peft_fields:
+        if name not in config and name not in (*_OWN_FIELDS.split(), *_TRAINING_ONLY) and name in family.peft_fields:
             config[name] = found
     config["inference_mode"] = Sourced(True, "an exported adapter is not being trained")
     return config
@@ -96,11 +74,6 @@ def _only_family(adapter: Adapter[F]) -> Family:
             hint="export them one by one, with --include and --exclude",
         )
     return FAMILIES[next(iter(counts))]
-
-
-def _type_source(modules: Sequence[AdapterModule[F]]) -> str:
-    roles = sorted(modules[0].factors)
-    return f"factors {', '.join(roles)}"
 
 
 def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | None) -> Fields:
@@ -128,11 +101,7 @@ _HEADS: Mapping[str, tuple[str, ...]] = {
 
 
 def _with_its_head(task: Sourced[object], adapter: Adapter[F]) -> Sourced[object]:
-    """PEFT does not load an adapter of such a task without its head.
-
-    Raises:
-        UsageError: The user gives the task, and there is no head.
-    """
+    """PEFT does not load an adapter of such a task without its head."""
     heads = _HEADS.get(task.value) if isinstance(task.value, str) else None
     if heads is None or any(module.is_saved and module.path.endswith(heads) for module in adapter.modules):
         return task
@@ -149,7 +118,7 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
     ranks: dict[str, Sourced[int]] = {}
     alphas: dict[str, Sourced[float]] = {}
     for module in modules:
-        path = pattern_path(module)
+        path = module.target
         if not module.parameter and "target_parameters" not in adapter.settings:
             raise refuse_parameters(module.path)
         if module.rank is None:
@@ -171,7 +140,7 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
         config[key] = Sourced(_plain(common), first.source + few)
         sources = sorted({found.source for found in rest.values()})
         config[patterns] = Sourced(
-            {f"^{_escaped(path)}": _plain(found.value) for path, found in rest.items()},
+            {f"^{exact_pattern([path])}": _plain(found.value) for path, found in rest.items()},
             ", ".join(sources[:_MAX_SHOWN]) if rest else "all modules are alike",
         )
     if "use_rslora" in family.peft_fields:
@@ -184,10 +153,8 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
 
 
 def _configured(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Fields:
-    """Return ranks and alphas as the training run's configuration has them; {} where that has none by name.
-
-    Which of a module's parameters has which factors, and so which pattern, the base model alone would tell.
-    """
+    """Return ranks and alphas as the training run's configuration has them; {} where that has none by name."""
+    # Which of a module's parameters has which factors, and so which pattern, the base model alone would tell.
     settings = adapter.settings
     patterns = [settings[name] for name in ("rank_pattern", "alpha_pattern") if name in settings]
     if not any(found.value for found in patterns) or not {"r", "lora_alpha"} <= settings.keys():
@@ -202,10 +169,39 @@ def _configured(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -> Fie
     return config
 
 
-def _escaped(path: str) -> str:
-    return re.escape(path).replace(r"\-", "-")
-
-
 def _plain(value: float) -> float:
     """PEFT writes alphas as whole numbers where they are."""
     return int(value) if float(value).is_integer() else value
+
+
+def parse_overrides(given: Sequence[str]) -> Mapping[str, Sourced[object]]:
+    """Return field → value; a value is JSON where it is any, else text.
+
+    Raises:
+        UsageError: No such field in PEFT, or one that is worked out.
+    """
+    found: dict[str, Sourced[object]] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"{text!r} is not FIELD=VALUE", where="--config")
+        if name in ("lora_alpha", "alpha"):
+            raise UsageError(f"{name} has an option of its own", where="--config", hint=f"--alpha {value}")
+        if name in _INFERRED or not any(name in family.peft_fields for family in PEFT_TYPES.values()):
+            what = "is worked out from the tensors" if name in _INFERRED else "is not a field of PEFT's configuration"
+            raise UsageError(f"{name} {what}", where="--config")
+        if name in found:
+            raise UsageError(f"{name} is given twice", where="--config")
+        found[name] = Sourced(value if name in _TEXT else _value(value), "--config")
+    return found
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _refuse(text: str) -> object:
+    raise ValueError(text)

@@ -1,26 +1,46 @@
-"""What PEFT's configuration asks for: which settings it refuses, which modules it wraps, with which rank.
+"""What PEFT's configuration asks for: settings that it refuses, modules and parameters that it wraps, their ranks.
 
 Source: peft 0.21, config.py, tuners/*/config.py (`__post_init__`), tuners/tuners_utils.py
-(`check_target_module_exists`), utils/other.py (`_set_trainable`).
+(`check_target_module_exists`, `_inject_parameters`), tuners/lora/layer.py (`ParamWrapper`), utils/other.py
+(`_set_trainable`), peft_model.py: the class of every task hands `input_ids` to the model's forward; transformers 5.23:
+the signatures of the models' forward.
+
+Letters: e experts, o outputs, i inputs, r rank.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 
 from ckpt_tools.adapters.adapter import Shape
-from ckpt_tools.adapters.ecosystems.peft.target_names import matched
-from ckpt_tools.adapters.ecosystems.simulation import RejectedError
+from ckpt_tools.adapters.ecosystems.simulation import Loading, RejectedError
 from ckpt_tools.adapters.families import Family
-from ckpt_tools.adapters.read.sidecars import by_pattern, matches
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, by_pattern, matches
 
 Config = Mapping[str, object]
 _HARMLESS = (True, "gaussian", "lycoris")
 """Values of init_lora_weights and init_weights with which a new adapter changes nothing."""
-
-
 _NOT_FOR_PARAMETERS = ("use_dora", "lora_bias", "lora_dropout", "fan_in_fan_out", "velora_config", "kasa_config")
+_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+_WITHOUT_IDS = """
+    audio-spectrogram-transformer beit bit canary cohere_asr conditional_detr convnext convnextv2 cvt data2vec-audio
+    data2vec-vision deformable_detr deit depth_anything detr dinat dinov2 dinov2_with_registers dinov3_convnext
+    dinov3_vit dpt efficientnet encodec focalnet glpn hiera hubert ijepa lasr_ctc levit mask2former maskformer mimi
+    mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 moonshine moonshine_streaming oneformer parakeet_ctc patchtsmixer
+    patchtst pix2struct poolformer pvt pvt_v2 regnet resnet rt_detr rt_detr_v2 sam sam2 segformer sew sew-d
+    siglip_vision_model clip_vision_model speech-encoder-decoder speech_to_text speecht5 superpoint swiftformer swin
+    swin2sr swinv2 table-transformer time_series_transformer timesfm timesformer unispeech unispeech-sat
+    vision-encoder-decoder videomae vit vit_mae vit_msn vitdet vitpose vivit vjepa2 wav2vec2 wav2vec2-bert
+    wav2vec2-conformer wavlm whisper yolos zoedepth
+"""
+"""transformers' types whose models take pictures or sound, and no input_ids."""
+Levels = Mapping[int, Mapping[str, Shape]]
+"""Number of wrappers outside → role → shape."""
+_MOST = 4
+"""Parameters of one module that are tried in every order: which of them is the outer one, the model's class decides."""
 
 
 def check_config(config: Config, family: Family) -> None:
@@ -55,18 +75,47 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def check_task(config: Config, model_type: str | None, loading: Loading) -> None:
+    """Say what a task type does to a model.
+
+    Raises:
+        RejectedError: A task that PEFT does not know.
+    """
+    task = config.get("task_type")
+    if task is None:
+        return
+    if task not in _TASKS:
+        raise RejectedError(f"task_type is {task!r}, which is not one of {', '.join(_TASKS)}")
+    if model_type is not None and model_type in _WITHOUT_IDS.split():
+        loading.misreads(
+            ADAPTER_CONFIG,
+            f"task_type is {task}: PEFT calls the model with input_ids, which a {model_type} model does not take",
+            "set task_type to null: PEFT then hands over what it is called with",
+        )
+
+
 def has_targets(config: Config) -> bool:
     """Does the configuration say what is adapted? Else PEFT takes a table of its own, by the model's type."""
     return bool(config.get("target_modules") or config.get("target_parameters"))
 
 
-def is_target(config: Config, path: str) -> bool | None:
-    """Does PEFT put an adapter around a module? None where that depends on the model's classes ("all-linear").
+def matched(target: object, module: str) -> bool | None:
+    """Does PEFT's `target_modules` match a module? None where it cannot be told without the model ("all-linear").
 
-    Args:
-        config: adapter_config.json.
-        path: Of the module in the base model.
+    Raises:
+        UsageError: A pattern that cannot be evaluated.
     """
+    if isinstance(target, str):
+        if target.lower() == "all-linear":
+            return None
+        return matches(target, module, shown=target, where="target_modules", full=True)
+    if isinstance(target, list):
+        return any(isinstance(name, str) and (module == name or module.endswith("." + name)) for name in target)
+    return None
+
+
+def is_target(config: Config, path: str) -> bool | None:
+    """Does PEFT put an adapter around a module? None where that depends on the model's classes ("all-linear")."""
     excluded = config.get("exclude_modules")
     if isinstance(excluded, str) and matches(excluded, path, shown=excluded, where="exclude_modules", full=True):
         return False
@@ -154,3 +203,55 @@ def expected_biases(config: Config, family: Family, names: Mapping[str, tuple[in
         module, _, parameter = name.rpartition(".")
         if parameter == "bias" and (bias == "all" or (bias != "none" and is_target(config, module))):
             yield name
+
+
+def wrapped_parameters(config: Config, base: Mapping[str, Shape]) -> dict[str, list[str]]:
+    """Return module → its parameters that PEFT wraps."""
+    wanted = config.get("target_parameters")
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in base if isinstance(wanted, list) and wanted else ():
+        if matched(wanted, name):
+            module, _, parameter = name.rpartition(".")
+            found[module].append(parameter)
+    return found
+
+
+def check_parameters(
+    module: str, parameters: Sequence[str], levels: Levels, config: Config, base: Mapping[str, Shape], loading: Loading
+) -> None:
+    """Hold the factors of a module's wrappers against its parameters.
+
+    Raises:
+        RejectedError: They are of other shapes than PEFT makes.
+    """
+    lacking = [role for level in range(len(parameters)) for role in ("A", "B") if role not in levels.get(level, {})]
+    if lacking:
+        what = f"the file lacks {len(lacking)} factors of {len(parameters)} target_parameters: PEFT begins them anew"
+        loading.incomplete(module, what, "was the adapter saved whole?")
+    if len(parameters) > _MOST:
+        what = f"{len(parameters)} target_parameters of one module: in which order is not known"
+        loading.unchecked(module, what)
+        return
+    ways = [_ways(rank_of(config, f"{module}.{each}"), base[f"{module}.{each}"]) for each in parameters]
+    if any(all(_agrees(levels.get(level, {}), way) for level, way in enumerate(order)) for order in permutations(ways)):
+        return
+    found = ", ".join(f"{role} {list(shape)}" for factors in levels.values() for role, shape in factors.items())
+    wanted = ", ".join(f"{each} {list(base[f'{module}.{each}'])}" for each in parameters)
+    raise RejectedError(f"size mismatch: {module} has {found}, and its target_parameters are {wanted}")
+
+
+def _ways(r: int, weight: Shape) -> tuple[Mapping[str, Shape], ...]:
+    """Return the shapes of A and B; stacked experts may be (e, i, o) or (e, o, i), which the class decides."""
+    if len(weight) == 2:
+        return ({"A": (r, weight[1]), "B": (weight[0], r)},)
+    if len(weight) != 3:
+        raise RejectedError(f"a parameter of {len(weight)} dims, where PEFT wraps those of 2 and 3")
+    e, one, other = weight
+    return (
+        {"A": (r * e, one), "B": (other, r * e)},
+        {"A": (r * e, other), "B": (one, r * e)},
+    )
+
+
+def _agrees(factors: Mapping[str, Shape], ways: Sequence[Mapping[str, Shape]]) -> bool:
+    return any(all(way.get(role) == shape for role, shape in factors.items()) for way in ways)

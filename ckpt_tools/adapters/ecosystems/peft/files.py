@@ -14,7 +14,6 @@ from ckpt_tools.adapters.families import family_of
 from ckpt_tools.errors import UsageError
 
 ROOT = "base_model.model."
-"""In front of every name."""
 _PREFIXES = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "base_model.model.")
 """Of one model in a pipeline; PEFT's adapters are for one model, and name its modules from its own root."""
 
@@ -45,10 +44,8 @@ def renested(adapter: Adapter[F]) -> Adapter[F]:
         if not module.is_saved:
             present.setdefault(module.path, set()).add(module.nesting)
     return adapter.with_modules(
-        tuple(
-            module if module.is_saved else replace(module, nesting=sorted(present[module.path]).index(module.nesting))
-            for module in adapter.modules
-        )
+        module if module.is_saved else replace(module, nesting=sorted(present[module.path]).index(module.nesting))
+        for module in adapter.modules
     )
 
 

@@ -14,25 +14,26 @@ from ckpt_tools.adapters.base.model import base_path, parents_of
 from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     Config,
     check_config,
+    check_parameters,
+    check_task,
     expected,
     expected_biases,
     has_targets,
     is_target,
+    matched,
     rank_of,
     saved_names,
     starts_idle,
+    wrapped_parameters,
 )
-from ckpt_tools.adapters.ecosystems.peft.parameters import check_parameters, wrapped_parameters
-from ckpt_tools.adapters.ecosystems.peft.target_names import matched
-from ckpt_tools.adapters.ecosystems.peft.tasks import check_task
-from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loading, RejectedError
+from ckpt_tools.adapters.ecosystems.peft.files import ROOT
+from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.read.keys import Key, parse_key
+from ckpt_tools.adapters.read.locate import PEFT_FILE
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.text import first_few
 
-FILE = "adapter_model.safetensors"
-ROOT = "base_model.model."
-CONFIG = "adapter_config.json"
 _WRAPPED = ".base_layer"
 """Ends the path of what PEFT wraps."""
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -50,9 +51,9 @@ def load(file: AdapterFile, loading: Loading) -> None:
     """
     config = file.config
     if config is None:
-        raise RejectedError(f"there is no {CONFIG} beside it")
-    if file.file != FILE:
-        raise RejectedError(f"it looks for {FILE}, and this is {file.file}")
+        raise RejectedError(f"there is no {ADAPTER_CONFIG} beside it")
+    if file.file != PEFT_FILE:
+        raise RejectedError(f"it looks for {PEFT_FILE}, and this is {file.file}")
     kind = config.get("peft_type")
     family = PEFT_TYPES.get(str(kind))
     if family is None:
@@ -60,27 +61,23 @@ def load(file: AdapterFile, loading: Loading) -> None:
     check_config(config, family)
     check_task(config, file.base_type, loading)
     if not has_targets(config):
-        loading.say(
-            "loader-misreads",
-            "error",
-            CONFIG,
+        loading.misreads(
+            ADAPTER_CONFIG,
             "target_modules is not set: PEFT takes those of a table of its own, or refuses a model that is not in it",
             "ckpt export-lora SRC DST --to peft writes them",
         )
     if family.is_scaled:
         alpha = family.alpha_field
         if alpha not in config:
-            loading.say(
-                "loader-misreads",
-                "error",
-                CONFIG,
+            loading.misreads(
+                ADAPTER_CONFIG,
                 f"{alpha} is missing, and PEFT silently takes 8",
                 "ckpt export-lora SRC DST --alpha VALUE writes it",
             )
         loading.say_scale(alpha, config.get(alpha))
     if file.base is not None and _is_converted(config, file.base):
         what = "PEFT rewrites adapters of experts for the stacked ones of transformers 5, which is not simulated"
-        loading.say("loader-unchecked", "warning", CONFIG, what)
+        loading.unchecked(ADAPTER_CONFIG, what)
         return
     config = _with_tied(config, file)
     wrapped = wrapped_parameters(config, file.base or {})
@@ -89,11 +86,8 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if "trainable_token_indices" in family.peft_fields:
         _check_tokens(file, config)
     if file.base is None:
-        loading.say(
-            NEEDS_BASE,
-            "info",
-            file.file,
-            "without --base the modules' paths and target_modules are not held against the model",
+        loading.needs_base(
+            file.file, "without --base the modules' paths and target_modules are not held against the model"
         )
         return
     for path, parameters in wrapped.items():
@@ -123,12 +117,7 @@ def _with_tied(config: Config, file: AdapterFile) -> Config:
 def _match(
     file: AdapterFile, config: Config, family: Family, wrapped: Mapping[str, Sequence[str]], loading: Loading
 ) -> tuple[dict[str, dict[str, Shape]], dict[str, dict[int, dict[str, Shape]]]]:
-    """Find a module for every tensor.
-
-    Returns:
-        What was found, as module → role → shape; and of modules whose parameters are wrapped, module → level → role →
-        shape.
-    """
+    """Return module → role → shape; and, where parameters are wrapped, module → level → role → shape."""
     modules = parents_of(file.base) if file.base is not None else None
     found: dict[str, dict[str, Shape]] = defaultdict(dict)
     levels: dict[str, dict[int, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
@@ -170,14 +159,7 @@ def _match(
 
 
 def _why_not(key: Key, family: Family, config: Config, *, is_wrapped: bool) -> str | None:
-    """Why a factor does not go into the model; None when it does, as far as the configuration tells.
-
-    Args:
-        key: Its name.
-        family: Of the configuration.
-        config: adapter_config.json.
-        is_wrapped: It may be for one of the target_parameters.
-    """
+    """Why a factor does not go into the model; None when it does, as far as the configuration tells."""
     if key.adapter not in (None, "default"):
         return f"it is named for the adapter {key.adapter!r}, and PEFT loads as 'default'"
     if key.style != "peft":
@@ -234,9 +216,7 @@ def _check_resized(inner: str, shape: Shape, file: AdapterFile, loading: Loading
         return
     if len(there) != len(shape) or there[1:] != shape[1:]:
         raise RejectedError(f"size mismatch: {inner} is {list(shape)}, the base model's is {list(there)}")
-    loading.say(
-        "loader-needs",
-        "warning",
+    loading.needs(
         inner,
         f"it has {shape[0]} rows, the base model's {there[0]}: PEFT refuses it unless the model is resized before",
     )
@@ -285,9 +265,7 @@ def _check_shapes(
             raise RejectedError(f"size mismatch: {role} of {path} is {list(shape)}, PEFT makes {list(right)}")
     for problem, roles in (("lacks", way.keys() - factors.keys()), ("has", factors.keys() - way.keys())):
         if roles:
-            loading.say(
-                "loader-incomplete",
-                "error",
+            loading.incomplete(
                 path,
                 f"the file {problem} {', '.join(sorted(roles))} of a module, with this configuration: PEFT "
                 + ("begins it anew" if problem == "lacks" else "leaves it out")
@@ -319,19 +297,15 @@ def _say_missing(
     shown = first_few(lost or idle)
     if not is_idle or lost:
         anew = "which change nothing" if is_idle else "of random numbers, as init_weights says"
-        loading.say(
-            "loader-incomplete",
-            "error",
-            CONFIG,
+        loading.incomplete(
+            ADAPTER_CONFIG,
             f"the configuration targets {len(idle)} modules that the file has nothing for ({shown}): PEFT gives "
             f"them new adapters, {anew}, and warns of missing keys",
             "was the adapter saved whole? If it is meant so: name the layers in layers_to_transform or exclude_modules",
         )
         return
-    loading.say(
-        "loader-needs",
-        "warning",
-        CONFIG,
+    loading.needs(
+        ADAPTER_CONFIG,
         f"target_modules also matches {len(idle)} modules that the file has nothing for, such as {idle[0]}: if the "
         "model's class has them, PEFT gives them new adapters, which change nothing",
     )
@@ -354,9 +328,7 @@ def _say_biases(file: AdapterFile, base: Mapping[str, Shape], family: Family, co
     there = {name.removeprefix(ROOT).replace(f"{_WRAPPED}.", ".") for name in file.tensors}
     missing = sorted(name for name in expected_biases(config, family, base) if name not in there)
     if missing:
-        loading.say(
-            "loader-incomplete",
-            "error",
+        loading.incomplete(
             missing[0],
             f"bias is {config.get('bias')!r}, and the file lacks {len(missing)} of the base model's biases: PEFT keeps "
             "the base's, without a warning",

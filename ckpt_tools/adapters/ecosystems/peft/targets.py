@@ -1,24 +1,23 @@
 """The fields of PEFT's configuration that name modules: they must stand for what is in the file and nothing else.
 
 PEFT begins an adapter anew, with a warning at best, in every module that its configuration names and the file lacks.
+
+Source: peft 0.21 `tuners/tuners_utils.py`, `check_target_module_exists`: a name matches the module of that path and
+every module whose path ends with a dot and the name; `utils/other.py`, `_set_trainable`: modules_to_save match the
+end of a path, dot or not.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
-from typing import TypeGuard
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Sourced, some_modules
 from ckpt_tools.adapters.base.model import BaseModel, parents_of
 from ckpt_tools.adapters.base.tied import EMBEDDINGS, HEADS
-from ckpt_tools.adapters.ecosystems.peft.target_names import exact_pattern, matched, minimal_saved, minimal_suffixes
+from ckpt_tools.adapters.ecosystems.peft.config_rules import matched
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.errors import UsageError
-
-
-def pattern_path(module: AdapterModule[F]) -> str:
-    """Return the name by which PEFT's patterns know a module, or a parameter of one."""
-    return module.path if module.parameter == "weight" else f"{module.path}.{module.parameter}"
 
 
 def refuse_parameters(path: str) -> UsageError:
@@ -34,15 +33,10 @@ def refuse_parameters(path: str) -> UsageError:
 def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Fields:
     """Return target_modules and target_parameters, and the fields that go with them.
 
-    Args:
-        adapter: Its settings say what the training run targeted.
-        modules: Of its one family.
-        base: The base model, against which the names are proven.
-
     Raises:
         UsageError: Something is not known, or the user's own names leave out what is here.
     """
-    parameters = sorted({pattern_path(module) for module in modules if module.parameter != "weight"})
+    parameters = sorted({module.target for module in modules if module.parameter != "weight"})
     # Below a `base_layer` lies what PEFT adapts along with the module around it.
     adapted = sorted({m.path for m in modules if m.parameter == "weight" and ".base_layer." not in m.path})
     known = adapter.settings.get("target_parameters")
@@ -93,12 +87,8 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
 
 
 def _parameters_left(modules: Sequence[AdapterModule[F]], known: Sourced[object]) -> Sourced[object]:
-    """Name the parameters whose factors are still here by their whole paths: shorter names stand for others as well.
-
-    Raises:
-        UsageError: One of several parameters of a module was left out, and nothing says which.
-    """
-    targets = [name.rpartition(".") for name in known.value if isinstance(name, str)] if _is_list(known.value) else []
+    """Name the parameters whose factors are still here by their whole paths: shorter names stand for others as well."""
+    targets = [name.rpartition(".") for name in known.names]
     groups: dict[str, list[AdapterModule[F]]] = {}
     for module in modules:
         if module.parameter != "weight":
@@ -119,10 +109,6 @@ def _parameters_left(modules: Sequence[AdapterModule[F]], known: Sourced[object]
     return Sourced(sorted(names), f"{known.source}, without what was left out")
 
 
-def _is_list(value: object) -> TypeGuard[list[object]]:
-    return isinstance(value, list)
-
-
 def _covers_any(target: object, omitted: Collection[str]) -> bool:
     """May PEFT's target_modules match one of these?"""
     return any(matched(target, path) in (True, None) for path in omitted)
@@ -134,11 +120,6 @@ def _covers(target: object, adapted: Collection[str]) -> bool:
 
 def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Fields:
     """Return modules_to_save and bias: modules that were trained whole, and biases that were trained beside an adapter.
-
-    Args:
-        adapter: The whole of it.
-        modules: Of its one family.
-        base: The base model, against which the names are proven.
 
     Raises:
         UsageError: A module was trained in part, or the user's own names are not those of the modules.
@@ -161,20 +142,18 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
     settled = adapter.settings.get("modules_to_save")
     paths = [module.path for module in whole]
     _check_tied(adapter, paths)
-    if settled is not None and settled.source == "--config":
-        wanted = settled.value if isinstance(settled.value, list) else []
-        if not whole or not _saves(wanted, paths):
-            shown = some_modules(whole) if whole else "none"
-            raise UsageError(
-                f"modules_to_save does not name the modules whose tensors are whole: {shown}",
-                where="--config",
-                hint="leave it out: it is worked out from the tensors",
-            )
+    if settled is not None and settled.source == "--config" and (not whole or not _saves(settled.names, paths)):
+        shown = some_modules(whole) if whole else "none"
+        raise UsageError(
+            f"modules_to_save does not name the modules whose tensors are whole: {shown}",
+            where="--config",
+            hint="leave it out: it is worked out from the tensors",
+        )
     if not whole:
         config["modules_to_save"] = Sourced(None, "no modules are trained whole")
     elif settled is not None and adapter.omitted and isinstance(settled.value, list):
-        config["modules_to_save"] = _saved_left(adapter, settled.value, paths, base, settled.source)
-    elif settled is not None and isinstance(settled.value, list) and _saves(settled.value, paths):
+        config["modules_to_save"] = _saved_left(adapter, settled, paths, base)
+    elif settled is not None and isinstance(settled.value, list) and _saves(settled.names, paths):
         _check_complete(settled, paths, base)
         config["modules_to_save"] = settled
     elif "peft_type" in adapter.settings:
@@ -193,16 +172,17 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
 
 
 def _saved_left(
-    adapter: Adapter[F], names: list[object], paths: Collection[str], base: BaseModel | None, source: str
+    adapter: Adapter[F], settled: Sourced[object], paths: Collection[str], base: BaseModel | None
 ) -> Sourced[object]:
     """Keep of modules_to_save what is still here; what it never named stays a tensor for the base's own."""
-    left = [p for p in paths if any(isinstance(n, str) and n and p.endswith(n) for n in names) or _saves(names, [p])]
+    names = [name for name in settled.names if name]
+    left = [path for path in paths if path.endswith(tuple(names)) or _saves(names, [path])]
     others = adapter.omitted - set(left)
     if base is not None:
         found = minimal_saved(left, parents_of(base.shapes) | others)
     else:
         found = None if any(each.endswith(path) for each in others for path in left) else tuple(sorted(left))
-    return Sourced(list(found) if found else None, f"{source}, without what was left out")
+    return Sourced(list(found) if found else None, f"{settled.source}, without what was left out")
 
 
 def _check_tied(adapter: Adapter[F], saved: Collection[str]) -> None:
@@ -223,7 +203,7 @@ def _check_tied(adapter: Adapter[F], saved: Collection[str]) -> None:
 
 def _check_complete(settled: Sourced[object], saved: Collection[str], base: BaseModel | None) -> None:
     """PEFT fails where modules_to_save stands for a module of the base whose tensors are not there."""
-    names = [name for name in (settled.value if _is_list(settled.value) else ()) if isinstance(name, str) and name]
+    names = [name for name in settled.names if name]
     holders = {name.rpartition(".")[0] for name in base.shapes} if base is not None else set()
     for path in sorted(holders):
         if path.endswith(tuple(names)) and path not in saved and not any(path.startswith(f"{own}.") for own in saved):
@@ -249,6 +229,62 @@ def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> N
             )
 
 
-def _saves(names: list[object], whole: Collection[str]) -> bool:
+def _saves(names: Collection[str], whole: Collection[str]) -> bool:
     """Do the names of modules_to_save stand for all modules that are saved whole?"""
-    return all(any(isinstance(name, str) and name and f".{name}." in f".{path}." for name in names) for path in whole)
+    return all(any(name and f".{name}." in f".{path}." for name in names) for path in whole)
+
+
+def minimal_suffixes(adapted: Collection[str], modules: Collection[str]) -> tuple[str, ...] | None:
+    """Return the shortest names that match the adapted modules of a model and no other one.
+
+    Args:
+        adapted: Paths to match.
+        modules: Paths of all modules of the model.
+
+    Returns:
+        Sorted names; None when no list can do it, because an adapted path is the end of another module's path.
+    """
+    ends: dict[str, set[str]] = {}
+    leaves = {path.rpartition(".")[2] for path in adapted}
+    for module in modules:
+        parts = module.split(".")
+        if parts[-1] not in leaves:
+            continue
+        for start in range(len(parts)):
+            ends.setdefault(".".join(parts[start:]), set()).add(module)
+    wanted = set(adapted)
+    chosen: set[str] = set()
+    for path in sorted(wanted):
+        parts = path.split(".")
+        suffixes = (".".join(parts[start:]) for start in reversed(range(len(parts))))
+        found = next((suffix for suffix in suffixes if ends.get(suffix, set()) <= wanted), None)
+        if found is None:
+            return None
+        chosen.add(found)
+    return tuple(sorted(chosen))
+
+
+def exact_pattern(adapted: Collection[str]) -> str:
+    """Return a regular expression for the adapted modules alone: PEFT matches one against whole paths."""
+    return "|".join(re.escape(path).replace(r"\-", "-") for path in sorted(adapted))
+
+
+def minimal_saved(saved: Collection[str], modules: Collection[str]) -> tuple[str, ...] | None:
+    """Return names for modules_to_save: whole paths, or a last component that matches exactly the same modules.
+
+    Args:
+        saved: Paths to match.
+        modules: Paths of all modules of the model; empty when they are not known, and whole paths have to do.
+
+    Returns:
+        Sorted names; None when a whole path is the end of another module's.
+    """
+    wanted = set(saved)
+    chosen = set()
+    for path in sorted(wanted):
+        names = (path.rpartition(".")[2], path) if modules else (path,)
+        found = next((name for name in names if all(m in wanted for m in modules if m.endswith(name))), None)
+        if found is None:
+            return None
+        chosen.add(found)
+    return tuple(sorted(chosen))

@@ -6,7 +6,7 @@ PEFT's own files carry them along; merged into a base, or under the names of ano
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ckpt_tools.adapters.adapter import Adapter, F, Sourced
 from ckpt_tools.adapters.families import family_of
@@ -22,46 +22,36 @@ _FIRST_STABLE_MINOR = 18
 """Of PEFT 0.x: before it, Cayley-Neumann gave other rotations. Source: peft 0.21 `tuners/oft/config.py`."""
 
 
-def _is_set(value: object) -> bool:
-    return bool(value)
-
-
-def _changes_base(value: object) -> bool:
-    return isinstance(value, str) and value.lower().startswith(_CHANGED_BASE)
-
-
-_VARIANTS: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "init_lora_weights": (
-        _changes_base,
-        "the base was changed to begin with, and the factors belong to the rest",
-    ),
-    "use_qalora": (_is_set, "QALoRA pools the inputs before they meet the factors"),
-    "alora_invocation_tokens": (_is_set, "aLoRA acts only on the tokens behind its invocation"),
-    "layer_replication": (_is_set, "layers are replicated, so that the model is not the base's"),
-    "use_bdlora": (_is_set, "BD-LoRA's factors are block-diagonal"),
-    "arrow_config": (_is_set, "Arrow routes between several adapters"),
-    "kasa_config": (_is_set, "KaSA changes the base, and has a diagonal beside the factors"),
-    "monteclora_config": (_is_set, "MonteCLoRA samples around the factors"),
-    DORA_SCALE: (
-        _is_set,
-        "ckpt made its dora_scale for ComfyUI, and no other loader computes with it what was trained",
-    ),
+_VARIANTS: Mapping[str, str] = {
+    "init_lora_weights": "the base was changed to begin with, and the factors belong to the rest",
+    "use_qalora": "QALoRA pools the inputs before they meet the factors",
+    "alora_invocation_tokens": "aLoRA acts only on the tokens behind its invocation",
+    "layer_replication": "layers are replicated, so that the model is not the base's",
+    "use_bdlora": "BD-LoRA's factors are block-diagonal",
+    "arrow_config": "Arrow routes between several adapters",
+    "kasa_config": "KaSA changes the base, and has a diagonal beside the factors",
+    "monteclora_config": "MonteCLoRA samples around the factors",
+    DORA_SCALE: "ckpt made its dora_scale for ComfyUI, and no other loader computes with it what was trained",
 }
-
-
 _NOT_EXPORTED = ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
 """Of these, ckpt does not write PEFT's files either."""
 
 
 def variants_in(settings: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Return (setting, reason) of everything in a configuration that the factors alone do not say."""
-    return tuple((name, reason) for name, (is_variant, reason) in _VARIANTS.items() if is_variant(settings.get(name)))
+    return tuple((name, reason) for name, reason in _VARIANTS.items() if _is_variant(name, settings.get(name)))
+
+
+def _is_variant(name: str, value: object) -> bool:
+    if name == "init_lora_weights":
+        return isinstance(value, str) and value.lower().startswith(_CHANGED_BASE)
+    return bool(value)
 
 
 def changes_base(adapter: Adapter[F]) -> bool:
     """Is the adapter known to be for what was left of the base when its factors were taken out?"""
     found = adapter.settings.get("init_lora_weights")
-    return found is not None and _changes_base(found.value)
+    return found is not None and _is_variant("init_lora_weights", found.value)
 
 
 def refuse_foreign_shapes(adapter: Adapter[F]) -> None:
@@ -73,7 +63,7 @@ def refuse_foreign_shapes(adapter: Adapter[F]) -> None:
     for name in ("use_bdlora", DORA_SCALE):
         found = adapter.settings.get(name)
         if found is not None and found.value:
-            raise _refusal(name, found, _VARIANTS[name][1])
+            raise _refusal(name, found, _VARIANTS[name])
 
 
 def doubt_about(adapter: Adapter[F]) -> str | None:
@@ -93,9 +83,9 @@ def refuse_variants(adapter: Adapter[F]) -> None:
     Raises:
         UsageError: With the setting and the reason.
     """
-    for name, (is_variant, reason) in _VARIANTS.items():
+    for name, reason in _VARIANTS.items():
         found = adapter.settings.get(name)
-        if found is not None and is_variant(found.value):
+        if found is not None and _is_variant(name, found.value):
             raise _refusal(name, found, reason)
     neumann = adapter.settings.get("use_cayley_neumann")
     has_it = any("use_cayley_neumann" in family_of(module).peft_fields for module in adapter.modules)
