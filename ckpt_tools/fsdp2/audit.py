@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2.buffer_audit import check_buffers
+from ckpt_tools.fsdp2.buffers import check_buffers
 from ckpt_tools.fsdp2.catalogue import build_finding
-from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, read_states, registered_methods
+from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, read_states, registered_methods, shown
 from ckpt_tools.fsdp2.local import cut_dim
 from ckpt_tools.fsdp2.methods import dispatch_path
-from ckpt_tools.fsdp2.states import shown
 
 if TYPE_CHECKING:
     from ckpt_tools.fsdp2.wrap import ShardedPlan

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.fsdp2.states import GroupState, Sharding, Training
 
 LOGGER = "torch.distributed.fsdp.fully_shard"
 """Name of the logger that tells, at DEBUG, when a group enters and leaves its passes."""
@@ -34,6 +33,8 @@ StridedShard = _StridedShard
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+Sharding = Literal["SHARDED", "SHARDED_POST_FORWARD", "UNSHARDED"]
+Training = Literal["IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +203,28 @@ def read_groups(model: nn.Module) -> tuple[Group, ...]:
     return tuple(group for state in read_states(model) for group in state.groups)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """One parameter group."""
+
+    modules: tuple[str, ...]
+    """FQNs of the modules that it was made for; "" is the model itself."""
+    parameters: tuple[str, ...]
+    """FQNs of its parameters."""
+    sharding: Sharding
+    """Which form of the parameters is registered on the modules."""
+    training: Training
+    """Where the group is in its forward or backward pass."""
+    expected_after_forward: Sharding
+    """Where a forward pass leaves it, by its strategy and by whether it is the root."""
+    is_root: bool | None
+    """Does a forward pass start here? None before the first one."""
+    mesh: tuple[tuple[str, int], ...]
+    """Axes and sizes that its parameters are sharded or replicated over."""
+    replicated: bool
+    """Is it replicated only (`replicate()`), not sharded?"""
+
+
 def snapshot(model: nn.Module) -> tuple[GroupState, ...]:
     """Return the sharding state of every FSDP2 group below `model`, as values that outlive it."""
     return tuple(
@@ -218,6 +241,11 @@ def snapshot(model: nn.Module) -> tuple[GroupState, ...]:
         for state in read_states(model)
         for group in state.groups
     )
+
+
+def shown(fqn: str) -> str:
+    """Return a module's FQN for people: the model itself has an empty one."""
+    return fqn or "(root)"
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:

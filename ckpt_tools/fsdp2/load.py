@@ -6,7 +6,8 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from ckpt_tools.fsdp2.names import describe_misfit, match_names
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.ties import Ties, plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +97,7 @@ def install(
         left = [fqns.get(name, name) for name in report.missing]  # as everything that is missing
         return materialise_buffers(model, device_of(model, device), skip=left)
 
-    buffers = together(fill)
-    return LoadReport(
-        missing=report.missing,
-        unexpected=report.unexpected,
-        tied=report.tied,
-        buffers=buffers,
-        loaded_bytes=report.loaded_bytes,
-    )
+    return replace(report, buffers=together(fill))
 
 
 def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
@@ -157,7 +153,7 @@ def _read(
         known = {name: source for name, source in wanted_names.items() if source is not None}
         by_source, left = match_names(opened.checkpoint, model, tuple(dict.fromkeys(known.values())), prefix)
         found = {name: by_source[source] for name, source in known.items() if source in by_source}
-    sources = _sources(targets, shared, found)
+    sources = sources_of(targets, shared, found)
     missing = tuple(name for name in targets if shared.get(name, name) not in sources and not _may_miss(model, name))
     unexpected = tuple(fqn for fqn in left if not _may_be_extra(model, fqn))
     if strict and (missing or unexpected):
@@ -182,9 +178,7 @@ def _read(
     return state, report, tied_groups(model)
 
 
-def _sources(
-    targets: Mapping[str, torch.Tensor], shared: Mapping[str, str], found: Mapping[str, Whole]
-) -> dict[str, Whole]:
+def sources_of(targets: Mapping[str, torch.Tensor], shared: Mapping[str, str], found: Mapping[str, T]) -> dict[str, T]:
     """Return name → what to read; of names that share a parameter the first, from whichever the checkpoint has."""
     sources = {name: found[name] for name in targets if name not in shared and name in found}
     for name, first in shared.items():

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UsageError
@@ -144,9 +144,6 @@ def _reads(code: types.CodeType, owner: str) -> list[str]:
 def register_methods(model: nn.Module, methods: Mapping[str, Sequence[str]]) -> None:
     """Register the methods that `find_methods` found; the modules are FSDP units by now."""
     for fqn, names in methods.items():
-        module = model.get_submodule(fqn)
-        if not isinstance(module, FSDPModule):
-            raise UsageError(f"{fqn or 'the root'} is not an FSDP unit", where="forward_methods")
         register: Callable[[nn.Module, str], None] = register_fsdp_forward_method
         for name in names:
-            register(module, name)
+            register(model.get_submodule(fqn), name)

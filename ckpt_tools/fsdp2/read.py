@@ -103,6 +103,10 @@ class BoxReader:
             result[target] = self._read_entry(piece.entry, own, wanted).reshape(part.sizes)
         return result
 
+    def read_whole(self, whole: Whole, dtype: torch.dtype) -> torch.Tensor:
+        """Return all elements, as `read`."""
+        return self.read(whole, Box((0,) * len(whole.shape), whole.shape), dtype)
+
     def _read_entry(self, entry: TensorEntry, box: Box, dtype: DType) -> torch.Tensor:
         if entry.dtype is not dtype and not (entry.dtype.is_float and dtype.is_float):
             raise UsageError(

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -31,7 +30,7 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.fsdp2.agree import share, this_rank, together, world_size
+from ckpt_tools.fsdp2.agree import gather, share, this_rank, together, world_size
 from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import mesh_of
 from ckpt_tools.fsdp2.wrap import plan_of
@@ -90,7 +89,8 @@ def save_checkpoint(
         directory = share(together(begin))
         state = together(lambda: _state_of(model, optimizer, trainable_only=trainable_only, extra=extra))
         together(lambda: _write(state, directory))
-        digests = _merge(together(lambda: _digests(directory)))
+        parts = gather(together(lambda: _digests(directory)))
+        digests = {name: digest for part in parts for name, digest in part.items()}
         together(lambda: None if staging is None else _publish(staging, state, digests, _mesh(model, state)))
     finally:
         if staging is not None:
@@ -159,14 +159,6 @@ def _entries(written: Opened) -> list[TensorEntry]:
 
 def _raw(written: Opened, entry: TensorEntry) -> TensorEntry:
     return entry if entry.fqn.startswith("\0") else written.resolve(entry)
-
-
-def _merge(own: dict[str, str]) -> dict[str, str]:
-    if world_size() == 1:
-        return own
-    parts: list[dict[str, str]] = [{}] * world_size()
-    dist.all_gather_object(parts, own)
-    return {name: digest for part in parts for name, digest in part.items()}
 
 
 def _publish(staging: Staging, state: State, digests: Mapping[str, str], mesh: Mesh | None) -> None:

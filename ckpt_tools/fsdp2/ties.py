@@ -20,6 +20,17 @@ def tied_groups(model: nn.Module) -> Ties:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
+def tied_modules(model: nn.Module) -> set[str]:
+    """Return the FQNs of the modules that share a parameter of theirs."""
+    return {fqn.rpartition(".")[0] for group in tied_groups(model) for fqn in group}
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """Return the layer that makes a model's outputs, as transformers says it."""
+    get_output = getattr(model, "get_output_embeddings", None)
+    return get_output() if callable(get_output) else None
+
+
 class Owners:
     """Who holds which parameter, looked up once for a whole model."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -26,22 +25,12 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
 from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.compare import Trace, read_structure
-from ckpt_tools.fsdp2.states import shown
+from ckpt_tools.fsdp2.internals import shown
 
 _MAX_DEPTH = 3
 """Levels of attributes that are searched for hidden tensors."""
 _MAX_EVENTS = 200_000
 """Events that are kept in memory; a watch is for some steps, not for a training run."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
-    """A call in which a parameter was sharded and another tensor was not."""
-
-    fqn: str
-    """The sharded parameter."""
-    function: str
-    """The torch function."""
 
 
 class Watch:
@@ -59,8 +48,8 @@ class Watch:
         """Passes of groups, in order: "pre_forward layers.0"."""
         self.findings: list[Finding] = []
         """What was wrong, once each."""
-        self.mix: Mix | None = None
-        """The last call that mixed sharded and plain tensors."""
+        self.mixed: str | None = None
+        """FQN of the sharded parameter in the last call that mixed sharded and plain tensors."""
 
     def changed_views(self) -> tuple[str, ...]:
         """Return the modules whose output was a view and has been written in place since."""
@@ -121,7 +110,7 @@ class Watch:
             if self._trace is not None:
                 self._trace.write(line + "\n")
 
-    def see_mix(self, function: str, args: tuple[object, ...]) -> None:
+    def see_mix(self, args: tuple[object, ...]) -> None:
         """Take a call that failed because it mixed sharded and plain tensors."""
         model = self._model()
         if model is None:
@@ -129,7 +118,7 @@ class Watch:
         for tensor in args:
             fqn = find_parameter(model, tensor) if isinstance(tensor, DTensor) else None
             if fqn is not None:
-                self.mix = Mix(fqn=fqn, function=function)
+                self.mixed = fqn
                 return
 
     def see_state_dict(self, module: nn.Module) -> None:
@@ -205,7 +194,7 @@ class _MixMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
-                self._watch.see_mix(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values()))
+                self._watch.see_mix((*args, *(kwargs or {}).values()))
             raise
 
 
