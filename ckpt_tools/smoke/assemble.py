@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.processes.journal import RankLog
+from ckpt_tools.processes.ranks import Outcome
 from ckpt_tools.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 
 if TYPE_CHECKING:
@@ -27,34 +28,26 @@ def first_error(logs: Mapping[int, RankLog]) -> CkptError | None:
 
 
 def assemble(
-    setting: Setting,
-    logs: Mapping[int, RankLog],
-    findings: Iterable[Finding] = (),
-    *,
-    stacks: Mapping[int, str] | None = None,
-    reload_logs: Mapping[int, RankLog] | None = None,
-    reload_skipped: str = "",
-    has_lost_rank: bool = False,
+    setting: Setting, trained: Outcome, reloaded: Outcome | None = None, *, reload_skipped: str = ""
 ) -> SmokeReport:
     """Return the report of a run.
 
     Args:
         setting: Of the world that trained.
-        logs: Rank → log, of that world.
-        findings: What was found about the ranks themselves.
-        stacks: Rank → stacks, after a hang.
-        reload_logs: Rank → log, of the world that reloaded.
+        trained: What became of it.
+        reloaded: What became of the world that reloaded.
         reload_skipped: Why there is no such world.
-        has_lost_rank: A rank was ended from outside, and the others had nobody to talk to any more.
     """
-    facts = logs.get(0) or RankLog(rank=0)
-    reload_logs = reload_logs or {}
-    results = [_phase(name, reload_logs if name == "reload-other-world" else logs) for name in PHASES]
+    logs = trained.logs
+    reloaded = reloaded or Outcome(logs={})
+    facts, other = (world.logs.get(0) or RankLog(rank=0) for world in (trained, reloaded))
+    results = [_phase(name, reloaded.logs if name == "reload-other-world" else logs) for name in PHASES]
     if reload_skipped:
         results[-1] = PhaseResult(name=PHASES[-1], ok=None, seconds=0.0, what=reload_skipped)
-    every = [*logs.values(), *reload_logs.values()]
-    told = [*findings, *(found for log in every for found in log.findings)]
-    other = reload_logs.get(0) or RankLog(rank=0)
+    every = [*logs.values(), *reloaded.logs.values()]
+    told = [*trained.findings, *reloaded.findings, *(found for log in every for found in log.findings)]
+    # When a rank was ended from outside, the others had nobody to talk to any more.
+    left_out = _ECHOES if trained.has_lost_rank or reloaded.has_lost_rank else ()
     return SmokeReport(
         source=setting.options.label,
         model=facts.fact("model", str) or setting.recipe.title,
@@ -63,7 +56,7 @@ def assemble(
         strategy=setting.policy.strategy,
         device=facts.fact("device", str) or setting.options.device,
         phases=tuple(results),
-        findings=merge(found for found in told if not (has_lost_rank and found.code in _ECHOES)),
+        findings=merge(found for found in told if found.code not in left_out),
         losses=facts.fact("losses", tuple[float, ...]) or (),
         reference_losses=facts.fact("reference_losses", tuple[float, ...]) or (),
         max_grad_error=facts.fact("max_grad_error", float),
@@ -72,7 +65,8 @@ def assemble(
         reload_other_world=other.fact("reload_other_world", ReloadResult),
         memory=tuple(found for log in logs.values() if (found := log.fact("memory", RankMemory)) is not None),
         notes=tuple(dict.fromkeys(event.what for log in every for event in log.of_kind("note"))),
-        stacks={rank: text for rank, log in logs.items() if (text := log.fact("trace", str))} | dict(stacks or {}),
+        stacks={rank: text for rank, log in logs.items() if (text := log.fact("trace", str))}
+        | (trained.stacks or reloaded.stacks),
     )
 
 

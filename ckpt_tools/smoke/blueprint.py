@@ -179,10 +179,3 @@ def _nbytes(recipe: Recipe) -> int:
     with torch.device("meta"):
         model = recipe.build()
     return sum(BY_TORCH_NAME[str(p.dtype).removeprefix("torch.")].num_bytes(p.numel()) for p in model.parameters())
-
-
-def cut(setting: Setting, fit: Fit) -> Recipe:
-    """Return the recipe for what fits."""
-    if fit.num_layers is None:
-        return setting.recipe
-    return setting.recipe.shallower(fit.num_layers) or setting.recipe

@@ -12,9 +12,10 @@ from torch import nn
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import clip_grad_norm, save_checkpoint, shard_model
-from ckpt_tools.fsdp2.agree import share, together
+from ckpt_tools.fsdp2.agree import gather, share, together
 from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.mesh import TP_AXIS
 from ckpt_tools.fsdp2.watch import watch
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.recipe import Batch, call, has_loss, loss_of
@@ -22,6 +23,7 @@ from ckpt_tools.smoke import blueprint as blueprints
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, local_bytes, missing_for_dcp
 from ckpt_tools.smoke.machine import free_memory
+from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.reference import Reference, make_optimizer, on_device
 from ckpt_tools.smoke.report import RankMemory
 from ckpt_tools.smoke.run import Run, Skipped
@@ -70,11 +72,13 @@ def build(run: Run) -> str:
     if fit is None:
         raise RuntimeError("rank 0 decided nothing")
     run.has_reference = fit.has_reference
-    recipe = blueprints.cut(run.setting, fit)
+    run.num_layers = fit.num_layers
+    recipe = run.setting.recipe_of(fit.num_layers)
     if run.rank == 0:
         for text in fit.notes:
             run.journal.note(text)
-    source = run.source
+    source = run.setting.options.source
+    source = None if source is None else os.path.abspath(source)
     if source is None:
         source = os.path.join(run.directory, "random")
         together(lambda: blueprints.write_random(recipe, source or "") if run.rank == 0 else None)
@@ -87,8 +91,6 @@ def build(run: Run) -> str:
     count = sum(parameter.numel() for parameter in run.model.parameters())
     if run.rank == 0:
         run.journal.fact("model", recipe.title)
-        run.journal.fact("num_layers", fit.num_layers)
-        run.journal.fact("source", source)
     return f"{recipe.title}, {_millions(count)} parameters"
 
 
@@ -147,7 +149,7 @@ def load(run: Run) -> str:
         if not report.missing and not run.setting.options.lora:
             live = missing_for_dcp(run.model, run.blueprint.source)
             run.report(*([] if live is None else [live]))
-    total = sum(run.gather(report.loaded_bytes))
+    total = sum(gather(report.loaded_bytes))
     if not total:  # quantising needs whole layers
         return "read, quantised and sent by rank 0"
     return f"{format_size(total)} read by {run.world_size} ranks"
@@ -165,9 +167,8 @@ def compare(run: Run) -> str:
     findings, count, nbytes = compare_with_source(run.model, run.blueprint)
     run.report(*findings)
     if run.rank == 0:
-        found = tolerances_of(run)
-        run.journal.fact("tolerances", {"loss": found.loss, "gradient": found.gradient})
-    total = sum(run.gather(nbytes))
+        run.journal.fact("tolerances", tolerances_of(run))
+    total = sum(gather(nbytes))
     what = f"{count} tensors, {format_size(total)} on all ranks, against the source"
     return what if run.setting.options.quantize is None else f"{what}; quantised ones by the loss"
 
@@ -206,7 +207,7 @@ def forward(run: Run) -> str:
 
 def loss(run: Run) -> str:
     """Compare the loss with the reference's."""
-    mean = mean_loss(run, run.loss)
+    mean = mean_loss(run.loss)
     run.losses.append(mean)
     run.journal.fact("losses", run.losses)
     if not math.isfinite(mean):
@@ -244,9 +245,9 @@ def _reference_loss(run: Run) -> float:
     return sum(found) / len(found)
 
 
-def mean_loss(run: Run, own: torch.Tensor | None) -> float:
+def mean_loss(own: torch.Tensor | None) -> float:
     """Return the mean over data-parallel ranks. Collective."""
-    values = run.gather(math.nan if own is None else float(own.detach()))
+    values = gather(math.nan if own is None else float(own.detach()))
     return sum(values) / len(values)
 
 
@@ -328,7 +329,7 @@ def step(run: Run) -> str:
     for number in range(2, run.setting.options.steps + 1):
         own = loss_of(call(run.model, run.batch))
         own.backward()  # type: ignore[no-untyped-call]
-        mean = mean_loss(run, own)
+        mean = mean_loss(own)
         run.losses.append(mean)
         run.journal.fact("losses", run.losses)
         clip_grad_norm(run.model, MAX_NORM)
@@ -372,13 +373,18 @@ def evaluate(run: Run, model: nn.Module) -> float:
 
 def save(run: Run) -> str:
     """Save model and optimizer as a training run would."""
-    run.saved_loss = evaluate(run, run.model)
-    run.saved_path = os.path.join(run.directory, "saved")
-    save_checkpoint(run.model, run.optimizer, run.saved_path)
+    path = os.path.join(run.directory, "saved")
+    run.saved = Saved(
+        path=path,
+        loss=evaluate(run, run.model),
+        source=run.blueprint.source,
+        num_layers=run.num_layers,
+        tp=run.setting.mesh.size(TP_AXIS),
+    )
+    save_checkpoint(run.model, run.optimizer, path)
     dist.barrier()
     if run.rank == 0:
-        run.journal.fact("saved_path", run.saved_path)
-        run.journal.fact("saved_loss", run.saved_loss)
-    files = [os.path.join(run.saved_path, name) for name in os.listdir(run.saved_path)]
+        run.journal.fact("saved", run.saved)
+    files = [os.path.join(path, name) for name in os.listdir(path)]
     total = sum(os.path.getsize(path) for path in files)
     return f"{format_size(total)} in {len(files)} files"

@@ -16,13 +16,10 @@ from ckpt_tools.formats.opening import open_path
 from ckpt_tools.processes.child import Child
 from ckpt_tools.processes.journal import events_path, read_events
 from ckpt_tools.smoke.assemble import merge
-from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched
+from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, OnPhase, tell
 from ckpt_tools.smoke.options import SmokeOptions, absolute
 from ckpt_tools.smoke.report import PhaseResult, SmokeReport
 from ckpt_tools.units import format_size
-
-OnPhase = Callable[[str, str], None]
-"""Told about progress: the phase, and "begun", "done" or "failed"."""
 
 DATA_LIMIT_BYTES = 2 << 30
 """Checkpoints up to this size are read whole to find damage; of larger ones only the structure is checked."""
@@ -73,6 +70,7 @@ def run_smoke(
         )
         return check.add_to(replace(report, source=label))
     check = SourceCheck(options)
+    options.read_model()  # before the launcher imports torch only to refuse it
     launched = run_local(Launch(options=options), on_phase=on_phase)
     if launched.report is None:
         raise RuntimeError("the launcher has returned no report")
@@ -95,22 +93,22 @@ class SourceCheck:
     """
 
     def __init__(self, options: SmokeOptions) -> None:
-        self._options = options
         self._findings: tuple[Finding, ...] = ()
         self._what = "there is no checkpoint"
         self._seconds = 0.0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if options.source is not None:
-            with open_path(os.fspath(options.source)):
+            source = os.fspath(options.source)
+            with open_path(source):
                 pass
-            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(source,), daemon=True)
             self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, source: str) -> None:
         start = time.perf_counter()
         try:
-            with open_path(os.fspath(self._options.source or "")) as opened:
+            with open_path(source) as opened:
                 is_small = opened.checkpoint.total_bytes <= DATA_LIMIT_BYTES
                 found = verify(opened, level="data" if is_small else "structure", num_workers=1)
         except BaseException as error:  # noqa: BLE001 - raised where the thread is joined
@@ -147,8 +145,7 @@ def run_local(job: Launch, *, on_phase: OnPhase | None = None) -> Launched:
         for number, name in enumerate((WORLD_NAME, RELOAD_NAME)):
             events = read_events(events_path(os.path.join(child.directory, name), 0))
             for event in events[told[number] :]:
-                if on_phase is not None and event.kind in ("phase", "done"):
-                    on_phase(event.name, "begun" if event.kind == "phase" else "done" if event.ok else "failed")
+                tell(on_phase, event)
             told[number] = len(events)
 
     is_walled = job.options.factory is None
