@@ -32,8 +32,6 @@ class Place:
     """Address of the hub."""
     namespace_only: bool = False
     """The request creates the repository: the right is one over the namespace."""
-    has_token: bool = True
-    """Somebody is logged in."""
 
     @property
     def where(self) -> str:
@@ -135,8 +133,6 @@ def _explain_rights(failure: Failure, place: Place, says: str) -> tuple[str, str
             f"free storage of {namespace} or extend it: {place.endpoint}/settings/billing",
         )
     if failure.status == 401:
-        if not place.has_token:
-            return (f"{place.doing} needs a token, and there is none", "hf auth login, or set HF_TOKEN")
         return (
             f"{place.doing}: the hub does not accept the token{says}",
             f"it may have expired: make another one at {settings}, then hf auth login or set HF_TOKEN",

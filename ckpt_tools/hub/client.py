@@ -39,7 +39,7 @@ class Account:
 
     endpoint: str
     """Without a slash at its end."""
-    token: str | None
+    token: str
     """Never shown."""
 
     def __repr__(self) -> str:
@@ -124,7 +124,6 @@ class Hub:
             revision=self.revision,
             endpoint=self.account.endpoint,
             namespace_only=namespace_only,
-            has_token=self.account.token is not None,
         )
 
     def nonsense(self, doing: str) -> HubError:
@@ -210,25 +209,30 @@ class Hub:
             sample: The first 512 bytes of a file, from which the hub tells text.
             create_pr: They are to come by a pull request, which takes fewer rights.
         """
-        utils = client_utils()
         doing = "asking how the files will be kept"
-        url = f"{self.account.endpoint}/api/models/{self.repo}/preupload/{quote(self.revision, safe='')}"
-        headers = utils.build_hf_headers(token=self.account.token, library_name="ckpt-tools")
         found: dict[str, Answer] = {}
         for start in range(0, len(files), ASK_FILES):
             question = {"files": [_question(file, sample(file)) for file in files[start : start + ASK_FILES]]}
 
             def post(question: Mapping[str, object] = question) -> Any:  # noqa: ANN401 - whatever JSON it is
-                params = {"create_pr": "1"} if create_pr else None
-                response = utils.get_session().post(url, json=question, headers=headers, params=params)
-                utils.hf_raise_for_status(response)
+                response = self.request("POST", "preupload", create_pr=create_pr, json=question)
+                client_utils().hf_raise_for_status(response)
                 return response.json()
 
             found |= self._answers(self.call(doing, post), doing)
-        missing = [file.path for file in files if file.path not in found]
-        if missing:
+        if any(file.path not in found for file in files):
             raise self.nonsense(doing)
         return found
+
+    def request(self, method: str, route: str, *, create_pr: bool, json: object = None) -> Any:  # noqa: ANN401 - httpx2's
+        """Return the response of a route about the revision, whatever its status."""
+        url = f"{self.account.endpoint}/api/models/{self.repo}/{route}/{quote(self.revision, safe='')}"
+        params = {"create_pr": "1"} if create_pr else None
+        return client_utils().get_session().request(method, url, json=json, headers=self._headers(), params=params)
+
+    def _headers(self) -> dict[str, str]:
+        headers: dict[str, str] = client_utils().build_hf_headers(token=self.account.token, library_name="ckpt-tools")
+        return headers
 
     def _answers(self, document: object, doing: str) -> dict[str, Answer]:
         rows = document.get("files") if isinstance(document, dict) else None
@@ -278,8 +282,7 @@ class Hub:
 
         utils = client_utils()
         url = hf_hub_url(self.repo, path, revision=commit, endpoint=self.account.endpoint)
-        headers = utils.build_hf_headers(token=self.account.token, library_name="ckpt-tools")
-        headers["Accept-Encoding"] = "identity"  # offsets are those of the content
+        headers = self._headers() | {"Accept-Encoding": "identity"}  # offsets are those of the content
         position = 0
 
         def stream() -> None:
