@@ -205,7 +205,6 @@ class Trace:
     """What one rank did, in order."""
 
     rank: int
-    """Global rank."""
     structure: tuple[str, ...]
     """As `read_structure` when the watch began."""
     events: tuple[str, ...]

@@ -31,7 +31,6 @@ class Diagnosis:
     cause: str
     """What happened, with the names concerned."""
     fix: str
-    """What to change."""
     module: str
     """FQN of the module or parameter concerned; "" when no one knows."""
     call: str

@@ -68,13 +68,10 @@ class Group:
     modules: tuple[nn.Module, ...]
     """What `fully_shard` was called on."""
     fqns: tuple[str, ...]
-    """Their FQNs."""
     params: tuple[ManagedParam, ...]
-    """Its parameters in their order."""
     sharding: Sharding
     """Which form is registered."""
     training: Training
-    """Where in a pass it is."""
     expected_after_forward: Sharding
     """By its strategy."""
     reshards_after_backward: bool
@@ -95,13 +92,10 @@ class State:
     """One `fully_shard` call: its modules and the groups it made, none where no parameter was left."""
 
     modules: tuple[nn.Module, ...]
-    """What it was called on."""
     fqns: tuple[str, ...]
-    """Their FQNs."""
     is_root: bool | None
     """None before the first forward pass."""
     training: Training
-    """Where in a pass it is."""
     groups: tuple[Group, ...]
     """Usually one."""
 
@@ -332,7 +326,6 @@ class Event:
     key: int
     """The same for the same group."""
     modules: tuple[nn.Module, ...]
-    """Of the group."""
     resharded: bool
     """Are its parameters sharded now?"""
     reshards: bool

@@ -89,15 +89,21 @@ def install(
     device: torch.device | str | None = None,
 ) -> LoadReport:
     """Replace parameters by `state`, share again what was shared, and compute the buffers that are left."""
-    model.load_state_dict(dict(state), strict=False, assign=True)
-    fqns = plain_fqns(model)
-    tie(model, ties, [fqns.get(name, name) for name in state])
+    fqns = assign(model, state, ties)
 
     def fill() -> tuple[str, ...]:
         left = [fqns.get(name, name) for name in report.missing]  # as everything that is missing
         return materialise_buffers(model, device_of(model, device), skip=left)
 
     return replace(report, buffers=together(fill))
+
+
+def assign(model: nn.Module, state: Mapping[str, torch.Tensor], ties: Ties) -> dict[str, str]:
+    """Replace parameters by `state`, and share again what was shared; return `plain_fqns`."""
+    model.load_state_dict(dict(state), strict=False, assign=True)
+    fqns = plain_fqns(model)
+    tie(model, ties, [fqns.get(name, name) for name in state])
+    return fqns
 
 
 def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:

@@ -27,7 +27,6 @@ class Line:
     """One line of a traceback, outermost first."""
 
     frame: FrameType
-    """With its locals."""
     number: int
     """Line that runs, or raised."""
     lasti: int
@@ -58,11 +57,8 @@ class Call:
     """A method of a module that was running."""
 
     module: nn.Module
-    """Its self."""
     method: str
-    """Its name."""
     line: Line
-    """Where it was."""
     caller: Line | None
     """The nearest line outside of PyTorch that led to it."""
 

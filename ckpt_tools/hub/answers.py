@@ -29,7 +29,6 @@ class Place:
     revision: str
     """Branch, tag or commit."""
     endpoint: str
-    """Address of the hub."""
     namespace_only: bool = False
     """The request creates the repository: the right is one over the namespace."""
 
@@ -51,7 +50,6 @@ class Failure:
     message: str
     """The hub's or the system's words, without secrets."""
     retry_after_s: float | None = None
-    """How long the hub asks to be left alone."""
     was_sent: bool = True
     """False: the connection did not come about, so the hub has not seen the request."""
     is_lasting: bool = False

@@ -45,7 +45,6 @@ class LoadFacts:
     auto_class: str | None = None
     """Class of transformers that loads the model (for an adapter: its base); AutoModel by default."""
     has_tokenizer: bool = False
-    """Tokenizer files lie beside the weights."""
     weight_name: str | None = None
     """File name of a LoRA for diffusers, where it is not the one that diffusers looks for."""
     is_pipeline: bool = False
@@ -63,9 +62,7 @@ class CardFacts:
     base_model: str | None = None
     """Hub id of the model that the adapter is for, or that was trained further."""
     library: Library | None = None
-    """Which library loads the weights."""
     tags: tuple[str, ...] = ()
-    """For the hub's search."""
     pipeline_tag: str | None = None
     """The hub's name of the task ("text-generation")."""
     license: str | None = None

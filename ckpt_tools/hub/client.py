@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import time
@@ -15,6 +16,7 @@ from ckpt_tools.hub.answers import Failure, Place, to_error
 from ckpt_tools.hub.plan import Answer, LocalFile, Remote, RemoteFile
 from ckpt_tools.hub.session import MAX_WAIT_S, Say, bound_session, client_errors, client_utils, to_failure
 from ckpt_tools.moving.execute import Progress
+from ckpt_tools.storage.source import Source
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -30,6 +32,8 @@ BLOCK_BYTES = 1 << 20
 """Read at a time."""
 ASK_FILES = 256
 """Files in one question about how they will be kept; the hub's own limit."""
+SAMPLE_BYTES = 512
+"""First bytes of a file that it asks for, and tells text from."""
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -199,20 +203,18 @@ class Hub:
             namespace_only=True,
         )
 
-    def ask(
-        self, files: Sequence[LocalFile], sample: Callable[[LocalFile], bytes], *, create_pr: bool
-    ) -> dict[str, Answer]:
+    def ask(self, source: Source, files: Sequence[LocalFile], *, create_pr: bool) -> dict[str, Answer]:
         """Ask how the hub will keep `files`; nothing is stored.
 
         Args:
+            source: Where they are.
             files: What is to come.
-            sample: The first 512 bytes of a file, from which the hub tells text.
             create_pr: They are to come by a pull request, which takes fewer rights.
         """
         doing = "asking how the files will be kept"
         found: dict[str, Answer] = {}
         for start in range(0, len(files), ASK_FILES):
-            question = {"files": [_question(file, sample(file)) for file in files[start : start + ASK_FILES]]}
+            question = {"files": [_question(source, file) for file in files[start : start + ASK_FILES]]}
 
             def post(question: Mapping[str, object] = question) -> Any:  # noqa: ANN401 - whatever JSON it is
                 response = self.request("POST", "preupload", create_pr=create_pr, json=question)
@@ -309,7 +311,6 @@ def _remote_file(entry: Any) -> RemoteFile:  # noqa: ANN401 - RepoFile, which a 
     return RemoteFile(path=entry.path, nbytes=lfs.size, blob_id=entry.blob_id, sha256=lfs.sha256)
 
 
-def _question(file: LocalFile, sample: bytes) -> dict[str, object]:
-    import base64
-
+def _question(source: Source, file: LocalFile) -> dict[str, object]:
+    sample = file.read(source, 0, min(SAMPLE_BYTES, file.nbytes))
     return {"path": file.path, "sample": base64.b64encode(sample).decode("ascii"), "size": file.nbytes}

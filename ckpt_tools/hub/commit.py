@@ -33,7 +33,6 @@ class Committed:
     """A commit that the hub has made."""
 
     oid: str
-    """Its hash."""
     pull_request: str | None
     """Where to find the pull request."""
     notes: tuple[str, ...] = ()

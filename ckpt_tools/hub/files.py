@@ -21,8 +21,6 @@ MAX_DEPTH = 32
 """Directories below the root; deeper ones are refused, not left out."""
 MAX_BLOB_BYTES = 64 << 20
 """Git's own name is worked out up to this size; the hub keeps nothing as large inside of git."""
-SAMPLE_BYTES = 512
-"""First bytes of a file that the hub asks for."""
 _BLOCK_BYTES = 1 << 20
 _FORBIDDEN = (".git", ".cache")
 """Directories that the hub takes nothing below of."""
@@ -179,22 +177,13 @@ def file_of_bytes(path: str, content: bytes) -> LocalFile:
     )
 
 
-def read_start(source: Source, file: LocalFile) -> bytes:
-    """Return the first bytes of a file."""
-    if file.content is not None:
-        return file.content[:SAMPLE_BYTES]
-    return source.read(file.path, 0, min(SAMPLE_BYTES, file.nbytes))
-
-
 def read_whole(source: Source, file: LocalFile) -> bytes:
     """Return a file that is kept inside of git, as it was when it was digested.
 
     Raises:
         CkptError: It holds something else by now.
     """
-    if file.content is not None:
-        return file.content
-    content = source.read(file.path, 0, file.nbytes)
+    content = file.read(source, 0, file.nbytes)
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise changed(file.path)
     return content

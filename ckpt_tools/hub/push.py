@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
@@ -26,7 +25,7 @@ from ckpt_tools.hub.check import Kind, adapter_directories, check_directory, ref
 from ckpt_tools.hub.client import Hub, find_account
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
-from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory, read_start
+from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory
 from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.secrets import refuse_secrets
@@ -235,8 +234,7 @@ class Push:
         local, remote, options = self._local, self._remote, self._options
         answers = {}
         if remote.exists:
-            sample = partial(read_start, self._source)
-            answers = self._hub.ask(list(local.values()), sample, create_pr=options.create_pr)
+            answers = self._hub.ask(self._source, list(local.values()), create_pr=options.create_pr)
         self._planned = plan_files(local, remote, answers, delete_stale=options.delete_stale)
         if not options.delete_stale and (stale := stale_weights(local, remote)):
             self._notes.append(

@@ -51,7 +51,6 @@ class Secret:
     line: int
     """From 1; of a safetensors file, in its header."""
     kind: str
-    """What it looks like."""
 
 
 def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None) -> tuple[str, ...]:
@@ -75,7 +74,11 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
         if nbytes > MAX_SEARCHED_BYTES:
             notes.append(f"{escape_name(file.path)} was not searched for secrets: {format_size(nbytes)}")
             continue
-        found += find_secrets(file.path, _reader(source, file, start), nbytes, token)
+
+        def read(offset: int, nbytes: int, file: LocalFile = file, start: int = start) -> bytes:
+            return file.read(source, start + offset, nbytes)
+
+        found += find_secrets(file.path, read, nbytes, token)
     if not found:
         return tuple(notes)
     first, *others = found
@@ -98,14 +101,6 @@ def _text_of(source: Source, file: LocalFile) -> tuple[int, int]:
     if file.path.endswith(".safetensors") and file.nbytes >= 8:
         return 8, min(int.from_bytes(source.read(file.path, 0, 8), "little"), file.nbytes - 8, MAX_HEADER_BYTES)
     return 0, 0
-
-
-def _reader(source: Source, file: LocalFile, start: int) -> Callable[[int, int], bytes]:
-    """Return what reads (offset, bytes) of the text of a file."""
-    content = file.content
-    if content is not None:
-        return lambda offset, nbytes: content[offset : offset + nbytes]
-    return lambda offset, nbytes: source.read(file.path, start + offset, nbytes)
 
 
 def find_secrets(

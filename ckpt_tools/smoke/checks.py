@@ -131,7 +131,6 @@ class GradientErrors:
     """Largest relative error."""
     worst_name: str
     compared: int
-    """Parameters compared."""
     findings: tuple[Finding, ...]
 
 
