@@ -61,6 +61,15 @@ def share(value: T) -> T:
     return box[0]
 
 
+def from_rank0(step: Callable[[], T]) -> T:
+    """Run `step` on rank 0 alone, and return its result (a small, plain value) on every rank. Collective.
+
+    Raises:
+        CkptError: As `together`.
+    """
+    return share(together(lambda: None if this_rank() else step()))  # type: ignore[return-value]
+
+
 def gather(value: T) -> list[T]:
     """Return every rank's `value` (small and plain), in rank order. Collective."""
     values = [value] * world_size()

@@ -95,7 +95,6 @@ class State:
     fqns: tuple[str, ...]
     is_root: bool | None
     """None before the first forward pass."""
-    training: Training
     groups: tuple[Group, ...]
     """Usually one."""
 
@@ -136,7 +135,6 @@ def read_states(model: nn.Module) -> tuple[State, ...]:
                 modules=tuple(state._modules),
                 fqns=fqns,
                 is_root=state._is_root,
-                training=cast("Training", state._training_state.name),
                 groups=tuple(_read_group(group, fqns, names) for group in _raw_groups(state)),
             )
         )

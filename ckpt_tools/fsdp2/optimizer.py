@@ -128,16 +128,14 @@ class _Stored:
 
     def _add(self, item: _Item) -> None:
         path: KeyPath = item.path if len(item.path) > 2 else tuple(item.fqn.split("."))
-        keys = list(map(str, path))
-        start = next((i for i, key in enumerate(keys[:3]) if key in ("state", "param_groups")), None)
-        if start is None or len(keys) < start + 3:
-            # Flat form under one root: ("optimizer", "state.<fqn>.exp_avg")
-            keys = ".".join(keys).split(".")
+        nested = list(map(str, path))
+        # The flat form lies under one root: ("optimizer", "state.<fqn>.exp_avg")
+        for keys in (nested, ".".join(nested).split(".")):
             start = next((i for i, key in enumerate(keys[:3]) if key in ("state", "param_groups")), None)
-            if start is None or len(keys) < start + 3:
+            if start is not None and len(keys) >= start + 3:
+                owner, name = strip_wrappers(".".join(keys[start + 1 : -1])), keys[-1]
+                (self.state if keys[start] == "state" else self._groups)[owner][name] = item
                 return
-        owner, name = strip_wrappers(".".join(keys[start + 1 : -1])), keys[-1]
-        (self.state if keys[start] == "state" else self._groups)[owner][name] = item
 
     def _members_of(self, number: str) -> frozenset[str]:
         item = self._groups[number].get("params")

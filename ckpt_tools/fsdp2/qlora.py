@@ -20,7 +20,7 @@ from torch import nn
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.fsdp2.agree import share, this_rank, together
+from ckpt_tools.fsdp2.agree import from_rank0, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
 from ckpt_tools.fsdp2.local import torch_dtype
 from ckpt_tools.fsdp2.lora import base_name, base_of, finish_adapters
@@ -334,8 +334,6 @@ def _scatter(base: nn.Module, layers: Mapping[str, nn.Module], source: Mapping[s
     plain: dict[str, torch.Tensor] = {}
 
     def measure() -> dict[str, int]:
-        if this_rank():
-            return {}
         if source is None:
             raise UsageError("rank 0 has nothing to load", where="load_quantised", hint="pass the state dict")
         plain.update({name: tensor for key, tensor in source.items() if (name := base_name(key)) is not None})
@@ -351,8 +349,7 @@ def _scatter(base: nn.Module, layers: Mapping[str, nn.Module], source: Mapping[s
             lengths[name] = text.numel()
         return lengths
 
-    lengths = share(together(measure))
-    _expect(layers, lengths)
+    _expect(layers, from_rank0(measure))
     names = {key: base_name(key) for key in base.state_dict()}
     state = {key: plain[name] for key, name in names.items() if name in plain} if this_rank() == 0 else None
     unused = share(tuple(sorted(set(plain) - set(names.values()))))

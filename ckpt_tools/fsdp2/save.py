@@ -30,7 +30,7 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.fsdp2.agree import gather, share, this_rank, together, world_size
+from ckpt_tools.fsdp2.agree import from_rank0, gather, this_rank, together, world_size
 from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import mesh_of
 from ckpt_tools.fsdp2.wrap import plan_of
@@ -77,8 +77,6 @@ def save_checkpoint(
 
     def begin() -> str:
         nonlocal staging
-        if this_rank():
-            return ""
         if overwrite:
             check_replaceable(destination)
         staging = Staging(destination, overwrite=overwrite)
@@ -86,7 +84,7 @@ def save_checkpoint(
         return staging.directory
 
     try:
-        directory = share(together(begin))
+        directory = from_rank0(begin)
         state = together(lambda: _state_of(model, optimizer, trainable_only=trainable_only, extra=extra))
         together(lambda: _write(state, directory))
         parts = gather(together(lambda: _digests(directory)))

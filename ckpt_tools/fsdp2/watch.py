@@ -29,6 +29,8 @@ from ckpt_tools.fsdp2.internals import shown
 
 _MAX_DEPTH = 3
 """Levels of attributes that are searched for hidden tensors."""
+_PATIENCE_S = 1.0
+"""What other ranks get to stop writing their traces."""
 _MAX_EVENTS = 200_000
 """Events that are kept in memory; a watch is for some steps, not for a training run."""
 
@@ -59,7 +61,16 @@ class Watch:
 
     def settled_traces(self) -> tuple[Trace, ...]:
         """Return the traces of all ranks that share the directory, once they have stopped growing; () without one."""
-        return () if self._directory is None else _settled(self._directory)
+        if self._directory is None:
+            return ()
+        deadline = time.monotonic() + _PATIENCE_S
+        sizes: list[int] | None = None
+        while True:
+            found = [path.stat().st_size for path in sorted(self._directory.glob("rank-*.trace"))]
+            if found == sizes or time.monotonic() > deadline:
+                return read_traces(self._directory)
+            sizes = found
+            time.sleep(0.2)
 
     def report(self, code: str, where: str, what: str) -> None:
         """Add a finding unless it is there already."""
@@ -279,15 +290,3 @@ def read_traces(directory: str | os.PathLike[str]) -> tuple[Trace, ...]:
         # Without its newline the last line was cut short.
         found.append(Trace(rank=rank, structure=structure, events=tuple(lines[:-1])))
     return tuple(sorted(found, key=lambda trace: trace.rank))
-
-
-def _settled(directory: Path, *, patience_s: float = 1.0) -> tuple[Trace, ...]:
-    """Read the traces once they have stopped growing, or patience is over."""
-    deadline = time.monotonic() + patience_s
-    sizes: list[int] | None = None
-    while True:
-        found = [path.stat().st_size for path in sorted(directory.glob("rank-*.trace"))]
-        if found == sizes or time.monotonic() > deadline:
-            return read_traces(directory)
-        sizes = found
-        time.sleep(0.2)

@@ -17,7 +17,7 @@ from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
 from ckpt_tools.walls import check_config, demand_walls
 from ckpt_tools.walls.audit import HINT
-from ckpt_tools.walls.config_names import without_code_keys
+from ckpt_tools.walls.config import without_code_keys
 
 _USE_FACTORY = "use --factory pkg.mod:callable"
 FEEDS_ITSELF = f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import nn
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import clip_grad_norm, save_checkpoint, shard_model
-from ckpt_tools.fsdp2.agree import gather, share, together
+from ckpt_tools.fsdp2.agree import from_rank0, gather, share
 from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.compare import compare_ranks
 from ckpt_tools.fsdp2.mesh import TP_AXIS
@@ -68,29 +69,23 @@ def tolerances_of(run: Run) -> Tolerances:
 
 def build(run: Run) -> str:
     """Decide how much of the model is tried, and build it on meta."""
-    fit = share(together(lambda: _fit(run) if run.rank == 0 else None))
-    if fit is None:
-        raise RuntimeError("rank 0 decided nothing")
+    fit = from_rank0(lambda: _fit(run))
     run.has_reference = fit.has_reference
     run.num_layers = fit.num_layers
     recipe = run.setting.recipe_of(fit.num_layers)
-    if run.rank == 0:
-        for text in fit.notes:
-            run.journal.note(text)
+    run.note(*fit.notes)
     source = run.setting.options.source
     source = None if source is None else os.path.abspath(source)
     if source is None:
         source = os.path.join(run.directory, "random")
-        together(lambda: blueprints.write_random(recipe, source or "") if run.rank == 0 else None)
-        if run.rank == 0:
-            run.journal.note("there is no checkpoint: the weights are random")
+        from_rank0(partial(blueprints.write_random, recipe, source))
+        run.note("there is no checkpoint: the weights are random")
     run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=source)
     run.model = run.blueprint.build()
     run.report(*audit(run.model, phase="built"))
     run.report(*compare_ranks(run.model))
     count = sum(parameter.numel() for parameter in run.model.parameters())
-    if run.rank == 0:
-        run.journal.fact("model", recipe.title)
+    run.fact("model", recipe.title)
     return f"{recipe.title}, {_millions(count)} parameters"
 
 
@@ -166,8 +161,7 @@ def compare(run: Run) -> str:
     """Hold every shard against the bytes of the source."""
     findings, count, nbytes = compare_with_source(run.model, run.blueprint)
     run.report(*findings)
-    if run.rank == 0:
-        run.journal.fact("tolerances", tolerances_of(run))
+    run.fact("tolerances", tolerances_of(run))
     total = sum(gather(nbytes))
     what = f"{count} tensors, {format_size(total)} on all ranks, against the source"
     return what if run.setting.options.quantize is None else f"{what}; quantised ones by the loss"
@@ -193,12 +187,10 @@ def forward(run: Run) -> str:
     traces = os.path.join(run.directory, "traces") if run.is_local else None
     run.watch = run.resources.enter_context(watch(run.model, traces=traces))
     run.batch = on_device(batch_of(run, run.setting.dp_index(run.rank)), run.device, None)
-    if run.rank == 0:
-        for text in run.blueprint.recipe.notes_on(run.batch):
-            run.journal.note(text)
+    run.note(*run.blueprint.recipe.notes_on(run.batch))
     output = call(run.model, run.batch)
-    if run.rank == 0 and not has_loss(output):
-        run.journal.note("the model returns no loss: the mean square of its outputs stands for one")
+    if not has_loss(output):
+        run.note("the model returns no loss: the mean square of its outputs stands for one")
     run.loss = loss_of(output)
     run.report(*audit(run.model, phase="forward", plan=run.plan, optimizer=run.optimizer))
     shape = ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in run.batch.items())
@@ -209,7 +201,7 @@ def loss(run: Run) -> str:
     """Compare the loss with the reference's."""
     mean = mean_loss(run.loss)
     run.losses.append(mean)
-    run.journal.fact("losses", run.losses)
+    run.journal.fact("losses", run.losses)  # on every rank: its watchdog sees it go on
     if not math.isfinite(mean):
         run.error("not-finite", "the loss", f"the loss of the first step is {mean}", "are the weights sound?")
     if not run.has_reference:
@@ -257,7 +249,7 @@ def check_loss(run: Run, where: str, value: float, expected: float) -> bool:
         return True
     tolerance = tolerances_of(run).loss
     run.reference_losses.append(expected)
-    run.journal.fact("reference_losses", tuple(run.reference_losses))
+    run.fact("reference_losses", run.reference_losses)
     difference = abs(value - expected) / max(1.0, abs(expected))
     if difference <= tolerance or (math.isnan(value) and math.isnan(expected)):  # "not-finite" says the latter
         return True
@@ -278,8 +270,8 @@ def backward(run: Run) -> str:
         run.report(*run.watch.findings)
     trainable = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     without = sum(parameter.grad is None for parameter in trainable)
-    if run.rank == 0 and without:
-        run.journal.note(f"{without} of {len(trainable)} trainable parameters got no gradient from this batch")
+    if without:
+        run.note(f"{without} of {len(trainable)} trainable parameters got no gradient from this batch")
     return f"{len(trainable) - without} gradients"
 
 
@@ -292,8 +284,7 @@ def gradients(run: Run) -> str:
     expected = None if run.reference is None else run.reference.gradients()
     errors = compare_gradients(run.model, expected, tolerance)
     run.report(*errors.findings)
-    if run.rank == 0:
-        run.journal.fact("max_grad_error", errors.worst)
+    run.fact("max_grad_error", errors.worst)
     worst = f"{errors.worst:.1e} off ({escape_name(errors.worst_name)})" if errors.worst else "equal to the last bit"
     return f"{errors.compared} compared, the worst {worst}" if errors.worst else f"{errors.compared} compared, {worst}"
 
@@ -331,7 +322,7 @@ def step(run: Run) -> str:
         own.backward()  # type: ignore[no-untyped-call]
         mean = mean_loss(own)
         run.losses.append(mean)
-        run.journal.fact("losses", run.losses)
+        run.journal.fact("losses", run.losses)  # on every rank: its watchdog sees it go on
         clip_grad_norm(run.model, MAX_NORM)
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
@@ -383,8 +374,7 @@ def save(run: Run) -> str:
     )
     save_checkpoint(run.model, run.optimizer, path)
     dist.barrier()
-    if run.rank == 0:
-        run.journal.fact("saved", run.saved)
+    run.fact("saved", run.saved)
     files = [os.path.join(path, name) for name in os.listdir(path)]
     total = sum(os.path.getsize(path) for path in files)
     return f"{format_size(total)} in {len(files)} files"

@@ -96,6 +96,16 @@ class Run:
         """Report an error of one's own."""
         self.report(Finding.error(code=code, where=where, what=what, hint=hint))
 
+    def note(self, *texts: str) -> None:
+        """Report, as rank 0, what was not tried."""
+        for text in () if self.rank else texts:
+            self.journal.note(text)
+
+    def fact(self, name: str, value: object) -> None:
+        """Report, as rank 0, a value that is the same on all ranks or known to this one."""
+        if self.rank == 0:
+            self.journal.fact(name, value)
+
     def phase(self, name: str, function: Callable[[Run], str]) -> None:
         """Run one phase on every rank; it is over when all ranks have ended it.
 
