@@ -336,11 +336,7 @@ class Event:
 
 @_guarded
 def read_event(frame: FrameType | None) -> Event | None:
-    """Find the group that is logging: the nearest frame whose `self` is one.
-
-    Args:
-        frame: Of the log filter, or further in.
-    """
+    """Find the group that is logging: the nearest frame whose `self` is one."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     for _ in range(16):

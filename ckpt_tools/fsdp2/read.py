@@ -64,11 +64,7 @@ def as_whole(entry: TensorEntry) -> Whole:
 
 
 class BoxReader:
-    """Reads boxes of the tensors of one open checkpoint.
-
-    Args:
-        opened: The checkpoint.
-    """
+    """Reads boxes of the tensors of one open checkpoint."""
 
     def __init__(self, opened: Opened) -> None:
         self._bytes = BytesReader(opened)

@@ -99,11 +99,6 @@ def build_card(facts: CardFacts, *, repo: str, existing: str | None = None) -> s
 
     An existing text stays as it is, to the letter; only the keys that its front matter lacks are added.
 
-    Args:
-        facts: What is known.
-        repo: Where the weights will be, for the code block.
-        existing: The README so far.
-
     Raises:
         UnreadableError: The front matter of `existing` is no YAML mapping, which the hub would refuse too.
     """
@@ -207,10 +202,6 @@ def _local_base(text: str) -> UnreadableError:
 
 def name_base(text: str, base_model: str | None) -> str:
     """Put a hub id where a card has a local path as its base model; the rest stays as it is, to the letter.
-
-    Args:
-        text: The card.
-        base_model: The hub id; None where it is not known.
 
     Raises:
         UnreadableError: There is such a path, and no id for it or no plain line that has it.

@@ -64,11 +64,6 @@ def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: i
 
     The structure is checked as `ckpt verify --level structure` does; where a manifest has digests, the bytes too.
 
-    Args:
-        source: The directory.
-        chosen: The files that are to be pushed.
-        num_workers: Threads that read.
-
     Returns:
         What the directory holds, and what the user should know before others do.
 

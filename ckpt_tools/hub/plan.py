@@ -141,14 +141,7 @@ class PushResult:
 def plan_files(
     local: Mapping[str, LocalFile], remote: Remote, answers: Mapping[str, Answer], *, delete_stale: bool = False
 ) -> tuple[PlannedFile, ...]:
-    """Say what becomes of every file.
-
-    Args:
-        local: Path → file to push.
-        remote: The repository.
-        answers: What the hub said about the files, where it was asked.
-        delete_stale: Weights that only the hub has are deleted.
-    """
+    """Say what becomes of every file."""
     planned = []
     for path, file in local.items():
         answer = answers.get(path)

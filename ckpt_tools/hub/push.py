@@ -83,12 +83,7 @@ class PushOptions:
 
 
 class Push:
-    """One push, step by step; every step finds here what those before it made.
-
-    Args:
-        options: What to push, and how.
-        num_workers: Threads that read and upload.
-    """
+    """One push, step by step; every step finds here what those before it made."""
 
     def __init__(self, options: PushOptions, num_workers: int) -> None:
         self._options = options

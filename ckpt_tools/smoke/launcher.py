@@ -18,9 +18,9 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.processes.child import Here
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.processes.ranks import Outcome, World
-from ckpt_tools.smoke.assemble import assemble, first_error
 from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, Saved
 from ckpt_tools.smoke.options import SmokeOptions
+from ckpt_tools.smoke.report import assemble, first_error
 
 if TYPE_CHECKING:
     from ckpt_tools.smoke.setting import Setting

@@ -35,10 +35,6 @@ class Reference:
 
     Mixed precision is imitated: a copy of the model computes with cast parameters, and its gradients are averaged
     over the ranks' batches in float32 and cast to the parameters' own dtype.
-
-    Args:
-        blueprint: Of the model.
-        device: Where it computes.
     """
 
     def __init__(self, blueprint: Blueprint, device: torch.device) -> None:

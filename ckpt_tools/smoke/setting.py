@@ -130,12 +130,7 @@ def _strategy_for(mesh: Mesh) -> str:
 
 
 def other_world(setting: Setting, log: RankLog) -> tuple[Setting | None, str]:
-    """Return what a world of another size runs, which reloads; or None and why there is none.
-
-    Args:
-        setting: Of the world that trained.
-        log: Of its rank 0.
-    """
+    """Return what a world of another size runs, which reloads; or None and why there is none."""
     mesh = _other_mesh(setting.mesh)
     devices = log.fact("num_devices", int)
     if log.fact("device", str) == "cuda" and devices is not None and devices < mesh.world_size:

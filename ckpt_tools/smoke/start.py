@@ -15,10 +15,9 @@ from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.processes.child import Child
 from ckpt_tools.processes.journal import events_path, read_events
-from ckpt_tools.smoke.assemble import merge
 from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, OnPhase, tell
 from ckpt_tools.smoke.options import SmokeOptions, absolute
-from ckpt_tools.smoke.report import PhaseResult, SmokeReport
+from ckpt_tools.smoke.report import PhaseResult, SmokeReport, merge
 from ckpt_tools.units import format_size
 
 DATA_LIMIT_BYTES = 2 << 30
@@ -84,9 +83,6 @@ def _print_findings(report: SmokeReport) -> None:
 
 class SourceCheck:
     """Verifies the source in a thread of its own, while the ranks start.
-
-    Args:
-        options: With the source.
 
     Raises:
         UnreadableError: It is no checkpoint at all.

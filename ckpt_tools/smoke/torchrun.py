@@ -27,11 +27,10 @@ from ckpt_tools.processes import wire
 from ckpt_tools.processes.hang import Place, describe_hang
 from ckpt_tools.processes.journal import Event, Journal, RankLog
 from ckpt_tools.processes.ranks import Outcome
-from ckpt_tools.smoke.assemble import assemble, first_error
 from ckpt_tools.smoke.messages import Launch, Launched, OnPhase, Saved, tell
 from ckpt_tools.smoke.options import SmokeOptions
 from ckpt_tools.smoke.rank import run_rank
-from ckpt_tools.smoke.report import SmokeReport
+from ckpt_tools.smoke.report import SmokeReport, assemble, first_error
 from ckpt_tools.smoke.setting import Setting, other_world, resolve
 from ckpt_tools.walls import aside
 

@@ -50,11 +50,7 @@ _UNPICKLERS = "torch.distributed."
 
 
 class Breach(BaseException):
-    """What is built tried to get out. Not an Exception: libraries catch those.
-
-    Args:
-        error: To show.
-    """
+    """What is built tried to get out. Not an Exception: libraries catch those."""
 
     def __init__(self, error: RefusedConfigError) -> None:
         super().__init__(error.what)

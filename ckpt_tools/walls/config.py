@@ -30,10 +30,6 @@ _MAX_EXPERT_LAYERS = 1_000_000
 def check_config(config: Mapping[str, object], where: str) -> None:
     """Refuse a config that names what a loader would load, or whose numbers are absurd.
 
-    Args:
-        config: The parsed config.json.
-        where: The file, for messages.
-
     Raises:
         RefusedConfigError: Which key is refused, and why.
     """
