@@ -17,7 +17,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.internals import non_persistent_names
-from ckpt_tools.fsdp2.ties import owner_of
+from ckpt_tools.fsdp2.ties import around, owner_of
 from ckpt_tools.text import first_few
 
 _RECIPES = ("init_buffers", "reset_buffers", "_init_buffers", "_reset_buffers")
@@ -94,7 +94,7 @@ def _compute(model: nn.Module, owner: str, device: torch.device | str) -> None:
         with torch.device(device):
             recipe()
         return
-    for ancestor in _ancestors(model, owner):
+    for ancestor in map(model.get_submodule, around(owner)):
         # Others have a method of this name too, but only transformers' spares what is marked.
         if is_transformers(ancestor):
             initialise: Callable[[nn.Module], None] = ancestor._init_weights  # type: ignore[assignment]  # noqa: SLF001
@@ -106,13 +106,6 @@ def _compute(model: nn.Module, owner: str, device: torch.device | str) -> None:
 def is_transformers(model: nn.Module) -> bool:
     """Is it a model of transformers? Told by a class's name, since importing transformers takes seconds."""
     return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
-
-
-def _ancestors(model: nn.Module, fqn: str) -> Iterator[nn.Module]:
-    """Yield the module `fqn` and what contains it, innermost first."""
-    parts: Sequence[str] = fqn.split(".") if fqn else ()
-    for end in range(len(parts), -1, -1):
-        yield model.get_submodule(".".join(parts[:end]))
 
 
 @contextmanager
@@ -157,7 +150,8 @@ def check_buffers(model: nn.Module, *, is_fresh: bool) -> Iterator[Finding]:
         initialise = getattr(module, "_init_weights", None)
         if callable(initialise):
             initialisers[fqn] = initialise
-        expected = _recompute(module, _nearest(initialisers, fqn)) if is_fresh else {}
+        nearest = next((initialisers[name] for name in around(fqn) if name in initialisers), None)
+        expected = _recompute(module, nearest) if is_fresh else {}
         for name, buffer in module.named_buffers(recurse=False):
             where = f"{fqn}.{name}" if fqn else name
             what = None if buffer.is_meta else _fault_of(buffer, expected.get(name))
@@ -176,16 +170,6 @@ def _fault_of(buffer: torch.Tensor, expected: torch.Tensor | None) -> str | None
     if not bool(wrong.any()):
         return None
     return f"{int(wrong.sum())} of {buffer.numel()} elements are not what its module computes"
-
-
-def _nearest(initialisers: dict[str, Callable[[nn.Module], object]], fqn: str) -> Callable[[nn.Module], object] | None:
-    """Return the initialiser of the closest model around `fqn`, itself included."""
-    while True:
-        if fqn in initialisers:
-            return initialisers[fqn]
-        if not fqn:
-            return None
-        fqn = fqn.rpartition(".")[0]
 
 
 def _recompute(module: nn.Module, initialise: Callable[[nn.Module], object] | None) -> dict[str, torch.Tensor]:

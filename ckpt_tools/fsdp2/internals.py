@@ -324,8 +324,6 @@ class Event:
     key: int
     """The same for the same group."""
     modules: tuple[nn.Module, ...]
-    resharded: bool
-    """Are its parameters sharded now?"""
     reshards: bool
     """Will its forward pass end with sharded parameters?"""
     without_grad: tuple[str, ...]
@@ -347,7 +345,6 @@ def read_event(frame: FrameType | None) -> Event | None:
             return Event(
                 key=id(group),
                 modules=tuple(group.modules),
-                resharded=not group.is_unsharded,
                 reshards=group.post_forward_mesh_info is not None,
                 without_grad=tuple(_without_grad(group)) if frame.f_code.co_name == "post_backward" else (),
                 output=frame.f_locals.get("output"),

@@ -95,10 +95,8 @@ def read_stack(error: BaseException) -> Stack:
         if isinstance(subject, nn.Module):
             if _is_entry(line):
                 entered.append(subject)
-            elif not line.is_library and _is_method(subject, line.code):
+            elif (not line.is_library or line.code.co_name == "forward") and _is_method(subject, line.code):
                 calls.append(Call(module=subject, method=line.code.co_name, line=line, caller=outside))
-            elif _is_method(subject, line.code) and line.code.co_name == "forward":
-                calls.append(Call(module=subject, method="forward", line=line, caller=outside))
         if not line.is_library:
             outside = line
     return Stack(lines=lines, calls=tuple(calls), entered=tuple(entered))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -46,6 +46,14 @@ class Owners:
         inside = {id(child) for child in module.modules()}
         own = {id(parameter) for parameter in module.parameters()}
         return [fqn for parameter in own for owner, fqn in self._owners.get(parameter, ()) if owner not in inside]
+
+
+def around(fqn: str) -> Iterator[str]:
+    """Yield an FQN and those of the modules around it, innermost first, "" last."""
+    while fqn:
+        yield fqn
+        fqn = fqn.rpartition(".")[0]
+    yield ""
 
 
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:

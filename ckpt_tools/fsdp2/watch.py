@@ -15,7 +15,6 @@ from typing import Any, TextIO
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
+from ckpt_tools.fsdp2.agree import this_rank
 from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.compare import Trace, read_structure
 from ckpt_tools.fsdp2.internals import shown
@@ -237,7 +237,7 @@ def watch(model: nn.Module, *, traces: str | os.PathLike[str] | None = None) -> 
     with ExitStack() as stack:
         file = None
         if traces is not None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
+            rank = this_rank()
             path = Path(traces)
             path.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(path / f"rank-{rank}.trace", "w", buffering=1, encoding="utf-8"))

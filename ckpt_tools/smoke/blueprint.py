@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ckpt_tools.description.dtypes import BY_TORCH_NAME
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
@@ -178,4 +177,4 @@ def find_fit(setting: Setting, *, num_copies: int, is_local: bool, free_bytes: i
 def _nbytes(recipe: Recipe) -> int:
     with torch.device("meta"):
         model = recipe.build()
-    return sum(BY_TORCH_NAME[str(p.dtype).removeprefix("torch.")].num_bytes(p.numel()) for p in model.parameters())
+    return sum(parameter.nbytes for parameter in model.parameters())
