@@ -90,8 +90,7 @@ class SourceCheck:
 
     def __init__(self, options: SmokeOptions) -> None:
         self._findings: tuple[Finding, ...] = ()
-        self._what = "there is no checkpoint"
-        self._seconds = 0.0
+        self._phase = PhaseResult(name="source", ok=None, seconds=0.0, what="there is no checkpoint")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if options.source is not None:
@@ -109,12 +108,13 @@ class SourceCheck:
                 found = verify(opened, level="data" if is_small else "structure", num_workers=1)
         except BaseException as error:  # noqa: BLE001 - raised where the thread is joined
             self._error = error
-        else:
-            self._findings = found.findings
-            size = format_size(opened.checkpoint.total_bytes)
-            read = f"{size} read" if is_small else f"{size}, headers only: ckpt verify reads every byte"
-            self._what = f"{found.tensors} tensors, {read}"
-        self._seconds = time.perf_counter() - start
+            return
+        self._findings = found.findings
+        size = format_size(opened.checkpoint.total_bytes)
+        read = f"{size} read" if is_small else f"{size}, headers only: ckpt verify reads every byte"
+        seconds = round(time.perf_counter() - start, 3)
+        what = f"{found.tensors} tensors, {read}"
+        self._phase = PhaseResult(name="source", ok=found.ok, seconds=seconds, what=what)
 
     def add_to(self, report: SmokeReport) -> SmokeReport:
         """Return `report` with the phase "source" and its findings."""
@@ -122,9 +122,8 @@ class SourceCheck:
             self._thread.join()
         if self._error is not None:
             raise self._error
-        ok = None if self._thread is None else not any(f.severity == "error" for f in self._findings)
-        phase = PhaseResult(name="source", ok=ok, seconds=round(self._seconds, 3), what=self._what)
-        return replace(report, phases=(phase, *report.phases[1:]), findings=merge([*self._findings, *report.findings]))
+        findings = merge([*self._findings, *report.findings])
+        return replace(report, phases=(self._phase, *report.phases[1:]), findings=findings)
 
 
 def run_local(job: Launch, *, on_phase: OnPhase | None = None) -> Launched:
