@@ -16,7 +16,7 @@ from ckpt_tools.fsdp2.buffers import check_buffers
 from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, read_states, registered_methods, shown
 from ckpt_tools.fsdp2.local import cut_dim
-from ckpt_tools.fsdp2.methods import dispatch_path
+from ckpt_tools.fsdp2.methods import entry_path
 
 if TYPE_CHECKING:
     from ckpt_tools.fsdp2.wrap import ShardedPlan
@@ -84,13 +84,8 @@ def find_double_wraps(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """
     registered = registered_methods(module)
     paths: list[tuple[str, ...]] = [("__call__", "forward")] if "forward" in registered else []
-    for target in registered:
-        for entry in ("forward", *registered):
-            path = dispatch_path(type(module), entry, target) if entry != target else None
-            if path is not None:
-                paths.append(path)
-                break
-    return tuple(paths)
+    found = (entry_path(type(module), target, registered) for target in registered)
+    return (*paths, *filter(None, found))
 
 
 def _check_methods(model: nn.Module, states: tuple[State, ...]) -> Iterator[Finding]:
