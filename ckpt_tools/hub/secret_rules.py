@@ -33,25 +33,22 @@ class SecretRule:
 
 
 def _token(kind: str, prefix: str, value: str, *, random: bool = False) -> SecretRule:
-    """Return the rule of a literal with a value behind it."""
-    return SecretRule(kind=kind, anchors=(prefix.lower(),), pattern=f"{re.escape(prefix)}({value})", random=random)
+    """Return the rule of a literal (or of several, with bars between them) that has a value behind it."""
+    literals = prefix.split("|")
+    pattern = f"(?:{'|'.join(map(re.escape, literals))})({value})"
+    return SecretRule(kind=kind, anchors=tuple(map(str.lower, literals)), pattern=pattern, random=random)
 
 
 SECRET_RULES: tuple[SecretRule, ...] = (
     # Models and their hubs
-    SecretRule(kind="a Hugging Face token", anchors=("hf_", "api_org_"), pattern=r"(?:hf_|api_org_)([A-Za-z0-9]{34})"),
+    _token("a Hugging Face token", "hf_|api_org_", r"[A-Za-z0-9]{34}"),
     SecretRule(
         kind="an OpenAI API key",
         anchors=("sk-",),
         pattern=r"sk-(?:proj-|svcacct-|admin-|service-|None-)?"
         r"([A-Za-z0-9_-]{16,200}T3BlbkFJ[A-Za-z0-9_-]{16,200}|[A-Za-z0-9]{48})",
     ),
-    SecretRule(
-        kind="an OpenAI API key",
-        anchors=("sk-proj-", "sk-svcacct-", "sk-admin-"),
-        pattern=r"sk-(?:proj|svcacct|admin)-([A-Za-z0-9_-]{40,400})",
-        random=True,
-    ),
+    _token("an OpenAI API key", "sk-proj-|sk-svcacct-|sk-admin-", r"[A-Za-z0-9_-]{40,400}", random=True),
     SecretRule(
         kind="an Anthropic API key", anchors=("sk-ant-",), pattern=r"sk-ant-[a-z]{2,8}[0-9]{2}-([A-Za-z0-9_-]{60,400})"
     ),
@@ -82,14 +79,10 @@ SECRET_RULES: tuple[SecretRule, ...] = (
         + rf"|{_GAP}login{_GAP}(?:--relogin{_GAP})?|\.ai{_GAP}login{_GAP}[\w.-]{{1,64}}{_GAP}password{_GAP})"
         + r"((?:local-)?[0-9a-f]{40})(?![A-Za-z0-9_])",
     ),
-    SecretRule(kind="a LangSmith API key", anchors=("lsv2_",), pattern=r"lsv2_(?:pt|sk)_([0-9a-f]{32}_[0-9a-f]{10})"),
+    _token("a LangSmith API key", "lsv2_pt_|lsv2_sk_", r"[0-9a-f]{32}_[0-9a-f]{10}"),
     _token("a Neptune API token", "eyJhcGlfYWRkcmVzcyI6", r"[A-Za-z0-9+/=]{60,600}"),
     # Clouds
-    SecretRule(
-        kind="an AWS access key id",
-        anchors=("akia", "asia", "abia", "acca"),
-        pattern=r"(?:AKIA|ASIA|ABIA|ACCA)([A-Z2-7]{16})",
-    ),
+    _token("an AWS access key id", "AKIA|ASIA|ABIA|ACCA", r"[A-Z2-7]{16}"),
     SecretRule(
         kind="an AWS secret access key",
         whole=False,
@@ -128,19 +121,15 @@ SECRET_RULES: tuple[SecretRule, ...] = (
         random=True,
     ),
     _token("a Databricks token", "dapi", r"[0-9a-f]{32}(?:-[0-9])?"),
-    SecretRule(kind="a DigitalOcean token", anchors=("dop_v1_", "doo_v1_"), pattern=r"do[op]_v1_([0-9a-f]{64})"),
-    SecretRule(kind="a Vault token", anchors=("hvs.", "hvb."), pattern=r"hv[sb]\.([A-Za-z0-9_-]{24,300})", random=True),
+    _token("a DigitalOcean token", "dop_v1_|doo_v1_", r"[0-9a-f]{64}"),
+    _token("a Vault token", "hvs.|hvb.", r"[A-Za-z0-9_-]{24,300}", random=True),
     # Code and packages
-    SecretRule(
-        kind="a GitHub token",
-        anchors=("ghp_", "gho_", "ghu_", "ghs_", "ghr_"),
-        pattern=r"gh[pousr]_([A-Za-z0-9]{36,251})",
-    ),
+    _token("a GitHub token", "ghp_|gho_|ghu_|ghs_|ghr_", r"[A-Za-z0-9]{36,251}"),
     _token("a GitHub token", "github_pat_", r"[A-Za-z0-9]{22}_[A-Za-z0-9]{59}"),
-    SecretRule(
-        kind="a GitLab token",
-        anchors=("glpat-", "gloas-", "gldt-", "glrt-", "glcbt-", "glptt-", "glft-", "glimt-", "glagent-", "glsoat-"),
-        pattern=r"gl(?:pat|oas|dt|rt|cbt|ptt|ft|imt|agent|soat)-([A-Za-z0-9_-]{20,64}(?:\.[a-z0-9]{2}\.[a-z0-9]{9})?)",
+    _token(
+        "a GitLab token",
+        "glpat-|gloas-|gldt-|glrt-|glcbt-|glptt-|glft-|glimt-|glagent-|glsoat-",
+        r"[A-Za-z0-9_-]{20,64}(?:\.[a-z0-9]{2}\.[a-z0-9]{9})?",
         random=True,
     ),
     _token("an npm token", "npm_", r"[A-Za-z0-9]{36}"),
@@ -149,9 +138,7 @@ SECRET_RULES: tuple[SecretRule, ...] = (
         anchors=("pypi-ageichlwas5vcmc", "pypi-agendgvzdc5wexbplm9yz"),
         pattern=r"pypi-(AgE(?:IcHlwaS5vcmc|NdGVzdC5weXBpLm9yZ)[A-Za-z0-9_-]{50,400})",
     ),
-    SecretRule(
-        kind="a Docker Hub token", anchors=("dckr_pat_", "dckr_oat_"), pattern=r"dckr_[po]at_([A-Za-z0-9_-]{27,40})"
-    ),
+    _token("a Docker Hub token", "dckr_pat_|dckr_oat_", r"[A-Za-z0-9_-]{27,40}"),
     # Messages, mail, money
     SecretRule(
         kind="a Slack token",
@@ -177,11 +164,7 @@ SECRET_RULES: tuple[SecretRule, ...] = (
         pattern=r"(?<=[0-9]{8}):AA([A-Za-z0-9_-]{33})(?![A-Za-z0-9_-])",
         random=True,
     ),
-    SecretRule(
-        kind="a Stripe key",
-        anchors=("sk_live_", "sk_test_", "rk_live_", "rk_test_"),
-        pattern=r"[rs]k_(?:live|test)_([A-Za-z0-9]{24,250})",
-    ),
+    _token("a Stripe key", "sk_live_|sk_test_|rk_live_|rk_test_", r"[A-Za-z0-9]{24,250}"),
     _token("a SendGrid API key", "SG.", r"[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}", random=True),
     # Keys and sessions of any service
     SecretRule(
