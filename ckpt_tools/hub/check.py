@@ -129,7 +129,8 @@ def _directories(chosen: Iterable[str]) -> list[str]:
 def _check_checkpoint(source: Source, directory: str, chosen: Mapping[str, int], num_workers: int) -> int:
     """Check what lies in one directory; returns the number of tensors."""
     root = os.path.join(source.root, directory)
-    inside = {path[len(directory) + 1 if directory else 0 :] for path in chosen if path.startswith(_prefix(directory))}
+    prefix = f"{directory}/" if directory else ""
+    inside = {path.removeprefix(prefix) for path in chosen if path.startswith(prefix)}
     here = sorted(name for name in inside if "/" not in name)
     _check_parts(root, here)
     seen: set[str] = set()
@@ -160,10 +161,6 @@ def _check_parts(root: str, names: list[str]) -> None:
             where=root,
             hint="restore the index, or save the model again",
         )
-
-
-def _prefix(directory: str) -> str:
-    return f"{directory}/" if directory else ""
 
 
 def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int) -> int:

@@ -163,7 +163,9 @@ def _search(block: bytes, token: str | None) -> Iterator[tuple[int, str]]:
             while position >= 0:
                 for rule, pattern in rules:
                     match = pattern.match(window, position)
-                    if match is not None and start + match.end(1) not in ends and _is_secret(match[1], rule):
+                    if match is None or start + match.end(1) in ends or is_placeholder(match[1]):
+                        continue
+                    if not rule.random or is_random(match[1]):
                         ends.add(start + match.end(1))
                         yield start + position, rule.kind
                 position = lower.find(anchor, position + 1)
@@ -185,10 +187,6 @@ def _windows(block: bytes) -> Iterator[tuple[int, int]]:
         position = marked.find(_RUN, run_end)
     if end:
         yield start, end
-
-
-def _is_secret(value: bytes, rule: SecretRule) -> bool:
-    return not is_placeholder(value) and (not rule.random or is_random(value))
 
 
 def is_placeholder(value: bytes) -> bool:
