@@ -20,7 +20,6 @@ from ckpt_tools.fsdp2.load import LoadReport, device_of, install, sources_of, ta
 from ckpt_tools.fsdp2.local import assemble, local_box
 from ckpt_tools.fsdp2.names import describe_misfit, match_names
 from ckpt_tools.fsdp2.read import BoxReader
-from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.text import first_few
 
 Source = Mapping[str, torch.Tensor] | str | os.PathLike[str]
@@ -69,7 +68,7 @@ def rank0_load(model: nn.Module, source: Source | None, *, strict: bool = True) 
         buffers=(),
         loaded_bytes=0 if sender is None or sender.reader is None else sender.reader.bytes_read,
     )
-    return install(model, state, report, tied_groups(model))
+    return install(model, state, report)
 
 
 def _gather_boxes(own: dict[str, Box]) -> list[dict[str, Box]]:
