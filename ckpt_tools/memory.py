@@ -17,7 +17,7 @@ def peak_rss_bytes() -> int:
 def proc_bytes(path: str, field: str) -> int | None:
     """Return the size that a file below /proc gives (in kB) for a field; None where it gives none."""
     try:
-        with open(path, encoding="ascii") as file:
+        with open(path, encoding="ascii", errors="replace") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:")), None)
     except (OSError, ValueError):
         return None
