@@ -28,13 +28,4 @@ def push(options: PushOptions) -> PushResult:
         if os.path.lexists(path):
             raise UsageError("push takes a directory", where=path)
         raise UnreadableError("no such directory", where=path)
-    job = Push(
-        directory=path,
-        options=options,
-        num_workers=options.num_workers or default_num_workers(),
-        progress=options.progress,
-        bars=options.bars,
-    )
-    if options.say is not None:
-        job.say = options.say
-    return job.run()
+    return Push(options, options.num_workers or default_num_workers()).run()

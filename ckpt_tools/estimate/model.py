@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckpt_tools.estimate.figures import Block, Figures, block_of
 from ckpt_tools.estimate.options import Case
 from ckpt_tools.fsdp2 import Precision, add_lora, find_blocks, parse_policy, shard_model
-from ckpt_tools.fsdp2.linear_layers import linear_layers
+from ckpt_tools.fsdp2.lora import linear_layers
 from ckpt_tools.fsdp2.mesh import TP_AXIS
+from ckpt_tools.fsdp2.ties import output_layer
 from ckpt_tools.models.hf_recipe import max_positions
 from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch, Recipe
@@ -76,8 +77,7 @@ def figures_of(recipe: Recipe) -> Figures:
         matrices = [sides for module in block.modules() if (sides := _sides(module)) is not None]
         kinds[block_of((tuple(p.shape) for p in block.parameters()), 1, matrices)] += 1
     blocks = tuple(replace(kind, count=count) for kind, count in kinds.items())
-    get_output = getattr(model, "get_output_embeddings", None)
-    output = get_output() if callable(get_output) else None
+    output = output_layer(model)
     weight = getattr(output, "weight", None)
     vocab = int(weight.shape[0]) if isinstance(weight, torch.Tensor) else 0
     hidden = blocks[0].hidden if blocks else 0

@@ -11,7 +11,7 @@ from ckpt_tools.fsdp2.buffers import materialise_buffers
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare import Trace, compare_ranks, compare_traces
 from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
-from ckpt_tools.fsdp2.internals import snapshot
+from ckpt_tools.fsdp2.internals import GroupState, snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.local import local_box, placements_of
 from ckpt_tools.fsdp2.lora import adapter_state, add_lora, finish_adapters, load_adapters, load_base
@@ -21,7 +21,6 @@ from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy,
 from ckpt_tools.fsdp2.qlora import Quantisation, load_quantised, quantise_linears
 from ckpt_tools.fsdp2.save import save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
-from ckpt_tools.fsdp2.states import GroupState
 from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, parameter_groups
 from ckpt_tools.fsdp2.watch import Watch, read_traces, watch
 from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model

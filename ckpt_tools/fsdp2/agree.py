@@ -8,13 +8,10 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt_tools import errors
 from ckpt_tools.errors import CkptError
+from ckpt_tools.processes.wire import error_from_json, error_to_json
 
 T = TypeVar("T")
-
-Report = tuple[str, str, str | None, str | None]
-"""Class, what, where and hint of an error: what can be sent to other ranks."""
 
 
 def world_size() -> int:
@@ -42,17 +39,16 @@ def together(step: Callable[[], T]) -> T:
         result = step()
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - all of them travel
         own = error
-    if world_size() > 1:
-        reports: list[Report | None] = [None] * world_size()
-        dist.all_gather_object(reports, None if own is None else _report(own))
-        if own is None:
-            for rank, report in enumerate(reports):
-                if report is not None:
-                    raise _rebuild(rank, report)
+    reports = gather(None if own is None else error_to_json(_told(own)))
     if own is not None:
         if isinstance(own, CheckpointException):
-            raise CkptError(_first_failure(own)) from own
+            raise _told(own) from own
         raise own
+    for rank, report in enumerate(reports):
+        if report is not None:
+            theirs = error_from_json(report)
+            theirs.where = f"rank {rank}" + (f", {theirs.where}" if theirs.where else "")
+            raise theirs
     return result  # type: ignore[return-value]
 
 
@@ -65,22 +61,30 @@ def share(value: T) -> T:
     return box[0]
 
 
-def _report(error: BaseException) -> Report:
+def from_rank0(step: Callable[[], T]) -> T:
+    """Run `step` on rank 0 alone, and return its result (a small, plain value) on every rank. Collective.
+
+    Raises:
+        CkptError: As `together`.
+    """
+    return share(together(lambda: None if this_rank() else step()))  # type: ignore[return-value]
+
+
+def gather(value: T) -> list[T]:
+    """Return every rank's `value` (small and plain), in rank order. Collective."""
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _told(error: BaseException) -> CkptError:
+    """Return an error as other ranks are told it; PyTorch's own is about the lowest rank that failed."""
     if isinstance(error, CkptError):
-        return type(error).__name__, error.what, error.where, error.hint
-    if isinstance(error, CheckpointException):
-        return "CkptError", _first_failure(error), None, None
-    return "CkptError", f"{type(error).__name__}: {error}", None, None
-
-
-def _rebuild(rank: int, report: Report) -> CkptError:
-    name, what, where, hint = report
-    kind = getattr(errors, name, CkptError)
-    return kind(what, where=f"rank {rank}" + (f", {where}" if where else ""), hint=hint)
-
-
-def _first_failure(error: CheckpointException) -> str:
+        return error
+    if not isinstance(error, CheckpointException):
+        return CkptError(f"{type(error).__name__}: {error}")
     if not error.failures:
-        return str(error)
+        return CkptError(str(error))
     rank, (cause, _) = min(error.failures.items())
-    return f"saving failed on rank {rank}: {type(cause).__name__}: {cause}"
+    return CkptError(f"saving failed on rank {rank}: {type(cause).__name__}: {cause}")

@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2.buffer_audit import check_buffers
+from ckpt_tools.fsdp2.buffers import check_buffers
 from ckpt_tools.fsdp2.catalogue import build_finding
-from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, read_states, registered_methods
+from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, read_states, registered_methods, shown
 from ckpt_tools.fsdp2.local import cut_dim
-from ckpt_tools.fsdp2.methods import dispatch_path
-from ckpt_tools.fsdp2.states import shown
+from ckpt_tools.fsdp2.methods import entry_path
 
 if TYPE_CHECKING:
     from ckpt_tools.fsdp2.wrap import ShardedPlan
@@ -55,25 +54,26 @@ def audit(
         raise UsageError(f"unknown phase {phase!r}", where="audit", hint=f"one of {', '.join(PHASES)}")
     reached = PHASES.index(phase)
     states = read_states(model)
+    groups = tuple(group for state in states for group in state.groups)
     checks: list[Iterator[Finding]] = []
     if reached >= PHASES.index("sharded") and states:
         checks += [
             _check_methods(model, states),
-            _check_shared(states),
-            _check_unmanaged(model, states),
-            _check_placements(states, plan),
+            _check_shared(groups),
+            _check_unmanaged(model, groups),
+            _check_placements(groups, plan),
         ]
     if reached >= PHASES.index("loaded"):
         checks += [
             _check_meta(model),
             check_buffers(model, is_fresh=phase == "loaded"),
-            _check_ties(model, states),
-            _check_dtypes(states),
+            _check_ties(model, groups),
+            _check_dtypes(groups),
         ]
     if phase in ("forward", "backward", "stepped") and states:
-        checks += [_check_roots(states), _check_states(states, phase)]
+        checks += [_check_roots(states), _check_states(groups, phase)]
     if optimizer is not None:
-        checks.append(_check_optimizer(model, states, optimizer))
+        checks.append(_check_optimizer(model, groups, optimizer))
     return list(chain.from_iterable(checks))
 
 
@@ -84,13 +84,8 @@ def find_double_wraps(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """
     registered = registered_methods(module)
     paths: list[tuple[str, ...]] = [("__call__", "forward")] if "forward" in registered else []
-    for target in registered:
-        for entry in ("forward", *registered):
-            path = dispatch_path(type(module), entry, target) if entry != target else None
-            if path is not None:
-                paths.append(path)
-                break
-    return tuple(paths)
+    found = (entry_path(type(module), target, registered) for target in registered)
+    return (*paths, *filter(None, found))
 
 
 def _check_methods(model: nn.Module, states: tuple[State, ...]) -> Iterator[Finding]:
@@ -102,9 +97,9 @@ def _check_methods(model: nn.Module, states: tuple[State, ...]) -> Iterator[Find
             yield build_finding("double-wrap", shown(names.get(module, "?")), what)
 
 
-def _check_shared(states: tuple[State, ...]) -> Iterator[Finding]:
+def _check_shared(groups: tuple[Group, ...]) -> Iterator[Finding]:
     owners: dict[int, tuple[Group, ManagedParam]] = {}
-    for group in chain.from_iterable(state.groups for state in states):
+    for group in groups:
         for param in group.params:
             if param.uid is None:
                 continue
@@ -118,9 +113,9 @@ def _check_shared(states: tuple[State, ...]) -> Iterator[Finding]:
                 )
 
 
-def _check_unmanaged(model: nn.Module, states: tuple[State, ...]) -> Iterator[Finding]:
+def _check_unmanaged(model: nn.Module, groups: tuple[Group, ...]) -> Iterator[Finding]:
     managed = set()
-    for param in _params(states):
+    for param in _params(groups):
         managed |= {id(param.sharded), id(param.registered)} | {id(tensor) for _, tensor in param.shared}
     for fqn, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in managed:
@@ -128,13 +123,13 @@ def _check_unmanaged(model: nn.Module, states: tuple[State, ...]) -> Iterator[Fi
             yield build_finding("unmanaged", fqn, f"trainable, and a {kind}: its gradient is not averaged over ranks")
 
 
-def _params(states: tuple[State, ...]) -> Iterator[ManagedParam]:
-    for group in chain.from_iterable(state.groups for state in states):
+def _params(groups: tuple[Group, ...]) -> Iterator[ManagedParam]:
+    for group in groups:
         yield from group.params
 
 
-def _check_placements(states: tuple[State, ...], plan: ShardedPlan | None) -> Iterator[Finding]:
-    for group in chain.from_iterable(state.groups for state in states):
+def _check_placements(groups: tuple[Group, ...], plan: ShardedPlan | None) -> Iterator[Finding]:
+    for group in groups:
         for param in group.params:
             tensor = param.registered if group.sharding == "SHARDED" else param.sharded
             if tensor is None:
@@ -186,9 +181,9 @@ def _check_meta(model: nn.Module) -> Iterator[Finding]:
             yield build_finding("meta-buffer", fqn, f"{tuple(buffer.shape)} on the meta device: it has no data")
 
 
-def _check_ties(model: nn.Module, states: tuple[State, ...]) -> Iterator[Finding]:
+def _check_ties(model: nn.Module, groups: tuple[Group, ...]) -> Iterator[Finding]:
     told = set()
-    for param in _params(states):
+    for param in _params(groups):
         for fqn, tensor in param.shared:
             if tensor is not None and tensor is not param.registered:
                 told.add(fqn)
@@ -215,8 +210,8 @@ def _get(module: nn.Module, fqn: str) -> nn.Parameter | None:
         return None
 
 
-def _check_dtypes(states: tuple[State, ...]) -> Iterator[Finding]:
-    for group in chain.from_iterable(state.groups for state in states):
+def _check_dtypes(groups: tuple[Group, ...]) -> Iterator[Finding]:
+    for group in groups:
         trainable = [param for param in group.params if param.sharded.requires_grad]
         dtypes: dict[torch.dtype, str] = {}
         for param in trainable:
@@ -250,8 +245,8 @@ def _contains(above: State, below: State) -> bool:
     return any(module is below.modules[0] for outer in above.modules for module in outer.modules())
 
 
-def _check_states(states: tuple[State, ...], phase: Phase) -> Iterator[Finding]:
-    for group in chain.from_iterable(state.groups for state in states):
+def _check_states(groups: tuple[Group, ...], phase: Phase) -> Iterator[Finding]:
+    for group in groups:
         if group.training != "IDLE":
             what = f"{group.training} after the {phase} phase, expected IDLE: its pass did not end"
             yield build_finding("sharding-state", shown(group.fqn), what)
@@ -266,13 +261,13 @@ def _check_states(states: tuple[State, ...], phase: Phase) -> Iterator[Finding]:
 
 
 def _check_optimizer(
-    model: nn.Module, states: tuple[State, ...], optimizer: torch.optim.Optimizer
+    model: nn.Module, groups: tuple[Group, ...], optimizer: torch.optim.Optimizer
 ) -> Iterator[Finding]:
     names = {id(parameter): fqn for fqn, parameter in model.named_parameters(remove_duplicate=False)}
-    names |= {id(param.sharded): param.fqn for param in _params(states)}
+    names |= {id(param.sharded): param.fqn for param in _params(groups)}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stale = [parameter for parameter in held if id(parameter) not in names]
-    orphans = _untied_once(states, stale)
+    orphans = _untied_once(groups, stale)
     if orphans:
         for fqn, name in orphans:
             what = f"the optimizer has a parameter of its own for it: it was not tied to {name} when that was created"
@@ -283,14 +278,14 @@ def _check_optimizer(
         yield build_finding("stale-optimizer", type(optimizer).__name__, what)
 
 
-def _untied_once(states: tuple[State, ...], stale: list[torch.Tensor]) -> list[tuple[str, str]]:
+def _untied_once(groups: tuple[Group, ...], stale: list[torch.Tensor]) -> list[tuple[str, str]]:
     """Return tied names (and what they are tied to) that explain all stale parameters, or none.
 
     The first gather puts one parameter under every tied name, so that one that was untied by a load is in nobody's
     hands but the optimizer's.
     """
     explained = []
-    left = [(fqn, param) for param in _params(states) for fqn, _ in param.shared]
+    left = [(fqn, param) for param in _params(groups) for fqn, _ in param.shared]
     for tensor in stale:
         match = next(((fqn, param) for fqn, param in left if param.sharded.shape == tensor.shape), None)
         if match is None or not isinstance(tensor, DTensor):

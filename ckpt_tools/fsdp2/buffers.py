@@ -2,7 +2,7 @@
 
 A model on the meta device has no values for its non-persistent buffers (`inv_freq`, `position_ids`).
 `to_empty` would give them whatever lies in memory, silently. Here they are filled with poison first, then the
-owner's own initialisation runs, and what is still poison is an error.
+owner's own initialisation runs, and what is still poison is an error. `check_buffers` finds what others left there.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2.ties import owner_of
+from ckpt_tools.fsdp2.catalogue import build_finding
+from ckpt_tools.fsdp2.internals import non_persistent_names
+from ckpt_tools.fsdp2.ties import around, owner_of
 from ckpt_tools.text import first_few
 
 _RECIPES = ("init_buffers", "reset_buffers", "_init_buffers", "_reset_buffers")
@@ -23,6 +26,8 @@ _FLAG = "_is_hf_initialized"
 """Transformers' mark on parameters and modules that must not be initialised (again)."""
 _POISONS: dict[torch.dtype, tuple[int, int]] = {torch.bool: (0, 1), torch.uint8: (0xA5, 0x5A), torch.int8: (-91, 90)}
 _WIDE_INTEGER = (-0x5A5A, 0x5A5B)
+_RTOL = 1e-2
+"""Between a buffer and its recomputation in another dtype: bf16 keeps 8 bits."""
 
 
 def materialise_buffers(model: nn.Module, device: torch.device | str, *, skip: Collection[str] = ()) -> tuple[str, ...]:
@@ -89,7 +94,7 @@ def _compute(model: nn.Module, owner: str, device: torch.device | str) -> None:
         with torch.device(device):
             recipe()
         return
-    for ancestor in _ancestors(model, owner):
+    for ancestor in map(model.get_submodule, around(owner)):
         # Others have a method of this name too, but only transformers' spares what is marked.
         if is_transformers(ancestor):
             initialise: Callable[[nn.Module], None] = ancestor._init_weights  # type: ignore[assignment]  # noqa: SLF001
@@ -101,13 +106,6 @@ def _compute(model: nn.Module, owner: str, device: torch.device | str) -> None:
 def is_transformers(model: nn.Module) -> bool:
     """Is it a model of transformers? Told by a class's name, since importing transformers takes seconds."""
     return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
-
-
-def _ancestors(model: nn.Module, fqn: str) -> Iterator[nn.Module]:
-    """Yield the module `fqn` and what contains it, innermost first."""
-    parts: Sequence[str] = fqn.split(".") if fqn else ()
-    for end in range(len(parts), -1, -1):
-        yield model.get_submodule(".".join(parts[:end]))
 
 
 @contextmanager
@@ -137,3 +135,67 @@ def _guarded_initialisers() -> Iterator[None]:
         return
     with guard_torch_init_functions():
         yield
+
+
+def check_buffers(model: nn.Module, *, is_fresh: bool) -> Iterator[Finding]:
+    """Yield `garbage-buffer` for every buffer with NaN, and for those whose owner computes something else.
+
+    Args:
+        model: With buffers on any device; those on meta are skipped.
+        is_fresh: No forward pass has run since the load, so that buffers are as initialised. Then non-persistent ones
+            of transformers models are computed again, on a copy, and compared.
+    """
+    initialisers: dict[str, Callable[[nn.Module], object]] = {}
+    for fqn, module in model.named_modules():
+        initialise = getattr(module, "_init_weights", None)
+        if callable(initialise):
+            initialisers[fqn] = initialise
+        nearest = next((initialisers[name] for name in around(fqn) if name in initialisers), None)
+        expected = _recompute(module, nearest) if is_fresh else {}
+        for name, buffer in module.named_buffers(recurse=False):
+            where = f"{fqn}.{name}" if fqn else name
+            what = None if buffer.is_meta else _fault_of(buffer, expected.get(name))
+            if what is not None:
+                yield build_finding("garbage-buffer", where, what)
+
+
+def _fault_of(buffer: torch.Tensor, expected: torch.Tensor | None) -> str | None:
+    if buffer.is_floating_point() and bool(buffer.isnan().any()):
+        return f"{int(buffer.isnan().sum())} of {buffer.numel()} elements are NaN"
+    if expected is None or expected.shape != buffer.shape:
+        return None
+    exact = expected.dtype == buffer.dtype
+    here = buffer.detach().to("cpu")
+    wrong = here != expected if exact else ~torch.isclose(here.double(), expected.double(), rtol=_RTOL)
+    if not bool(wrong.any()):
+        return None
+    return f"{int(wrong.sum())} of {buffer.numel()} elements are not what its module computes"
+
+
+def _recompute(module: nn.Module, initialise: Callable[[nn.Module], object] | None) -> dict[str, torch.Tensor]:
+    """Return what `initialise` makes of the module's non-persistent buffers; without those that it leaves alone.
+
+    The module is copied without parameters and children, so that no weight can be touched.
+    """
+    transient = non_persistent_names(module)
+    names = [name for name, buffer in module.named_buffers(recurse=False) if name in transient and not buffer.is_meta]
+    if initialise is None or not names:
+        return {}
+    attempts = []
+    for poison in (0, 1):
+        bare = object.__new__(type(module))  # an FSDP module's own __new__ would run the user's __init__
+        vars(bare).update(vars(module))
+        vars(bare).update(_parameters={}, _modules={}, _buffers={}, _non_persistent_buffers_set=set())
+        vars(bare).pop("_is_hf_initialized", None)
+        for name, buffer in module.named_buffers(recurse=False):
+            fresh = torch.full(buffer.shape, poison, dtype=buffer.dtype, device="cpu")
+            bare.register_buffer(name, fresh)
+        try:
+            with torch.no_grad(), torch.device("cpu"):
+                initialise(bare)
+        except Exception:  # noqa: BLE001 - a stranger's code, which may want the parameters that were left out
+            return {}
+        attempts.append({name: bare.get_buffer(name) for name in names})
+    first, second = attempts
+    # What depends on the poison was not written.
+    return {name: first[name] for name in names if torch.equal(first[name], second[name])}

@@ -26,13 +26,9 @@ class Entry:
     id: str
     """Stable kebab-case identifier; the code of findings."""
     symptom: str
-    """What people see."""
     cause: str
-    """What happened."""
     fix: str
-    """What to change."""
     found_by: tuple[Found, ...]
-    """Which tools find it."""
     silent: bool = False
     """Training goes on, with wrong numbers."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from ckpt_tools.fsdp2.internals import (
     non_persistent_names,
     read_groups,
     read_states,
+    shown,
 )
-from ckpt_tools.fsdp2.states import shown
 from ckpt_tools.text import first_few
 
 _MAX_FINDINGS = 8
@@ -163,10 +164,9 @@ def _compare_orders(records: Sequence[RankRecord]) -> list[Finding]:
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str | None, str | None]:
-    for index in range(max(len(one), len(other))):
-        pair = (one[index] if index < len(one) else None, other[index] if index < len(other) else None)
-        if pair[0] != pair[1]:
-            return index, *pair
+    for index, (here, there) in enumerate(zip_longest(one, other)):
+        if here != there:
+            return index, here, there
     return len(one), None, None
 
 
@@ -205,7 +205,6 @@ class Trace:
     """What one rank did, in order."""
 
     rank: int
-    """Global rank."""
     structure: tuple[str, ...]
     """As `read_structure` when the watch began."""
     events: tuple[str, ...]

@@ -15,9 +15,8 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.fsdp2.audit import audit, find_double_wraps
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare import compare_traces
-from ckpt_tools.fsdp2.internals import Group, owner_of_frame, read_groups, registered_methods
+from ckpt_tools.fsdp2.internals import Group, owner_of_frame, read_groups, registered_methods, shown
 from ckpt_tools.fsdp2.stacks import Call, Stack, named_tensors, read_stack
-from ckpt_tools.fsdp2.states import shown
 from ckpt_tools.fsdp2.watch import Watch, find_parameter, last_watch
 
 _T = TypeVar("_T")
@@ -32,7 +31,6 @@ class Diagnosis:
     cause: str
     """What happened, with the names concerned."""
     fix: str
-    """What to change."""
     module: str
     """FQN of the module or parameter concerned; "" when no one knows."""
     call: str
@@ -87,6 +85,13 @@ class _Case:
                 return self.build(finding.code, finding.where, finding.what)
         return None
 
+    def watched(self, code: str, where: str | None = None) -> Diagnosis | None:
+        """Return the first finding with this code (there) that the watch has."""
+        for finding in () if self.seen is None else self.seen.findings:
+            if finding.code == code and where in (None, finding.where):
+                return self.build(code, finding.where, finding.what)
+        return None
+
 
 def diagnose(error: BaseException, *, model: nn.Module | None = None, phase: str = "") -> Diagnosis:
     """Say why an FSDP2 model failed.
@@ -112,7 +117,8 @@ def diagnose(error: BaseException, *, model: nn.Module | None = None, phase: str
         found = diagnose(inner, model=model, phase=phase)
         if found.id != "unknown":
             return found
-    return case.build("unknown", cause=f"{type(error).__name__}: {_first_line(case.text)}")
+    first_line = next(iter(case.text.splitlines()), "")
+    return case.build("unknown", cause=f"{type(error).__name__}: {first_line}")
 
 
 def _open_case(error: BaseException, model: nn.Module | None, phase: str) -> _Case:
@@ -124,10 +130,6 @@ def _open_case(error: BaseException, model: nn.Module | None, phase: str) -> _Ca
             model = modules[0]
     seen = last_watch(model)
     return _Case(error=error, text=str(error), phase=phase, model=model, stack=stack, seen=seen)
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.splitlines()), "")
 
 
 def _locals(stack: Stack, kind: type[_T]) -> Iterator[_T]:
@@ -202,16 +204,12 @@ def _optimizers(case: _Case) -> Diagnosis | None:
         case.stack.passes("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm", "_get_total_norm")
     ):
         return case.build("mixed-clip", _odd_one(case))
-    in_optimizer = any(isinstance(_self(line.frame.f_locals), torch.optim.Optimizer) for line in case.stack.lines)
+    in_optimizer = any(isinstance(line.frame.f_locals.get("self"), torch.optim.Optimizer) for line in case.stack.lines)
     if is_mixed and in_optimizer:
         return case.audited("unmanaged", "stale-optimizer")
     if isinstance(case.error, KeyError) and case.error.args and isinstance(case.error.args[0], int):
         return case.audited("untied", "stale-optimizer")
     return None
-
-
-def _self(variables: dict[str, object]) -> object:
-    return variables.get("self")
 
 
 def _odd_one(case: _Case) -> str:
@@ -234,9 +232,8 @@ def _freed(case: _Case) -> Diagnosis | None:
         return wrapped
     if is_state and (case.phase == "forward" or case.stack.passes("post_forward", "_post_forward")):
         return _resharded(case, _group_of(case, case.stack.entered[-1]) if case.stack.entered else None)
-    seen = [] if case.seen is None else [found for found in case.seen.findings if found.code == "opaque-output"]
-    if seen:
-        return case.build("opaque-output", seen[0].where, seen[0].what)
+    if (seen := case.watched("opaque-output")) is not None:
+        return seen
     views = () if case.seen is None else case.seen.changed_views()
     if views:
         return case.build("opaque-output", views[0], f"the output of {views[0]} is a view and was changed in place")
@@ -289,8 +286,8 @@ def _culprit(case: _Case) -> tuple[str, Group | None]:
     by_name = {param.fqn: group for group in groups for param in group.params}
     if model is None:
         return "", None
-    if case.seen is not None and case.seen.mix is not None and case.seen.mix.fqn in by_name:
-        return case.seen.mix.fqn, by_name[case.seen.mix.fqn]
+    if case.seen is not None and case.seen.mixed in by_name:
+        return case.seen.mixed, by_name[case.seen.mixed]
     last = case.stack.calls[-1]
     for line in [line for line in case.stack.lines if line.frame is last.line.frame or not line.is_library][-1:]:
         for tensor in named_tensors(line):
@@ -325,23 +322,18 @@ def _from_outside(case: _Case, fqn: str, group: Group) -> Diagnosis:
 
 def _entered_twice(case: _Case, group: Group) -> Diagnosis | None:
     """Blame a dispatch that no static analysis sees, `getattr(self, name)(x)`: seen, or else the likeliest."""
-    findings = () if case.seen is None else case.seen.findings
-    for finding in findings:
-        if finding.code == "double-wrap" and finding.where == shown(group.fqn):
-            return case.build("double-wrap", finding.where, finding.what)
-    if any(finding.code == "mid-forward-reshard" for finding in findings):
-        return None
+    if (seen := case.watched("double-wrap", shown(group.fqn))) is not None:
+        return seen
     methods = [name for module in group.modules for name in registered_methods(module)]
-    if not methods:
+    if not methods or case.watched("mid-forward-reshard") is not None:
         return None
     cause = f"{shown(group.fqn)} was sharded again inside its own forward, probably by a registered method that was "
     return case.build("double-wrap", shown(group.fqn), f"{cause}called there ({', '.join(methods)})")
 
 
 def _resharded(case: _Case, group: Group | None) -> Diagnosis:
-    seen = [] if case.seen is None else [found for found in case.seen.findings if found.code == "mid-forward-reshard"]
-    if seen:
-        return case.build("mid-forward-reshard", seen[0].where, seen[0].what)
+    if (seen := case.watched("mid-forward-reshard")) is not None:
+        return seen
     where = shown(group.fqn) if group is not None else ""
     return case.build("mid-forward-reshard", where, f"{where or 'a module'} was sharded again inside its own forward")
 

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.fsdp2.states import GroupState, Sharding, Training
 
 LOGGER = "torch.distributed.fsdp.fully_shard"
 """Name of the logger that tells, at DEBUG, when a group enters and leaves its passes."""
@@ -34,6 +33,8 @@ StridedShard = _StridedShard
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+Sharding = Literal["SHARDED", "SHARDED_POST_FORWARD", "UNSHARDED"]
+Training = Literal["IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +68,10 @@ class Group:
     modules: tuple[nn.Module, ...]
     """What `fully_shard` was called on."""
     fqns: tuple[str, ...]
-    """Their FQNs."""
     params: tuple[ManagedParam, ...]
-    """Its parameters in their order."""
     sharding: Sharding
     """Which form is registered."""
     training: Training
-    """Where in a pass it is."""
     expected_after_forward: Sharding
     """By its strategy."""
     reshards_after_backward: bool
@@ -94,13 +92,9 @@ class State:
     """One `fully_shard` call: its modules and the groups it made, none where no parameter was left."""
 
     modules: tuple[nn.Module, ...]
-    """What it was called on."""
     fqns: tuple[str, ...]
-    """Their FQNs."""
     is_root: bool | None
     """None before the first forward pass."""
-    training: Training
-    """Where in a pass it is."""
     groups: tuple[Group, ...]
     """Usually one."""
 
@@ -141,7 +135,6 @@ def read_states(model: nn.Module) -> tuple[State, ...]:
                 modules=tuple(state._modules),
                 fqns=fqns,
                 is_root=state._is_root,
-                training=cast("Training", state._training_state.name),
                 groups=tuple(_read_group(group, fqns, names) for group in _raw_groups(state)),
             )
         )
@@ -202,6 +195,28 @@ def read_groups(model: nn.Module) -> tuple[Group, ...]:
     return tuple(group for state in read_states(model) for group in state.groups)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """One parameter group."""
+
+    modules: tuple[str, ...]
+    """FQNs of the modules that it was made for; "" is the model itself."""
+    parameters: tuple[str, ...]
+    """FQNs of its parameters."""
+    sharding: Sharding
+    """Which form of the parameters is registered on the modules."""
+    training: Training
+    """Where the group is in its forward or backward pass."""
+    expected_after_forward: Sharding
+    """Where a forward pass leaves it, by its strategy and by whether it is the root."""
+    is_root: bool | None
+    """Does a forward pass start here? None before the first one."""
+    mesh: tuple[tuple[str, int], ...]
+    """Axes and sizes that its parameters are sharded or replicated over."""
+    replicated: bool
+    """Is it replicated only (`replicate()`), not sharded?"""
+
+
 def snapshot(model: nn.Module) -> tuple[GroupState, ...]:
     """Return the sharding state of every FSDP2 group below `model`, as values that outlive it."""
     return tuple(
@@ -218,6 +233,11 @@ def snapshot(model: nn.Module) -> tuple[GroupState, ...]:
         for state in read_states(model)
         for group in state.groups
     )
+
+
+def shown(fqn: str) -> str:
+    """Return a module's FQN for people: the model itself has an empty one."""
+    return fqn or "(root)"
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
@@ -304,9 +324,6 @@ class Event:
     key: int
     """The same for the same group."""
     modules: tuple[nn.Module, ...]
-    """Of the group."""
-    resharded: bool
-    """Are its parameters sharded now?"""
     reshards: bool
     """Will its forward pass end with sharded parameters?"""
     without_grad: tuple[str, ...]
@@ -317,11 +334,7 @@ class Event:
 
 @_guarded
 def read_event(frame: FrameType | None) -> Event | None:
-    """Find the group that is logging: the nearest frame whose `self` is one.
-
-    Args:
-        frame: Of the log filter, or further in.
-    """
+    """Find the group that is logging: the nearest frame whose `self` is one."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     for _ in range(16):
@@ -332,7 +345,6 @@ def read_event(frame: FrameType | None) -> Event | None:
             return Event(
                 key=id(group),
                 modules=tuple(group.modules),
-                resharded=not group.is_unsharded,
                 reshards=group.post_forward_mesh_info is not None,
                 without_grad=tuple(_without_grad(group)) if frame.f_code.co_name == "post_backward" else (),
                 output=frame.f_locals.get("output"),

@@ -6,7 +6,8 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -19,8 +20,10 @@ from ckpt_tools.fsdp2.buffers import materialise_buffers
 from ckpt_tools.fsdp2.local import assemble, local_box
 from ckpt_tools.fsdp2.names import describe_misfit, match_names
 from ckpt_tools.fsdp2.read import BoxReader, Whole
-from ckpt_tools.fsdp2.ties import Ties, plain_fqns, tie, tied_groups
+from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,39 +72,38 @@ def load_checkpoint(
         UsageError: Shapes or dtypes that do not fit.
     """
 
-    def read() -> tuple[dict[str, torch.Tensor], LoadReport, Ties]:
+    def read() -> tuple[dict[str, torch.Tensor], LoadReport]:
         with open_path(os.fspath(path)) as opened:
             return _read(model, opened, strict=strict, prefix=prefix, dtype=dtype, device=device, names=names)
 
-    state, report, ties = together(read)
-    return install(model, state, report, ties, device=device)
+    state, report = together(read)
+    return install(model, state, report, device=device)
 
 
 def install(
     model: nn.Module,
     state: Mapping[str, torch.Tensor],
     report: LoadReport,
-    ties: Ties,
     *,
     device: torch.device | str | None = None,
 ) -> LoadReport:
     """Replace parameters by `state`, share again what was shared, and compute the buffers that are left."""
-    model.load_state_dict(dict(state), strict=False, assign=True)
-    fqns = plain_fqns(model)
-    tie(model, ties, [fqns.get(name, name) for name in state])
+    fqns = assign(model, state)
 
     def fill() -> tuple[str, ...]:
         left = [fqns.get(name, name) for name in report.missing]  # as everything that is missing
         return materialise_buffers(model, device_of(model, device), skip=left)
 
-    buffers = together(fill)
-    return LoadReport(
-        missing=report.missing,
-        unexpected=report.unexpected,
-        tied=report.tied,
-        buffers=buffers,
-        loaded_bytes=report.loaded_bytes,
-    )
+    return replace(report, buffers=together(fill))
+
+
+def assign(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Replace parameters by `state`, and share again what was shared; return `plain_fqns`."""
+    ties = tied_groups(model)
+    model.load_state_dict(dict(state), strict=False, assign=True)
+    fqns = plain_fqns(model)
+    tie(model, ties, [fqns.get(name, name) for name in state])
+    return fqns
 
 
 def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
@@ -146,18 +148,14 @@ def _read(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     names: Callable[[str], str | None] | None,
-) -> tuple[dict[str, torch.Tensor], LoadReport, Ties]:
+) -> tuple[dict[str, torch.Tensor], LoadReport]:
     targets, shared = targets_of(model)
-    if names is None:
-        found, left = match_names(opened.checkpoint, model, tuple(targets), prefix)
-    else:
-        wanted_names = {name: names(name) for name in targets}
-        targets = {name: tensor for name, tensor in targets.items() if wanted_names[name] is not None}
-        shared = {name: first for name, first in shared.items() if name in targets and first in targets}
-        known = {name: source for name, source in wanted_names.items() if source is not None}
-        by_source, left = match_names(opened.checkpoint, model, tuple(dict.fromkeys(known.values())), prefix)
-        found = {name: by_source[source] for name, source in known.items() if source in by_source}
-    sources = _sources(targets, shared, found)
+    known = {name: source for name in targets if (source := name if names is None else names(name)) is not None}
+    targets = {name: targets[name] for name in known}
+    shared = {name: first for name, first in shared.items() if name in targets and first in targets}
+    by_source, left = match_names(opened.checkpoint, model, tuple(dict.fromkeys(known.values())), prefix)
+    found = {name: by_source[source] for name, source in known.items() if source in by_source}
+    sources = sources_of(targets, shared, found)
     missing = tuple(name for name in targets if shared.get(name, name) not in sources and not _may_miss(model, name))
     unexpected = tuple(fqn for fqn in left if not _may_be_extra(model, fqn))
     if strict and (missing or unexpected):
@@ -179,12 +177,10 @@ def _read(
         buffers=(),
         loaded_bytes=reader.bytes_read,
     )
-    return state, report, tied_groups(model)
+    return state, report
 
 
-def _sources(
-    targets: Mapping[str, torch.Tensor], shared: Mapping[str, str], found: Mapping[str, Whole]
-) -> dict[str, Whole]:
+def sources_of(targets: Mapping[str, torch.Tensor], shared: Mapping[str, str], found: Mapping[str, T]) -> dict[str, T]:
     """Return name → what to read; of names that share a parameter the first, from whichever the checkpoint has."""
     sources = {name: found[name] for name in targets if name not in shared and name in found}
     for name, first in shared.items():

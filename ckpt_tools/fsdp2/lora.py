@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
+from ckpt_tools.fsdp2.ties import output_layer, tied_modules
 from ckpt_tools.fsdp2.wrap import refuse_sharded
 from ckpt_tools.maps import is_factor
 
@@ -98,6 +99,20 @@ def add_lora(
             for layer in _layers(wrapped):
                 _start(layer, adapter_name, config)
     return wrapped
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Return the FQNs of the linear layers that get adapters: all but the output layer and layers that share weights.
+
+    Raises:
+        UsageError: There is none.
+    """
+    output, shared = output_layer(model), tied_modules(model)
+    linears = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+    found = [name for name, module in linears if module is not output and name not in shared and name]
+    if not found:
+        raise UsageError("--lora finds no linear layer to adapt", where=type(model).__name__)
+    return found
 
 
 def _peft() -> Any:  # noqa: ANN401 - a module

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UsageError
@@ -55,7 +55,7 @@ def find_methods(model: nn.Module, methods: Methods, units: Collection[str]) -> 
                     hint="add it to blocks, or register the method on the unit that contains it",
                 )
             for method in names:
-                check_method(fqn, module, method, names)
+                _check_method(fqn, module, method, names)
             found[fqn] = tuple(dict.fromkeys((*found.get(fqn, ()), *names)))
     return found
 
@@ -70,7 +70,7 @@ def _is_meant(wanted: str | type, name: str, module: nn.Module) -> bool:
     return bool(name and compile_glob(wanted).fullmatch(name))
 
 
-def check_method(fqn: str, module: nn.Module, method: str, registered: Collection[str]) -> None:
+def _check_method(fqn: str, module: nn.Module, method: str, registered: Collection[str]) -> None:
     """Raise UsageError unless registering `method` on `module` is possible and right."""
     where = f"{fqn}.{method}" if fqn else method
     if not callable(getattr(module, method, None)):
@@ -79,9 +79,7 @@ def check_method(fqn: str, module: nn.Module, method: str, registered: Collectio
         raise UsageError(
             "forward is an entry already", where=where, hint="name only the other methods that callers use"
         )
-    path = dispatch_path(type(module), "forward", method)
-    for other in registered:
-        path = path or (dispatch_path(type(module), other, method) if other != method else None)
+    path = entry_path(type(module), method, registered)
     if path is not None:
         raise DoubleWrapError(
             f"{DOUBLE_WRAP}: {' → '.join(path)} runs inside {path[0]}, which gathers and releases the parameters too; "
@@ -90,6 +88,12 @@ def check_method(fqn: str, module: nn.Module, method: str, registered: Collectio
             hint=f"do not register {method} when it is only called through {path[0]}, or let callers use {method} "
             f"and take the dispatch out of {path[0]}",
         )
+
+
+def entry_path(kind: type, method: str, registered: Collection[str]) -> tuple[str, ...] | None:
+    """Return how another entry of a class, `forward` or a registered method, reaches a registered one, or None."""
+    entries = (entry for entry in ("forward", *registered) if entry != method)
+    return next(filter(None, (dispatch_path(kind, entry, method) for entry in entries)), None)
 
 
 def dispatch_path(kind: type, start: str, target: str) -> tuple[str, ...] | None:
@@ -144,9 +148,6 @@ def _reads(code: types.CodeType, owner: str) -> list[str]:
 def register_methods(model: nn.Module, methods: Mapping[str, Sequence[str]]) -> None:
     """Register the methods that `find_methods` found; the modules are FSDP units by now."""
     for fqn, names in methods.items():
-        module = model.get_submodule(fqn)
-        if not isinstance(module, FSDPModule):
-            raise UsageError(f"{fqn or 'the root'} is not an FSDP unit", where="forward_methods")
         register: Callable[[nn.Module, str], None] = register_fsdp_forward_method
         for name in names:
-            register(module, name)
+            register(model.get_submodule(fqn), name)

@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -79,28 +80,29 @@ def _without_root(plain: dict[str, TensorEntry], names: Collection[str]) -> dict
 
 def _changes(plain: Iterable[str], wanted: Collection[str]) -> list[Callable[[str], str | None]]:
     """Return the renamings to try: those that make some names agree, most frequent first."""
-    less: Counter[str] = Counter()
-    more: Counter[str] = Counter()
     tails = {name.rpartition(".")[0]: name for name in wanted}
-    own = set(plain)
-    for name in plain:
+    less = (partial(_without, root) for root in _roots(plain, wanted))
+    more = (partial(_below, root, wanted) for root in _roots(tails.values(), set(plain)))
+    return [*less, *more]
+
+
+def _without(root: str, name: str) -> str | None:
+    return name[len(root) :] if name.startswith(root) else None
+
+
+def _below(root: str, wanted: Collection[str], name: str) -> str:
+    return name if name in wanted else root + name
+
+
+def _roots(names: Iterable[str], known: Collection[str]) -> list[str]:
+    """Return what up to four components before a known name are, the three most frequent of them."""
+    found: Counter[str] = Counter()
+    for name in names:
         parts = name.split(".")
-        for start in range(1, min(len(parts), 5)):
-            if ".".join(parts[start:]) in wanted:
-                less[".".join(parts[:start]) + "."] += 1
-                break
-    for name in tails.values():
-        parts = name.split(".")
-        for start in range(1, min(len(parts), 5)):
-            if ".".join(parts[start:]) in own:
-                more[".".join(parts[:start]) + "."] += 1
-                break
-    changes: list[Callable[[str], str | None]] = []
-    for root, _ in less.most_common(3):
-        changes.append(lambda name, root=root: name[len(root) :] if name.startswith(root) else None)  # type: ignore[misc]
-    for root, _ in more.most_common(3):
-        changes.append(lambda name, root=root: name if name in wanted else root + name)  # type: ignore[misc]
-    return changes
+        start = next((n for n in range(1, min(len(parts), 5)) if ".".join(parts[n:]) in known), None)
+        if start is not None:
+            found[".".join(parts[:start]) + "."] += 1
+    return [root for root, _ in found.most_common(3)]
 
 
 def _convert(
@@ -193,24 +195,19 @@ def _merge(
     if (stack is not None and len({len(entries) for entries in columns}) > 1) or len(columns) < len(patterns):
         raise UsageError(f"the parts of {target!r} are not complete in the checkpoint")
     pieces: list[Piece] = []
+    new_dims = () if stack is None else (stack,)
     base = 0
     for entries in columns:
-        rows = entries if stack is not None else entries[:1] if len(entries) == 1 else entries
-        width = 0
-        for number, entry in enumerate(rows):
-            new_dims = () if stack is None else (stack,)
+        for number, entry in enumerate(entries, start=1):
             offsets = [0] * (len(entry.shape) + len(new_dims))
             if stack is not None:
-                offsets[stack] = number
+                offsets[stack] = number - 1
             if concatenate is not None:
                 offsets[concatenate] = base
             piece = Piece(entry, tuple(offsets), new_dims)
             pieces.append(piece)
-            width = piece.box.sizes[concatenate] if concatenate is not None else 0
-            if stack is None:
-                base += width
-        if stack is not None:
-            base += width
+            if concatenate is not None and (stack is None or number == len(entries)):
+                base += piece.box.sizes[concatenate]
     ends = [tuple(o + n for o, n in zip(p.box.offsets, p.box.sizes, strict=True)) for p in pieces]
     shape = tuple(max(lengths) for lengths in zip(*ends, strict=True))
     return Whole(shape=shape, dtype=pieces[0].entry.dtype, pieces=tuple(pieces))

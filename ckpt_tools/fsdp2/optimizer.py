@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt_tools.description.checkpoint import BlobEntry, KeyPath, TensorEntry
-from ckpt_tools.description.layout import Box
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
@@ -86,13 +85,16 @@ def _state_dict(model: nn.Module, optimizer: Optimizer, opened: Opened) -> dict[
 
 def _value(item: _Item, parameter: torch.Tensor, reader: BoxReader, opened: Opened) -> object:
     """Return one entry of a parameter's state: cut like the parameter when it has its shape, else whole."""
+    if isinstance(item, TensorEntry) and item.shape == tuple(parameter.shape) and item.shape:
+        local = reader.read(as_whole(item), local_box(parameter), torch_dtype(item.dtype))
+        return assemble(local.to(parameter.device), parameter)
+    return _whole(item, reader, opened)
+
+
+def _whole(item: _Item, reader: BoxReader, opened: Opened) -> object:
     if isinstance(item, BlobEntry):
         return _plain(item, opened)
-    dtype = torch_dtype(item.dtype)
-    if item.shape == tuple(parameter.shape) and item.shape:
-        local = reader.read(as_whole(item), local_box(parameter), dtype)
-        return assemble(local.to(parameter.device), parameter)
-    return reader.read(as_whole(item), Box((0,) * len(item.shape), item.shape), dtype)
+    return reader.read_whole(as_whole(item), torch_dtype(item.dtype))
 
 
 def _plain(blob: BlobEntry, opened: Opened) -> object:
@@ -126,16 +128,14 @@ class _Stored:
 
     def _add(self, item: _Item) -> None:
         path: KeyPath = item.path if len(item.path) > 2 else tuple(item.fqn.split("."))
-        keys = list(map(str, path))
-        start = next((i for i, key in enumerate(keys[:3]) if key in ("state", "param_groups")), None)
-        if start is None or len(keys) < start + 3:
-            # Flat form under one root: ("optimizer", "state.<fqn>.exp_avg")
-            keys = ".".join(keys).split(".")
+        nested = list(map(str, path))
+        # The flat form lies under one root: ("optimizer", "state.<fqn>.exp_avg")
+        for keys in (nested, ".".join(nested).split(".")):
             start = next((i for i, key in enumerate(keys[:3]) if key in ("state", "param_groups")), None)
-            if start is None or len(keys) < start + 3:
+            if start is not None and len(keys) >= start + 3:
+                owner, name = strip_wrappers(".".join(keys[start + 1 : -1])), keys[-1]
+                (self.state if keys[start] == "state" else self._groups)[owner][name] = item
                 return
-        owner, name = strip_wrappers(".".join(keys[start + 1 : -1])), keys[-1]
-        (self.state if keys[start] == "state" else self._groups)[owner][name] = item
 
     def _members_of(self, number: str) -> frozenset[str]:
         item = self._groups[number].get("params")
@@ -156,26 +156,21 @@ class _Stored:
         Raises:
             UsageError: They differ.
         """
-        found: dict[str, object] = {}
-        is_first = True
+        found: dict[str, object] | None = None
+        reader = BoxReader(self._opened)
         for number, members in self._members.items():
             if members.isdisjoint(names):
                 continue
-            options = {key: self._option(item) for key, item in self._groups[number].items() if key != "params"}
-            if not is_first and not _is_equal(options, found):
+            items = {key: item for key, item in self._groups[number].items() if key != "params"}
+            options = {key: _whole(item, reader, self._opened) for key, item in items.items()}
+            if found is not None and not _is_equal(options, found):
                 raise UsageError(
                     "the parameters of one group had different options when they were saved",
                     where="load_optimizer",
                     hint="make the groups as they were: parameter_groups with the same arguments",
                 )
-            found, is_first = options, False
-        return found
-
-    def _option(self, item: _Item) -> object:
-        if isinstance(item, BlobEntry):
-            return _plain(item, self._opened)
-        reader = BoxReader(self._opened)
-        return reader.read(as_whole(item), Box((0,) * len(item.shape), item.shape), torch_dtype(item.dtype))
+            found = options
+        return found or {}
 
 
 def _is_equal(one: Mapping[str, object], other: Mapping[str, object]) -> bool:

@@ -20,10 +20,7 @@ shard_grad_op: the same, but parameters stay whole between forward and backward.
 copied along dp_replicate. no_shard: everything on every rank, gradients averaged."""
 
 _SPELLINGS = {
-    "full_shard": ("full_shard", None),
-    "shard_grad_op": ("shard_grad_op", None),
-    "no_shard": ("no_shard", None),
-    "hybrid_shard": ("hybrid_shard", None),
+    **{strategy: (strategy, None) for strategy in STRATEGIES},
     "hybrid_shard_zero2": ("hybrid_shard", False),
     "_hybrid_shard_zero2": ("hybrid_shard", False),
     "1": ("full_shard", None),

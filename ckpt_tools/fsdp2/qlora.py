@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from ckpt_tools.description.globs import compile_glob
-from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.fsdp2.agree import share, this_rank, together
+from ckpt_tools.fsdp2.agree import from_rank0, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
 from ckpt_tools.fsdp2.local import torch_dtype
 from ckpt_tools.fsdp2.lora import base_name, base_of, finish_adapters
@@ -29,7 +28,7 @@ from ckpt_tools.fsdp2.names import describe_misfit, match_names
 from ckpt_tools.fsdp2.quant_state import MAX_TEXT_BYTES, Quantised, attach, parse_text, quantised_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.scatter import rank0_load
-from ckpt_tools.fsdp2.ties import tied_groups
+from ckpt_tools.fsdp2.ties import output_layer, tied_modules
 from ckpt_tools.fsdp2.wrap import refuse_sharded
 
 _STATE = "quant_state"
@@ -110,11 +109,9 @@ def _bitsandbytes() -> Any:  # noqa: ANN401 - a module
 
 def _find(model: nn.Module, skip: Sequence[str] | None) -> tuple[str, ...]:
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
-    shared = {fqn.rpartition(".")[0] for group in tied_groups(model) for fqn in group}
-    left_out: set[str] = {name for name in linears if name in shared}
+    left_out = tied_modules(model)
     if skip is None:
-        get_output = getattr(model, "get_output_embeddings", None)
-        output = get_output() if callable(get_output) else None
+        output = output_layer(model)
         left_out |= {name for name, m in linears.items() if m is output or name.rpartition(".")[2] == "lm_head"}
     for pattern in skip or ():
         glob = compile_glob(pattern)
@@ -294,7 +291,7 @@ def _read_texts(
             where = f"{name}.weight.{facts.text_key}"
             if len(whole.shape) != 1 or whole.shape[0] > MAX_TEXT_BYTES:
                 raise UnreadableError(f"the quant state has shape {list(whole.shape)}", where=where)
-            text = reader.read(whole, Box((0,), whole.shape), torch.uint8)
+            text = reader.read_whole(whole, torch.uint8)
             parse_text(bytes(text.numpy()), facts, where)
             lengths[name] = whole.shape[0]
         return lengths
@@ -314,14 +311,13 @@ def _quantise_file(base: nn.Module, layers: Mapping[str, nn.Module], path: str, 
             if name is None or whole is None:
                 continue
             layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-            box = Box((0,) * len(whole.shape), whole.shape)
             if layer is None:
-                state[key] = reader.read(whole, box, like.dtype)
+                state[key] = reader.read_whole(whole, like.dtype)
                 continue
             facts = _facts(layer)
             if whole.shape != facts.shape:
                 raise UsageError(f"{list(whole.shape)} in the checkpoint, {list(facts.shape)} in the model", where=name)
-            full = reader.read(whole, box, torch_dtype(whole.dtype))
+            full = reader.read_whole(whole, torch_dtype(whole.dtype))
             packed, quant_state = quantize_4bit(
                 full,
                 compress_statistics=facts.double_quant,
@@ -338,8 +334,6 @@ def _scatter(base: nn.Module, layers: Mapping[str, nn.Module], source: Mapping[s
     plain: dict[str, torch.Tensor] = {}
 
     def measure() -> dict[str, int]:
-        if this_rank():
-            return {}
         if source is None:
             raise UsageError("rank 0 has nothing to load", where="load_quantised", hint="pass the state dict")
         plain.update({name: tensor for key, tensor in source.items() if (name := base_name(key)) is not None})
@@ -355,8 +349,7 @@ def _scatter(base: nn.Module, layers: Mapping[str, nn.Module], source: Mapping[s
             lengths[name] = text.numel()
         return lengths
 
-    lengths = share(together(measure))
-    _expect(layers, lengths)
+    _expect(layers, from_rank0(measure))
     names = {key: base_name(key) for key in base.state_dict()}
     state = {key: plain[name] for key, name in names.items() if name in plain} if this_rank() == 0 else None
     unused = share(tuple(sorted(set(plain) - set(names.values()))))

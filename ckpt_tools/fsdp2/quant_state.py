@@ -143,16 +143,12 @@ def _take_parts(
     parts = {key: part.full_tensor() if isinstance(part, DTensor) else part for key, part in found.items()}
     _check_parts(parts, facts, where)
     parse_text(bytes(parts[facts.text_key].cpu().numpy()), facts, where)
-    quant_state = _rebuild(parts)
+    from bitsandbytes.functional import QuantState
+
+    quant_state: Any = QuantState.from_dict(dict(parts), device=parts["absmax"].device)
     layer.quant_state = quant_state
     if not isinstance(layer.weight, DTensor) and hasattr(layer.weight, "quant_state"):
         layer.weight.quant_state = quant_state
-
-
-def _rebuild(parts: dict[str, torch.Tensor]) -> Any:  # noqa: ANN401 - bitsandbytes' QuantState
-    from bitsandbytes.functional import QuantState
-
-    return QuantState.from_dict(dict(parts), device=parts["absmax"].device)
 
 
 def _check_parts(parts: dict[str, torch.Tensor], facts: Quantised, where: str) -> None:

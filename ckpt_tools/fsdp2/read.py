@@ -5,7 +5,6 @@ Shape legend: a box has offsets and sizes in elements of the global tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,6 @@ from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.boxes import BytesReader
-from ckpt_tools.text import escape_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +30,10 @@ class Piece:
     @property
     def box(self) -> Box:
         """Its elements of the whole."""
-        return Box(self.offsets, self.widen(self.entry.shape, 1))
-
-    def widen(self, values: Sequence[int], fill: int) -> tuple[int, ...]:
-        """Return `values` by the piece's own dims with `fill` at the new ones."""
-        widened = list(values)
+        sizes = list(self.entry.shape)
         for dim in sorted(self.new_dims):
-            widened.insert(dim, fill)
-        return tuple(widened)
+            sizes.insert(dim, 1)
+        return Box(self.offsets, tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +44,6 @@ class Whole:
     dtype: DType
     pieces: tuple[Piece, ...]
 
-    @property
-    def label(self) -> str:
-        """Names of what it is made of, for messages."""
-        names = [escape_name(piece.entry.fqn) for piece in self.pieces]
-        return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
 
 def as_whole(entry: TensorEntry) -> Whole:
     """Return a tensor that the checkpoint stores under one name."""
@@ -64,11 +52,7 @@ def as_whole(entry: TensorEntry) -> Whole:
 
 
 class BoxReader:
-    """Reads boxes of the tensors of one open checkpoint.
-
-    Args:
-        opened: The checkpoint.
-    """
+    """Reads boxes of the tensors of one open checkpoint."""
 
     def __init__(self, opened: Opened) -> None:
         self._bytes = BytesReader(opened)
@@ -93,15 +77,19 @@ class BoxReader:
             part = piece.box.intersect(box) if 0 not in box.sizes else None
             if part is None:
                 continue
+            dims = [dim for dim in range(len(part.sizes)) if dim not in piece.new_dims]
             own = Box(
-                tuple(o - p for d, (o, p) in enumerate(_pairs(part.offsets, piece.offsets)) if d not in piece.new_dims),
-                tuple(n for d, n in enumerate(part.sizes) if d not in piece.new_dims),
+                tuple(part.offsets[dim] - piece.offsets[dim] for dim in dims), tuple(part.sizes[dim] for dim in dims)
             )
             target = tuple(
                 slice(o - b, o - b + n) for o, b, n in zip(part.offsets, box.offsets, part.sizes, strict=True)
             )
             result[target] = self._read_entry(piece.entry, own, wanted).reshape(part.sizes)
         return result
+
+    def read_whole(self, whole: Whole, dtype: torch.dtype) -> torch.Tensor:
+        """Return all elements, as `read`."""
+        return self.read(whole, Box((0,) * len(whole.shape), whole.shape), dtype)
 
     def _read_entry(self, entry: TensorEntry, box: Box, dtype: DType) -> torch.Tensor:
         if entry.dtype is not dtype and not (entry.dtype.is_float and dtype.is_float):
@@ -115,10 +103,6 @@ class BoxReader:
         if result.numel():
             self._bytes.read_into(entry, box, dtype, result.reshape(-1).view(torch.uint8).numpy().data)
         return result
-
-
-def _pairs(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(one, other, strict=True))
 
 
 def _dtype_of(dtype: torch.dtype) -> DType:

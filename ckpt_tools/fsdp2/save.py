@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from functools import reduce
+from operator import getitem
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -22,7 +23,6 @@ from torch.optim import Optimizer
 from ckpt_tools._version import __version__
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.conversions.job import check_replaceable
-from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import CkptError, UsageError
@@ -31,7 +31,7 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.fsdp2.agree import share, this_rank, together, world_size
+from ckpt_tools.fsdp2.agree import from_rank0, gather, this_rank, together, world_size
 from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import mesh_of
 from ckpt_tools.fsdp2.wrap import plan_of
@@ -78,8 +78,6 @@ def save_checkpoint(
 
     def begin() -> str:
         nonlocal staging
-        if this_rank():
-            return ""
         if overwrite:
             check_replaceable(destination)
         staging = Staging(destination, overwrite=overwrite)
@@ -87,10 +85,11 @@ def save_checkpoint(
         return staging.directory
 
     try:
-        directory = share(together(begin))
+        directory = from_rank0(begin)
         state = together(lambda: _state_of(model, optimizer, trainable_only=trainable_only, extra=extra))
         together(lambda: _write(state, directory))
-        digests = _merge(together(lambda: _digests(directory)))
+        parts = gather(together(lambda: _digests(directory)))
+        digests = {name: digest for part in parts for name, digest in part.items()}
         together(lambda: None if staging is None else _publish(staging, state, digests, _mesh(model, state)))
     finally:
         if staging is not None:
@@ -147,26 +146,12 @@ class _Writer(FileSystemWriter):
 def _digests(directory: str) -> dict[str, str]:
     """Read this rank's share of what was written; return the digests, CRC-32s are held against the writers'."""
     with open_path(directory, format="dcp") as written:
-        entries = _entries(written)[this_rank() :: world_size()]
-        return scan([_raw(written, entry) for entry in entries], written.source, num_workers=1).digests
-
-
-def _entries(written: Opened) -> list[TensorEntry]:
-    """Return tensors and blobs (as bytes), large ones spread over the list."""
-    blobs = [copy_span(blob_name(blob), blob.span, 0).source for blob in written.checkpoint.blobs]
-    return sorted((*written.checkpoint.tensors, *blobs), key=lambda entry: -entry.nbytes)
-
-
-def _raw(written: Opened, entry: TensorEntry) -> TensorEntry:
-    return entry if entry.fqn.startswith("\0") else written.resolve(entry)
-
-
-def _merge(own: dict[str, str]) -> dict[str, str]:
-    if world_size() == 1:
-        return own
-    parts: list[dict[str, str]] = [{}] * world_size()
-    dist.all_gather_object(parts, own)
-    return {name: digest for part in parts for name, digest in part.items()}
+        blobs = [copy_span(blob_name(blob), blob.span, 0).source for blob in written.checkpoint.blobs]
+        # Tensors and blobs (as bytes), large ones spread over the ranks.
+        entries = sorted((*written.checkpoint.tensors, *blobs), key=lambda entry: -entry.nbytes)
+        own = entries[this_rank() :: world_size()]
+        resolved = [entry if entry.fqn.startswith("\0") else written.resolve(entry) for entry in own]
+        return scan(resolved, written.source, num_workers=1).digests
 
 
 def _publish(staging: Staging, state: State, digests: Mapping[str, str], mesh: Mesh | None) -> None:
@@ -208,7 +193,7 @@ def _manifest(
                 dtype=entry.dtype,
                 shape=entry.shape,
                 digest=digests[entry.fqn],
-                placements={} if mesh is None else placements_of(_at(state, entry.path)),
+                placements={} if mesh is None else placements_of(reduce(getitem, entry.path, cast("Any", state))),
             )
             for entry in resolved.tensors
         },
@@ -218,13 +203,6 @@ def _manifest(
         frames=digest_frames(files, payloads, blobs, written.source),
         source={"format": "model in memory"},
     )
-
-
-def _at(state: State, path: tuple[str | int, ...]) -> object:
-    value: Any = state
-    for key in path:
-        value = value[key]
-    return value
 
 
 def _mesh(model: nn.Module, state: State) -> Mesh | None:

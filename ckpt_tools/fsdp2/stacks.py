@@ -27,7 +27,6 @@ class Line:
     """One line of a traceback, outermost first."""
 
     frame: FrameType
-    """With its locals."""
     number: int
     """Line that runs, or raised."""
     lasti: int
@@ -58,11 +57,8 @@ class Call:
     """A method of a module that was running."""
 
     module: nn.Module
-    """Its self."""
     method: str
-    """Its name."""
     line: Line
-    """Where it was."""
     caller: Line | None
     """The nearest line outside of PyTorch that led to it."""
 
@@ -99,10 +95,8 @@ def read_stack(error: BaseException) -> Stack:
         if isinstance(subject, nn.Module):
             if _is_entry(line):
                 entered.append(subject)
-            elif not line.is_library and _is_method(subject, line.code):
+            elif (not line.is_library or line.code.co_name == "forward") and _is_method(subject, line.code):
                 calls.append(Call(module=subject, method=line.code.co_name, line=line, caller=outside))
-            elif _is_method(subject, line.code) and line.code.co_name == "forward":
-                calls.append(Call(module=subject, method="forward", line=line, caller=outside))
         if not line.is_library:
             outside = line
     return Stack(lines=lines, calls=tuple(calls), entered=tuple(entered))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -20,6 +20,17 @@ def tied_groups(model: nn.Module) -> Ties:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
+def tied_modules(model: nn.Module) -> set[str]:
+    """Return the FQNs of the modules that share a parameter of theirs."""
+    return {fqn.rpartition(".")[0] for group in tied_groups(model) for fqn in group}
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """Return the layer that makes a model's outputs, as transformers says it."""
+    get_output = getattr(model, "get_output_embeddings", None)
+    return get_output() if callable(get_output) else None
+
+
 class Owners:
     """Who holds which parameter, looked up once for a whole model."""
 
@@ -35,6 +46,14 @@ class Owners:
         inside = {id(child) for child in module.modules()}
         own = {id(parameter) for parameter in module.parameters()}
         return [fqn for parameter in own for owner, fqn in self._owners.get(parameter, ()) if owner not in inside]
+
+
+def around(fqn: str) -> Iterator[str]:
+    """Yield an FQN and those of the modules around it, innermost first, "" last."""
+    while fqn:
+        yield fqn
+        fqn = fqn.rpartition(".")[0]
+    yield ""
 
 
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:

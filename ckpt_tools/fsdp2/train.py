@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2.ties import around
 
 
 def parameter_groups(
@@ -72,20 +73,14 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     names: list[str] = []
     for pattern in patterns:
         glob = compile_glob(pattern)
-        found = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False) if any(map(glob.fullmatch, _up(fqn)))]
+        fqns = (fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
+        found = [fqn for fqn in fqns if any(glob.fullmatch(name) for name in around(fqn) if name)]
         if not found:
             raise UsageError(f"{pattern!r} matches no parameter and no module", where="frozen")
         names += found
     for fqn in names:
         model.get_parameter(fqn).requires_grad_(False)
     return tuple(dict.fromkeys(names))
-
-
-def _up(fqn: str) -> Iterator[str]:
-    """Yield the FQN and those of the modules around it."""
-    while fqn:
-        yield fqn
-        fqn = fqn.rpartition(".")[0]
 
 
 @contextmanager
@@ -110,19 +105,19 @@ def accumulate(model: nn.Module, is_last: bool, *, keep_unsharded: bool = False)
     units = outermost_units(model)
     if not units:
         raise UsageError("the model has no FSDP units", hint="call shard_model first")
-    for unit in units:
-        unit.set_requires_gradient_sync(is_last)
-        unit.set_is_last_backward(is_last)
-        if keep_unsharded:
-            unit.set_reshard_after_backward(is_last)
+
+    def average(value: bool) -> None:
+        for unit in units:
+            unit.set_requires_gradient_sync(value)
+            unit.set_is_last_backward(value)
+            if keep_unsharded:
+                unit.set_reshard_after_backward(value)
+
+    average(is_last)
     try:
         yield
     finally:
-        for unit in units:
-            unit.set_requires_gradient_sync(True)
-            unit.set_is_last_backward(True)
-            if keep_unsharded:
-                unit.set_reshard_after_backward(True)
+        average(True)
 
 
 def outermost_units(model: nn.Module) -> list[FSDPModule]:

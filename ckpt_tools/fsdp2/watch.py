@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -16,7 +15,6 @@ from typing import Any, TextIO
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -24,24 +22,17 @@ from torch.overrides import TorchFunctionMode
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
+from ckpt_tools.fsdp2.agree import this_rank
 from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.compare import Trace, read_structure
-from ckpt_tools.fsdp2.states import shown
+from ckpt_tools.fsdp2.internals import shown
 
 _MAX_DEPTH = 3
 """Levels of attributes that are searched for hidden tensors."""
+_PATIENCE_S = 1.0
+"""What other ranks get to stop writing their traces."""
 _MAX_EVENTS = 200_000
 """Events that are kept in memory; a watch is for some steps, not for a training run."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Mix:
-    """A call in which a parameter was sharded and another tensor was not."""
-
-    fqn: str
-    """The sharded parameter."""
-    function: str
-    """The torch function."""
 
 
 class Watch:
@@ -59,8 +50,8 @@ class Watch:
         """Passes of groups, in order: "pre_forward layers.0"."""
         self.findings: list[Finding] = []
         """What was wrong, once each."""
-        self.mix: Mix | None = None
-        """The last call that mixed sharded and plain tensors."""
+        self.mixed: str | None = None
+        """FQN of the sharded parameter in the last call that mixed sharded and plain tensors."""
 
     def changed_views(self) -> tuple[str, ...]:
         """Return the modules whose output was a view and has been written in place since."""
@@ -70,7 +61,16 @@ class Watch:
 
     def settled_traces(self) -> tuple[Trace, ...]:
         """Return the traces of all ranks that share the directory, once they have stopped growing; () without one."""
-        return () if self._directory is None else _settled(self._directory)
+        if self._directory is None:
+            return ()
+        deadline = time.monotonic() + _PATIENCE_S
+        sizes: list[int] | None = None
+        while True:
+            found = [path.stat().st_size for path in sorted(self._directory.glob("rank-*.trace"))]
+            if found == sizes or time.monotonic() > deadline:
+                return read_traces(self._directory)
+            sizes = found
+            time.sleep(0.2)
 
     def report(self, code: str, where: str, what: str) -> None:
         """Add a finding unless it is there already."""
@@ -121,7 +121,7 @@ class Watch:
             if self._trace is not None:
                 self._trace.write(line + "\n")
 
-    def see_mix(self, function: str, args: tuple[object, ...]) -> None:
+    def see_mix(self, args: tuple[object, ...]) -> None:
         """Take a call that failed because it mixed sharded and plain tensors."""
         model = self._model()
         if model is None:
@@ -129,7 +129,7 @@ class Watch:
         for tensor in args:
             fqn = find_parameter(model, tensor) if isinstance(tensor, DTensor) else None
             if fqn is not None:
-                self.mix = Mix(fqn=fqn, function=function)
+                self.mixed = fqn
                 return
 
     def see_state_dict(self, module: nn.Module) -> None:
@@ -205,7 +205,7 @@ class _MixMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
-                self._watch.see_mix(getattr(func, "__name__", str(func)), (*args, *(kwargs or {}).values()))
+                self._watch.see_mix((*args, *(kwargs or {}).values()))
             raise
 
 
@@ -237,7 +237,7 @@ def watch(model: nn.Module, *, traces: str | os.PathLike[str] | None = None) -> 
     with ExitStack() as stack:
         file = None
         if traces is not None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
+            rank = this_rank()
             path = Path(traces)
             path.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(path / f"rank-{rank}.trace", "w", buffering=1, encoding="utf-8"))
@@ -290,15 +290,3 @@ def read_traces(directory: str | os.PathLike[str]) -> tuple[Trace, ...]:
         # Without its newline the last line was cut short.
         found.append(Trace(rank=rank, structure=structure, events=tuple(lines[:-1])))
     return tuple(sorted(found, key=lambda trace: trace.rank))
-
-
-def _settled(directory: Path, *, patience_s: float = 1.0) -> tuple[Trace, ...]:
-    """Read the traces once they have stopped growing, or patience is over."""
-    deadline = time.monotonic() + patience_s
-    sizes: list[int] | None = None
-    while True:
-        found = [path.stat().st_size for path in sorted(directory.glob("rank-*.trace"))]
-        if found == sizes or time.monotonic() > deadline:
-            return read_traces(directory)
-        sizes = found
-        time.sleep(0.2)

@@ -29,11 +29,8 @@ class Place:
     revision: str
     """Branch, tag or commit."""
     endpoint: str
-    """Address of the hub."""
     namespace_only: bool = False
     """The request creates the repository: the right is one over the namespace."""
-    has_token: bool = True
-    """Somebody is logged in."""
 
     @property
     def where(self) -> str:
@@ -53,7 +50,6 @@ class Failure:
     message: str
     """The hub's or the system's words, without secrets."""
     retry_after_s: float | None = None
-    """How long the hub asks to be left alone."""
     was_sent: bool = True
     """False: the connection did not come about, so the hub has not seen the request."""
     is_lasting: bool = False
@@ -135,8 +131,6 @@ def _explain_rights(failure: Failure, place: Place, says: str) -> tuple[str, str
             f"free storage of {namespace} or extend it: {place.endpoint}/settings/billing",
         )
     if failure.status == 401:
-        if not place.has_token:
-            return (f"{place.doing} needs a token, and there is none", "hf auth login, or set HF_TOKEN")
         return (
             f"{place.doing}: the hub does not accept the token{says}",
             f"it may have expired: make another one at {settings}, then hf auth login or set HF_TOKEN",

@@ -1,10 +1,11 @@
-"""The model card: what is known about the weights, how to load them, and where every setting came from.
+"""The model card: what is known about the weights, the code that loads them, and where every setting came from.
 
 Source: the hub's documentation of model cards: a README.md that begins with YAML between two lines of dashes.
 """
 
 from __future__ import annotations
 
+import keyword
 import re
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -12,7 +13,6 @@ from typing import Literal
 import yaml
 
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.hub.load_code import LoadFacts, load_code
 from ckpt_tools.text import escape_name
 
 Library = Literal["peft", "diffusers", "transformers"]
@@ -30,6 +30,28 @@ _OLD_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _CACHE = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+?)(?:/|$)", re.ASCII)
 _MARKUP = re.compile(r"""[\\`*_\[\]<>|&~$#!:@(){}"']""")
 
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
+_PLAIN = re.compile(r"[\w./-]{1,255}", re.ASCII)
+_BASE_PLACEHOLDER = "path/or/id/of/the/base-model"
+"""Stands in the code where the base model is not known by a hub id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFacts:
+    """What the code needs to know beyond the names."""
+
+    is_adapter: bool = False
+    """There is a base model to load first."""
+    auto_class: str | None = None
+    """Class of transformers that loads the model (for an adapter: its base); AutoModel by default."""
+    has_tokenizer: bool = False
+    weight_name: str | None = None
+    """File name of a LoRA for diffusers, where it is not the one that diffusers looks for."""
+    is_pipeline: bool = False
+    """A whole diffusers pipeline, not one of its models."""
+    model_class: str | None = None
+    """Class of diffusers that loads a single model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
@@ -40,9 +62,7 @@ class CardFacts:
     base_model: str | None = None
     """Hub id of the model that the adapter is for, or that was trained further."""
     library: Library | None = None
-    """Which library loads the weights."""
     tags: tuple[str, ...] = ()
-    """For the hub's search."""
     pipeline_tag: str | None = None
     """The hub's name of the task ("text-generation")."""
     license: str | None = None
@@ -78,11 +98,6 @@ def build_card(facts: CardFacts, *, repo: str, existing: str | None = None) -> s
     """Return the text of the card.
 
     An existing text stays as it is, to the letter; only the keys that its front matter lacks are added.
-
-    Args:
-        facts: What is known.
-        repo: Where the weights will be, for the code block.
-        existing: The README so far.
 
     Raises:
         UnreadableError: The front matter of `existing` is no YAML mapping, which the hub would refuse too.
@@ -188,10 +203,6 @@ def _local_base(text: str) -> UnreadableError:
 def name_base(text: str, base_model: str | None) -> str:
     """Put a hub id where a card has a local path as its base model; the rest stays as it is, to the letter.
 
-    Args:
-        text: The card.
-        base_model: The hub id; None where it is not known.
-
     Raises:
         UnreadableError: There is such a path, and no id for it or no plain line that has it.
     """
@@ -228,7 +239,7 @@ def _body(facts: CardFacts, repo: str) -> str:
         is_adapter = facts.library == "peft" or (facts.load is not None and facts.load.is_adapter)
         kind = "An adapter for" if is_adapter else "From"
         parts.append(f"{kind} [{_shown(facts.base_model)}](https://huggingface.co/{facts.base_model}).")
-    code = load_code(facts.library, repo=repo, base_model=facts.base_model, load=facts.load or LoadFacts())
+    code = _load_code(facts.library, repo=repo, base_model=facts.base_model, load=facts.load or LoadFacts())
     if code is not None:
         parts.append(f"## How to load it\n\n```python\n{code}```")
     if facts.settings:
@@ -240,3 +251,60 @@ def _body(facts: CardFacts, repo: str) -> str:
 def _shown(text: str) -> str:
     """Return text for Markdown in which nothing is markup: a name from a file must not become a link or a tag."""
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", escape_name(text))
+
+
+def _load_code(library: str | None, *, repo: str, base_model: str | None, load: LoadFacts) -> str | None:
+    """Return Python that loads the weights, or None where nothing certain can be said."""
+    base = base_model or _BASE_PLACEHOLDER
+    if library == "peft":
+        return _peft(repo, base, load)
+    if library == "diffusers":
+        return _diffusers(repo, base, load)
+    if library == "transformers":
+        return _transformers(repo, load)
+    return None
+
+
+def _class(name: str | None, default: str) -> str:
+    return name if name is not None and _is_class(name) else default
+
+
+def _is_class(name: str) -> bool:
+    return _IDENTIFIER.fullmatch(name) is not None and not keyword.iskeyword(name)
+
+
+def _peft(repo: str, base: str, load: LoadFacts) -> str:
+    auto = _class(load.auto_class, "AutoModel")
+    return (
+        "from peft import PeftModel\n"
+        f"from transformers import {auto}\n"
+        "\n"
+        f'base = {auto}.from_pretrained("{base}")\n'
+        f'model = PeftModel.from_pretrained(base, "{repo}")\n'
+    )
+
+
+def _diffusers(repo: str, base: str, load: LoadFacts) -> str | None:
+    if load.is_adapter:
+        weight = load.weight_name if load.weight_name is not None and _PLAIN.fullmatch(load.weight_name) else None
+        argument = f', weight_name="{weight}"' if weight else ""
+        return (
+            "from diffusers import DiffusionPipeline\n"
+            "\n"
+            f'pipeline = DiffusionPipeline.from_pretrained("{base}")\n'
+            f'pipeline.load_lora_weights("{repo}"{argument})\n'
+        )
+    if load.is_pipeline:
+        return f'from diffusers import DiffusionPipeline\n\npipeline = DiffusionPipeline.from_pretrained("{repo}")\n'
+    if load.model_class is not None and _is_class(load.model_class):
+        return f'from diffusers import {load.model_class}\n\nmodel = {load.model_class}.from_pretrained("{repo}")\n'
+    return None
+
+
+def _transformers(repo: str, load: LoadFacts) -> str:
+    auto = _class(load.auto_class, "AutoModel")
+    names = f"{auto}, AutoTokenizer" if load.has_tokenizer else auto
+    code = f'from transformers import {names}\n\nmodel = {auto}.from_pretrained("{repo}")\n'
+    if load.has_tokenizer:
+        code += f'tokenizer = AutoTokenizer.from_pretrained("{repo}")\n'
+    return code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_tools.checks.verify import verify
@@ -37,18 +36,6 @@ _OLD_WEIGHTS = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin", re.ASCII)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalCheck:
-    """What was found out about a directory."""
-
-    kind: Kind
-    """What it holds."""
-    num_tensors: int
-    """Tensors looked at."""
-    notes: tuple[str, ...]
-    """What the user should know before others do."""
-
-
 def adapter_directories(chosen: Iterable[str]) -> tuple[str, ...]:
     """Return the directories ("" is the root) of which the adapter is to be pushed."""
     names = (ADAPTER_WEIGHTS[0], DIFFUSERS_LORA)
@@ -72,15 +59,13 @@ def refuse_broken_adapter(path: str) -> None:
         raise AdapterRefusedError(f"{first.code}: {first.what}{more}", where=first.where, hint=first.hint)
 
 
-def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: int) -> LocalCheck:
+def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: int) -> tuple[Kind, list[str]]:
     """Check that every checkpoint in the directory is complete, and that no part of one is left out.
 
     The structure is checked as `ckpt verify --level structure` does; where a manifest has digests, the bytes too.
 
-    Args:
-        source: The directory.
-        chosen: The files that are to be pushed.
-        num_workers: Threads that read.
+    Returns:
+        What the directory holds, and what the user should know before others do.
 
     Raises:
         UnreadableError: A file is truncated, missing or damaged.
@@ -91,9 +76,7 @@ def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: i
     for name in sorted(chosen):
         if name.endswith(".safetensors"):
             refuse_dead(source, read_file(source, name))
-    num_tensors = 0
-    for directory in _directories(chosen):
-        num_tensors += _check_checkpoint(source, directory, chosen, num_workers)
+    num_tensors = sum(_check_checkpoint(source, name, chosen, num_workers) for name in _directories(chosen))
     notes = []
     pickles = [path for path in chosen if path.endswith(_PICKLES)]
     if pickles:
@@ -103,7 +86,7 @@ def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: i
         notes.append("no config.json beside the weights: transformers and diffusers cannot load them by themselves")
     if any(path.rpartition("/")[2] == METADATA_NAME for path in chosen):
         notes.append("a sharded training checkpoint: ckpt gather makes of it what others can load")
-    return LocalCheck(kind=kind, num_tensors=num_tensors, notes=tuple(notes))
+    return kind, notes
 
 
 def _kind(top: set[str]) -> Kind:
@@ -146,7 +129,8 @@ def _directories(chosen: Iterable[str]) -> list[str]:
 def _check_checkpoint(source: Source, directory: str, chosen: Mapping[str, int], num_workers: int) -> int:
     """Check what lies in one directory; returns the number of tensors."""
     root = os.path.join(source.root, directory)
-    inside = {path[len(directory) + 1 if directory else 0 :] for path in chosen if path.startswith(_prefix(directory))}
+    prefix = f"{directory}/" if directory else ""
+    inside = {path.removeprefix(prefix) for path in chosen if path.startswith(prefix)}
     here = sorted(name for name in inside if "/" not in name)
     _check_parts(root, here)
     seen: set[str] = set()
@@ -177,10 +161,6 @@ def _check_parts(root: str, names: list[str]) -> None:
             where=root,
             hint="restore the index, or save the model again",
         )
-
-
-def _prefix(directory: str) -> str:
-    return f"{directory}/" if directory else ""
 
 
 def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import time
@@ -15,6 +16,7 @@ from ckpt_tools.hub.answers import Failure, Place, to_error
 from ckpt_tools.hub.plan import Answer, LocalFile, Remote, RemoteFile
 from ckpt_tools.hub.session import MAX_WAIT_S, Say, bound_session, client_errors, client_utils, to_failure
 from ckpt_tools.moving.execute import Progress
+from ckpt_tools.storage.source import Source
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -30,6 +32,8 @@ BLOCK_BYTES = 1 << 20
 """Read at a time."""
 ASK_FILES = 256
 """Files in one question about how they will be kept; the hub's own limit."""
+SAMPLE_BYTES = 512
+"""First bytes of a file that it asks for, and tells text from."""
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -39,7 +43,7 @@ class Account:
 
     endpoint: str
     """Without a slash at its end."""
-    token: str | None
+    token: str
     """Never shown."""
 
     def __repr__(self) -> str:
@@ -124,7 +128,6 @@ class Hub:
             revision=self.revision,
             endpoint=self.account.endpoint,
             namespace_only=namespace_only,
-            has_token=self.account.token is not None,
         )
 
     def nonsense(self, doing: str) -> HubError:
@@ -200,35 +203,38 @@ class Hub:
             namespace_only=True,
         )
 
-    def ask(
-        self, files: Sequence[LocalFile], sample: Callable[[LocalFile], bytes], *, create_pr: bool
-    ) -> dict[str, Answer]:
+    def ask(self, source: Source, files: Sequence[LocalFile], *, create_pr: bool) -> dict[str, Answer]:
         """Ask how the hub will keep `files`; nothing is stored.
 
         Args:
+            source: Where they are.
             files: What is to come.
-            sample: The first 512 bytes of a file, from which the hub tells text.
             create_pr: They are to come by a pull request, which takes fewer rights.
         """
-        utils = client_utils()
         doing = "asking how the files will be kept"
-        url = f"{self.account.endpoint}/api/models/{self.repo}/preupload/{quote(self.revision, safe='')}"
-        headers = utils.build_hf_headers(token=self.account.token, library_name="ckpt-tools")
         found: dict[str, Answer] = {}
         for start in range(0, len(files), ASK_FILES):
-            question = {"files": [_question(file, sample(file)) for file in files[start : start + ASK_FILES]]}
+            question = {"files": [_question(source, file) for file in files[start : start + ASK_FILES]]}
 
             def post(question: Mapping[str, object] = question) -> Any:  # noqa: ANN401 - whatever JSON it is
-                params = {"create_pr": "1"} if create_pr else None
-                response = utils.get_session().post(url, json=question, headers=headers, params=params)
-                utils.hf_raise_for_status(response)
+                response = self.request("POST", "preupload", create_pr=create_pr, json=question)
+                client_utils().hf_raise_for_status(response)
                 return response.json()
 
             found |= self._answers(self.call(doing, post), doing)
-        missing = [file.path for file in files if file.path not in found]
-        if missing:
+        if any(file.path not in found for file in files):
             raise self.nonsense(doing)
         return found
+
+    def request(self, method: str, route: str, *, create_pr: bool, json: object = None) -> Any:  # noqa: ANN401 - httpx2's
+        """Return the response of a route about the revision, whatever its status."""
+        url = f"{self.account.endpoint}/api/models/{self.repo}/{route}/{quote(self.revision, safe='')}"
+        params = {"create_pr": "1"} if create_pr else None
+        return client_utils().get_session().request(method, url, json=json, headers=self._headers(), params=params)
+
+    def _headers(self) -> dict[str, str]:
+        headers: dict[str, str] = client_utils().build_hf_headers(token=self.account.token, library_name="ckpt-tools")
+        return headers
 
     def _answers(self, document: object, doing: str) -> dict[str, Answer]:
         rows = document.get("files") if isinstance(document, dict) else None
@@ -278,8 +284,7 @@ class Hub:
 
         utils = client_utils()
         url = hf_hub_url(self.repo, path, revision=commit, endpoint=self.account.endpoint)
-        headers = utils.build_hf_headers(token=self.account.token, library_name="ckpt-tools")
-        headers["Accept-Encoding"] = "identity"  # offsets are those of the content
+        headers = self._headers() | {"Accept-Encoding": "identity"}  # offsets are those of the content
         position = 0
 
         def stream() -> None:
@@ -306,7 +311,6 @@ def _remote_file(entry: Any) -> RemoteFile:  # noqa: ANN401 - RepoFile, which a 
     return RemoteFile(path=entry.path, nbytes=lfs.size, blob_id=entry.blob_id, sha256=lfs.sha256)
 
 
-def _question(file: LocalFile, sample: bytes) -> dict[str, object]:
-    import base64
-
+def _question(source: Source, file: LocalFile) -> dict[str, object]:
+    sample = file.read(source, 0, min(SAMPLE_BYTES, file.nbytes))
     return {"path": file.path, "sample": base64.b64encode(sample).decode("ascii"), "size": file.nbytes}

@@ -33,7 +33,6 @@ class Committed:
     """A commit that the hub has made."""
 
     oid: str
-    """Its hash."""
     pull_request: str | None
     """Where to find the pull request."""
     notes: tuple[str, ...] = ()
@@ -141,7 +140,8 @@ def commit(
         if not failure.is_transient:
             raise problem from None
         if create_pr and _may_be_done(failure):
-            hint = f"see whether it is there before you run the command again: {_discussions(hub)}"
+            page = f"{hub.account.endpoint}/{hub.repo}/discussions"
+            hint = f"see whether it is there before you run the command again: {page}"
             raise HubError(problem.what, where=problem.where, hint=hint)
         if not create_pr and _may_be_done(failure):
             now = hub.look()
@@ -181,10 +181,6 @@ def _may_be_done(failure: Failure) -> bool:
     return failure.was_sent and failure.status != 429
 
 
-def _discussions(hub: Hub) -> str:
-    return f"{hub.account.endpoint}/{hub.repo}/discussions"
-
-
 def _recognise(
     hub: Hub,
     now: Remote,
@@ -220,9 +216,11 @@ def check_arrival(
         The findings, and the number of bytes that were read.
     """
     findings = []
-    there = look_at(hub, oid).files
+    remote = Hub(hub.account, hub.repo, revision=oid, say=hub.say).look()
+    if not remote.exists:
+        raise CkptError("the repository is gone", where=hub.place("").where)
     for plan in planned:
-        found = there.get(plan.path)
+        found = remote.files.get(plan.path)
         if plan.state == "deleted":
             if found is not None:
                 findings.append(_finding("not-deleted", plan.path, "it was to be deleted, and is still there"))
@@ -245,15 +243,6 @@ def check_arrival(
             )
             findings.append(_finding("arrived-different", path, what))
     return tuple(findings), read_bytes
-
-
-def look_at(hub: Hub, oid: str) -> Remote:
-    """Return what the repository holds at a commit."""
-    other = Hub(hub.account, hub.repo, revision=oid, say=hub.say)
-    remote = other.look()
-    if not remote.exists:
-        raise CkptError("the repository is gone", where=hub.place("").where)
-    return remote
 
 
 def _finding(code: str, path: str, what: str) -> Finding:

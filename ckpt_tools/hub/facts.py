@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.opening import read_file
-from ckpt_tools.hub.card import CardFacts, hub_id_of
+from ckpt_tools.hub.card import CardFacts, LoadFacts, hub_id_of
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
-from ckpt_tools.hub.load_code import LoadFacts
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name

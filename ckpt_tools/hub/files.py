@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,6 @@ from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.hub.plan import LocalFile
-from ckpt_tools.hub.private import why_private
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -21,11 +21,21 @@ MAX_DEPTH = 32
 """Directories below the root; deeper ones are refused, not left out."""
 MAX_BLOB_BYTES = 64 << 20
 """Git's own name is worked out up to this size; the hub keeps nothing as large inside of git."""
-SAMPLE_BYTES = 512
-"""First bytes of a file that the hub asks for."""
 _BLOCK_BYTES = 1 << 20
 _FORBIDDEN = (".git", ".cache")
 """Directories that the hub takes nothing below of."""
+_STATE = re.compile(
+    r"(?:optimizer|scheduler|scaler|rng_state|training_args|random_states)(?:_\d+)*\.(?:pt|pth|bin|pkl)"
+    r"|(?:bf16_)?zero_pp_rank_.*_optim_states\.pt",
+    re.ASCII,
+)
+"""Names that transformers' Trainer, accelerate and DeepSpeed give their own state."""
+_SECRET = re.compile(
+    r".*\.(?:env|pem|key|p12|pfx|keystore)|id_(?:rsa|dsa|ecdsa|ed25519)|(?:hf_|wandb_|api_|access_)?token(?:\.txt)?"
+    r"|(?:.*[_-])?(?:credentials?|secrets?|service[_-]account)(?:[_-].*)?(?:\.(?:json|ya?ml|toml|ini|txt))?|kaggle\.json",
+    re.ASCII | re.IGNORECASE,
+)
+"""Names of files that hold secrets; those inside of other files: `secrets`."""
 
 
 def list_directory(
@@ -65,7 +75,7 @@ def list_directory(
             left_out.append((path, "not in --include"))
         elif path in excluded:
             left_out.append((path, "--exclude"))
-        elif not include and (reason := why_private(path)) is not None:
+        elif not include and (reason := _why_private(path)) is not None:
             left_out.append((path, f"{reason}; --include takes it along"))
         else:
             _check_name(path)
@@ -74,6 +84,14 @@ def list_directory(
     if not chosen:
         raise UsageError("there is nothing to push", where=source.root)
     return chosen, tuple(sorted(left_out))
+
+
+def _why_private(path: str) -> str | None:
+    """Say why a file stays at home unless it is asked for by `--include`; None when it does not."""
+    name = path.rpartition("/")[2]
+    if _STATE.fullmatch(name):
+        return "a trainer's own state"
+    return "may hold a secret" if _SECRET.fullmatch(name) else None
 
 
 def _odd_entries(root: str) -> list[tuple[str, str]]:
@@ -159,22 +177,13 @@ def file_of_bytes(path: str, content: bytes) -> LocalFile:
     )
 
 
-def read_start(source: Source, file: LocalFile) -> bytes:
-    """Return the first bytes of a file."""
-    if file.content is not None:
-        return file.content[:SAMPLE_BYTES]
-    return source.read(file.path, 0, min(SAMPLE_BYTES, file.nbytes))
-
-
 def read_whole(source: Source, file: LocalFile) -> bytes:
     """Return a file that is kept inside of git, as it was when it was digested.
 
     Raises:
         CkptError: It holds something else by now.
     """
-    if file.content is not None:
-        return file.content
-    content = source.read(file.path, 0, file.nbytes)
+    content = file.read(source, 0, file.nbytes)
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise changed(file.path)
     return content

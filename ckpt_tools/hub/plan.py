@@ -8,6 +8,7 @@ from typing import Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.formats.file_names import is_weights
+from ckpt_tools.storage.source import Source
 
 State = Literal["new", "changed", "unchanged", "ignored", "deleted"]
 """ignored: the repository's .gitignore leaves the file out. deleted: on the hub only, and asked to go."""
@@ -22,13 +23,17 @@ class LocalFile:
     path: str
     """Relative, with forward slashes."""
     nbytes: int
-    """Size."""
     sha256: str
-    """Hexadecimal."""
     blob_id: str | None
     """Git's name of the content (SHA-1), hexadecimal; None for a file too large to be kept inside of git."""
     content: bytes | None = None
     """The bytes themselves where they are not those of a file: the model card."""
+
+    def read(self, source: Source, offset: int, nbytes: int) -> bytes:
+        """Return a part of it."""
+        return (
+            source.read(self.path, offset, nbytes) if self.content is None else self.content[offset : offset + nbytes]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,6 @@ class RemoteFile:
     """What the hub says of a file that it has."""
 
     path: str
-    """Relative to the repository."""
     nbytes: int
     """Size of the content, not of the pointer to it."""
     blob_id: str
@@ -56,7 +60,6 @@ class Remote:
     """A repository at a revision, as it was when it was looked at."""
 
     repo: str
-    """namespace/name."""
     exists: bool
     """False: the first push creates it."""
     private: bool | None = None
@@ -64,7 +67,6 @@ class Remote:
     commit: str | None = None
     """What the revision stands for; None while there is no commit."""
     files: Mapping[str, RemoteFile]
-    """Path → file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,6 @@ class Answer:
     """What the hub answers when it is told which files are to come."""
 
     mode: Mode
-    """How it will keep the file."""
     is_ignored: bool
     """Its .gitignore leaves the file out."""
 
@@ -86,7 +87,6 @@ class PlannedFile:
     nbytes: int
     """Size here; of a file to be deleted, there."""
     state: State
-    """What the push does with it."""
     mode: Mode | None
     """None where the hub was not asked: a repository that does not exist yet, or a file to be deleted."""
     sha256: str
@@ -98,11 +98,8 @@ class PushResult:
     """What a push did; with `dry_run`, what it would do."""
 
     directory: str
-    """As the user named it."""
     repo: str
-    """namespace/name."""
     url: str
-    """For a browser."""
     revision: str
     """Branch that was pushed to, or that the pull request is for."""
     dry_run: bool
@@ -124,11 +121,9 @@ class PushResult:
     num_checked: int
     """Files whose bytes were read back from the hub."""
     checked_bytes: int
-    """And how many bytes that were."""
     findings: tuple[Finding, ...]
     """What arrived differently."""
     notes: tuple[str, ...]
-    """What the user should know besides."""
     seconds: float
     """From the first request to the last."""
 
@@ -146,14 +141,7 @@ class PushResult:
 def plan_files(
     local: Mapping[str, LocalFile], remote: Remote, answers: Mapping[str, Answer], *, delete_stale: bool = False
 ) -> tuple[PlannedFile, ...]:
-    """Say what becomes of every file.
-
-    Args:
-        local: Path → file to push.
-        remote: The repository.
-        answers: What the hub said about the files, where it was asked.
-        delete_stale: Weights that only the hub has are deleted.
-    """
+    """Say what becomes of every file."""
     planned = []
     for path, file in local.items():
         answer = answers.get(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -21,17 +21,16 @@ from ckpt_tools.hub.card import (
     read_front_matter,
     refuse_local_base,
 )
-from ckpt_tools.hub.check import LocalCheck, adapter_directories, check_directory, refuse_broken_adapter
+from ckpt_tools.hub.check import Kind, adapter_directories, check_directory, refuse_broken_adapter
 from ckpt_tools.hub.client import Hub, find_account
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
-from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory, read_start
+from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory
 from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
-from ckpt_tools.moving.execute import Progress
-from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option, Progress as ProgressField
+from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option, Progress
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
@@ -78,31 +77,25 @@ class PushOptions:
         False
     )
     num_workers: NumWorkers = None
-    progress: ProgressField = None
+    progress: Progress = None
     say: Annotated[Say | None, Doc("Told what takes long.")] = None
     bars: Annotated[bool, Doc("Let the hub's client draw its own bars while it uploads.")] = False
 
 
-@dataclass(slots=True, kw_only=True)
 class Push:
-    """One push, step by step.
+    """One push, step by step; every step finds here what those before it made."""
 
-    Args:
-        directory: What to push.
-        options: How.
-        num_workers: Threads that read and upload.
-        progress: Given a number of bytes, makes the receiver of progress.
-        say: Told what takes long.
-        bars: Let the client draw its own bars while it uploads.
-    """
-
-    directory: str
-    options: PushOptions
-    num_workers: int
-    progress: Callable[[int], Progress] | None = None
-    say: Say = lambda _: None
-    bars: bool = False
-    _notes: list[str] = field(default_factory=list)
+    def __init__(self, options: PushOptions, num_workers: int) -> None:
+        self._options = options
+        self._directory = os.fspath(options.directory)
+        self._num_workers = num_workers
+        self._say: Say = options.say or (lambda _: None)
+        self._notes: list[str] = []
+        self._hub: Hub
+        self._source: Source
+        self._local: dict[str, LocalFile]
+        self._remote: Remote
+        self._planned: tuple[PlannedFile, ...]
 
     def run(self) -> PushResult:
         """Push, or plan to.
@@ -112,7 +105,7 @@ class Push:
             UnreadableError: The directory holds something that is not whole.
             HubError: The hub refused, or is away.
         """
-        options = self.options
+        options = self._options
         if options.create_pr and options.revision not in (None, "main"):
             raise UsageError("a pull request is made against main", hint="leave --revision out, or --create-pr")
         named = options.card.base_model if isinstance(options.card, CardFacts) else None
@@ -120,47 +113,46 @@ class Push:
             raise UsageError(f"{named!r} is not a hub id", hint="--base-model takes ORG/NAME")
         start = time.monotonic()
         account = find_account(endpoint=options.endpoint, token=options.token)
-        with (
-            quiet_client(account.token, self.say, bars=self.bars),
-            Source(self.directory) as source,
-        ):
+        with quiet_client(account.token, self._say, bars=options.bars), Source(self._directory) as source:
+            self._source = source
             chosen, left_out = list_directory(source, include=options.include, exclude=options.exclude)
-            checked = check_directory(source, chosen, num_workers=self.num_workers)
+            kind, notes = check_directory(source, chosen, num_workers=self._num_workers)
             for adapter in adapter_directories(chosen):
-                refuse_broken_adapter(os.path.join(self.directory, adapter) if adapter else self.directory)
-            self._notes += checked.notes
-            hub = Hub(account, options.repo, revision=options.revision, say=self.say)
-            receiver = self.progress(sum(chosen.values())) if self.progress is not None else None
-            local = digest_files(source, chosen, num_workers=self.num_workers, progress=receiver)
-            self._notes += refuse_secrets(source, local.values(), account.token)
-            remote = self._look(hub)
-            local = self._with_card(hub, source, local, remote, checked)
+                refuse_broken_adapter(os.path.join(self._directory, adapter) if adapter else self._directory)
+            self._notes += notes
+            hub = self._hub = Hub(account, options.repo, revision=options.revision, say=self._say)
+            receiver = options.progress(sum(chosen.values())) if options.progress is not None else None
+            self._local = digest_files(source, chosen, num_workers=self._num_workers, progress=receiver)
+            self._notes += refuse_secrets(source, self._local.values(), account.token)
+            self._look()
+            self._add_card(kind)
             # The card says what configs and headers say.
-            refuse_secrets(source, (file for file in local.values() if file.content is not None), account.token)
-            planned = self._plan(hub, source, local, remote)
-            created = not remote.exists
+            made = (file for file in self._local.values() if file.content is not None)
+            refuse_secrets(source, made, account.token)
+            self._plan()
+            created = not self._remote.exists
             done: Committed | None = None
             findings: tuple[Finding, ...] = ()
             num_checked = checked_bytes = 0
             if not options.dry_run:
                 if created:
                     hub.create(private=options.private)
-                    remote = self._look(hub)
-                    planned = self._plan(hub, source, local, remote)
-                done = self._commit(hub, source, local, remote, planned, created=created)
-                findings, num_checked, checked_bytes = self._check(hub, source, local, remote, planned, done)
+                    self._look()
+                    self._plan()
+                done = self._commit(created=created)
+                findings, num_checked, checked_bytes = self._check(done)
         return PushResult(
-            directory=self.directory,
+            directory=self._directory,
             repo=hub.repo,
             url=f"{account.endpoint}/{hub.repo}",
             revision=hub.revision,
             dry_run=options.dry_run,
             created=created,
-            private=remote.private if remote.exists else options.private,
-            parent=remote.commit,
+            private=self._remote.private if self._remote.exists else options.private,
+            parent=self._remote.commit,
             commit=None if done is None else done.oid,
             pull_request=None if done is None else done.pull_request,
-            files=planned,
+            files=self._planned,
             left_out=left_out,
             num_checked=num_checked,
             checked_bytes=checked_bytes,
@@ -169,47 +161,45 @@ class Push:
             seconds=time.monotonic() - start,
         )
 
-    def _look(self, hub: Hub) -> Remote:
-        remote = hub.look()
-        if remote.exists and self.options.private and remote.private is False:
+    def _look(self) -> None:
+        hub = self._hub
+        self._remote = hub.look()
+        if self._remote.exists and self._options.private and self._remote.private is False:
             raise HubError(
                 f"{hub.repo} is public, and --private was asked for; nothing was sent",
                 where=hub.place("").where,
                 hint="make it private on the hub, choose another name, or leave --private out",
             )
-        if not remote.exists and hub.revision != "main":
+        if not self._remote.exists and hub.revision != "main":
             raise HubError(
                 f"{hub.repo} does not exist, so it has no revision {hub.revision!r}",
                 where=hub.place("").where,
                 hint="push to main first",
             )
-        return remote
 
-    def _with_card(
-        self, hub: Hub, source: Source, local: dict[str, LocalFile], remote: Remote, checked: LocalCheck
-    ) -> dict[str, LocalFile]:
+    def _add_card(self, kind: Kind) -> None:
         """Add the model card, or the keys that the README lacks; the directory itself stays as it is."""
-        wanted = self.options.card
-        here = local.get(CARD_NAME)
+        wanted, source = self._options.card, self._source
+        here = self._local.get(CARD_NAME)
         if here is not None:
             check_is_text(source, here)
-        was_left_out = bool(self.options.include) or CARD_NAME in source.list_files(max_depth=0)
+        was_left_out = bool(self._options.include) or CARD_NAME in source.list_files(max_depth=0)
         if wanted is False or (here is None and was_left_out):
             if here is not None and here.nbytes <= MAX_CARD_BYTES:
                 refuse_local_base(source.read(CARD_NAME, 0, here.nbytes).decode("utf-8"))
-            return local
+            return
         try:
-            text = self._card_so_far(hub, source, here, remote)
+            text = self._card_so_far(here)
         except (LimitError, UnicodeDecodeError) as error:
             why = "too large to add to" if isinstance(error, LimitError) else "not UTF-8 text"
             self._notes.append(f"{CARD_NAME} is {why}: left as it is")
-            return local
+            return
         if text is not None:
             named = wanted.base_model if isinstance(wanted, CardFacts) else None
             text, before = name_base(text, named), text
             if text != before:
                 self._notes.append(f"{CARD_NAME} named the base model by a local path: what is sent names {named}")
-        facts = facts_of(source, local, checked.kind)
+        facts = facts_of(source, self._local, kind)
         if isinstance(wanted, CardFacts):
             facts = wanted.or_else(facts)
             if wanted.base_model:
@@ -217,53 +207,40 @@ class Push:
         if text is None or "base_model" not in read_front_matter(text):
             self._notes += facts.notes
         if text is None and facts.is_empty:
-            return local
-        card = build_card(facts, repo=hub.repo, existing=text)
+            return
+        card = build_card(facts, repo=self._hub.repo, existing=text)
         if missing := missing_keys(facts, card):
             self._notes.append(f"{CARD_NAME} is written in a way that takes no more keys: add {', '.join(missing)}")
-        return dict(sorted((local | {CARD_NAME: file_of_bytes(CARD_NAME, card.encode("utf-8"))}).items()))
+        self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
+        self._local = dict(sorted(self._local.items()))
 
-    def _card_so_far(self, hub: Hub, source: Source, here: LocalFile | None, remote: Remote) -> str | None:
-        """Return the README that is here, or else on the hub; None where there is none.
-
-        Raises:
-            LimitError: It is too large.
-            UnicodeDecodeError: It is no text.
-        """
-        there = remote.files.get(CARD_NAME)
+    def _card_so_far(self, here: LocalFile | None) -> str | None:
+        """Return the README that is here, or else on the hub; None where there is none."""
+        there = self._remote.files.get(CARD_NAME)
         if (here.nbytes if here is not None else there.nbytes if there is not None else 0) > MAX_CARD_BYTES:
             raise LimitError(f"more than {MAX_CARD_BYTES} bytes", where=CARD_NAME)
         if here is not None:
-            return bytes(source.read(CARD_NAME, 0, here.nbytes)).decode("utf-8")
-        if there is not None and remote.commit is not None:
-            return hub.read(CARD_NAME, remote.commit, limit=MAX_CARD_BYTES).decode("utf-8")
+            return bytes(self._source.read(CARD_NAME, 0, here.nbytes)).decode("utf-8")
+        if there is not None and self._remote.commit is not None:
+            return self._hub.read(CARD_NAME, self._remote.commit, limit=MAX_CARD_BYTES).decode("utf-8")
         return None
 
-    def _plan(self, hub: Hub, source: Source, local: dict[str, LocalFile], remote: Remote) -> tuple[PlannedFile, ...]:
+    def _plan(self) -> None:
+        local, remote, options = self._local, self._remote, self._options
         answers = {}
         if remote.exists:
-            files = list(local.values())
-            answers = hub.ask(files, lambda file: read_start(source, file), create_pr=self.options.create_pr)
-        planned = plan_files(local, remote, answers, delete_stale=self.options.delete_stale)
-        if not self.options.delete_stale and (stale := stale_weights(local, remote)):
+            answers = self._hub.ask(self._source, list(local.values()), create_pr=options.create_pr)
+        self._planned = plan_files(local, remote, answers, delete_stale=options.delete_stale)
+        if not options.delete_stale and (stale := stale_weights(local, remote)):
             self._notes.append(
                 f"the repository holds weights that this directory does not: {first_few(stale)}; a loader may take "
                 "those (--delete-stale deletes them)"
             )
-        return planned
 
-    def _commit(
-        self,
-        hub: Hub,
-        source: Source,
-        local: dict[str, LocalFile],
-        remote: Remote,
-        planned: tuple[PlannedFile, ...],
-        *,
-        created: bool,
-    ) -> Committed | None:
+    def _commit(self, *, created: bool) -> Committed | None:
         from huggingface_hub import CommitOperationDelete
 
+        hub, planned, options = self._hub, self._planned, self._options
         ignored = [plan.path for plan in planned if plan.state == "ignored"]
         if ignored:
             raise HubError(
@@ -276,21 +253,15 @@ class Push:
         if not sending and not deletions:
             return None
         total = sum(plan.nbytes for plan in sending)
-        self.say(f"sending {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
-        pr = self.options.create_pr
+        self._say(f"sending {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
+        pr = options.create_pr
         is_uploaded = False
         try:
-            additions = upload(hub, source, planned, local, create_pr=pr, num_workers=self.num_workers)
+            additions = upload(hub, self._source, planned, self._local, create_pr=pr, num_workers=self._num_workers)
             is_uploaded = True
-            done = commit(
-                hub,
-                additions,
-                deletions,
-                local,
-                parent=remote.commit,
-                message=self.options.commit_message or f"Upload {hub.repo.rpartition('/')[2]} with ckpt",
-                create_pr=pr,
-            )
+            message = options.commit_message or f"Upload {hub.repo.rpartition('/')[2]} with ckpt"
+            parent = self._remote.commit
+            done = commit(hub, additions, deletions, self._local, parent=parent, message=message, create_pr=pr)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 where = f"{hub.account.endpoint}/{hub.repo}"
@@ -302,35 +273,29 @@ class Push:
         self._notes += done.notes
         return done
 
-    def _check(
-        self,
-        hub: Hub,
-        source: Source,
-        local: dict[str, LocalFile],
-        remote: Remote,
-        planned: tuple[PlannedFile, ...],
-        done: Committed | None,
-    ) -> tuple[tuple[Finding, ...], int, int]:
+    def _check(self, done: Committed | None) -> tuple[tuple[Finding, ...], int, int]:
         """Compare what the hub has now with what is here; returns findings, files read back, and their bytes."""
-        oid = remote.commit if done is None else done.oid
-        level = self.options.check
+        oid = self._remote.commit if done is None else done.oid
+        level, progress = self._options.check, self._options.progress
         states = {"sent": ("new", "changed"), "all": ("new", "changed", "unchanged"), "names": ()}[level]
-        read_back = [plan.path for plan in planned if plan.state in states]
+        paths = [plan.path for plan in self._planned if plan.state in states]
         if oid is None:
             return (), 0, 0
-        total = sum(local[path].nbytes for path in read_back)
-        receiver = self.progress(total) if self.progress is not None and total else None
+        total = sum(self._local[path].nbytes for path in paths)
+        receiver = progress(total) if progress is not None and total else None
         try:
-            findings, nbytes = check_arrival(hub, oid, planned, local, read_back=read_back, progress=receiver)
+            findings, nbytes = check_arrival(
+                self._hub, oid, self._planned, self._local, read_back=paths, progress=receiver
+            )
         except BaseException as error:
             if done is not None:
                 error.add_note(f"the commit {oid} was made, but what arrived was not checked to the end")
                 error.add_note("ckpt push … --check all checks it")
             raise
-        source.check_unchanged()
+        self._source.check_unchanged()
         if level == "names":
             self._notes.append("the bytes were not read back: only the hub's own digests were compared")
-        return findings, len(read_back), nbytes
+        return findings, len(paths), nbytes
 
 
 def result_json(result: PushResult) -> dict[str, object]:
@@ -347,10 +312,7 @@ def result_json(result: PushResult) -> dict[str, object]:
         "parent": result.parent,
         "commit": result.commit,
         "pull_request": result.pull_request,
-        "files": [
-            {"path": file.path, "nbytes": file.nbytes, "state": file.state, "mode": file.mode, "sha256": file.sha256}
-            for file in result.files
-        ],
+        "files": [asdict(file) for file in result.files],
         "left_out": [{"path": path, "why": why} for path, why in result.left_out],
         "sent_bytes": result.sent_bytes,
         "checked": {"files": result.num_checked, "bytes": result.checked_bytes},

@@ -7,6 +7,7 @@ docs/concepts/secrets.md lists what users should know.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 _IS = r"[\s\"'\\`\]]{0,5}[:=,(\s][\s\"'\\`:=(]{0,8}"
@@ -31,45 +32,43 @@ class SecretRule:
     """The format alone says little: the value must look random, not like a name or a path."""
 
 
+def _token(kind: str, prefix: str, value: str, *, random: bool = False) -> SecretRule:
+    """Return the rule of a literal (or of several, with bars between them) that has a value behind it."""
+    literals = prefix.split("|")
+    pattern = f"(?:{'|'.join(map(re.escape, literals))})({value})"
+    return SecretRule(kind=kind, anchors=tuple(map(str.lower, literals)), pattern=pattern, random=random)
+
+
 SECRET_RULES: tuple[SecretRule, ...] = (
     # Models and their hubs
-    SecretRule(kind="a Hugging Face token", anchors=("hf_", "api_org_"), pattern=r"(?:hf_|api_org_)([A-Za-z0-9]{34})"),
+    _token("a Hugging Face token", "hf_|api_org_", r"[A-Za-z0-9]{34}"),
     SecretRule(
         kind="an OpenAI API key",
         anchors=("sk-",),
         pattern=r"sk-(?:proj-|svcacct-|admin-|service-|None-)?"
         r"([A-Za-z0-9_-]{16,200}T3BlbkFJ[A-Za-z0-9_-]{16,200}|[A-Za-z0-9]{48})",
     ),
-    SecretRule(
-        kind="an OpenAI API key",
-        anchors=("sk-proj-", "sk-svcacct-", "sk-admin-"),
-        pattern=r"sk-(?:proj|svcacct|admin)-([A-Za-z0-9_-]{40,400})",
-        random=True,
-    ),
+    _token("an OpenAI API key", "sk-proj-|sk-svcacct-|sk-admin-", r"[A-Za-z0-9_-]{40,400}", random=True),
     SecretRule(
         kind="an Anthropic API key", anchors=("sk-ant-",), pattern=r"sk-ant-[a-z]{2,8}[0-9]{2}-([A-Za-z0-9_-]{60,400})"
     ),
-    SecretRule(kind="an OpenRouter API key", anchors=("sk-or-v1-",), pattern=r"sk-or-v1-([0-9a-f]{64})"),
-    SecretRule(
-        kind="a Langfuse secret key",
-        anchors=("sk-lf-",),
-        pattern=r"sk-lf-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})",
-    ),
-    SecretRule(kind="an API key (DeepSeek, DashScope)", anchors=("sk-",), pattern=r"sk-([0-9a-f]{32})"),
-    SecretRule(kind="a Replicate token", anchors=("r8_",), pattern=r"r8_([A-Za-z0-9]{37})"),
-    SecretRule(kind="a Together API key", anchors=("tgp_v1_",), pattern=r"tgp_v1_([A-Za-z0-9_-]{43})"),
-    SecretRule(kind="a Groq API key", anchors=("gsk_",), pattern=r"gsk_([A-Za-z0-9]{52})"),
-    SecretRule(kind="an xAI API key", anchors=("xai-",), pattern=r"xai-([A-Za-z0-9]{80})"),
-    SecretRule(kind="a Perplexity API key", anchors=("pplx-",), pattern=r"pplx-([A-Za-z0-9]{48,56})"),
-    SecretRule(kind="a Cerebras API key", anchors=("csk-",), pattern=r"csk-([a-z0-9]{48})"),
-    SecretRule(kind="an NVIDIA API key", anchors=("nvapi-",), pattern=r"nvapi-([A-Za-z0-9_-]{60,72})"),
-    SecretRule(kind="a RunPod API key", anchors=("rpa_",), pattern=r"rpa_([A-Z0-9]{40}[A-Za-z0-9]{0,8})"),
-    SecretRule(kind="a Jina API key", anchors=("jina_",), pattern=r"jina_([0-9a-f]{32}[A-Za-z0-9_-]{28})"),
-    SecretRule(kind="a Pinecone API key", anchors=("pcsk_",), pattern=r"pcsk_([A-Za-z0-9]{4,8}_[A-Za-z0-9]{40,80})"),
-    SecretRule(kind="an ElevenLabs API key", anchors=("sk_",), pattern=r"sk_([0-9a-f]{48})"),
-    SecretRule(kind="a Kaggle token", anchors=("kgat_",), pattern=r"KGAT_([0-9a-f]{32})"),
+    _token("an OpenRouter API key", "sk-or-v1-", r"[0-9a-f]{64}"),
+    _token("a Langfuse secret key", "sk-lf-", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
+    _token("an API key (DeepSeek, DashScope)", "sk-", r"[0-9a-f]{32}"),
+    _token("a Replicate token", "r8_", r"[A-Za-z0-9]{37}"),
+    _token("a Together API key", "tgp_v1_", r"[A-Za-z0-9_-]{43}"),
+    _token("a Groq API key", "gsk_", r"[A-Za-z0-9]{52}"),
+    _token("an xAI API key", "xai-", r"[A-Za-z0-9]{80}"),
+    _token("a Perplexity API key", "pplx-", r"[A-Za-z0-9]{48,56}"),
+    _token("a Cerebras API key", "csk-", r"[a-z0-9]{48}"),
+    _token("an NVIDIA API key", "nvapi-", r"[A-Za-z0-9_-]{60,72}"),
+    _token("a RunPod API key", "rpa_", r"[A-Z0-9]{40}[A-Za-z0-9]{0,8}"),
+    _token("a Jina API key", "jina_", r"[0-9a-f]{32}[A-Za-z0-9_-]{28}"),
+    _token("a Pinecone API key", "pcsk_", r"[A-Za-z0-9]{4,8}_[A-Za-z0-9]{40,80}"),
+    _token("an ElevenLabs API key", "sk_", r"[0-9a-f]{48}"),
+    _token("a Kaggle token", "KGAT_", r"[0-9a-f]{32}"),
     # Trackers of experiments
-    SecretRule(kind="a Weights & Biases API key", anchors=("wandb_v1_",), pattern=r"wandb_v1_([A-Za-z0-9_]{60,100})"),
+    _token("a Weights & Biases API key", "wandb_v1_", r"[A-Za-z0-9_]{60,100}"),
     SecretRule(
         kind="a Weights & Biases API key",
         whole=False,
@@ -80,18 +79,10 @@ SECRET_RULES: tuple[SecretRule, ...] = (
         + rf"|{_GAP}login{_GAP}(?:--relogin{_GAP})?|\.ai{_GAP}login{_GAP}[\w.-]{{1,64}}{_GAP}password{_GAP})"
         + r"((?:local-)?[0-9a-f]{40})(?![A-Za-z0-9_])",
     ),
-    SecretRule(kind="a LangSmith API key", anchors=("lsv2_",), pattern=r"lsv2_(?:pt|sk)_([0-9a-f]{32}_[0-9a-f]{10})"),
-    SecretRule(
-        kind="a Neptune API token",
-        anchors=("eyjhcglfywrkcmvzcyi6",),
-        pattern=r"eyJhcGlfYWRkcmVzcyI6([A-Za-z0-9+/=]{60,600})",
-    ),
+    _token("a LangSmith API key", "lsv2_pt_|lsv2_sk_", r"[0-9a-f]{32}_[0-9a-f]{10}"),
+    _token("a Neptune API token", "eyJhcGlfYWRkcmVzcyI6", r"[A-Za-z0-9+/=]{60,600}"),
     # Clouds
-    SecretRule(
-        kind="an AWS access key id",
-        anchors=("akia", "asia", "abia", "acca"),
-        pattern=r"(?:AKIA|ASIA|ABIA|ACCA)([A-Z2-7]{16})",
-    ),
+    _token("an AWS access key id", "AKIA|ASIA|ABIA|ACCA", r"[A-Z2-7]{16}"),
     SecretRule(
         kind="an AWS secret access key",
         whole=False,
@@ -99,10 +90,10 @@ SECRET_RULES: tuple[SecretRule, ...] = (
         pattern=r"(?i:(?:secret_?access_?|aws_secret_)key)" + _IS + r"([A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
         random=True,
     ),
-    SecretRule(kind="an AWS Bedrock API key", anchors=("absk",), pattern=r"ABSK([A-Za-z0-9+/]{100,300}={0,2})"),
-    SecretRule(kind="a Google API key", anchors=("aiza",), pattern=r"AIza([A-Za-z0-9_-]{35})"),
-    SecretRule(kind="a Google OAuth client secret", anchors=("gocspx-",), pattern=r"GOCSPX-([A-Za-z0-9_-]{28})"),
-    SecretRule(kind="a Google access token", anchors=("ya29.",), pattern=r"ya29\.([A-Za-z0-9_-]{40,400})"),
+    _token("an AWS Bedrock API key", "ABSK", r"[A-Za-z0-9+/]{100,300}={0,2}"),
+    _token("a Google API key", "AIza", r"[A-Za-z0-9_-]{35}"),
+    _token("a Google OAuth client secret", "GOCSPX-", r"[A-Za-z0-9_-]{28}"),
+    _token("a Google access token", "ya29.", r"[A-Za-z0-9_-]{40,400}"),
     SecretRule(
         kind="an Azure storage or service key",
         whole=False,
@@ -129,33 +120,25 @@ SECRET_RULES: tuple[SecretRule, ...] = (
         pattern=r"(?<=[\w~.-]{3}[0-9])Q~([\w~.-]{31,34})(?![\w~-])",
         random=True,
     ),
-    SecretRule(kind="a Databricks token", anchors=("dapi",), pattern=r"dapi([0-9a-f]{32}(?:-[0-9])?)"),
-    SecretRule(kind="a DigitalOcean token", anchors=("dop_v1_", "doo_v1_"), pattern=r"do[op]_v1_([0-9a-f]{64})"),
-    SecretRule(kind="a Vault token", anchors=("hvs.", "hvb."), pattern=r"hv[sb]\.([A-Za-z0-9_-]{24,300})", random=True),
+    _token("a Databricks token", "dapi", r"[0-9a-f]{32}(?:-[0-9])?"),
+    _token("a DigitalOcean token", "dop_v1_|doo_v1_", r"[0-9a-f]{64}"),
+    _token("a Vault token", "hvs.|hvb.", r"[A-Za-z0-9_-]{24,300}", random=True),
     # Code and packages
-    SecretRule(
-        kind="a GitHub token",
-        anchors=("ghp_", "gho_", "ghu_", "ghs_", "ghr_"),
-        pattern=r"gh[pousr]_([A-Za-z0-9]{36,251})",
-    ),
-    SecretRule(
-        kind="a GitHub token", anchors=("github_pat_",), pattern=r"github_pat_([A-Za-z0-9]{22}_[A-Za-z0-9]{59})"
-    ),
-    SecretRule(
-        kind="a GitLab token",
-        anchors=("glpat-", "gloas-", "gldt-", "glrt-", "glcbt-", "glptt-", "glft-", "glimt-", "glagent-", "glsoat-"),
-        pattern=r"gl(?:pat|oas|dt|rt|cbt|ptt|ft|imt|agent|soat)-([A-Za-z0-9_-]{20,64}(?:\.[a-z0-9]{2}\.[a-z0-9]{9})?)",
+    _token("a GitHub token", "ghp_|gho_|ghu_|ghs_|ghr_", r"[A-Za-z0-9]{36,251}"),
+    _token("a GitHub token", "github_pat_", r"[A-Za-z0-9]{22}_[A-Za-z0-9]{59}"),
+    _token(
+        "a GitLab token",
+        "glpat-|gloas-|gldt-|glrt-|glcbt-|glptt-|glft-|glimt-|glagent-|glsoat-",
+        r"[A-Za-z0-9_-]{20,64}(?:\.[a-z0-9]{2}\.[a-z0-9]{9})?",
         random=True,
     ),
-    SecretRule(kind="an npm token", anchors=("npm_",), pattern=r"npm_([A-Za-z0-9]{36})"),
+    _token("an npm token", "npm_", r"[A-Za-z0-9]{36}"),
     SecretRule(
         kind="a PyPI token",
         anchors=("pypi-ageichlwas5vcmc", "pypi-agendgvzdc5wexbplm9yz"),
         pattern=r"pypi-(AgE(?:IcHlwaS5vcmc|NdGVzdC5weXBpLm9yZ)[A-Za-z0-9_-]{50,400})",
     ),
-    SecretRule(
-        kind="a Docker Hub token", anchors=("dckr_pat_", "dckr_oat_"), pattern=r"dckr_[po]at_([A-Za-z0-9_-]{27,40})"
-    ),
+    _token("a Docker Hub token", "dckr_pat_|dckr_oat_", r"[A-Za-z0-9_-]{27,40}"),
     # Messages, mail, money
     SecretRule(
         kind="a Slack token",
@@ -181,14 +164,8 @@ SECRET_RULES: tuple[SecretRule, ...] = (
         pattern=r"(?<=[0-9]{8}):AA([A-Za-z0-9_-]{33})(?![A-Za-z0-9_-])",
         random=True,
     ),
-    SecretRule(
-        kind="a Stripe key",
-        anchors=("sk_live_", "sk_test_", "rk_live_", "rk_test_"),
-        pattern=r"[rs]k_(?:live|test)_([A-Za-z0-9]{24,250})",
-    ),
-    SecretRule(
-        kind="a SendGrid API key", anchors=("sg.",), pattern=r"SG\.([A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43})", random=True
-    ),
+    _token("a Stripe key", "sk_live_|sk_test_|rk_live_|rk_test_", r"[A-Za-z0-9]{24,250}"),
+    _token("a SendGrid API key", "SG.", r"[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}", random=True),
     # Keys and sessions of any service
     SecretRule(
         kind="a private key",
@@ -200,9 +177,7 @@ SECRET_RULES: tuple[SecretRule, ...] = (
     SecretRule(
         kind="a PuTTY private key", anchors=("putty-user-key-file-",), pattern=r"PuTTY-User-Key-File-[23]: (\S{3,40})"
     ),
-    SecretRule(
-        kind="an age secret key", anchors=("age-secret-key-1",), pattern=r"AGE-SECRET-KEY-1([02-9AC-HJ-NP-Z]{58})"
-    ),
+    _token("an age secret key", "AGE-SECRET-KEY-1", r"[02-9AC-HJ-NP-Z]{58}"),
     SecretRule(
         kind="a JSON web token",
         anchors=("eyj",),

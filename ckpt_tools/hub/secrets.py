@@ -51,7 +51,6 @@ class Secret:
     line: int
     """From 1; of a safetensors file, in its header."""
     kind: str
-    """What it looks like."""
 
 
 def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None) -> tuple[str, ...]:
@@ -75,7 +74,11 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
         if nbytes > MAX_SEARCHED_BYTES:
             notes.append(f"{escape_name(file.path)} was not searched for secrets: {format_size(nbytes)}")
             continue
-        found += find_secrets(file.path, _reader(source, file, start), nbytes, token)
+
+        def read(offset: int, nbytes: int, file: LocalFile = file, start: int = start) -> bytes:
+            return file.read(source, start + offset, nbytes)
+
+        found += find_secrets(file.path, read, nbytes, token)
     if not found:
         return tuple(notes)
     first, *others = found
@@ -98,14 +101,6 @@ def _text_of(source: Source, file: LocalFile) -> tuple[int, int]:
     if file.path.endswith(".safetensors") and file.nbytes >= 8:
         return 8, min(int.from_bytes(source.read(file.path, 0, 8), "little"), file.nbytes - 8, MAX_HEADER_BYTES)
     return 0, 0
-
-
-def _reader(source: Source, file: LocalFile, start: int) -> Callable[[int, int], bytes]:
-    """Return what reads (offset, bytes) of the text of a file."""
-    content = file.content
-    if content is not None:
-        return lambda offset, nbytes: content[offset : offset + nbytes]
-    return lambda offset, nbytes: source.read(file.path, start + offset, nbytes)
 
 
 def find_secrets(
@@ -168,7 +163,9 @@ def _search(block: bytes, token: str | None) -> Iterator[tuple[int, str]]:
             while position >= 0:
                 for rule, pattern in rules:
                     match = pattern.match(window, position)
-                    if match is not None and start + match.end(1) not in ends and _is_secret(match[1], rule):
+                    if match is None or start + match.end(1) in ends or is_placeholder(match[1]):
+                        continue
+                    if not rule.random or is_random(match[1]):
                         ends.add(start + match.end(1))
                         yield start + position, rule.kind
                 position = lower.find(anchor, position + 1)
@@ -190,10 +187,6 @@ def _windows(block: bytes) -> Iterator[tuple[int, int]]:
         position = marked.find(_RUN, run_end)
     if end:
         yield start, end
-
-
-def _is_secret(value: bytes, rule: SecretRule) -> bool:
-    return not is_placeholder(value) and (not rule.random or is_random(value))
 
 
 def is_placeholder(value: bytes) -> bool:

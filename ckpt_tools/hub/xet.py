@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
-from urllib.parse import quote
 
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.session import client_utils
@@ -43,15 +42,12 @@ def offers_xet(hub: Hub, *, create_pr: bool) -> bool:
     Raises:
         HubError: The token may not write here, or the hub is away.
     """
-    utils = client_utils()
-    url = f"{hub.account.endpoint}/api/models/{hub.repo}/xet-write-token/{quote(hub.revision, safe='')}"
-    headers = utils.build_hf_headers(token=hub.account.token, library_name="ckpt-tools")
 
     def get() -> bool:
-        response = utils.get_session().get(url, headers=headers, params={"create_pr": "1"} if create_pr else None)
+        response = hub.request("GET", "xet-write-token", create_pr=create_pr)
         if response.status_code in (404, 405, 501):  # a hub of one's own, or a mirror
             return False
-        utils.hf_raise_for_status(response)
+        client_utils().hf_raise_for_status(response)
         return True
 
     return hub.call("asking for the storage", get)

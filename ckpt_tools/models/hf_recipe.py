@@ -17,7 +17,7 @@ from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
 from ckpt_tools.walls import check_config, demand_walls
 from ckpt_tools.walls.audit import HINT
-from ckpt_tools.walls.config_names import without_code_keys
+from ckpt_tools.walls.config import without_code_keys
 
 _USE_FACTORY = "use --factory pkg.mod:callable"
 FEEDS_ITSELF = f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)"
@@ -47,21 +47,18 @@ class HfRecipe(Recipe):
         self._otherwise = otherwise
         self._values: dict[str, Any] = copy.deepcopy(without_code_keys(config))
         self.where = where
-        self._check()
-        self._class, self._config_class = _find_classes(self._values, where, otherwise or _USE_FACTORY)
-        self.title = self._class.__name__
-        for values in _nested(self._values):
-            for key, value in values.items():
-                if _DROPOUT.fullmatch(key) and _is_number(value):
-                    values[key] = type(value)(0)  # configs are strict about the type
-
-    def _check(self) -> None:
         if self._values.get("quantization_config") is not None:
             raise UsageError(
                 "the checkpoint is quantised, and its weights cannot be trained as they are",
                 where=self.where,
                 hint="start from the checkpoint that it was made of",
             )
+        self._class, self._config_class = _find_classes(self._values, where, otherwise or _USE_FACTORY)
+        self.title = self._class.__name__
+        for values in _nested(self._values):
+            for key, value in values.items():
+                if _DROPOUT.fullmatch(key) and _is_number(value):
+                    values[key] = type(value)(0)  # configs are strict about the type
 
     def build(self) -> nn.Module:
         """Return the model as the config says, without cache and without dropout; behind walls only.
@@ -72,8 +69,8 @@ class HfRecipe(Recipe):
         demand_walls()
         try:
             config = self._config_class.from_dict(copy.deepcopy(self._values))
-            _set_everywhere(config, "use_cache", False)
-            _zero_dropouts(config)
+            for part in _configs(config):
+                _turn_off(part)
             model: nn.Module = self._class(config)
         except UsageError:
             raise
@@ -244,17 +241,13 @@ def _configs(config: Any) -> Iterator[Any]:  # noqa: ANN401 - transformers' own
             yield from _configs(part)
 
 
-def _set_everywhere(config: Any, name: str, value: object) -> None:  # noqa: ANN401 - transformers' own
-    for part in _configs(config):
-        if hasattr(part, name):
-            setattr(part, name, value)
-
-
-def _zero_dropouts(config: Any) -> None:  # noqa: ANN401 - transformers' own
-    for part in _configs(config):
-        for key, value in list(vars(part).items()):
-            if _DROPOUT.fullmatch(key) and _is_number(value):
-                setattr(part, key, type(value)(0))
+def _turn_off(config: Any) -> None:  # noqa: ANN401 - transformers' own
+    """Turn off what makes two runs differ, and caches."""
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    for key, value in list(vars(config).items()):
+        if _DROPOUT.fullmatch(key) and _is_number(value):
+            setattr(config, key, type(value)(0))
 
 
 def _image_tokens(config: Any) -> int:  # noqa: ANN401 - transformers' own

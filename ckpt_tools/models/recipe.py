@@ -51,17 +51,17 @@ class Recipe(ABC):
         """Return what this batch does not try."""
         return ()
 
-    def blocks(self, model: nn.Module) -> Any:  # noqa: ANN401, ARG002 - what `shard_model` takes
-        """Return the units to wrap."""
-        return "auto"
+    def blocks(self, model: nn.Module) -> Any:  # noqa: ANN401 - what `shard_model` takes
+        """Return the units to wrap, as the model itself says."""
+        return getattr(model, "fsdp_blocks", "auto")
 
-    def forward_methods(self, model: nn.Module) -> Any:  # noqa: ANN401, ARG002 - what `shard_model` takes
-        """Return the methods to register."""
-        return ()
+    def forward_methods(self, model: nn.Module) -> Any:  # noqa: ANN401 - what `shard_model` takes
+        """Return the methods to register, as the model itself says."""
+        return getattr(model, "fsdp_forward_methods", ())
 
-    def tp_plan(self, model: nn.Module) -> Any:  # noqa: ANN401, ARG002 - what `shard_model` takes
-        """Return the tensor-parallel plan, for a mesh that has the axis."""
-        return "auto"
+    def tp_plan(self, model: nn.Module) -> Any:  # noqa: ANN401 - what `shard_model` takes
+        """Return the tensor-parallel plan, as the model itself says, for a mesh that has the axis."""
+        return getattr(model, "fsdp_tp_plan", "auto")
 
     def shallower(self, num_layers: int) -> Recipe | None:  # noqa: ARG002 - most cannot
         """Return the same model with fewer layers, None where that is not known to be possible."""
@@ -117,18 +117,6 @@ class ModuleRecipe(Recipe):
         tokens = torch.randint(0, vocabulary, (BATCH_SIZE, SEQ_LEN))
         takes_labels = "labels" in inspect.signature(model.forward).parameters
         return {"input_ids": tokens} | ({"labels": tokens.clone()} if takes_labels else {})
-
-    def blocks(self, model: nn.Module) -> Any:  # noqa: ANN401
-        """Return what the model itself says."""
-        return getattr(model, "fsdp_blocks", "auto")
-
-    def forward_methods(self, model: nn.Module) -> Any:  # noqa: ANN401
-        """Return what the model itself says."""
-        return getattr(model, "fsdp_forward_methods", ())
-
-    def tp_plan(self, model: nn.Module) -> Any:  # noqa: ANN401
-        """Return what the model itself says."""
-        return getattr(model, "fsdp_tp_plan", "auto")
 
 
 def find_callable(spec: str) -> Any:  # noqa: ANN401 - anything callable
@@ -190,10 +178,7 @@ def loss_of(output: object) -> torch.Tensor:
     Raises:
         UsageError: There is no tensor in it that has a gradient.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, torch.Tensor) and output.numel() == 1:
-        loss = output
-    if isinstance(loss, torch.Tensor):
+    if (loss := _own_loss(output)) is not None:
         return loss.float().mean()
     parts = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
     if torch.is_grad_enabled():
@@ -208,8 +193,14 @@ def loss_of(output: object) -> torch.Tensor:
 
 def has_loss(output: object) -> bool:
     """Did forward compute a loss of its own?"""
+    return _own_loss(output) is not None
+
+
+def _own_loss(output: object) -> torch.Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return isinstance(loss, torch.Tensor) or (isinstance(output, torch.Tensor) and output.numel() == 1)
+    if loss is None and isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output
+    return loss if isinstance(loss, torch.Tensor) else None
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement.rule import STYLES, Rule
 from ckpt_tools.walls import check_config, demand_walls
-from ckpt_tools.walls.config_names import without_code_keys
+from ckpt_tools.walls.config import without_code_keys
 
 _ORIGIN = "--tp-plan auto"
 _WRITE_RULES = "write the rules yourself: --rules FILE, or --set 'GLOB=tp:S(0)'"

@@ -272,14 +272,7 @@ def _leave(directory: str, answer: Mapping[str, object]) -> None:
 
 
 def build_behind_walls(here: Here, *, subject: str, where: str, foreign: tuple[str, ...]) -> None:
-    """Raise the walls around this child, before it builds a model; what it has to read it has read.
-
-    Args:
-        here: Of this child.
-        subject: The model, for errors.
-        where: Its config, for errors.
-        foreign: Directories of the model and of its checkpoint.
-    """
+    """Raise the walls around this child, before it builds a model; what it has to read it has read."""
 
     def leave(error: CkptError) -> NoReturn:
         _leave(here.directory, {"error": error_to_json(error)})

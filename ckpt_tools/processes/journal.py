@@ -35,7 +35,6 @@ class Event:
     """What was done, why not, or the remark."""
     finding: Finding | None = None
     value: object = None
-    """Of the fact."""
     error: Mapping[str, str | None] | None = None
     """As `wire.error_to_json` tells it."""
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ckpt_tools.description.dtypes import BY_TORCH_NAME
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.fsdp2 import LoadReport, load_checkpoint
-from ckpt_tools.fsdp2.linear_layers import linear_layers
+from ckpt_tools.fsdp2 import LoadReport, add_lora, load_base, load_checkpoint, load_quantised, quantise_linears
+from ckpt_tools.fsdp2.lora import base_name, linear_layers
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.models.parameters import replace_parameters
@@ -58,11 +57,7 @@ class Blueprint:
             return model
         targets = linear_layers(model)
         if self.setting.options.quantize == "nf4":
-            from ckpt_tools.fsdp2.qlora import quantise_linears
-
             quantise_linears(model)
-        from ckpt_tools.fsdp2.lora import add_lora
-
         # Both factors random: with B = 0, as training begins, the gradient of A would be 0 and prove nothing.
         config = {
             "peft_type": "LORA",
@@ -80,24 +75,18 @@ class Blueprint:
             return load_checkpoint(model, self.source, strict=False)
         if self.setting.options.quantize is not None:
             return self.load_saved(model, self.source)
-        from ckpt_tools.fsdp2.lora import load_base
-
         return load_base(model, self.source, strict=False)
 
     def load_saved(self, model: nn.Module, path: str) -> LoadReport:
         """Load what `save_checkpoint` has written. Collective."""
         if self.setting.options.quantize is None:
             return load_checkpoint(model, path)
-        from ckpt_tools.fsdp2.qlora import load_quantised
-
         return load_quantised(model, path)
 
     def base_name(self, fqn: str) -> str | None:
         """Return a parameter's name in the checkpoint of the base model, None for an adapter's own."""
         if not self.setting.options.lora:
             return strip_wrappers(fqn)
-        from ckpt_tools.fsdp2.lora import base_name
-
         return base_name(fqn)
 
 
@@ -188,11 +177,4 @@ def find_fit(setting: Setting, *, num_copies: int, is_local: bool, free_bytes: i
 def _nbytes(recipe: Recipe) -> int:
     with torch.device("meta"):
         model = recipe.build()
-    return sum(BY_TORCH_NAME[str(p.dtype).removeprefix("torch.")].num_bytes(p.numel()) for p in model.parameters())
-
-
-def cut(setting: Setting, fit: Fit) -> Recipe:
-    """Return the recipe for what fits."""
-    if fit.num_layers is None:
-        return setting.recipe
-    return setting.recipe.shallower(fit.num_layers) or setting.recipe
+    return sum(parameter.nbytes for parameter in model.parameters())

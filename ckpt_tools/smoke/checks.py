@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +77,7 @@ def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Fi
     names = {name: blueprint.base_name(name) for name in targets}
     inner = model.get_base_model() if blueprint.setting.options.lora else model  # type: ignore[operator]
     findings: list[Finding] = []
-    wrong = compared = nbytes = 0
+    compared = nbytes = 0
     with open_path(blueprint.source) as opened:
         wanted = tuple(dict.fromkeys(base for base in names.values() if base is not None))
         found, _ = match_names(opened.checkpoint, inner, wanted, "auto")
@@ -91,14 +91,9 @@ def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Fi
             wanted_values = reader.read(whole, box, local.dtype)
             compared += 1
             nbytes += local.numel() * local.element_size()
-            if local.numel() == wanted_values.numel() and torch.equal(_bytes(local), _bytes(wanted_values)):
-                continue
-            wrong += 1
-            if wrong <= MAX_FINDINGS:
+            if local.numel() != wanted_values.numel() or not torch.equal(_bytes(local), _bytes(wanted_values)):
                 findings.append(_different(name, local, wanted_values, box))
-    if wrong > MAX_FINDINGS:
-        findings.append(_more("wrong-shard", wrong - MAX_FINDINGS))
-    return findings, compared, nbytes
+    return _capped(findings), compared, nbytes
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,8 +114,12 @@ def _different(name: str, local: torch.Tensor, wanted: torch.Tensor, box: Box) -
     )
 
 
-def _more(code: str, count: int) -> Finding:
-    return Finding.error(code=code, where="…", what=f"{count} more like these")
+def _capped(findings: list[Finding]) -> list[Finding]:
+    """Return the first findings of one code, and how many more there are."""
+    if len(findings) <= MAX_FINDINGS:
+        return findings
+    what = f"{len(findings) - MAX_FINDINGS} more like these"
+    return [*findings[:MAX_FINDINGS], Finding.error(code=findings[0].code, where="…", what=what)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +130,7 @@ class GradientErrors:
     """Largest relative error."""
     worst_name: str
     compared: int
-    """Parameters compared."""
-    findings: tuple[Finding, ...]
+    findings: Sequence[Finding]
 
 
 def whole_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -161,7 +159,6 @@ def compare_gradients(
         largest = max(float(gradient.abs().max()) for gradient in reference.values() if gradient.numel())
     worst, worst_name, compared = 0.0, "", 0
     findings: list[Finding] = []
-    wrong = 0
     for name, gradient in whole_gradients(model):
         if reference is None:
             continue
@@ -180,12 +177,9 @@ def compare_gradients(
             if not error <= tolerance:
                 what = f"the gradient is {error:.1e} off the reference's (relative; allowed {tolerance:.0e})"
         if what is not None:
-            wrong += 1
-            if wrong <= MAX_FINDINGS:
-                findings.append(_wrong_gradient(name, what))
-    if wrong > MAX_FINDINGS:
-        findings.append(_more("wrong-gradient", wrong - MAX_FINDINGS))
-    return GradientErrors(worst=worst, worst_name=worst_name, compared=compared, findings=tuple(findings))
+            hint = "is the parameter used outside of its unit's forward, only on some ranks, or not managed by FSDP?"
+            findings.append(Finding.error(code="wrong-gradient", where=name, what=what, hint=hint))
+    return GradientErrors(worst=worst, worst_name=worst_name, compared=compared, findings=_capped(findings))
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
@@ -195,15 +189,6 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor, floor: float) ->
     scale = max(float(expected.abs().max()), floor)
     difference = float((value - expected).abs().max())
     return difference / scale if scale > 0 else difference
-
-
-def _wrong_gradient(name: str, what: str) -> Finding:
-    return Finding.error(
-        code="wrong-gradient",
-        where=name,
-        what=what,
-        hint="is the parameter used outside of its unit's forward, only on some ranks, or not managed by FSDP?",
-    )
 
 
 def differing_tensors(model: nn.Module, other: nn.Module) -> list[str]:

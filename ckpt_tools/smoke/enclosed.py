@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -40,47 +41,31 @@ def enclose(
         journal.error(error)
         os._exit(_EXIT)
 
-    walls = Walls(
-        subject=f"a {setting.recipe.title}",
-        where=setting.recipe.where,
-        scratch=scratch,
-        sources=_sources(setting, saved),
-        foreign=_foreign(setting),
-        on_breach=leave,
-    )
     on_gpu = device.type == "cuda"
     limits = Limits() if on_gpu else Limits(memory_bytes=free_memory(device))
-    raise_walls(walls, limits, kernel=not on_gpu)
+    raise_walls(replace(_walls(setting, setting.recipe, scratch, saved), on_breach=leave), limits, kernel=not on_gpu)
 
 
 def enclosed(setting: Setting, *, scratch: str) -> AbstractContextManager[None]:
     """Return walls that stand while a context is open, for a process of the user's own: a breach raises there."""
-    recipe = setting.recipe
-    if not isinstance(recipe, HfRecipe):
+    if not isinstance(setting.recipe, HfRecipe):
         return nullcontext()
     # It makes a cache directory when it is imported, and torch imports it late; ranks of our own have it already.
     importlib.import_module("torch._dynamo")
-    return behind_walls(
-        Walls(
-            subject=f"a {recipe.title}",
-            where=recipe.where,
-            scratch=scratch,
-            sources=_sources(setting, None),
-            foreign=_foreign(setting),
-        )
+    return behind_walls(_walls(setting, setting.recipe, scratch))
+
+
+def _walls(setting: Setting, recipe: HfRecipe, scratch: str, saved: Saved | None = None) -> Walls:
+    own, model = setting.options.source, setting.options.model
+    sources = (own, *(() if saved is None else (saved.source, saved.path)))
+    folder = model if model is None or os.path.isdir(model) else os.path.dirname(model)
+    return Walls(
+        subject=f"a {recipe.title}",
+        where=recipe.where,
+        scratch=scratch,
+        sources=tuple(os.path.abspath(path) for path in sources if path),
+        foreign=() if folder is None else (os.path.abspath(folder),),
     )
-
-
-def _sources(setting: Setting, saved: Saved | None) -> tuple[str, ...]:
-    own = () if setting.options.source is None else (os.path.abspath(setting.options.source),)
-    return own if saved is None else (*own, *(path for path in (saved.source, saved.path) if path))
-
-
-def _foreign(setting: Setting) -> tuple[str, ...]:
-    path = setting.options.model
-    if path is None:
-        return ()
-    return (os.path.abspath(path if os.path.isdir(path) else os.path.dirname(path)),)
 
 
 def try_build(setting: Setting, journal: Journal, scratch: str) -> bool:

@@ -18,9 +18,9 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.processes.child import Here
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.processes.ranks import Outcome, World
-from ckpt_tools.smoke.assemble import assemble, first_error
 from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, Saved
 from ckpt_tools.smoke.options import SmokeOptions
+from ckpt_tools.smoke.report import assemble, first_error
 
 if TYPE_CHECKING:
     from ckpt_tools.smoke.setting import Setting
@@ -40,34 +40,22 @@ def launch(job: Launch, here: Here) -> Launched:
     """Do a job; no rank is left when this returns."""
     options = job.options
     preload(options)
-    from ckpt_tools.smoke import other
-    from ckpt_tools.smoke.setting import resolve
+    from ckpt_tools.smoke.setting import other_world, resolve
 
     setting = resolve(options)
     _try(setting, here)
     if job.saved is not None:
-        outcome = _run_world(setting, here, RELOAD_NAME, job.saved)
-        findings = tuple(outcome.findings)
-        return Launched(logs=outcome.logs, findings=findings, has_lost_rank=outcome.has_lost_rank)
+        return Launched(reloaded=_run_world(setting, here, RELOAD_NAME, job.saved))
     first = _run_world(setting, here, WORLD_NAME)
     error = first_error(first.logs)
     if error is not None:
         raise error
     second: Outcome | None = None
-    reloading, why_not = other.setting_for(setting, first.logs[0])
-    if reloading is not None and is_sound(first):
-        saved = other.saved_by(setting, reloading, first.logs[0])
-        second = _run_world(reloading, here, RELOAD_NAME, saved)
-    report = assemble(
-        setting,
-        first.logs,
-        [*first.findings, *_of_traces(here.directory, first), *(second.findings if second else [])],
-        stacks=first.stacks or (second.stacks if second else {}),
-        reload_logs=second.logs if second else None,
-        reload_skipped=why_not,
-        has_lost_rank=first.has_lost_rank or (second is not None and second.has_lost_rank),
-    )
-    return Launched(report=report)
+    reloading, why_not = other_world(setting, first.logs[0])
+    if reloading is not None and _is_sound(first):
+        second = _run_world(reloading, here, RELOAD_NAME, first.logs[0].fact("saved", Saved))
+    first.findings += _of_traces(here.directory, first)
+    return Launched(report=assemble(setting, first, second, reload_skipped=why_not))
 
 
 def preload(options: SmokeOptions) -> None:
@@ -124,7 +112,7 @@ def _run_world(setting: Setting, here: Here, name: str, saved: Saved | None = No
     return _watch(setting, here, name, size, be_rank)
 
 
-def is_sound(outcome: Outcome) -> bool:
+def _is_sound(outcome: Outcome) -> bool:
     """Did every rank do everything?"""
     return not outcome.findings and not any(log.has_said for log in outcome.logs.values())
 

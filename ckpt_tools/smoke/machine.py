@@ -7,6 +7,7 @@ import os
 import torch
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.memory import proc_bytes
 
 
 def free_memory(device: torch.device) -> int:
@@ -14,23 +15,12 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    candidates = [_available()]
+    available = proc_bytes("/proc/meminfo", "MemAvailable")
+    if available is None:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _read("/sys/fs/cgroup/memory.max")
     used = _read("/sys/fs/cgroup/memory.current")
-    if limit is not None and used is not None:
-        candidates.append(max(0, limit - used))
-    return min(candidates)
-
-
-def _available() -> int:
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available if limit is None or used is None else min(available, max(0, limit - used))
 
 
 def _read(path: str) -> int | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.processes.journal import RankLog
+from ckpt_tools.processes.journal import Event
+from ckpt_tools.processes.ranks import Outcome
 from ckpt_tools.smoke.options import SmokeOptions
 from ckpt_tools.smoke.report import SmokeReport
 
@@ -14,6 +14,8 @@ WORLD_NAME = "world"
 """Directory of the ranks that train."""
 RELOAD_NAME = "reload"
 """Directory of the ranks that reload."""
+OnPhase = Callable[[str, str], None]
+"""Told about progress: the phase, and "begun", "done" or "failed"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +29,8 @@ class Saved:
     """Checkpoint of the base model."""
     num_layers: int | None
     """Depth that the model was cut to; None for its own."""
-    is_exact: bool
-    """Both worlds add partial sums in the same order."""
+    tp: int
+    """Size of the axis: worlds of the same add partial sums in the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +44,13 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What came of it."""
+    """What came of it: a report, or what became of ranks that only reloaded."""
 
     report: SmokeReport | None = None
-    """Of a whole run."""
-    logs: Mapping[int, RankLog] = field(default_factory=dict)
-    """Of ranks that only reloaded."""
-    findings: tuple[Finding, ...] = ()
-    """About those."""
-    has_lost_rank: bool = False
-    """One of those was ended from outside."""
+    reloaded: Outcome | None = None
+
+
+def tell(on_phase: OnPhase | None, event: Event) -> None:
+    """Pass on that a phase begins or ends."""
+    if on_phase is not None and event.kind in ("phase", "done"):
+        on_phase(event.name, "begun" if event.kind == "phase" else "done" if event.ok else "failed")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
+from ckpt_tools.models.config import ModelConfig, read_config
 from ckpt_tools.options import AnyPath, Argument, MeshText, Option
 from ckpt_tools.units import parse_size
 
@@ -135,6 +136,16 @@ class SmokeOptions:
     def memory_bytes(self) -> int | None:
         """Memory that all ranks together may take (each one, on GPUs)."""
         return parse_size(self.memory) if isinstance(self.memory, str) else self.memory
+
+    def read_model(self) -> ModelConfig | None:
+        """Read the config that `model` names.
+
+        Raises:
+            UsageError: There is no such file.
+            UnreadableError: It is not a JSON object, or too long.
+        """
+        hint = "--model takes a config.json, or the directory that holds one"
+        return None if self.model is None else read_config(os.fspath(self.model), hint=hint)
 
     @property
     def label(self) -> str:

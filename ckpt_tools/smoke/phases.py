@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,10 @@ from torch import nn
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import clip_grad_norm, save_checkpoint, shard_model
-from ckpt_tools.fsdp2.agree import share, together
+from ckpt_tools.fsdp2.agree import from_rank0, gather, share
 from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.mesh import TP_AXIS
 from ckpt_tools.fsdp2.watch import watch
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.recipe import Batch, call, has_loss, loss_of
@@ -22,6 +24,7 @@ from ckpt_tools.smoke import blueprint as blueprints
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, local_bytes, missing_for_dcp
 from ckpt_tools.smoke.machine import free_memory
+from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.reference import Reference, make_optimizer, on_device
 from ckpt_tools.smoke.report import RankMemory
 from ckpt_tools.smoke.run import Run, Skipped
@@ -66,29 +69,23 @@ def tolerances_of(run: Run) -> Tolerances:
 
 def build(run: Run) -> str:
     """Decide how much of the model is tried, and build it on meta."""
-    fit = share(together(lambda: _fit(run) if run.rank == 0 else None))
-    if fit is None:
-        raise RuntimeError("rank 0 decided nothing")
+    fit = from_rank0(lambda: _fit(run))
     run.has_reference = fit.has_reference
-    recipe = blueprints.cut(run.setting, fit)
-    if run.rank == 0:
-        for text in fit.notes:
-            run.journal.note(text)
-    source = run.source
+    run.num_layers = fit.num_layers
+    recipe = run.setting.recipe_of(fit.num_layers)
+    run.note(*fit.notes)
+    source = run.setting.options.source
+    source = None if source is None else os.path.abspath(source)
     if source is None:
         source = os.path.join(run.directory, "random")
-        together(lambda: blueprints.write_random(recipe, source or "") if run.rank == 0 else None)
-        if run.rank == 0:
-            run.journal.note("there is no checkpoint: the weights are random")
+        from_rank0(partial(blueprints.write_random, recipe, source))
+        run.note("there is no checkpoint: the weights are random")
     run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=source)
     run.model = run.blueprint.build()
     run.report(*audit(run.model, phase="built"))
     run.report(*compare_ranks(run.model))
     count = sum(parameter.numel() for parameter in run.model.parameters())
-    if run.rank == 0:
-        run.journal.fact("model", recipe.title)
-        run.journal.fact("num_layers", fit.num_layers)
-        run.journal.fact("source", source)
+    run.fact("model", recipe.title)
     return f"{recipe.title}, {_millions(count)} parameters"
 
 
@@ -147,7 +144,7 @@ def load(run: Run) -> str:
         if not report.missing and not run.setting.options.lora:
             live = missing_for_dcp(run.model, run.blueprint.source)
             run.report(*([] if live is None else [live]))
-    total = sum(run.gather(report.loaded_bytes))
+    total = sum(gather(report.loaded_bytes))
     if not total:  # quantising needs whole layers
         return "read, quantised and sent by rank 0"
     return f"{format_size(total)} read by {run.world_size} ranks"
@@ -164,10 +161,8 @@ def compare(run: Run) -> str:
     """Hold every shard against the bytes of the source."""
     findings, count, nbytes = compare_with_source(run.model, run.blueprint)
     run.report(*findings)
-    if run.rank == 0:
-        found = tolerances_of(run)
-        run.journal.fact("tolerances", {"loss": found.loss, "gradient": found.gradient})
-    total = sum(run.gather(nbytes))
+    run.fact("tolerances", tolerances_of(run))
+    total = sum(gather(nbytes))
     what = f"{count} tensors, {format_size(total)} on all ranks, against the source"
     return what if run.setting.options.quantize is None else f"{what}; quantised ones by the loss"
 
@@ -192,12 +187,10 @@ def forward(run: Run) -> str:
     traces = os.path.join(run.directory, "traces") if run.is_local else None
     run.watch = run.resources.enter_context(watch(run.model, traces=traces))
     run.batch = on_device(batch_of(run, run.setting.dp_index(run.rank)), run.device, None)
-    if run.rank == 0:
-        for text in run.blueprint.recipe.notes_on(run.batch):
-            run.journal.note(text)
+    run.note(*run.blueprint.recipe.notes_on(run.batch))
     output = call(run.model, run.batch)
-    if run.rank == 0 and not has_loss(output):
-        run.journal.note("the model returns no loss: the mean square of its outputs stands for one")
+    if not has_loss(output):
+        run.note("the model returns no loss: the mean square of its outputs stands for one")
     run.loss = loss_of(output)
     run.report(*audit(run.model, phase="forward", plan=run.plan, optimizer=run.optimizer))
     shape = ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in run.batch.items())
@@ -206,9 +199,9 @@ def forward(run: Run) -> str:
 
 def loss(run: Run) -> str:
     """Compare the loss with the reference's."""
-    mean = mean_loss(run, run.loss)
+    mean = mean_loss(run.loss)
     run.losses.append(mean)
-    run.journal.fact("losses", run.losses)
+    run.journal.fact("losses", run.losses)  # on every rank: its watchdog sees it go on
     if not math.isfinite(mean):
         run.error("not-finite", "the loss", f"the loss of the first step is {mean}", "are the weights sound?")
     if not run.has_reference:
@@ -244,9 +237,9 @@ def _reference_loss(run: Run) -> float:
     return sum(found) / len(found)
 
 
-def mean_loss(run: Run, own: torch.Tensor | None) -> float:
+def mean_loss(own: torch.Tensor | None) -> float:
     """Return the mean over data-parallel ranks. Collective."""
-    values = run.gather(math.nan if own is None else float(own.detach()))
+    values = gather(math.nan if own is None else float(own.detach()))
     return sum(values) / len(values)
 
 
@@ -256,7 +249,7 @@ def check_loss(run: Run, where: str, value: float, expected: float) -> bool:
         return True
     tolerance = tolerances_of(run).loss
     run.reference_losses.append(expected)
-    run.journal.fact("reference_losses", tuple(run.reference_losses))
+    run.fact("reference_losses", run.reference_losses)
     difference = abs(value - expected) / max(1.0, abs(expected))
     if difference <= tolerance or (math.isnan(value) and math.isnan(expected)):  # "not-finite" says the latter
         return True
@@ -277,8 +270,8 @@ def backward(run: Run) -> str:
         run.report(*run.watch.findings)
     trainable = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     without = sum(parameter.grad is None for parameter in trainable)
-    if run.rank == 0 and without:
-        run.journal.note(f"{without} of {len(trainable)} trainable parameters got no gradient from this batch")
+    if without:
+        run.note(f"{without} of {len(trainable)} trainable parameters got no gradient from this batch")
     return f"{len(trainable) - without} gradients"
 
 
@@ -291,8 +284,7 @@ def gradients(run: Run) -> str:
     expected = None if run.reference is None else run.reference.gradients()
     errors = compare_gradients(run.model, expected, tolerance)
     run.report(*errors.findings)
-    if run.rank == 0:
-        run.journal.fact("max_grad_error", errors.worst)
+    run.fact("max_grad_error", errors.worst)
     worst = f"{errors.worst:.1e} off ({escape_name(errors.worst_name)})" if errors.worst else "equal to the last bit"
     return f"{errors.compared} compared, the worst {worst}" if errors.worst else f"{errors.compared} compared, {worst}"
 
@@ -328,9 +320,9 @@ def step(run: Run) -> str:
     for number in range(2, run.setting.options.steps + 1):
         own = loss_of(call(run.model, run.batch))
         own.backward()  # type: ignore[no-untyped-call]
-        mean = mean_loss(run, own)
+        mean = mean_loss(own)
         run.losses.append(mean)
-        run.journal.fact("losses", run.losses)
+        run.journal.fact("losses", run.losses)  # on every rank: its watchdog sees it go on
         clip_grad_norm(run.model, MAX_NORM)
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
@@ -372,13 +364,17 @@ def evaluate(run: Run, model: nn.Module) -> float:
 
 def save(run: Run) -> str:
     """Save model and optimizer as a training run would."""
-    run.saved_loss = evaluate(run, run.model)
-    run.saved_path = os.path.join(run.directory, "saved")
-    save_checkpoint(run.model, run.optimizer, run.saved_path)
+    path = os.path.join(run.directory, "saved")
+    run.saved = Saved(
+        path=path,
+        loss=evaluate(run, run.model),
+        source=run.blueprint.source,
+        num_layers=run.num_layers,
+        tp=run.setting.mesh.size(TP_AXIS),
+    )
+    save_checkpoint(run.model, run.optimizer, path)
     dist.barrier()
-    if run.rank == 0:
-        run.journal.fact("saved_path", run.saved_path)
-        run.journal.fact("saved_loss", run.saved_loss)
-    files = [os.path.join(run.saved_path, name) for name in os.listdir(run.saved_path)]
+    run.fact("saved", run.saved)
+    files = [os.path.join(path, name) for name in os.listdir(path)]
     total = sum(os.path.getsize(path) for path in files)
     return f"{format_size(total)} in {len(files)} files"

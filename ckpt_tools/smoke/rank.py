@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 import warnings
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from ckpt_tools.smoke import phases, reload
 from ckpt_tools.smoke.enclosed import enclose, enclosed
 from ckpt_tools.smoke.machine import choose_device
 from ckpt_tools.smoke.messages import Saved
-from ckpt_tools.smoke.run import Run, Stopped, explain, run_phases
+from ckpt_tools.smoke.run import Run, Stopped, explain
 from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.walls import Breach
 
@@ -86,8 +85,16 @@ def run_rank(
         try:
             device = choose_device(setting.options.device, num_local=num_local, local_rank=local_rank)
             _join(setting, rank, device, rendezvous, store)
-            is_local = num_local == setting.mesh.world_size
-            run = _begin(setting, rank, device, directory, journal, is_local, resources)
+            run = Run(
+                setting=setting,
+                rank=rank,
+                device=device,
+                directory=directory,
+                journal=journal,
+                resources=resources.enter_context(ExitStack()),
+                device_mesh=build_device_mesh(setting.mesh, device.type),
+                is_local=num_local == setting.mesh.world_size,
+            )
             journal.fact("device", run.device.type)
             journal.fact("num_devices", torch.cuda.device_count() if run.device.type == "cuda" else None)
             if scratch is not None:
@@ -95,10 +102,10 @@ def run_rank(
             else:
                 resources.enter_context(enclosed(setting, scratch=directory))
             journal.done("start", ok=True, seconds=0.0, what=f"{run.world_size} ranks, {run.device.type}")
-            if saved is None:
-                run_phases(run, FIRST)
-            else:
-                run.phase("reload-other-world", partial(_reload, saved=saved))
+            for name, function in FIRST if saved is None else ():
+                run.phase(name, function)
+            if saved is not None:
+                run.phase("reload-other-world", partial(reload.other_world, saved=saved))
             dist.barrier()  # so that nobody takes an early farewell for a failure
             dist.destroy_process_group()
         except Stopped:
@@ -125,31 +132,3 @@ def _join(setting: Setting, rank: int, device: torch.device, rendezvous: str | N
     options: dict[str, Any] = {"init_method": f"file://{rendezvous}"} if store is None else {"store": store}
     timeout = timedelta(seconds=setting.timeout_s + COLLECTIVE_GRACE_S)
     dist.init_process_group(backend, rank=rank, world_size=setting.mesh.world_size, timeout=timeout, **options)
-
-
-def _begin(
-    setting: Setting,
-    rank: int,
-    device: torch.device,
-    directory: str,
-    journal: Journal,
-    is_local: bool,
-    resources: ExitStack,
-) -> Run:
-    source = setting.options.source
-    return Run(
-        setting=setting,
-        rank=rank,
-        device=device,
-        directory=directory,
-        journal=journal,
-        resources=resources.enter_context(ExitStack()),
-        device_mesh=build_device_mesh(setting.mesh, device.type),
-        is_local=is_local,
-        source=None if source is None else os.path.abspath(source),
-    )
-
-
-def _reload(run: Run, *, saved: Saved) -> str:
-    reload.rebuild(run, saved.source, saved.num_layers)
-    return reload.other_world(run, saved.path, saved.loss, is_exact=saved.is_exact)

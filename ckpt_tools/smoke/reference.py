@@ -8,14 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2 import materialise_buffers, parameter_groups
-from ckpt_tools.fsdp2.load import targets_of
+from ckpt_tools.fsdp2.load import assign, sources_of, targets_of
 from ckpt_tools.fsdp2.names import match_names
 from ckpt_tools.fsdp2.read import BoxReader
-from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
 from ckpt_tools.models.hf_recipe import FEEDS_ITSELF, HfRecipe, stopped
 from ckpt_tools.models.recipe import Batch, Recipe, call, loss_of
 from ckpt_tools.smoke.blueprint import Blueprint
@@ -36,10 +34,6 @@ class Reference:
 
     Mixed precision is imitated: a copy of the model computes with cast parameters, and its gradients are averaged
     over the ranks' batches in float32 and cast to the parameters' own dtype.
-
-    Args:
-        blueprint: Of the model.
-        device: Where it computes.
     """
 
     def __init__(self, blueprint: Blueprint, device: torch.device) -> None:
@@ -124,17 +118,10 @@ def on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
 def _load(model: nn.Module, source: str, device: torch.device) -> None:
     """Read a whole checkpoint into an unsharded model, without talking to other ranks."""
     targets, shared = targets_of(model)
-    ties = tied_groups(model)
-    state: dict[str, torch.Tensor] = {}
     with open_path(source) as opened:
         found, _ = match_names(opened.checkpoint, model, tuple(targets), "auto")
         reader = BoxReader(opened)
-        for name, like in targets.items():
-            first = shared.get(name, name)
-            if name in found and first not in state:
-                box = Box((0,) * like.dim(), tuple(like.shape))
-                state[first] = reader.read(found[name], box, like.dtype).to(device)
-    model.load_state_dict(state, strict=False, assign=True)
-    fqns = plain_fqns(model)
-    tie(model, ties, [fqns.get(name, name) for name in state])
+        wholes = sources_of(targets, shared, found)
+        state = {name: reader.read_whole(whole, targets[name].dtype).to(device) for name, whole in wholes.items()}
+    assign(model, state)
     materialise_buffers(model, device)

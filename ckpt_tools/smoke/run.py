@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,24 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.fsdp2 import ShardedPlan
+from ckpt_tools.fsdp2.agree import gather
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.methods import DOUBLE_WRAP, DoubleWrapError
 from ckpt_tools.fsdp2.watch import Watch
 from ckpt_tools.models.recipe import Batch
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.reference import Reference, failure_alone
 from ckpt_tools.smoke.setting import Setting
 
 _ARGUMENT_PHASES = ("start", "build", "shard")
 """Phases in which a UsageError means the options, not the model's behaviour."""
-
-
 _RUNS_MODEL = ("forward", "backward")
 """Phases that may fail because of the model, or of what ckpt feeds it."""
-T = TypeVar("T")
-
-
 _MAX_TRACE_CHARS = 20_000
 
 
@@ -63,11 +57,15 @@ class Run:
     device_mesh: DeviceMesh
     is_local: bool
     """All ranks are on this machine."""
-    source: str | None = None
-    _blueprint: Blueprint | None = None
-    _model: nn.Module | None = None
+    blueprint: Blueprint = field(init=False)
+    """What phase build decided."""
+    model: nn.Module = field(init=False)
+    """What phase build made."""
+    optimizer: torch.optim.Optimizer = field(init=False)
+    """What phase states made."""
+    saved: Saved = field(init=False)
+    """What phase save wrote."""
     plan: ShardedPlan | None = None
-    _optimizer: torch.optim.Optimizer | None = None
     reference: Reference | None = None
     """On rank 0, when there is one."""
     has_reference: bool = True
@@ -79,41 +77,14 @@ class Run:
     """Of this run, mean over ranks, by step."""
     reference_losses: list[float] = field(default_factory=list)
     """The same without sharding, on rank 0."""
-    saved_loss: float = math.nan
-    saved_path: str = ""
+    num_layers: int | None = None
+    """Depth that the model was cut to; None for its own."""
     num_errors: int = 0
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.setting.mesh.world_size
-
-    @property
-    def blueprint(self) -> Blueprint:
-        """What phase build decided."""
-        return _made(self._blueprint, "build")
-
-    @blueprint.setter
-    def blueprint(self, value: Blueprint) -> None:
-        self._blueprint = value
-
-    @property
-    def model(self) -> nn.Module:
-        """What phase build made."""
-        return _made(self._model, "build")
-
-    @model.setter
-    def model(self, value: nn.Module) -> None:
-        self._model = value
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """What phase states made."""
-        return _made(self._optimizer, "states")
-
-    @optimizer.setter
-    def optimizer(self, value: torch.optim.Optimizer) -> None:
-        self._optimizer = value
 
     def report(self, *findings: Finding) -> None:
         """Report findings; errors fail the phase on every rank."""
@@ -125,11 +96,15 @@ class Run:
         """Report an error of one's own."""
         self.report(Finding.error(code=code, where=where, what=what, hint=hint))
 
-    def gather(self, value: float) -> list[float]:
-        """Return every rank's value. Collective."""
-        values: list[float] = [0.0] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+    def note(self, *texts: str) -> None:
+        """Report, as rank 0, what was not tried."""
+        for text in () if self.rank else texts:
+            self.journal.note(text)
+
+    def fact(self, name: str, value: object) -> None:
+        """Report, as rank 0, a value that is the same on all ranks or known to this one."""
+        if self.rank == 0:
+            self.journal.fact(name, value)
 
     def phase(self, name: str, function: Callable[[Run], str]) -> None:
         """Run one phase on every rank; it is over when all ranks have ended it.
@@ -150,21 +125,15 @@ class Run:
                 raise
             if name in _RUNS_MODEL and (alone := failure_alone(self.blueprint.recipe, self.rank)) is not None:
                 raise alone from error
-            self.report(explain(error, self._model, name))
+            self.report(explain(error, getattr(self, "model", None), name))
             self.journal.fact("trace", "".join(traceback.format_exception(error))[-_MAX_TRACE_CHARS:])
             self.journal.done(name, ok=False, seconds=time.perf_counter() - start)
             raise Stopped from error
         # Whoever found something tells the others, who would otherwise wait for it in the next phase.
-        num_errors = sum(self.gather(self.num_errors))
+        num_errors = sum(gather(self.num_errors))
         self.journal.done(name, ok=not num_errors, seconds=time.perf_counter() - start, what=what)
         if num_errors:
             raise Stopped
-
-
-def _made(value: T | None, phase: str) -> T:
-    if value is None:
-        raise RuntimeError(f"phase {phase} has not run")
-    return value
 
 
 def _is_argument(error: CkptError, phase: str) -> bool:
@@ -191,9 +160,3 @@ def explain(error: BaseException, model: nn.Module | None, phase: str) -> Findin
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}"
     return Finding.error(code=f"{phase}-failed", where=found.module or found.call or f"phase {phase}", what=text)
-
-
-def run_phases(run: Run, phases: Sequence[tuple[str, Callable[[Run], str]]]) -> None:
-    """Run phases in order; those after a failure do not run."""
-    for name, function in phases:
-        run.phase(name, function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,14 +16,14 @@ from ckpt_tools.floors import NF4_TORCH, refuse_older
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2 import Policy, Precision, parse_policy
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS
-from ckpt_tools.models.config import ModelConfig, config_beside, read_config
+from ckpt_tools.models.config import ModelConfig, config_beside
 from ckpt_tools.models.hf_recipe import HfRecipe
 from ckpt_tools.models.recipe import ModuleRecipe, Recipe
+from ckpt_tools.processes.journal import RankLog
 from ckpt_tools.smoke.options import DEFAULT_RANKS, SmokeOptions
 
 DEFAULT_TIMEOUT_S = 120.0
 """Of a phase, for a model of no size."""
-_MODEL_HINT = "--model takes a config.json, or the directory that holds one"
 _SLOW_BYTES_PER_S = 20e6
 """What a phase does at least with a model: read it from a network disk, or compute with it on a busy machine."""
 _DTYPES: Mapping[str, torch.dtype | None] = {
@@ -62,6 +62,10 @@ class Setting:
     def has_tp(self) -> bool:
         """Are layers cut as well?"""
         return self.mesh.size(TP_AXIS) > 1
+
+    def recipe_of(self, num_layers: int | None) -> Recipe:
+        """Return the recipe, cut to this depth; None leaves it as it is."""
+        return self.recipe if num_layers is None else self.recipe.shallower(num_layers) or self.recipe
 
 
 def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
@@ -125,6 +129,30 @@ def _strategy_for(mesh: Mesh) -> str:
     return "hybrid_shard" if "dp_shard" in names else "no_shard"
 
 
+def other_world(setting: Setting, log: RankLog) -> tuple[Setting | None, str]:
+    """Return what a world of another size runs, which reloads; or None and why there is none."""
+    mesh = _other_mesh(setting.mesh)
+    devices = log.fact("num_devices", int)
+    if log.fact("device", str) == "cuda" and devices is not None and devices < mesh.world_size:
+        return None, f"a world of {mesh.world_size} needs as many GPUs, and there are {devices}"
+    policy = setting.policy
+    if policy.strategy == "hybrid_shard" and len([n for n, _ in mesh.axes if n != TP_AXIS]) < 2:
+        policy = Policy(strategy="full_shard", precision=policy.precision)
+    options = replace(setting.options, mesh=str(mesh), nproc=None, strategy=policy.strategy)
+    return replace(setting, mesh=mesh, policy=policy, options=options), ""
+
+
+def _other_mesh(mesh: Mesh) -> Mesh:
+    """Return a mesh of another size: fewer ranks along the first axis that can spare some, or two for one."""
+    sizes = dict(mesh.axes)
+    spare = next((name for name in (*reversed(FSDP_AXES), TP_AXIS) if sizes.get(name, 1) > 1), None)
+    if spare is None:
+        changed, size = next(name for name in reversed(FSDP_AXES) if name in sizes), 2
+    else:
+        changed, size = spare, 1 if spare == TP_AXIS else sizes[spare] // 2
+    return Mesh(tuple((name, size if name == changed else own) for name, own in mesh.axes))
+
+
 def find_recipe(options: SmokeOptions) -> Recipe:
     """Return how to build the model.
 
@@ -133,8 +161,8 @@ def find_recipe(options: SmokeOptions) -> Recipe:
     """
     if options.factory is not None:
         return ModuleRecipe(options.factory)
-    if options.model is not None:
-        return _recipe_of(read_config(os.fspath(options.model), hint=_MODEL_HINT))
+    if (named := options.read_model()) is not None:
+        return _recipe_of(named)
     if options.source is None:
         return ModuleRecipe()
     with open_path(os.fspath(options.source)) as opened:

@@ -15,14 +15,10 @@ from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.processes.child import Child
 from ckpt_tools.processes.journal import events_path, read_events
-from ckpt_tools.smoke.assemble import merge
-from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched
+from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, OnPhase, tell
 from ckpt_tools.smoke.options import SmokeOptions, absolute
-from ckpt_tools.smoke.report import PhaseResult, SmokeReport
+from ckpt_tools.smoke.report import PhaseResult, SmokeReport, merge
 from ckpt_tools.units import format_size
-
-OnPhase = Callable[[str, str], None]
-"""Told about progress: the phase, and "begun", "done" or "failed"."""
 
 DATA_LIMIT_BYTES = 2 << 30
 """Checkpoints up to this size are read whole to find damage; of larger ones only the structure is checked."""
@@ -73,6 +69,7 @@ def run_smoke(
         )
         return check.add_to(replace(report, source=label))
     check = SourceCheck(options)
+    options.read_model()  # before the launcher imports torch only to refuse it
     launched = run_local(Launch(options=options), on_phase=on_phase)
     if launched.report is None:
         raise RuntimeError("the launcher has returned no report")
@@ -87,40 +84,37 @@ def _print_findings(report: SmokeReport) -> None:
 class SourceCheck:
     """Verifies the source in a thread of its own, while the ranks start.
 
-    Args:
-        options: With the source.
-
     Raises:
         UnreadableError: It is no checkpoint at all.
     """
 
     def __init__(self, options: SmokeOptions) -> None:
-        self._options = options
         self._findings: tuple[Finding, ...] = ()
-        self._what = "there is no checkpoint"
-        self._seconds = 0.0
+        self._phase = PhaseResult(name="source", ok=None, seconds=0.0, what="there is no checkpoint")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if options.source is not None:
-            with open_path(os.fspath(options.source)):
+            source = os.fspath(options.source)
+            with open_path(source):
                 pass
-            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(source,), daemon=True)
             self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, source: str) -> None:
         start = time.perf_counter()
         try:
-            with open_path(os.fspath(self._options.source or "")) as opened:
+            with open_path(source) as opened:
                 is_small = opened.checkpoint.total_bytes <= DATA_LIMIT_BYTES
                 found = verify(opened, level="data" if is_small else "structure", num_workers=1)
         except BaseException as error:  # noqa: BLE001 - raised where the thread is joined
             self._error = error
-        else:
-            self._findings = found.findings
-            size = format_size(opened.checkpoint.total_bytes)
-            read = f"{size} read" if is_small else f"{size}, headers only: ckpt verify reads every byte"
-            self._what = f"{found.tensors} tensors, {read}"
-        self._seconds = time.perf_counter() - start
+            return
+        self._findings = found.findings
+        size = format_size(opened.checkpoint.total_bytes)
+        read = f"{size} read" if is_small else f"{size}, headers only: ckpt verify reads every byte"
+        seconds = round(time.perf_counter() - start, 3)
+        what = f"{found.tensors} tensors, {read}"
+        self._phase = PhaseResult(name="source", ok=found.ok, seconds=seconds, what=what)
 
     def add_to(self, report: SmokeReport) -> SmokeReport:
         """Return `report` with the phase "source" and its findings."""
@@ -128,9 +122,8 @@ class SourceCheck:
             self._thread.join()
         if self._error is not None:
             raise self._error
-        ok = None if self._thread is None else not any(f.severity == "error" for f in self._findings)
-        phase = PhaseResult(name="source", ok=ok, seconds=round(self._seconds, 3), what=self._what)
-        return replace(report, phases=(phase, *report.phases[1:]), findings=merge([*self._findings, *report.findings]))
+        findings = merge([*self._findings, *report.findings])
+        return replace(report, phases=(self._phase, *report.phases[1:]), findings=findings)
 
 
 def run_local(job: Launch, *, on_phase: OnPhase | None = None) -> Launched:
@@ -147,8 +140,7 @@ def run_local(job: Launch, *, on_phase: OnPhase | None = None) -> Launched:
         for number, name in enumerate((WORLD_NAME, RELOAD_NAME)):
             events = read_events(events_path(os.path.join(child.directory, name), 0))
             for event in events[told[number] :]:
-                if on_phase is not None and event.kind in ("phase", "done"):
-                    on_phase(event.name, "begun" if event.kind == "phase" else "done" if event.ok else "failed")
+                tell(on_phase, event)
             told[number] = len(events)
 
     is_walled = job.options.factory is None

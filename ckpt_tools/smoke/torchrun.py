@@ -26,16 +26,14 @@ from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.processes import wire
 from ckpt_tools.processes.hang import Place, describe_hang
 from ckpt_tools.processes.journal import Event, Journal, RankLog
-from ckpt_tools.smoke import other
-from ckpt_tools.smoke.assemble import assemble, first_error
-from ckpt_tools.smoke.messages import Launch, Launched
+from ckpt_tools.processes.ranks import Outcome
+from ckpt_tools.smoke.messages import Launch, Launched, OnPhase, Saved, tell
 from ckpt_tools.smoke.options import SmokeOptions
 from ckpt_tools.smoke.rank import run_rank
-from ckpt_tools.smoke.report import SmokeReport
-from ckpt_tools.smoke.setting import Setting, resolve
+from ckpt_tools.smoke.report import SmokeReport, assemble, first_error
+from ckpt_tools.smoke.setting import Setting, other_world, resolve
 from ckpt_tools.walls import aside
 
-OnPhase = Callable[[str, str], None]
 OnReport = Callable[[SmokeReport], None]
 RunLocal = Callable[[Launch], Launched]
 """Runs the world that reloads."""
@@ -92,10 +90,11 @@ def run_in_torchrun(
         error = first_error({rank: RankLog(rank=rank, events=journal.events)})
         if error is not None:
             raise error
-        logs = board.collect(setting.timeout_s if done else _GRACE_S)
-        report = assemble(setting, logs)
-        if rank == 0 and done:
-            report = _with_reload(report, setting, logs, run_local)
+        left = board.collect(setting.timeout_s if done else _GRACE_S)
+        outcome = Outcome(logs={number: each.log for number, each in left.items()})
+        report = assemble(setting, outcome)
+        if rank == 0 and done and report.ok:
+            report = _with_reload(setting, outcome, run_local)
         if rank == 0:
             board.say("reported")
         else:
@@ -104,15 +103,13 @@ def run_in_torchrun(
         return replace(report, is_primary=rank == 0)
 
 
-def _with_reload(report: SmokeReport, setting: Setting, logs: dict[int, RankLog], run_local: RunLocal) -> SmokeReport:
+def _with_reload(setting: Setting, trained: Outcome, run_local: RunLocal) -> SmokeReport:
     """Return the report with the phase that needs ranks of its own, which the launcher starts."""
-    if not report.ok:
-        return report
-    reloading, why_not = other.setting_for(setting, logs[0])
+    reloading, why_not = other_world(setting, trained.logs[0])
     if reloading is None:
-        return assemble(setting, logs, reload_skipped=why_not)
-    result = run_local(Launch(options=reloading.options, saved=other.saved_by(setting, reloading, logs[0])))
-    return assemble(setting, logs, result.findings, reload_logs=result.logs, has_lost_rank=result.has_lost_rank)
+        return assemble(setting, trained, reload_skipped=why_not)
+    saved = trained.logs[0].fact("saved", Saved)
+    return assemble(setting, trained, run_local(Launch(options=reloading.options, saved=saved)).reloaded)
 
 
 class _ToldJournal(Journal):
@@ -122,19 +119,10 @@ class _ToldJournal(Journal):
         super().__init__()
         self._on_phase = on_phase
 
-    def phase(self, name: str) -> None:
-        """Say that a phase begins."""
-        super().phase(name)
-        if self._on_phase is not None:
-            with aside():  # the caller's own code
-                self._on_phase(name, "begun")
-
-    def done(self, name: str, *, ok: bool, seconds: float, what: str = "") -> None:
-        """Say that a phase has ended."""
-        super().done(name, ok=ok, seconds=seconds, what=what)
-        if self._on_phase is not None:
-            with aside():
-                self._on_phase(name, "done" if ok else "failed")
+    def _add(self, event: Event) -> None:
+        super()._add(event)
+        with aside():  # the caller's own code
+            tell(self._on_phase, event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,12 +178,8 @@ class _Board:
         if failed:
             self.say("failed")
 
-    def collect(self, timeout_s: float) -> dict[int, RankLog]:
-        """Return what every rank has left; rank 0 only."""
-        return {rank: left.log for rank, left in self.collect_all(timeout_s).items()}
-
-    def collect_all(self, timeout_s: float) -> dict[int, _Left]:
-        """Return rank → what it left, and its stack."""
+    def collect(self, timeout_s: float) -> dict[int, _Left]:
+        """Return rank → what it left; rank 0 only."""
         deadline = time.monotonic() + timeout_s
         found: dict[int, _Left] = {}
         for rank in range(self.world_size):
@@ -242,16 +226,16 @@ class _Guard:
         stack = tuple(Place(file=one.filename, line=str(one.lineno), name=one.name) for one in frames)
         self._board.leave(self._journal.events, failed=True, stack=stack)
         if self._board.rank == 0:
-            found = self._board.collect_all(_GRACE_S)
-            logs = {rank: left.log for rank, left in found.items()}
+            found = self._board.collect(_GRACE_S)
             places = {rank: left.stack for rank, left in found.items()}
             stacks = {rank: "\n".join(map(str, frames)) for rank, frames in places.items() if frames}
-            findings = []
-            if is_hanging and not any(log.has_said for log in logs.values()):
+            outcome = Outcome(logs={rank: left.log for rank, left in found.items()}, stacks=stacks)
+            if is_hanging and not any(log.has_said for log in outcome.logs.values()):
                 running = {rank: bool(frames) for rank, frames in places.items()}
-                findings.append(describe_hang(logs, places, running, self._setting.timeout_s).finding)
+                hang = describe_hang(outcome.logs, places, running, self._setting.timeout_s)
+                outcome.findings.append(hang.finding)
             with suppress(CkptError), aside():
-                self._on_abandoned(assemble(self._setting, logs, findings, stacks=stacks))
+                self._on_abandoned(assemble(self._setting, outcome))
             sys.stdout.flush()
             sys.stderr.flush()
             shutil.rmtree(self._private, ignore_errors=True)

@@ -4,7 +4,7 @@
 """
 
 from ckpt_tools.walls.audit import Breach, Walls, aside, behind_walls, demand_walls
-from ckpt_tools.walls.config_check import check_config
+from ckpt_tools.walls.config import check_config
 from ckpt_tools.walls.enclose import Limits, raise_walls
 
 __all__ = ["Breach", "Limits", "Walls", "aside", "behind_walls", "check_config", "demand_walls", "raise_walls"]

@@ -50,11 +50,7 @@ _UNPICKLERS = "torch.distributed."
 
 
 class Breach(BaseException):
-    """What is built tried to get out. Not an Exception: libraries catch those.
-
-    Args:
-        error: To show.
-    """
+    """What is built tried to get out. Not an Exception: libraries catch those."""
 
     def __init__(self, error: RefusedConfigError) -> None:
         super().__init__(error.what)
@@ -198,11 +194,6 @@ def _caller() -> FrameType | None:
     return frame
 
 
-def _caller_name() -> str:
-    frame = _caller()
-    return "" if frame is None else _module_of(frame)
-
-
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "?"))
 
@@ -217,7 +208,8 @@ def _judge_open(standing: _Standing, args: tuple[object, ...]) -> str | None:
         return None if owner == "scratch" or name == os.devnull else f"write {name}"
     if owner in ("code", "system"):
         return None
-    reader = _caller_name()
+    frame = _caller()
+    reader = "" if frame is None else _module_of(frame)
     if owner == "scratch" and not reader.startswith(_IMPORTERS):
         return None
     if owner == "source" and reader.startswith(_READERS):

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ckpt_tools.memory import proc_bytes
 from ckpt_tools.walls.audit import Walls, code_directories, raise_audit
 from ckpt_tools.walls.kernel import confine
 
@@ -45,19 +46,11 @@ def raise_walls(walls: Walls, limits: Limits, *, kernel: bool = True) -> tuple[s
 def _limit(limits: Limits) -> None:
     _lower(resource.RLIMIT_CORE, 0)
     if limits.memory_bytes is not None:
-        _lower(resource.RLIMIT_DATA, _data_bytes() + limits.memory_bytes)
+        own_bytes = proc_bytes("/proc/self/status", "VmData") or 0
+        _lower(resource.RLIMIT_DATA, own_bytes + limits.memory_bytes)
     if limits.cpu_s is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + limits.cpu_s)
-
-
-def _data_bytes() -> int:
-    """Return the memory of its own that this process has."""
-    with suppress(OSError, ValueError), open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _lower(kind: int, value: int) -> None:

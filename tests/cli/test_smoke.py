@@ -110,6 +110,14 @@ def test_smoke_of_a_truncated_source_starts_nothing(small, tmp_path, capsys):
     assert error["exit_code"] == 4
 
 
+def test_smoke_of_a_pipe_for_a_config_starts_nothing(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    before = os.times().children_user
+    assert main(["smoke", "--model", str(tmp_path / "pipe")]) == 2
+    assert "a pipe" in capsys.readouterr().err
+    assert os.times().children_user == before
+
+
 @pytest.mark.parametrize(
     ("argv", "what"),
     [

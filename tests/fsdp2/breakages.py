@@ -88,7 +88,6 @@ class Breakage:
     build: object
     module: str
     call: str
-    optimizer: bool = False
 
 
 BREAKAGES: dict[str, Breakage] = {}

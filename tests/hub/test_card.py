@@ -18,8 +18,7 @@ from hypothesis import given, strategies as st
 from samples import safetensors_bytes, tensor
 
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.hub.card import CardFacts, build_card, hub_id_of, missing_keys, read_front_matter
-from ckpt_tools.hub.load_code import LoadFacts
+from ckpt_tools.hub.card import CardFacts, LoadFacts, build_card, hub_id_of, missing_keys, read_front_matter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 

@@ -559,26 +559,23 @@ def test_push_process_stored_token_is_used(hub: Hub, push_process, model: Path, 
     assert {r.token for r in hub.requests if r.path.startswith("/api/models")} == {WRITE_TOKEN}
 
 
-def test_push_process_without_token_says_how_to_get_one(hub: Hub, push_process, model: Path):
-    done = push_process(model, "me/model", HF_TOKEN=None)
+@pytest.mark.parametrize(
+    ("argv", "changes", "what", "hint", "is_asked"),
+    [
+        ((), {"HF_TOKEN": None}, "needs a token", "hf auth login", False),
+        ((), {"HF_HUB_OFFLINE": "1"}, "offline mode is on", "unset HF_HUB_OFFLINE", False),
+        (("-v",), {"HF_TOKEN": "hf_WrongWrongWrongWrong99"}, "does not accept the token", "", True),
+    ],
+    ids=["no token", "offline", "wrong token"],
+)
+def test_push_process_that_cannot_be_is_a_clear_error(
+    hub: Hub, push_process, model: Path, argv, changes, what, hint, is_asked
+):
+    done = push_process(model, "me/model", *argv, **changes)
     assert done.returncode == 1
-    assert "needs a token" in done.stderr
-    assert "hf auth login" in done.stderr
-    assert hub.requests == []
-
-
-def test_push_process_offline_says_so(hub: Hub, push_process, model: Path):
-    done = push_process(model, "me/model", HF_HUB_OFFLINE="1")
-    assert done.returncode == 1
-    assert "offline mode is on" in done.stderr
-    assert "unset HF_HUB_OFFLINE" in done.stderr
-    assert hub.requests == []
-
-
-def test_push_process_wrong_token_is_refused_and_not_shown(hub: Hub, push_process, model: Path):
-    done = push_process(model, "me/model", "-v", HF_TOKEN="hf_WrongWrongWrongWrong99")
-    assert done.returncode == 1
-    assert "does not accept the token" in done.stderr
+    assert what in done.stderr
+    assert hint in done.stderr
+    assert bool(hub.requests) == is_asked
     assert "hf_WrongWrong" not in done.stderr + done.stdout
 
 
