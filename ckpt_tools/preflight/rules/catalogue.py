@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import Finding
@@ -26,22 +26,27 @@ from ckpt_tools.preflight.rules.rule import ALL, Case, Rule, apply
 if TYPE_CHECKING:
     from ckpt_tools.preflight.configs.config import Config
 
+_MODULES: Mapping[str, ModuleType] = {
+    "Ranks and mesh": world,
+    "Engines and what they exclude": engines,
+    "Options of FSDP1 and FSDP2": options,
+    "Tensor, sequence, expert and pipeline parallelism": parallel,
+    "The model": model,
+    "Dtypes": precision,
+    "Saving, loading and memory": saving,
+    "Adapters and quantisation": adapters,
+    "Optimizers": optimizers,
+    "What only one framework does": oddities,
+    "Sizes": sizes,
+}
+"""Heading → the file of its rules; the tens of an id are its heading."""
 GROUPS: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
-        "Ranks and mesh": world.RULES,
-        "Engines and what they exclude": engines.RULES,
-        "Options of FSDP1 and FSDP2": options.RULES,
-        "Tensor, sequence, expert and pipeline parallelism": parallel.RULES,
-        "The model": model.RULES,
-        "Dtypes": precision.RULES,
-        "Saving, loading and memory": saving.RULES,
-        "Adapters and quantisation": adapters.RULES,
-        "Optimizers": optimizers.RULES,
-        "What only one framework does": oddities.RULES,
-        "Sizes": sizes.RULES,
+        heading: tuple(one for one in vars(module).values() if isinstance(one, Rule))
+        for heading, module in _MODULES.items()
     }
 )
-"""Heading → its rules; the tens of an id are its heading."""
+"""Heading → its rules, in the order in which they stand in their file."""
 
 RULES: tuple[Rule, ...] = tuple(one for rules in GROUPS.values() for one in rules)
 """Every rule, by id."""

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule, shown
+from ckpt_tools.preflight.rules.rule import HF, Case, Violation, error_rule, shown, warning_rule
 from ckpt_tools.units import format_size
 
 _IMBALANCE = 1.25
@@ -20,9 +20,8 @@ def _wrap_key(case: Case) -> str:
     return found.key if found is not None else case.key("wrap_classes")
 
 
-@rule(
+@error_rule(
     "CKPT040",
-    "error",
     "a class to wrap that the model does not have",
     why="accelerate stops: it could not find the transformer layer class",
     fix="the class name as it is in the model",
@@ -38,15 +37,14 @@ def wrap_classes_exist(case: Case) -> Iterator[Violation]:
             near = difflib.get_close_matches(name, [*case.facts.blocks, *known], n=1, cutoff=0.5)
             proposal = near[0] if near else (case.facts.blocks[0] if case.facts.blocks else None)
             yield Violation(
-                key=_wrap_key(case),
-                what=f"no module of {case.facts.architecture or 'the model'} is a {shown(name)}",
-                fix=f"write {proposal}" if proposal else "see the model's own class names",
+                _wrap_key(case),
+                f"no module of {case.facts.architecture or 'the model'} is a {shown(name)}",
+                f"write {proposal}" if proposal else "see the model's own class names",
             )
 
 
-@rule(
+@warning_rule(
     "CKPT041",
-    "warning",
     "the blocks of the model are not among the classes to wrap",
     why="What is not wrapped falls to the root: it is gathered at once and stays through forward and backward",
     fix="name the model's blocks",
@@ -62,15 +60,14 @@ def blocks_are_named(case: Case) -> Iterator[Violation]:
     missing = [name for name in facts.blocks if name in facts.module_classes and name not in case.spec.wrap_classes]
     if missing and len(missing) == len([name for name in facts.blocks if name in facts.module_classes]):
         yield Violation(
-            key=_wrap_key(case),
-            what=f"{', '.join(case.spec.wrap_classes)} is wrapped, the model's blocks are {', '.join(missing)}",
-            fix=f"write {','.join(missing)}",
+            _wrap_key(case),
+            f"{', '.join(case.spec.wrap_classes)} is wrapped, the model's blocks are {', '.join(missing)}",
+            f"write {','.join(missing)}",
         )
 
 
-@rule(
+@warning_rule(
     "CKPT042",
-    "warning",
     "tied embeddings, and a head of its own among the weights",
     why="The config says that one tensor serves both, the files have two: one of them is dropped, or FSDP2's mapping of"
     " the optimizer's parameters fails",
@@ -85,15 +82,14 @@ def tied_but_stored(case: Case) -> Iterator[Violation]:
     embeddings = [name for name in facts.stored if name.endswith(("embed_tokens.weight", "wte.weight"))]
     if heads and embeddings:
         yield Violation(
-            key=case.key("model", "the model"),
-            what=f"{facts.where} ties the embeddings, but the weights have both {heads[0]} and {embeddings[0]}",
-            fix="tie_word_embeddings: false in config.json, or weights without lm_head.weight",
+            case.key("model", "the model"),
+            f"{facts.where} ties the embeddings, but the weights have both {heads[0]} and {embeddings[0]}",
+            "tie_word_embeddings: false in config.json, or weights without lm_head.weight",
         )
 
 
-@rule(
+@warning_rule(
     "CKPT043",
-    "warning",
     "shards of very different size",
     why="FSDP cuts dim 0 into equal pieces of rows: a tensor with fewer rows than ranks lies on the first ranks alone,"
     " which then need far more memory than the mean says",
@@ -126,17 +122,16 @@ def even_shards(case: Case) -> Iterator[Violation]:
     named = ", ".join(f"{shown(name)} {list(shape)}" for _, name, shape in worst)
     rows = max(shape[0] for _, _, shape in worst)
     yield Violation(
-        key=case.axis_key("dp_shard"),
-        what=f"the fullest of {ranks} ranks holds {fullest * ranks / total:.1f} times the mean"
+        case.axis_key("dp_shard"),
+        f"the fullest of {ranks} ranks holds {fullest * ranks / total:.1f} times the mean"
         f" ({format_size(4 * fullest)} of parameters in f32 instead of {format_size(4 * total // ranks)}):"
         f" {len(small)} tensors have fewer rows than ranks, such as {named}",
-        fix=f"at most {rows} shard ranks; the others as dp_replicate",
+        f"at most {rows} shard ranks; the others as dp_replicate",
     )
 
 
-@rule(
+@error_rule(
     "CKPT044",
-    "error",
     "tp does not divide a dim that FSDP cuts too",
     why="A tensor that TP and FSDP cut on the same dim with a remainder is trained, but saved so that it cannot be"
     " loaded again",
@@ -153,15 +148,14 @@ def same_dim(case: Case) -> Iterator[Violation]:
     for what, size in sizes:
         if size % tp:
             yield Violation(
-                key=case.axis_key("tp"),
-                what=f"tp={tp} does not divide the {what} of {size} in {facts.where}, which FSDP cuts as well",
-                fix=f"{case.axis_key('tp')}: {math.gcd(size, tp)}, or pad it to {-(-size // tp) * tp}",
+                case.axis_key("tp"),
+                f"tp={tp} does not divide the {what} of {size} in {facts.where}, which FSDP cuts as well",
+                f"{case.axis_key('tp')}: {math.gcd(size, tp)}, or pad it to {-(-size // tp) * tp}",
             )
 
 
-@rule(
+@warning_rule(
     "CKPT045",
-    "warning",
     "tied embeddings keep every rank from starting empty",
     why="verl builds a model with tied embeddings on the CPU of every rank instead of on meta: each process holds all"
     " weights in host memory while it loads",
@@ -178,9 +172,9 @@ def tied_on_cpu(case: Case) -> Iterator[Violation]:
     nbytes = facts.num_params * width * local
     if nbytes > _HOST_BYTES:
         yield Violation(
-            key=case.key("model", "actor_rollout_ref.model.path"),
-            what=f"{facts.where} ties its embeddings: {local} ranks of a node load {format_size(nbytes)} together",
-            fix="nodes with that much memory, or trainer.n_gpus_per_node lower",
+            case.key("model", "actor_rollout_ref.model.path"),
+            f"{facts.where} ties its embeddings: {local} ranks of a node load {format_size(nbytes)} together",
+            "nodes with that much memory, or trainer.n_gpus_per_node lower",
         )
 
 
@@ -188,9 +182,8 @@ _HOST_BYTES = 256 * 10**9
 """Host memory of a node below which nothing is said."""
 
 
-@rule(
+@error_rule(
     "CKPT046",
-    "error",
     "a sequence longer than the model's positions",
     why="torchtitan refuses it: its table of rotations ends there",
     fix="a shorter sequence",
@@ -201,12 +194,11 @@ def sequence_fits(case: Case) -> Iterator[Violation]:
     length, limit = case.spec.seq_len, case.facts.max_positions if case.facts is not None else None
     if length is not None and limit is not None and length > limit:
         key = case.key("seq_len", "training.seq_len")
-        yield Violation(key=key, what=f"{length} tokens, the model has {limit} positions", fix=f"{key}: {limit}")
+        yield Violation(key, f"{length} tokens, the model has {limit} positions", f"{key}: {limit}")
 
 
-@rule(
+@error_rule(
     "CKPT047",
-    "error",
     "samples longer than the model's table of positions",
     why="The model looks every position up in a table that it has learned: the first sample that is longer than the"
     " table ends the run with an index out of range",
@@ -226,21 +218,10 @@ def positions_are_in_the_table(case: Case) -> Iterator[Violation]:
     if tables:
         key = case.key("seq_len", "the length of samples")
         yield Violation(
-            key=key,
-            what=f"{length} tokens, and {shown(tables[0])} has places for {facts.max_positions}",
-            fix=f"{key}: {facts.max_positions}",
+            key,
+            f"{length} tokens, and {shown(tables[0])} has places for {facts.max_positions}",
+            f"{key}: {facts.max_positions}",
         )
 
 
 _TABLES = ("position_embeddings.weight", "embed_positions.weight", "wpe.weight")
-
-RULES: tuple[Rule, ...] = (
-    wrap_classes_exist,
-    blocks_are_named,
-    tied_but_stored,
-    even_shards,
-    same_dim,
-    tied_on_cpu,
-    sequence_fits,
-    positions_are_in_the_table,
-)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast, get_args
 
 from ckpt_tools.description.checkpoint import Finding, Severity
@@ -45,12 +46,10 @@ _MAX_DIGITS = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One option as the file says it."""
+    """One option as the file says it, under its key path in the user's spelling."""
 
     key: str
-    """Its key path, in the user's spelling."""
     value: object
-    """Its value."""
 
     @property
     def is_on(self) -> bool:
@@ -84,26 +83,21 @@ class Setting:
         return f"{self.key}: {shown(self.value)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Violation:
-    """One place where a config breaks a rule."""
+    """One place where a config breaks a rule: its key path, what is wrong there, and what to write instead."""
 
     key: str
-    """Key path in the user's file."""
     what: str
-    """What is wrong, with the found and the expected value."""
     fix: str
-    """What to write instead, in the config's own spelling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What a check looks at."""
+    """What a check looks at: a config, and what is known of the model."""
 
     config: Config
-    """The config."""
     facts: ModelFacts | None = None
-    """What is known of the model."""
 
     @property
     def spec(self) -> ParallelSpec:
@@ -176,6 +170,11 @@ class Case:
         return self.first(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
 
 
+def enabled(found: Setting | None) -> Setting | None:
+    """Return an option if it switches something on."""
+    return found if found is not None and found.is_on else None
+
+
 Check = Callable[[Case], Iterator[Violation]]
 
 
@@ -186,7 +185,6 @@ class Rule:
     id: str
     """CKPT0xx; never changed, never given to another rule."""
     severity: Severity
-    """error: the run fails, or trains something else. warning: it runs, otherwise than one may think."""
     title: str
     """What is wrong, in a line."""
     why: str
@@ -199,9 +197,9 @@ class Rule:
     """Yields what breaks it."""
 
 
-def rule(
-    id: str,  # noqa: A002 - it is one
+def _rule(
     severity: Severity,
+    id: str,  # noqa: A002 - it is one
     title: str,
     *,
     why: str,
@@ -209,37 +207,29 @@ def rule(
     frameworks: tuple[Framework, ...] = ALL,
 ) -> Callable[[Check], Rule]:
     """Make a rule of the check below it."""
+    return lambda check: Rule(
+        id=id, severity=severity, title=title, why=why, fix=fix, frameworks=frameworks, check=check
+    )
 
-    def make(check: Check) -> Rule:
-        return Rule(id=id, severity=severity, title=title, why=why, fix=fix, frameworks=frameworks, check=check)
 
-    return make
+error_rule = partial(_rule, "error")
+"""Decorator: the run fails, or trains something else."""
+warning_rule = partial(_rule, "warning")
+"""Decorator: it runs, otherwise than one may think."""
 
 
 def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
     """Return what `case` breaks of `rules`, in the order of the rules, each place once.
 
-    A rule that asks for what is not known finds nothing.
+    A rule that asks for what is not known finds nothing more.
     """
     findings: dict[tuple[str, str, str], Finding] = {}
     for one in rules:
-        if case.framework not in one.frameworks:
-            continue
-        for violation in _violations(one, case):
-            finding = Finding(
-                code=one.id,
-                severity=one.severity,
-                where=violation.key,
-                what=violation.what,
-                hint=violation.fix,
-            )
-            findings.setdefault((one.id, finding.where, finding.what), finding)
+        with suppress(NotKnownError):
+            for found in one.check(case) if case.framework in one.frameworks else ():
+                finding = Finding(code=one.id, severity=one.severity, where=found.key, what=found.what, hint=found.fix)
+                findings.setdefault((one.id, finding.where, finding.what), finding)
     return tuple(findings.values())
-
-
-def _violations(one: Rule, case: Case) -> Iterator[Violation]:
-    with suppress(NotKnownError):
-        yield from one.check(case)
 
 
 def look_up(values: Mapping[str, object], path: str) -> Setting | None:
