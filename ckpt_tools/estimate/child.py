@@ -47,13 +47,12 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
         return track(recipe, case)
 
     cases = evaluate(figures, options, tracked)
-    proposals = propose(figures, options, cases, tracked) if options.advise else ()
     return Estimate(
         model=recipe.title,
         params=figures.params,
         cases=cases,
-        gpu_memory=options.gpu_memory,
-        proposals=proposals,
-        notes=notes_of(recipe, options.case),
+        gpu_memory=options.gpu_bytes,
+        proposals=propose(figures, options, cases, tracked),
+        notes=notes_of(recipe, options.seq_len),
         peak_rss_bytes=peak_rss_bytes(),
     )

@@ -25,7 +25,7 @@ MIN_SEQ_LEN = 256
 
 def evaluate(figures: Figures, options: EstimateOptions, track: Track) -> tuple[CaseEstimate, ...]:
     """Return the estimate of every case that `options` ask for."""
-    return tuple(_estimate(figures, case, options.gpu_memory, track) for case in cases_of(options))
+    return tuple(_estimate(figures, case, options.gpu_bytes, track) for case in cases_of(options))
 
 
 def _estimate(figures: Figures, case: Case, gpu_memory: int | None, track: Track) -> CaseEstimate:
@@ -61,7 +61,7 @@ def propose(
 
     Every proposal is computed: tracked, or by the formula where that is all there is or says that it is hopeless.
     """
-    if options.gpu_memory is None or any(case.fits for case in cases):
+    if options.gpu_bytes is None or any(case.fits for case in cases):
         return ()
     start = min(cases, key=lambda case: case.needed).case
     proposals: list[Proposal] = []
@@ -72,11 +72,11 @@ def propose(
         by_formula = formula.estimate(figures, case)
         needed = by_formula.peak + margin_of(by_formula.peak, case.mesh).total
         found: Memory | str = "by the formula it is far from fitting"
-        if needed < _HOPELESS * options.gpu_memory:
+        if needed < _HOPELESS * options.gpu_bytes:
             found = track(case) if num_tracked < _MAX_TRACKED else "enough proposals were tracked"
             num_tracked += not isinstance(found, str)
         tracked, why_not = (None, found) if isinstance(found, str) else (found, None)
-        proposals.append(Proposal(what=what, estimate=_judged(case, by_formula, tracked, why_not, options.gpu_memory)))
+        proposals.append(Proposal(what=what, estimate=_judged(case, by_formula, tracked, why_not, options.gpu_bytes)))
         if proposals[-1].estimate.fits:
             break
     return tuple(proposals)

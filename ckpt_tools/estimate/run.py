@@ -62,8 +62,8 @@ def by_formula(options: EstimateOptions) -> Estimate:
         model=title,
         params=figures.params,
         cases=cases,
-        gpu_memory=options.gpu_memory,
-        proposals=propose(figures, options, cases, none) if options.advise else (),
+        gpu_memory=options.gpu_bytes,
+        proposals=propose(figures, options, cases, none),
         notes=notes,
         peak_rss_bytes=peak_rss_bytes(),
     )

@@ -22,18 +22,14 @@ def config_of(options: EstimateOptions) -> str | None:
     Raises:
         UsageError: There is nothing at all, or something that cannot be read.
     """
-    path = options.model
+    path = options.path
     if path is None:
         return None
     if os.path.isdir(path):
         file = config_path(path)
         return file if os.path.isfile(file) and _names_architecture(file) else None
     if not os.path.exists(path):
-        raise UsageError(
-            "there is no such file or directory",
-            where=path,
-            hint=SIZES_HINT,
-        )
+        raise UsageError("there is no such file or directory", where=path, hint=SIZES_HINT)
     if not path.endswith(".json") or path.endswith(".index.json"):
         return None
     return path
@@ -51,16 +47,16 @@ def find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...
         UsageError: Neither figures nor a checkpoint with blocks.
         UnreadableError: The checkpoint cannot be described.
     """
-    if options.model is None:
-        if options.params is None or options.layers is None or options.hidden is None:
+    if options.path is None:
+        if options.num_params is None or options.layers is None or options.hidden is None:
             raise UsageError("nothing says how large the model is", hint="--params, --layers and --hidden")
         figures = figures_from_counts(
-            params=options.params, layers=options.layers, hidden=options.hidden, vocab=options.vocab
+            params=options.num_params, layers=options.layers, hidden=options.hidden, vocab=options.vocab
         )
         title = f"{options.layers} layers of width {options.hidden}"
         return title, figures, ("a decoder like Llama's is assumed: gated feed-forward network, two embeddings",)
     try:
-        with open_path(options.model) as opened:
+        with open_path(options.path) as opened:
             shapes = {entry.fqn: entry.shape for entry in opened.checkpoint.tensors if not is_optimizer(entry)}
     except CkptError as error:
         if error.hint is None:
@@ -68,5 +64,5 @@ def find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...
         raise
     figures, notes = figures_from_shapes(shapes)
     kinds = ", ".join(f"{block.count} of {block.params:,} parameters" for block in figures.blocks)
-    title = f"{escape_name(options.model)}: {len(shapes)} tensors, blocks: {kinds}"
+    title = f"{escape_name(options.path)}: {len(shapes)} tensors, blocks: {kinds}"
     return title, figures, ("sizes are those of the checkpoint's tensors", *notes)

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
-from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run
+from ckpt_tools.estimate import Estimate, EstimateOptions, run
 from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.processes.child import Child
@@ -65,7 +65,6 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
         return MemoryQuestion(options=None, why_not="the stages of a pipeline are not estimated")
     notes: list[str] = []
     mesh = _mesh(spec)
-    strategy = strategy_on(spec, mesh)
     seq_len = spec.seq_len or min(_DEFAULT_SEQ_LEN, max_positions or _DEFAULT_SEQ_LEN)
     if spec.seq_len is None:
         notes.append(f"samples of {seq_len} tokens are assumed: the config does not say how long they are")
@@ -77,10 +76,12 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
         notes.append("experts are counted as if FSDP cut them like everything else")
     lora = _lora(spec, notes)
     computed = _dtype(spec.param_dtype or spec.master_dtype, "f32", "computation", notes)
-    case = Case(
-        strategy=strategy,
-        mesh=mesh,
+    options = EstimateOptions(
+        model=model,
+        mesh=str(mesh),
+        strategy=strategy_on(spec, mesh),
         activation_checkpointing=spec.activation_checkpointing,
+        gpu_memory=gpu_memory,
         lora=lora,
         quantize=_quantize(spec, lora, notes),
         offload=_offload(spec, notes),
@@ -91,14 +92,6 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
         master_dtype=_dtype(spec.master_dtype, "f32", "parameters", notes),
         frozen_dtype=_dtype(spec.master_dtype, computed, "frozen parameters", []),
         optimizer=_optimizer(spec, notes),
-    )
-    options = EstimateOptions(
-        model=model,
-        mesh=str(mesh),
-        strategies=(strategy,),
-        activation_checkpointing=(spec.activation_checkpointing,),
-        gpu_memory=gpu_memory,
-        case=case,
     )
     return MemoryQuestion(options=options, notes=tuple(notes))
 
