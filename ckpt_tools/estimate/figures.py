@@ -22,9 +22,7 @@ class Block:
     """A kind of block: the unit that FSDP gathers."""
 
     count: int
-    """How many there are."""
     params: int
-    """Parameters of one."""
     matrices: int
     """Parameters of its linear layers' weights, which is what adapters and quantisation go for."""
     outputs: int
@@ -34,7 +32,6 @@ class Block:
     hidden: int
     """h: width of its input."""
     widest: int
-    """Parameters of its largest linear layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

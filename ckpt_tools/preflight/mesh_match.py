@@ -55,8 +55,6 @@ def check_mesh(
         mesh: The mesh of the run.
         spec: Framework and how it loads.
     """
-    if not reads:
-        return
     if not format_of(checkpoint).is_sharded and spec.framework != "torchtitan":
         yield _whole_read(checkpoint, where, mesh, spec)
         return

@@ -25,7 +25,6 @@ class Sources:
     resumes: bool = False
     """`checkpoint` is what the run goes on from, with its optimizer state."""
     not_checked: tuple[str, ...] = ()
-    """What is not here, and how to bring it."""
 
 
 def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, checkpoint: str | None) -> Sources:

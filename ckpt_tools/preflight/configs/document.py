@@ -30,16 +30,15 @@ _SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A file: either `values` or `commands`."""
+    """A file: the `values` of YAML, JSON or TOML, or the words of each of the `commands` of a script.
+
+    `assumed` are variables of the script whose default counts.
+    """
 
     path: str
-    """As the user named it."""
     values: Mapping[str, object] | None = None
-    """A mapping, from YAML, JSON or TOML."""
     commands: tuple[tuple[str, ...], ...] = ()
-    """The words of each command, from a shell script or a list of options."""
     assumed: tuple[str, ...] = ()
-    """Variables of a script whose default counts."""
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -73,11 +73,8 @@ class PluginDefaults:
     """What one of the three makes of options that are missing."""
 
     version: int
-    """FSDP's."""
     auto_wrap_policy: str | None
-    """Policy."""
     min_num_params: int
-    """Of SIZE_BASED_WRAP."""
     full_state_dict: bool
     """Is FULL_STATE_DICT the default under FSDP2 too?"""
     cpu_ram_efficient_loading: bool

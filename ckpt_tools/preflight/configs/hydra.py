@@ -29,7 +29,6 @@ class Overrides:
     """What a command line overrides."""
 
     values: Mapping[str, object]
-    """As a tree."""
     added: frozenset[str]
     """Paths that were added with `+`: nobody knows them beforehand."""
     findings: tuple[Finding, ...]

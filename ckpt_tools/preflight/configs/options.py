@@ -41,7 +41,6 @@ class Option:
     near: str | None = None
     """The known name that it is most like, where it is not known."""
     severity: Severity | None = None
-    """Of the finding that it is not known; None where the framework takes anything."""
 
 
 def is_variable(value: object) -> bool:

@@ -28,17 +28,14 @@ class Tree:
     values: Mapping[str, object]
     """The tree, with what it points at in place of `${…}`."""
     findings: tuple[Finding, ...] = ()
-    """What is wrong with the command line."""
     words: tuple[str, ...] = ()
     """What may hold any options: other configs than verl's own, `$@`, programs of others."""
     is_command: bool = False
-    """Is it made of overrides?"""
     added: frozenset[str] = frozenset()
     """Paths of overrides with a `+`."""
     groups: Mapping[str, str] = field(default_factory=dict)
     """Group → the file that is chosen for it."""
     configs: Collection[str] = ()
-    """Names of the configs below it."""
 
     def engine(self, group: str) -> str:
         """Return the engine that a group chooses; FSDP by default."""

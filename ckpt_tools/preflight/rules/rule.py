@@ -180,21 +180,16 @@ Check = Callable[[Case], Iterator[Violation]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that can be wrong with a config."""
+    """One thing that can be wrong with configs of some frameworks, what would happen, and what to change."""
 
     id: str
     """CKPT0xx; never changed, never given to another rule."""
     severity: Severity
     title: str
-    """What is wrong, in a line."""
     why: str
-    """What would happen."""
     fix: str
-    """What to change."""
     frameworks: tuple[Framework, ...]
-    """Whose configs it looks at."""
     check: Check
-    """Yields what breaks it."""
 
 
 def _rule(
