@@ -10,8 +10,7 @@ from typing import Any
 from ckpt_tools.errors import RefusedConfigError
 from ckpt_tools.estimate.options import EstimateOptions
 from ckpt_tools.estimate.report import Estimate
-from ckpt_tools.estimate.run import by_formula
-from ckpt_tools.estimate.source import SIZES_HINT, config_of
+from ckpt_tools.estimate.run import SIZES_HINT, by_formula, config_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.config import read_config
 from ckpt_tools.processes.child import Here, build_behind_walls

@@ -8,10 +8,9 @@ from dataclasses import replace
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.estimate import formula
 from ckpt_tools.estimate.figures import Figures
-from ckpt_tools.estimate.margin import margin_of
+from ckpt_tools.estimate.margin import Margin, margin_of
 from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, Case, EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Proposal
-from ckpt_tools.estimate.verdict import judge
 
 Track = Callable[[Case], Memory | str]
 """Returns what was tracked, or why it cannot be."""
@@ -21,6 +20,9 @@ _MAX_TRACKED = 4
 """Proposals that are tracked at most: each costs seconds."""
 MIN_SEQ_LEN = 256
 """Shorter sequences are not proposed."""
+OFFLOAD_UNDERESTIMATE = 1.7
+"""What the formula's peak with offload has to be multiplied by, at most: it is 0.61 of what PEFT's documentation
+("Fully Sharded Data Parallel") says of QLoRA with FSDP and offload of a 70B model."""
 
 
 def evaluate(figures: Figures, options: EstimateOptions, track: Track) -> tuple[CaseEstimate, ...]:
@@ -52,6 +54,31 @@ def _judged(
         fits=fits,
         doubt=doubt,
     )
+
+
+def judge(
+    case: Case, memory: Memory, margin: Margin, gpu_memory: int, *, is_tracked: bool
+) -> tuple[bool | None, str | None]:
+    """Say whether a case fits.
+
+    Args:
+        case: What was estimated.
+        memory: Of one rank, in bytes.
+        margin: Beside its peak.
+        gpu_memory: Bytes of a device.
+        is_tracked: Was a step tracked, or is it the formula's?
+
+    Returns:
+        True or False where the estimate decides, else None and the reason.
+    """
+    fits = memory.peak + margin.total <= gpu_memory
+    if fits and case.offload and not is_tracked and memory.peak * OFFLOAD_UNDERESTIMATE + margin.total > gpu_memory:
+        return None, f"with offload the formula is as low as 1/{OFFLOAD_UNDERESTIMATE} of what was measured elsewhere"
+    tp = case.mesh.size("tp")
+    cut = memory.at_peak.get("activations", 0) * (1 - 1 / tp)
+    if not fits and memory.peak - cut + margin.total <= gpu_memory:
+        return None, "activations are counted whole on every tp rank; sequence and loss parallelism would cut them"
+    return fits, None
 
 
 def propose(

@@ -15,7 +15,6 @@ from pydantic import PlainValidator
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.deepspeed_file import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     STRATEGIES,
     FsdpOptions,
@@ -28,7 +27,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     v2_strategy,
 )
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word
+from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, dtype_name
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import Engine

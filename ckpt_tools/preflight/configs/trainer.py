@@ -14,7 +14,6 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
-from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     STRATEGIES,
@@ -27,7 +26,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     v2_strategy,
 )
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, dtype_name
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
 from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
