@@ -13,6 +13,7 @@ from itertools import pairwise
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 from ckpt_tools.estimate import Estimate, EstimateOptions, run
+from ckpt_tools.preflight.configs.read import READERS
 from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.processes.child import Child
@@ -203,48 +204,11 @@ _PHRASES: Mapping[str, tuple[str, str]] = {
     "--quantize nf4": ("quantize", "quantise the frozen weights to nf4"),
     "--offload": ("offload_params", "offload parameters to host memory"),
 }
-_KEYS: Mapping[str, Mapping[str, str]] = {
-    "accelerate": {
-        "activation_checkpointing": "fsdp_config.fsdp_activation_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.fsdp_reshard_after_forward: true",
-        "offload_params": "fsdp_config.fsdp_offload_params: true",
-    },
-    "trainer": {
-        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.cpu_offload: true",
-    },
-    "torchtitan": {
-        "activation_checkpointing": "activation_checkpoint.mode: full",
-        "reshard_after_forward": "parallelism.fsdp_reshard_after_forward: always",
-        "offload_params": "training.enable_cpu_offload: true",
-    },
-    "axolotl": {
-        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.offload_params: true",
-        "adapter": "adapter: lora",
-        "quantize": "adapter: qlora, load_in_4bit: true",
-    },
-    "ai-toolkit": {
-        "activation_checkpointing": "train.gradient_checkpointing: true",
-        "reshard_after_forward": "train.fsdp_sharding: full",
-        "offload_params": "train.fsdp_cpu_offload: true",
-        "adapter": "network.type: lora",
-    },
-    "verl": {
-        "activation_checkpointing": "model.enable_gradient_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.offload_policy: true",
-    },
-    "openrlhf": {"activation_checkpointing": "--gradient_checkpointing", "adapter": f"--lora_rank {_DEFAULT_RANK}"},
-}
-"""Framework → field of the spec → what to write in its config."""
 
 
 def in_own_words(change: str, spec: ParallelSpec) -> str:
     """Return a change that an estimate proposes (options of `ckpt estimate`) in the words of the config."""
-    written = _KEYS.get(spec.framework, {})
+    written = READERS[spec.framework].written
     parts = []
     rest = change
     for option, (name, phrase) in _PHRASES.items():

@@ -238,4 +238,13 @@ def _prepare(document: Document) -> Source:
     )
 
 
-READER = Reader(name="accelerate", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="accelerate",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "fsdp_config.fsdp_activation_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.fsdp_reshard_after_forward: true",
+        "offload_params": "fsdp_config.fsdp_offload_params: true",
+    },
+)

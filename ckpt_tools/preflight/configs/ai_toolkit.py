@@ -235,4 +235,14 @@ def _prepare(document: Document) -> Source:
     )
 
 
-READER = Reader(name="ai-toolkit", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="ai-toolkit",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "train.gradient_checkpointing: true",
+        "reshard_after_forward": "train.fsdp_sharding: full",
+        "offload_params": "train.fsdp_cpu_offload: true",
+        "adapter": "network.type: lora",
+    },
+)

@@ -201,4 +201,15 @@ def _prepare(document: Document) -> Source:
     return Source(model=Axolotl, table=_TABLE, by_engine=_BY_ENGINE, values=values, options=options, spell=spell)
 
 
-READER = Reader(name="axolotl", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="axolotl",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.offload_params: true",
+        "adapter": "adapter: lora",
+        "quantize": "adapter: qlora, load_in_4bit: true",
+    },
+)

@@ -21,6 +21,7 @@ from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import Engine
 
 SECTION = "fsdp_config"
+_PREFIX = "fsdp_"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Strategies of FSDP1 by their numbers, from 1."""
 STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
@@ -81,7 +82,7 @@ class PluginDefaults:
     """Does only the first rank read the weights?"""
 
 
-def strip_prefix(values: Mapping[str, object], prefix: str = "fsdp_") -> tuple[dict[str, object], Spell]:
+def strip_prefix(values: Mapping[str, object]) -> tuple[dict[str, object], Spell]:
     """Return `values` with the keys of `fsdp_config` without prefix, and what turns their paths back.
 
     A key that is there in both spellings counts as the frameworks count it: the later one wins.
@@ -89,15 +90,15 @@ def strip_prefix(values: Mapping[str, object], prefix: str = "fsdp_") -> tuple[d
     section = values.get(SECTION)
     if not isinstance(section, Mapping):
         return dict(values), str
-    spelled = {str(key).removeprefix(prefix): str(key) for key in section}
-    options = {str(key).removeprefix(prefix): value for key, value in section.items()}
-    is_prefixed = any(key.startswith(prefix) for key in section)
+    spelled = {str(key).removeprefix(_PREFIX): str(key) for key in section}
+    options = {str(key).removeprefix(_PREFIX): value for key, value in section.items()}
+    default = _PREFIX if any(key.startswith(_PREFIX) for key in section) else ""
 
     def spell(path: str) -> str:
         head, _, name = path.partition(".")
         if head != SECTION or not name:
             return path
-        return f"{SECTION}.{spelled.get(name, prefix + name if is_prefixed else name)}"
+        return f"{SECTION}.{spelled.get(name, default + name)}"
 
     return {**values, SECTION: options}, spell
 
@@ -173,7 +174,7 @@ def v2_strategy(given: Given[Any], *, default: bool = True) -> tuple[str, bool |
     """Return the same of FSDP2, whose mesh says the rest; `default` is what a missing option means."""
     reshard = given.raw.fsdp_config.reshard_after_forward
     after = default if reshard is None else as_truth(reshard)
-    return sharding_strategy(given.spec.axes, given.spec.mesh, reshards=after is not False), after
+    return sharding_strategy(given.spec, reshards=after is not False), after
 
 
 def resumed_from(given: Given[Any]) -> str | None:

@@ -153,6 +153,8 @@ class Reader:
     name: Framework
     looks_like: Callable[[Document], bool]
     prepare: Callable[[Document], Source]
+    written: Mapping[str, str]
+    """Field of the spec → what to write in the config for less memory."""
 
 
 def read_source(name: Framework, source: Source, document: Document, *, world_size: int | None) -> Config:

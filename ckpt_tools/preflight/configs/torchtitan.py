@@ -118,9 +118,7 @@ def _engine(given: Given[TorchTitan]) -> Engine:
     spec = given.spec
     if spec.world_size == 1:
         return "none"
-    only_replicas = resolved(spec.axes, spec.mesh, "dp_shard") == 1 and all(
-        spec.axes[name] == 1 for name in ("cp", "tp", "pp")
-    )
+    only_replicas = resolved(spec, "dp_shard") == 1 and all(spec.axes[name] == 1 for name in ("cp", "tp", "pp"))
     return "ddp" if only_replicas and spec.axes["dp_replicate"] > 1 else "fsdp2"
 
 
@@ -128,7 +126,7 @@ def _strategy(given: Given[TorchTitan]) -> tuple[str, bool]:
     policy, spec = given.raw.parallelism.fsdp_reshard_after_forward or "default", given.spec
     # A pipeline's microbatches would gather the parameters again and again: "default" keeps them then.
     reshards = {"always": True, "never": False}.get(policy, spec.axes["pp"] == 1)
-    return sharding_strategy(spec.axes, spec.mesh, reshards=reshards), reshards
+    return sharding_strategy(spec, reshards=reshards), reshards
 
 
 def _is_full(given: Given[TorchTitan]) -> bool:
@@ -203,4 +201,13 @@ def _prepare(document: Document) -> Source:
     return Source(model=TorchTitan, table=_TABLE, values=document.keyed())
 
 
-READER = Reader(name="torchtitan", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="torchtitan",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "activation_checkpoint.mode: full",
+        "reshard_after_forward": "parallelism.fsdp_reshard_after_forward: always",
+        "offload_params": "training.enable_cpu_offload: true",
+    },
+)

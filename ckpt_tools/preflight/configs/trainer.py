@@ -286,4 +286,13 @@ def _prepare(document: Document) -> Source:
     )
 
 
-READER = Reader(name="trainer", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="trainer",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.cpu_offload: true",
+    },
+)

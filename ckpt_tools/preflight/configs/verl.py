@@ -212,7 +212,7 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
 
     def strategy(given: Given[Any]) -> tuple[str, bool]:
         reshards = options(given).reshard_after_forward is not False
-        return sharding_strategy(given.spec.axes, given.spec.mesh, reshards=reshards), reshards
+        return sharding_strategy(given.spec, reshards=reshards), reshards
 
     def compute(given: Given[Any]) -> str:
         fsdp = options(given)
@@ -306,7 +306,7 @@ _FSDP_SFT: Table[Sft] = {
     "axes": row(value=lambda _: {"dp_shard": -1}),
     "axes.sp": row("ulysses_sequence_parallel_size", default=1),
     "strategy reshard_after_forward": row(
-        value=lambda given: (sharding_strategy(given.spec.axes, given.spec.mesh, reshards=True), True), engines=FSDP
+        value=lambda given: (sharding_strategy(given.spec, reshards=True), True), engines=FSDP
     ),
     "param_dtype": row(default="bf16"),
     "reduce_dtype": row(default="f32"),
@@ -342,4 +342,13 @@ def _chosen(tree: Tree, document: Document) -> tuple[type[Section], Table[Any]]:
     return Sft if chosen == "fsdp" else SftOther, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
 
 
-READER = Reader(name="verl", looks_like=looks_like, prepare=_prepare)
+READER = Reader(
+    name="verl",
+    looks_like=looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "model.enable_gradient_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.offload_policy: true",
+    },
+)
