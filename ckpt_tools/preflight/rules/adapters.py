@@ -41,7 +41,7 @@ def storage_dtype(case: Case) -> Iterator[Violation]:
         storage, key = found.text, found.key
     elif packed is not None and packed.is_on and case.framework == "axolotl":
         storage, key = "bfloat16", packed.key  # axolotl's own default
-    elif case.facts is not None and case.facts.quantization is not None and case.facts.quantization.bits == 4:
+    elif case.facts.quantization is not None and case.facts.quantization.bits == 4:
         storage, key = case.facts.quantization.storage or "", f"{case.facts.where}: quantization_config"
     else:
         return
@@ -70,8 +70,8 @@ def storage_bytes(case: Case) -> Iterator[Violation]:
         if found is not None and found.text.endswith("int8"):
             yield Violation(found.key, f"{found}: 4-bit weights stay on every rank", f"{found.key}: bfloat16")
         return
-    packed = case.facts.quantization if case.facts is not None else None
-    if case.facts is None or packed is None or packed.method != "bitsandbytes" or packed.bits != 4:
+    packed = case.facts.quantization
+    if packed is None or (packed.method, packed.bits) != ("bitsandbytes", 4):
         return
     if packed.storage in (None, "uint8"):
         yield Violation(
@@ -207,7 +207,7 @@ def targets_exist(case: Case) -> Iterator[Violation]:
     Source: `peft/tuners/tuners_utils.py:BaseTuner.inject_adapter`, `check_target_module_exists`.
     """
     adapter, facts = case.spec.adapter, case.facts
-    if adapter is None or facts is None or facts.module_classes is None or not adapter.targets:
+    if adapter is None or facts.module_classes is None or not adapter.targets:
         return
     if any(target == "all-linear" or not _PLAIN_NAME.fullmatch(target) for target in adapter.targets):
         return

@@ -65,7 +65,7 @@ def check_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Findin
         Findings in the order of the rules' ids: `code` is the id, `where` the key path in the user's file, `hint` what
         to write instead.
     """
-    return apply(RULES, Case(config=config, facts=facts))
+    return apply(RULES, Case(config=config, facts=facts or ModelFacts(where="")))
 
 
 def render_rules(groups: Mapping[str, Iterable[Rule]] = GROUPS) -> str:

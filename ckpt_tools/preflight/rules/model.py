@@ -29,13 +29,13 @@ def _wrap_key(case: Case) -> str:
 )
 def wrap_classes_exist(case: Case) -> Iterator[Violation]:
     """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_auto_wrap_policy`."""
-    if case.facts is None or not case.is_fsdp or not case.spec.wrap_classes:
-        return
     known = case.facts.module_classes
+    if not case.is_fsdp or known is None:
+        return
     for name in case.spec.wrap_classes:
-        if known is not None and name not in known:
+        if name not in known:
             near = difflib.get_close_matches(name, [*case.facts.blocks, *known], n=1, cutoff=0.5)
-            proposal = near[0] if near else (case.facts.blocks[0] if case.facts.blocks else None)
+            proposal = next(iter((*near, *case.facts.blocks)), None)
             yield Violation(
                 _wrap_key(case),
                 f"no module of {case.facts.architecture or 'the model'} is a {shown(name)}",
@@ -52,13 +52,11 @@ def wrap_classes_exist(case: Case) -> Iterator[Violation]:
 )
 def blocks_are_named(case: Case) -> Iterator[Violation]:
     """Compare with transformers' `_no_split_modules`; a block that holds a wrapped class counts as covered."""
-    facts = case.facts
-    if facts is None or not case.is_fsdp or not case.spec.wrap_classes or facts.module_classes is None:
+    wrapped, classes = set(case.spec.wrap_classes), case.facts.module_classes or ()
+    if not case.is_fsdp or not wrapped or not wrapped.issubset(classes):  # CKPT040 has the others
         return
-    if any(name not in facts.module_classes for name in case.spec.wrap_classes):
-        return  # CKPT040 has it
-    missing = [name for name in facts.blocks if name in facts.module_classes and name not in case.spec.wrap_classes]
-    if missing and len(missing) == len([name for name in facts.blocks if name in facts.module_classes]):
+    missing = [name for name in case.facts.blocks if name in classes]
+    if missing and wrapped.isdisjoint(missing):
         yield Violation(
             _wrap_key(case),
             f"{', '.join(case.spec.wrap_classes)} is wrapped, the model's blocks are {', '.join(missing)}",
@@ -76,7 +74,7 @@ def blocks_are_named(case: Case) -> Iterator[Violation]:
 def tied_but_stored(case: Case) -> Iterator[Violation]:
     """Source: `accelerate/accelerator.py:_prepare_fsdp2`, which names this cause when the mapping fails."""
     facts = case.facts
-    if facts is None or not facts.tied_embeddings or not case.is_fsdp:
+    if not facts.tied_embeddings or not case.is_fsdp:
         return
     heads = [name for name in facts.stored if name.endswith("lm_head.weight")]
     embeddings = [name for name in facts.stored if name.endswith(("embed_tokens.weight", "wte.weight"))]
@@ -103,7 +101,7 @@ def even_shards(case: Case) -> Iterator[Violation]:
     Source: PyTorch `FSDPParam._init_sharded_param` (chunks of ceil(rows / ranks)).
     """
     ranks = case.shard_ranks
-    if case.facts is None or not case.is_fsdp2 or ranks <= 1 or not case.facts.shapes:
+    if not case.is_fsdp2 or ranks <= 1:
         return
     fullest = total = 0
     small: list[tuple[int, str, tuple[int, ...]]] = []
@@ -140,17 +138,17 @@ def even_shards(case: Case) -> Iterator[Violation]:
 def same_dim(case: Case) -> Iterator[Violation]:
     """Source: PyTorch's `_StridedShard`, which assumes even pieces; `ckpt shard` refuses the same."""
     tp, facts = case.axis("tp"), case.facts
-    if facts is None or tp <= 1 or not case.is_fsdp2 or case.shard_ranks <= 1:
+    if tp <= 1 or not case.is_fsdp2 or case.shard_ranks <= 1:
         return
     sizes = [("intermediate size", size) for size in facts.intermediate_sizes]
     if facts.vocab_size is not None:
         sizes.append(("vocabulary", facts.vocab_size))
     for what, size in sizes:
         if size % tp:
-            yield Violation(
-                case.axis_key("tp"),
+            yield case.on_axis(
+                "tp",
                 f"tp={tp} does not divide the {what} of {size} in {facts.where}, which FSDP cuts as well",
-                f"{case.axis_key('tp')}: {math.gcd(size, tp)}, or pad it to {-(-size // tp) * tp}",
+                f"{math.gcd(size, tp)}, or pad it to {-(-size // tp) * tp}",
             )
 
 
@@ -165,7 +163,7 @@ def same_dim(case: Case) -> Iterator[Violation]:
 def tied_on_cpu(case: Case) -> Iterator[Violation]:
     """Source: verl `workers/fsdp_workers.py` (`use_meta_tensor=not tie_word_embeddings`)."""
     facts = case.facts
-    if facts is None or not facts.tied_embeddings or not case.is_fsdp or facts.num_params is None:
+    if not facts.tied_embeddings or not case.is_fsdp or facts.num_params is None:
         return
     width = 2 if case.spec.master_dtype in ("bf16", "f16") else 4
     local = case.count("trainer.n_gpus_per_node", 8)
@@ -191,7 +189,7 @@ _HOST_BYTES = 256 * 10**9
 )
 def sequence_fits(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`."""
-    length, limit = case.spec.seq_len, case.facts.max_positions if case.facts is not None else None
+    length, limit = case.spec.seq_len, case.facts.max_positions
     if length is not None and limit is not None and length > limit:
         key = case.key("seq_len", "training.seq_len")
         yield Violation(key, f"{length} tokens, the model has {limit} positions", f"{key}: {limit}")
@@ -208,7 +206,7 @@ def sequence_fits(case: Case) -> Iterator[Violation]:
 def positions_are_in_the_table(case: Case) -> Iterator[Violation]:
     """Look for a table as long as the config says: GPT-2, BERT, OPT; rotary and relative positions have none."""
     length, facts = case.spec.seq_len, case.facts
-    if length is None or facts is None or facts.max_positions is None or length <= facts.max_positions:
+    if length is None or facts.max_positions is None or length <= facts.max_positions:
         return
     # Some tables have a few rows more, for padding (OPT, RoBERTa).
     rows = range(facts.max_positions, facts.max_positions + 3)

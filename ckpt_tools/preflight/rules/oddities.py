@@ -98,11 +98,7 @@ def ulysses_world(case: Case) -> Iterator[Violation]:
     """Source: verl `workers/fsdp_workers.py:ActorRolloutRefWorker.__init__`."""
     size, world = case.axis("sp"), case.spec.world_size
     if size > 1 and world is not None and world % size:
-        yield Violation(
-            case.axis_key("sp"),
-            f"sp={size} does not divide the {world} ranks",
-            f"{case.axis_key('sp')}: a divisor of {world}",
-        )
+        yield case.on_axis("sp", f"sp={size} does not divide the {world} ranks", f"a divisor of {world}")
 
 
 @warning_rule(

@@ -22,14 +22,12 @@ def _divisors(number: int, limit: int) -> str:
 def tp_divides_heads(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`; transformers' attention views (…, -1, head_dim) of each shard."""
     tp = case.axis("tp")
-    if case.facts is None or tp <= 1:
-        return
     for what, heads in (("attention heads", case.facts.num_heads), ("key and value heads", case.facts.num_kv_heads)):
-        if heads is not None and heads % tp:
-            yield Violation(
-                case.axis_key("tp"),
+        if heads is not None and tp > 1 and heads % tp:
+            yield case.on_axis(
+                "tp",
                 f"tp={tp} does not divide the {heads} {what} of {case.facts.where}",
-                f"{case.axis_key('tp')}: one of {_divisors(heads, 64)}",
+                f"one of {_divisors(heads, 64)}",
             )
             return
 
@@ -44,20 +42,20 @@ def tp_divides_heads(case: Case) -> Iterator[Violation]:
 def sp_divides_heads(case: Case) -> Iterator[Violation]:
     """Source: verl `models/transformers/monkey_patch.py:apply_monkey_patch`; DeepSpeed's UlyssesSPAttentionHF."""
     size = case.axis("sp")
-    if case.facts is None or size <= 1:
+    if size <= 1:
         return
     heads, kv_heads = case.facts.num_heads, case.facts.num_kv_heads
     if heads is not None and heads % size:
-        yield Violation(
-            case.axis_key("sp"),
+        yield case.on_axis(
+            "sp",
             f"sp={size} does not divide the {heads} attention heads of {case.facts.where}",
-            f"{case.axis_key('sp')}: one of {_divisors(heads, 64)}",
+            f"one of {_divisors(heads, 64)}",
         )
     elif kv_heads is not None and kv_heads % size and size % kv_heads:
-        yield Violation(
-            case.axis_key("sp"),
+        yield case.on_axis(
+            "sp",
             f"sp={size} neither divides the {kv_heads} key and value heads nor is a multiple of them",
-            f"{case.axis_key('sp')}: one of {_divisors(kv_heads, 64)}",
+            f"one of {_divisors(kv_heads, 64)}",
         )
 
 
@@ -69,13 +67,12 @@ def sp_divides_heads(case: Case) -> Iterator[Violation]:
 )
 def ep_divides_experts(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`, transformers `integrations/tensor_parallel.py`."""
-    ep = case.axis("ep")
-    experts = case.facts.num_experts if case.facts is not None else None
-    if case.facts is not None and ep > 1 and experts is not None and experts % ep:
-        yield Violation(
-            case.axis_key("ep"),
+    ep, experts = case.axis("ep"), case.facts.num_experts
+    if ep > 1 and experts is not None and experts % ep:
+        yield case.on_axis(
+            "ep",
             f"ep={ep} does not divide the {experts} experts of {case.facts.where}",
-            f"{case.axis_key('ep')}: one of {_divisors(experts, 256)}",
+            f"one of {_divisors(experts, 256)}",
         )
 
 
@@ -93,10 +90,8 @@ def ep_divides_ranks(case: Case) -> Iterator[Violation]:
         return
     ranks = shard * case.axis("cp") * case.axis("tp")
     if ranks % ep:
-        yield Violation(
-            case.axis_key("ep"),
-            f"ep={ep} does not divide dp_shard × cp × tp = {ranks}",
-            f"{case.axis_key('ep')}: one of {_divisors(ranks, 256)}",
+        yield case.on_axis(
+            "ep", f"ep={ep} does not divide dp_shard × cp × tp = {ranks}", f"one of {_divisors(ranks, 256)}"
         )
 
 
@@ -108,12 +103,8 @@ def ep_divides_ranks(case: Case) -> Iterator[Violation]:
 )
 def ep_without_experts(case: Case) -> Iterator[Violation]:
     """Look for an ep axis that no layer uses."""
-    if case.facts is not None and case.axis("ep") > 1 and case.facts.num_layers and not case.facts.is_moe:
-        yield Violation(
-            case.axis_key("ep"),
-            f"ep={case.axis('ep')}, but {case.facts.where} has no experts",
-            f"{case.axis_key('ep')}: 1",
-        )
+    if case.axis("ep") > 1 and case.facts.num_layers and not case.facts.is_moe:
+        yield case.on_axis("ep", f"ep={case.axis('ep')}, but {case.facts.where} has no experts", "1")
 
 
 @warning_rule(
@@ -176,12 +167,8 @@ def ep_combination(case: Case) -> Iterator[Violation]:
 )
 def tied_and_pipelined(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`."""
-    if case.facts is not None and case.facts.tied_embeddings and case.axis("pp") > 1:
-        yield Violation(
-            case.axis_key("pp"),
-            f"pp={case.axis('pp')}, and {case.facts.where} ties its embeddings to its head",
-            f"{case.axis_key('pp')}: 1",
-        )
+    if case.facts.tied_embeddings and case.axis("pp") > 1:
+        yield case.on_axis("pp", f"pp={case.axis('pp')}, and {case.facts.where} ties its embeddings to its head", "1")
 
 
 @error_rule(
@@ -247,11 +234,11 @@ def _axolotl_sequence(case: Case) -> Iterator[Violation]:
 )
 def stages_have_layers(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `distributed/pipeline_parallel.py`: the embedding and the head count as a layer each."""
-    pp, layers = case.axis("pp"), case.facts.num_layers if case.facts is not None else None
+    pp, layers = case.axis("pp"), case.facts.num_layers
     if pp <= 1 or layers is None:
         return
     weights = 0
     for name in ("first_stage_less_layers", "last_stage_less_layers"):
         weights += case.count(f"parallelism.pipeline_parallel_{name}")
     if pp > layers + weights:
-        yield Violation(case.axis_key("pp"), f"pp={pp} stages for {layers} layers", f"{case.axis_key('pp')}: {layers}")
+        yield case.on_axis("pp", f"pp={pp} stages for {layers} layers", f"{layers}")

@@ -97,7 +97,7 @@ class Case:
     """What a check looks at: a config, and what is known of the model."""
 
     config: Config
-    facts: ModelFacts | None = None
+    facts: ModelFacts
 
     @property
     def spec(self) -> ParallelSpec:
@@ -127,6 +127,11 @@ class Case:
     def axis_key(self, axis: str) -> str:
         """Return the key path that set an axis."""
         return self.spec.keys.get(f"axes.{axis}") or self.spec.keys.get(axis) or axis
+
+    def on_axis(self, axis: str, what: str, size: str) -> Violation:
+        """Return what is wrong with an axis, and the size that it should have."""
+        key = self.axis_key(axis)
+        return Violation(key, what, f"{key}: {size}")
 
     def axis(self, name: str) -> int:
         """Return the size of a mesh axis, 1 where the config has none; -1 only where the rest is not known."""

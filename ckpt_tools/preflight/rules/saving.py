@@ -16,7 +16,7 @@ _VERL_SAVES = "actor_rollout_ref.actor.checkpoint"
 
 def _gathered(case: Case) -> int | None:
     """Return the bytes that rank 0 holds when it gathers parameters and Adam's two moments in f32."""
-    params = case.facts.num_params if case.facts is not None else None
+    params = case.facts.num_params
     return None if params is None else params * (4 if case.spec.adapter is not None else 12)
 
 

@@ -177,10 +177,10 @@ def something_to_shard_over(case: Case) -> Iterator[Violation]:
 def cp_or_sp(case: Case) -> Iterator[Violation]:
     """Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`."""
     if case.axis("cp") > 1 and case.axis("sp") > 1:
-        yield Violation(
-            case.axis_key("sp"),
+        yield case.on_axis(
+            "sp",
             f"cp={case.axis('cp')} and sp={case.axis('sp')} exclude each other",
-            f"{case.axis_key('sp')}: 1 (or {case.axis_key('cp')}: 1)",
+            f"1 (or {case.axis_key('cp')}: 1)",
         )
 
 
@@ -205,10 +205,10 @@ def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
     if _is_ddp_with_model(case):
         replicas = case.axis("dp_replicate")
         axis = "tp" if case.axis("tp") > 1 else "cp"
-        yield Violation(
-            case.axis_key("dp_replicate"),
+        yield case.on_axis(
+            "dp_replicate",
             f"dp_replicate={replicas} and {axis}={case.axis(axis)} with dp_shard=1",
-            f"{case.axis_key('dp_replicate')}: 1 and {case.axis_key('dp_shard')}: {replicas}",
+            f"1 and {case.axis_key('dp_shard')}: {replicas}",
         )
 
 
