@@ -61,13 +61,6 @@ def judge(
 ) -> tuple[bool | None, str | None]:
     """Say whether a case fits.
 
-    Args:
-        case: What was estimated.
-        memory: Of one rank, in bytes.
-        margin: Beside its peak.
-        gpu_memory: Bytes of a device.
-        is_tracked: Was a step tracked, or is it the formula's?
-
     Returns:
         True or False where the estimate decides, else None and the reason.
     """

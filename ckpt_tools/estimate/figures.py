@@ -139,13 +139,7 @@ def _matrices(parts: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int]]:
 
 
 def block_of(shapes: Iterable[Sequence[int]], count: int, matrices: Sequence[tuple[int, int]]) -> Block:
-    """Return the figures of a block.
-
-    Args:
-        shapes: Of all its parameters.
-        count: How many there are of its kind.
-        matrices: (out, in) of its linear layers.
-    """
+    """Return the figures of a block from the shapes of its parameters, and (out, in) of its linear layers."""
     sides = Counter(side for pair in matrices for side in pair)
     return Block(
         count=count,

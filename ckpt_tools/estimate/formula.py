@@ -100,10 +100,6 @@ def terms_of(figures: Figures, case: Case) -> Terms:
 def estimate(figures: Figures, case: Case) -> Memory:
     """Return the memory of one rank.
 
-    Args:
-        figures: Of the model.
-        case: How it is trained.
-
     Returns:
         Bytes; `at_peak` adds up to `peak`.
     """

@@ -31,9 +31,6 @@ def run_estimate(options: EstimateOptions) -> Estimate:
     With a config.json, two training steps run in a process of their own, on tensors without data, and PyTorch's own
     tracker counts; the formula stands beside it. Otherwise the formula alone answers.
 
-    Args:
-        options: The model, and the ways to train it.
-
     Raises:
         UsageError: A model that cannot be built, or a mesh that cannot be.
         UnreadableError: A checkpoint without a config that cannot be described.

@@ -19,15 +19,7 @@ _STORED = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 def check_dtypes(
     comparison: Comparison, *, where: str, param_dtype: str | None, master_dtype: str | None, key: str
 ) -> Iterator[Finding]:
-    """Yield what becomes of the checkpoint's dtypes in the run.
-
-    Args:
-        comparison: Model and checkpoint.
-        where: The checkpoint, for messages.
-        param_dtype: bf16, f16 or f32: what the run computes in.
-        master_dtype: Of the parameters that the optimizer updates.
-        key: The config's key that says so.
-    """
+    """Yield what becomes of the checkpoint's dtypes in a run that computes in `param_dtype`, as `key` says."""
     num_bytes: Counter[str] = Counter()
     packed: list[str] = []
     for name, found in comparison.found.items():
@@ -80,16 +72,7 @@ def check_adapters(
     has_adapter: bool,
     key: str,
 ) -> Iterator[Finding]:
-    """Yield what is to be said about adapters in the checkpoint.
-
-    Args:
-        comparison: Model and checkpoint.
-        shapes: FQN → shape of the checkpoint's tensors.
-        where: The checkpoint, for messages.
-        rank: r of the run's adapter.
-        has_adapter: The run trains one.
-        key: The config's key of its rank.
-    """
+    """Yield what is to be said about adapters in the checkpoint; `rank` is that of the run's, as `key` says."""
     if not comparison.adapters:
         return
     count = len(comparison.adapters)

@@ -201,10 +201,6 @@ def _quantize(spec: ParallelSpec, lora: bool, notes: list[str]) -> str | None:
 def write_cuts(model: str, directory: str) -> tuple[str, ...]:
     """Write cut-down configs of a model, the smallest first, and return their directories.
 
-    Args:
-        model: A config.json, or its directory.
-        directory: Where to write them.
-
     Raises:
         UsageError: The config cannot be read.
         UnreadableError: It is not a JSON object.

@@ -98,12 +98,7 @@ def _why_not(spec: ParallelSpec) -> str:
 
 
 def blocks_too_small(spec: ParallelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return why no estimate holds for wrapping by number of parameters, or nothing.
-
-    Args:
-        spec: What the config asks for.
-        shapes: FQN → shape of the model's parameters.
-    """
+    """Return why no estimate holds for wrapping by number of parameters, or nothing."""
     least = spec.wrap_min_num_params
     if least is None or spec.engine not in ("fsdp1", "fsdp2"):
         return ""

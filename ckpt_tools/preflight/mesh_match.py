@@ -45,16 +45,7 @@ def check_mesh(
     mesh: Mesh,
     spec: ParallelSpec,
 ) -> Iterator[Finding]:
-    """Yield how the ranks of the run read the checkpoint, and what would make that cheaper.
-
-    Args:
-        checkpoint: As it is.
-        reads: What ranks read (`reads.count_reads`).
-        where: The checkpoint, for messages.
-        saved: The mesh that it was saved for, when known.
-        mesh: The mesh of the run.
-        spec: Framework and how it loads.
-    """
+    """Yield how the ranks of the run read the checkpoint, and what would make that cheaper."""
     if not format_of(checkpoint).is_sharded and spec.framework != "torchtitan":
         yield _whole_read(checkpoint, where, mesh, spec)
         return

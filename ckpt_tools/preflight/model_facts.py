@@ -112,9 +112,6 @@ class ModelFacts:
 def read_facts(model: str) -> ModelFacts:
     """Read what a model's config and the headers of its weights say; `match.look_at_model` builds it for more.
 
-    Args:
-        model: A directory with config.json, or the file.
-
     Raises:
         UnreadableError: No config.json, or it is not a JSON object.
         RefusedConfigError: Nothing may be built of it.

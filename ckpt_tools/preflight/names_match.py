@@ -34,15 +34,7 @@ def check_names(
     framework: Framework,
     mesh: str,
 ) -> Iterator[Finding]:
-    """Yield what is wrong with the names and shapes of a checkpoint, and what is worth knowing.
-
-    Args:
-        comparison: Model and checkpoint.
-        where: The checkpoint, for messages.
-        by_dcp: It is one that `dcp.load` reads, and not transformers.
-        framework: Who loads it.
-        mesh: For proposed commands.
-    """
+    """Yield what is wrong with the names and shapes of a checkpoint, which `dcp.load` reads or transformers."""
     if comparison.refused is not None:
         what, hint = comparison.refused
         yield make_finding("checkpoint-unexpected-key", "error", where, what, hint)

@@ -67,12 +67,7 @@ def several_commands(path: str) -> Finding:
 
 
 def lost_options(commands: Iterable[Sequence[str]], is_option: Callable[[str], bool]) -> tuple[Finding, ...]:
-    """Return the finding on options that the shell takes for a command of their own.
-
-    Args:
-        commands: What follows the trainer's command.
-        is_option: Does a word look like one of its options?
-    """
+    """Return the finding on options that the shell takes for a command of their own."""
     lost = [command[0] for command in commands if is_option(command[0])]
     if not lost:
         return ()

@@ -169,13 +169,7 @@ def _count(value: object) -> int:
 
 
 def account(options: Iterable[Option], *, spell: Spell = str, words: Iterable[str] = ()) -> Options:
-    """Return how much of a config is understood.
-
-    Args:
-        options: All of it.
-        spell: Turns a path into the user's.
-        words: What else could not be read: words of a command line that stand for any number of options.
-    """
+    """Return how much of a config is understood; `words` of a command line may stand for any number of options."""
     counts: dict[Status, int] = {"read": 0, "known": 0, "passed over": 0, "misspelt": 0, "unknown": 0}
     unknown: list[str] = []
     deciding: list[str] = []
@@ -250,12 +244,7 @@ def _folded(findings: list[Finding], what: str) -> tuple[Finding, ...]:
 
 
 def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Finding, ...]:
-    """Return what to say of options whose values are not in the file.
-
-    Args:
-        options: What became of them.
-        values: The file.
-    """
+    """Return what to say of options whose values are not in the file."""
     findings: list[Finding] = []
     words = dict.fromkeys(options.words)
     if words:

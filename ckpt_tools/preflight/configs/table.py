@@ -158,14 +158,7 @@ class Reader:
 
 
 def read_source(name: Framework, source: Source, document: Document, *, world_size: int | None) -> Config:
-    """Read a document by its trainer's table.
-
-    Args:
-        name: The trainer.
-        source: The document, made ready.
-        document: The document itself.
-        world_size: Ranks; None for what the document says.
-    """
+    """Read a document by its trainer's table."""
     options = source.values if source.options is None else source.options
     raw, findings, counted = validate(
         source.model, options, spell=source.spell, added=source.added, words=source.words, what=source.noun

@@ -188,12 +188,7 @@ def _engine_row(option: str, default: str) -> Row[Any]:
 
 
 def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
-    """Return the rows of what FSDP is told.
-
-    Args:
-        at: Where its options lie.
-        model: Where those of the model lie.
-    """
+    """Return the rows of what FSDP is told below `at`, of a model whose options lie at `model`."""
 
     def options(given: Given[Any]) -> Fsdp:
         found = value_at(given.raw, at)

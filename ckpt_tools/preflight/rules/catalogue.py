@@ -55,11 +55,7 @@ CATALOGUE: Mapping[str, Rule] = MappingProxyType({one.id: one for one in RULES})
 
 
 def check_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
-    """Return what is wrong with a config.
-
-    Args:
-        config: The config that was read.
-        facts: What is known of its model; without it, the rules on the model are silent.
+    """Return what is wrong with a config; without facts, the rules on the model are silent.
 
     Returns:
         Findings in the order of the rules' ids: `code` is the id, `where` the key path in the user's file, `hint` what
