@@ -8,11 +8,11 @@ Source: accelerate 1.15: `commands/config/config_args.py:ClusterConfig`, `comman
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import PlainValidator
 
-from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.configs.deepspeed_file import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
@@ -22,9 +22,9 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     Strategy,
     plugin_mesh_row,
     plugin_rows,
-    strip_prefix,
     v1_strategy,
     v2_strategy,
+    without_prefix,
 )
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, dtype_name
@@ -64,24 +64,16 @@ def _distributed_type(value: object) -> str:
     raise ValueError(f"one of {', '.join(sorted(TYPES))}, in capitals")
 
 
-class AccelerateFsdp(FsdpOptions):
+class AccelerateFsdp(FsdpOptions, known=_arguments("fsdp_"), instead={"cpu_offload": "offload_params"}):
     """`fsdp_config`; each key with or without `fsdp_`."""
-
-    known: ClassVar[frozenset[str]] = _arguments("fsdp_")
-
-    instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
 
     offload_params: Truth | None = None
     sharding_strategy: Strategy | None = None
     activation_checkpointing_offload: Truth | None = None
 
 
-class Parallelism(Section):
+class Parallelism(Section, known=frozenset(f"parallelism_config_{name}" for name in _arguments("parallelism_config_"))):
     """`parallelism_config`."""
-
-    known: ClassVar[frozenset[str]] = frozenset(
-        f"parallelism_config_{name}" for name in _arguments("parallelism_config_")
-    )
 
     parallelism_config_dp_replicate_size: Count | None = None
     parallelism_config_dp_shard_size: Count | None = None
@@ -90,10 +82,8 @@ class Parallelism(Section):
     parallelism_config_sp_size: Count | None = None
 
 
-class DeepSpeed(Section):
+class DeepSpeed(Section, known=known("accelerate", "arguments")):
     """`deepspeed_config`."""
-
-    known: ClassVar[frozenset[str]] = known("accelerate", "arguments")
 
     deepspeed_config_file: Word | None = None
     zero_stage: Count | None = None
@@ -101,11 +91,8 @@ class DeepSpeed(Section):
     offload_param_device: Word | None = None
 
 
-class Accelerate(Section):
+class Accelerate(Section, known=known("accelerate", "config"), unknown="error"):  # the launcher raises ValueError
     """The file."""
-
-    unknown: ClassVar[Severity | None] = "error"  # the launcher raises ValueError
-    known: ClassVar[frozenset[str]] = known("accelerate", "config")
 
     distributed_type: Annotated[str, PlainValidator(_distributed_type)] | None = None
     mixed_precision: Word | None = None
@@ -169,10 +156,6 @@ def _zero(given: Given[Accelerate]) -> tuple[str | None, bool, bool]:
     return zero_strategy(stage), devices[0] in OFFLOAD_DEVICES, devices[1] in OFFLOAD_DEVICES
 
 
-def _v1_strategy(given: Given[Accelerate]) -> tuple[str, bool | None]:
-    return v1_strategy(given.raw.fsdp_config.sharding_strategy or STRATEGIES[0])
-
-
 _TABLE: Table[Accelerate] = {
     "engine": row("distributed_type", value=_engine),
     "world_size": row("num_processes", value=_world_size),
@@ -191,7 +174,10 @@ _BY_ENGINE: Mapping[Engine, Table[Accelerate]] = {
     **plugin_rows(
         DEFAULTS,
         offload=row("fsdp_config.offload_params", default=False),
-        v1=row("fsdp_config.sharding_strategy", value=_v1_strategy),
+        v1=row(
+            "fsdp_config.sharding_strategy",
+            value=lambda given: v1_strategy(given.raw.fsdp_config.sharding_strategy or STRATEGIES[0]),
+        ),
         v2=row("fsdp_config.reshard_after_forward", value=v2_strategy),
     ),
 }
@@ -226,16 +212,7 @@ def _looks_like(document: Document) -> bool:
 
 def _prepare(document: Document) -> Source:
     values = document.keyed()
-    options, spell = strip_prefix(values)
-    return Source(
-        model=Accelerate,
-        table=_TABLE,
-        by_engine=_BY_ENGINE,
-        values=values,
-        options=options,
-        spell=spell,
-        check=_check,
-    )
+    return without_prefix(Source(model=Accelerate, table=_TABLE, by_engine=_BY_ENGINE, values=values, check=_check))
 
 
 READER = Reader(

@@ -10,7 +10,7 @@ defaults), `jobs/process/BaseSDTrainProcess.py`; the FSDP plan: `train.dist_mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -25,10 +25,8 @@ from ckpt_tools.preflight.spec import AdapterSpec, Engine
 _FLUX2_BLOCKS = ("DoubleStreamBlock", "SingleStreamBlock")
 
 
-class Train(Section):
+class Train(Section, known=known("ai_toolkit", "train")):
     """`train`."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "train")
 
     batch_size: Positive | None = None
     dtype: Word | None = None
@@ -44,10 +42,8 @@ class Train(Section):
     fsdp_backward_prefetch: Truth | None = None
 
 
-class Model(Section):
+class Model(Section, known=known("ai_toolkit", "model")):
     """`model`."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "model")
 
     name_or_path: Word | None = None
     arch: Word | None = None
@@ -59,10 +55,8 @@ class Model(Section):
     split_model_over_gpus: Truth | None = None
 
 
-class Network(Section):
+class Network(Section, known=known("ai_toolkit", "network")):
     """`network`."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "network")
 
     type: Word | None = None
     rank: Count | None = None
@@ -74,30 +68,22 @@ class Network(Section):
     pretrained_lora_path: Word | None = None
 
 
-class Process(Section):
+class Process(Section, known=known("ai_toolkit", "process"), extensible=True):
     """One of `config.process`; its other options depend on its type."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "process")
-    extensible: ClassVar[bool] = True
 
     train: Train = Train()
     model: Model = Model()
     network: Network = Network()
 
 
-class Job(Section):
+class Job(Section, known=known("ai_toolkit", "config")):
     """`config`."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "config")
 
     process: list[Process] = Field(default_factory=list)
 
 
-class AiToolkit(Section):
+class AiToolkit(Section, known=known("ai_toolkit", "file"), unknown="info"):
     """The file."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "file")
-    unknown: ClassVar[Severity | None] = "info"
 
     config: Job = Job()
 
@@ -115,10 +101,6 @@ def _axes(given: Given[Process]) -> dict[str, int]:
     if given.spec.engine == "ddp":
         return {"dp_replicate": -1}
     return {"dp_replicate": -1, "dp_shard": -1} if given.raw.train.fsdp_sharding == "hybrid" else {"dp_shard": -1}
-
-
-def _strategy(given: Given[Process]) -> str:
-    return f"{given.raw.train.fsdp_sharding or 'full'}_shard"
 
 
 def _compute(given: Given[Process]) -> str | None:
@@ -171,7 +153,9 @@ _TABLE: Table[Process] = {
     "axes.dp_shard": named_by("train.fsdp_sharding"),
     "axes": row(value=_axes),
     "mesh": mesh_row(),
-    "strategy": row("train.fsdp_sharding", value=_strategy, engines=FSDP),
+    "strategy": row(
+        "train.fsdp_sharding", value=lambda given: f"{given.raw.train.fsdp_sharding or 'full'}_shard", engines=FSDP
+    ),
     "reshard_after_forward": row(default=True, engines=FSDP),
     "param_dtype": row(*_DTYPES, value=_compute),
     "reduce_dtype": row(*_DTYPES, value=_compute, engines=FSDP),

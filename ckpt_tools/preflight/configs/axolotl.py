@@ -9,7 +9,7 @@ _get_parallel_config_kwargs`, `utils/trainer.py:setup_fsdp_envs` and `prepare_op
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document
@@ -20,7 +20,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     Version,
     plugin_rows,
     resumed_from,
-    strip_prefix,
+    without_prefix,
 )
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
@@ -40,20 +40,14 @@ ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")
 """Rank order."""
 
 
-class AxolotlFsdp(FsdpOptions):
+class AxolotlFsdp(FsdpOptions, known=known("axolotl", "fsdp_config"), instead={"cpu_offload": "offload_params"}):
     """`fsdp_config`; keys with `fsdp_` are taken too."""
-
-    known: ClassVar[frozenset[str]] = known("axolotl", "fsdp_config")
-
-    instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
 
     offload_params: Truth | None = None
 
 
-class Axolotl(Section):
+class Axolotl(Section, known=known("axolotl", "config")):
     """The file."""
-
-    known: ClassVar[frozenset[str]] = known("axolotl", "config")
 
     base_model: Word | None = None
     adapter: Word | None = None
@@ -98,10 +92,6 @@ def _engine(given: Given[Axolotl]) -> Engine:
     if raw.deepspeed:
         return "deepspeed"
     return "none" if given.spec.world_size == 1 else "ddp"
-
-
-def _context(given: Given[Axolotl]) -> int | None:
-    return given.raw.context_parallel_size or given.raw.sequence_parallel_degree
 
 
 def _axes(given: Given[Axolotl]) -> dict[str, int]:
@@ -167,7 +157,11 @@ def _quantize(given: Given[Axolotl]) -> str | None:
 _TABLE: Table[Axolotl] = {
     "engine": row("fsdp_config", "fsdp", "deepspeed", value=_engine),
     "axes.ep": row("expert_parallel_size"),
-    "axes.cp": row("context_parallel_size", "sequence_parallel_degree", value=_context),
+    "axes.cp": row(
+        "context_parallel_size",
+        "sequence_parallel_degree",
+        value=lambda given: given.raw.context_parallel_size or given.raw.sequence_parallel_degree,
+    ),
     "axes.tp": row("tensor_parallel_size"),
     "axes.dp_replicate": row("dp_replicate_size"),
     "axes.dp_shard": row("dp_shard_size"),
@@ -196,9 +190,7 @@ def _looks_like(document: Document) -> bool:
 
 
 def _prepare(document: Document) -> Source:
-    values = document.keyed()
-    options, spell = strip_prefix(values)
-    return Source(model=Axolotl, table=_TABLE, by_engine=_BY_ENGINE, values=values, options=options, spell=spell)
+    return without_prefix(Source(model=Axolotl, table=_TABLE, by_engine=_BY_ENGINE, values=document.keyed()))
 
 
 READER = Reader(

@@ -6,7 +6,7 @@ Source: accelerate 1.15 `utils/dataclasses.py:FullyShardedDataParallelPlugin`, `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,9 +14,8 @@ from pydantic import PlainValidator
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.options import Spell
 from ckpt_tools.preflight.configs.schema import Count, Names, Section, Truth, Word
-from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Table, row
+from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Source, Table, row
 from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import Engine
 
@@ -82,14 +81,14 @@ class PluginDefaults:
     """Does only the first rank read the weights?"""
 
 
-def strip_prefix(values: Mapping[str, object]) -> tuple[dict[str, object], Spell]:
-    """Return `values` with the keys of `fsdp_config` without prefix, and what turns their paths back.
+def without_prefix(source: Source) -> Source:
+    """Return a source whose `fsdp_config` has its keys without prefix.
 
     A key that is there in both spellings counts as the frameworks count it: the later one wins.
     """
-    section = values.get(SECTION)
+    section = source.values.get(SECTION)
     if not isinstance(section, Mapping):
-        return dict(values), str
+        return source
     spelled = {str(key).removeprefix(_PREFIX): str(key) for key in section}
     options = {str(key).removeprefix(_PREFIX): value for key, value in section.items()}
     default = _PREFIX if any(key.startswith(_PREFIX) for key in section) else ""
@@ -100,7 +99,7 @@ def strip_prefix(values: Mapping[str, object]) -> tuple[dict[str, object], Spell
             return path
         return f"{SECTION}.{spelled.get(name, default + name)}"
 
-    return {**values, SECTION: options}, spell
+    return replace(source, options={**source.values, SECTION: options}, spell=spell)
 
 
 def plugin_rows(
@@ -126,9 +125,6 @@ def plugin_rows(
     def policy(given: Given[Any]) -> str:
         return (given.raw.fsdp_config.auto_wrap_policy or defaults.auto_wrap_policy or "").upper()
 
-    def wraps_blocks(given: Given[Any]) -> bool:
-        return policy(given) == TRANSFORMER_WRAP or given.spec.wrap_min_num_params is not None
-
     def recomputes(given: Given[Any]) -> bool:
         return given.spec.activation_checkpointing or bool(given.raw.fsdp_config.activation_checkpointing)
 
@@ -138,7 +134,9 @@ def plugin_rows(
         "activation_checkpointing": row(f"{SECTION}.activation_checkpointing", value=recomputes),
         "wrap_classes": row(f"{SECTION}.transformer_layer_cls_to_wrap", value=classes),
         "wrap_min_num_params": row(f"{SECTION}.min_num_params", value=min_num_params),
-        "wraps_blocks": row(value=wraps_blocks),
+        "wraps_blocks": row(
+            value=lambda given: policy(given) == TRANSFORMER_WRAP or given.spec.wrap_min_num_params is not None
+        ),
         loading: row(f"{SECTION}.{loading}", default=defaults.cpu_ram_efficient_loading),
     }
     state_dicts = {version: STATE_DICTS[0 if version == 1 or defaults.full_state_dict else 2] for version in (1, 2)}

@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AliasChoices, Field
 
-from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
@@ -190,11 +190,8 @@ def _named(*names: str) -> Any:  # noqa: ANN401 - what pydantic's Field returns
     return Field(default=None, validation_alias=AliasChoices(*names))
 
 
-class OpenRlhf(Section):
+class OpenRlhf(Section, known=_NAMES, unknown="error"):  # argparse stops at it
     """The options, each under its names of all versions."""
-
-    known: ClassVar[frozenset[str]] = _NAMES
-    unknown: ClassVar[Severity | None] = "error"  # argparse stops at it
 
     backend: Annotated[str, choice("deepspeed", "fsdp2")] | None = None
     tp: Count | None = _named(
@@ -286,9 +283,7 @@ def _world_size(given: Given[OpenRlhf]) -> int | None:
         return launched_ranks(given.document.commands)
     if not (given.has_value("actor_num_nodes") and given.has_value("actor_num_gpus")):
         return None
-    nodes = 1 if given.raw.actor_num_nodes is None else given.raw.actor_num_nodes
-    gpus = 8 if given.raw.actor_num_gpus is None else given.raw.actor_num_gpus
-    return nodes * gpus if nodes > 0 and gpus > 0 else None
+    return (given.raw.actor_num_nodes or 1) * (given.raw.actor_num_gpus or 8)
 
 
 def _axes(given: Given[OpenRlhf]) -> dict[str, int]:
@@ -310,24 +305,12 @@ def _strategy(given: Given[OpenRlhf]) -> tuple[str, bool]:
     return sharding_strategy(given.spec, reshards=reshards), reshards
 
 
-def _zero(given: Given[OpenRlhf]) -> str | None:
-    return zero_strategy(2 if given.raw.zero_stage is None else given.raw.zero_stage)
-
-
-def _reduce(given: Given[OpenRlhf]) -> str | None:
-    return "f32" if given.spec.engine == "fsdp2" else given.spec.param_dtype
-
-
 def _adapter(given: Given[OpenRlhf]) -> AdapterSpec | None:
     raw = given.raw
     if not raw.lora_rank:
         return None
     alpha = 16.0 if raw.lora_alpha is None else raw.lora_alpha
     return AdapterSpec(kind="lora", rank=raw.lora_rank, alpha=alpha, targets=raw.lora_targets or ("all-linear",))
-
-
-def _quantize(given: Given[OpenRlhf]) -> str | None:
-    return "nf4" if given.raw.load_in_4bit else None
 
 
 def _seq_len(given: Given[OpenRlhf]) -> int | None:
@@ -340,12 +323,7 @@ def _seq_len(given: Given[OpenRlhf]) -> int | None:
 
 
 def _batch_size(given: Given[OpenRlhf]) -> int | None:
-    asked = given.raw.micro_batch_size
-    return _DEFAULTS.get(_script(given), (None, None))[0] if asked is None else asked
-
-
-def _resume(given: Given[OpenRlhf]) -> str | None:
-    return given.raw.ckpt_path if given.raw.load_checkpoint else None
+    return given.raw.micro_batch_size or _DEFAULTS.get(_script(given), (None, None))[0]
 
 
 _TABLE: Table[OpenRlhf] = {
@@ -359,21 +337,29 @@ _TABLE: Table[OpenRlhf] = {
     "strategy": named_by("reshard", "zero_stage"),
     "reshard_after_forward": named_by("reshard"),
     "param_dtype": row("param_dtype", default="bf16"),
-    "reduce_dtype": row("param_dtype", value=_reduce),
+    "reduce_dtype": row(
+        "param_dtype", value=lambda given: "f32" if given.spec.engine == "fsdp2" else given.spec.param_dtype
+    ),
     "master_dtype": row("param_dtype", value=lambda _: "f32"),
     "offload_params": row("cpu_offload", default=False, engines=("fsdp2",)),
     "offload_optimizer": row("adam_offload", default=False),
     "activation_checkpointing": row("checkpointing", default=False),
     "adapter": row("lora_rank", value=_adapter),
-    "quantize": row("load_in_4bit", value=_quantize),
+    "quantize": row("load_in_4bit", value=lambda given: "nf4" if given.raw.load_in_4bit else None),
     "optimizer": row("optim", default="adam"),
     "seq_len": row("max_len", "prompt_max_len", "generate_max_len", value=_seq_len),
     "batch_size": row("micro_batch_size", value=_batch_size),
     "model": row("model"),
-    "resume_from": row("load_checkpoint", "ckpt_path", value=_resume),
+    "resume_from": row(
+        "load_checkpoint",
+        "ckpt_path",
+        value=lambda given: given.raw.ckpt_path if given.raw.load_checkpoint else None,
+    ),
 }
 _BY_ENGINE: Mapping[Engine, Table[OpenRlhf]] = {
-    "deepspeed": {"strategy": row(value=_zero)},
+    "deepspeed": {
+        "strategy": row(value=lambda given: zero_strategy(2 if given.raw.zero_stage is None else given.raw.zero_stage))
+    },
     "fsdp2": {
         "strategy reshard_after_forward": row(value=_strategy),
         "state_dict_type": row(default="SHARDED_STATE_DICT"),

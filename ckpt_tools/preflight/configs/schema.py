@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
 
@@ -149,6 +149,21 @@ class Section(BaseModel):
     """Do scripts add options of their own? Then one that resembles none of these is worth a mention only."""
     instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Option of another framework → what it is called here."""
+
+    def __init_subclass__(
+        cls,
+        *,
+        known: frozenset[str] | None = None,
+        unknown: Severity | Literal["as above"] | None = "as above",
+        extensible: bool | None = None,
+        instead: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take what differs from the class above."""
+        super().__init_subclass__()
+        cls.known = cls.known if known is None else known
+        cls.unknown = cls.unknown if unknown == "as above" else unknown
+        cls.extensible = cls.extensible if extensible is None else extensible
+        cls.instead = cls.instead if instead is None else instead
 
     @model_validator(mode="before")
     @classmethod

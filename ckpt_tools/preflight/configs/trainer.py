@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
@@ -22,8 +22,8 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     plugin_mesh_row,
     plugin_rows,
     resumed_from,
-    strip_prefix,
     v2_strategy,
+    without_prefix,
 )
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, dtype_name
@@ -62,25 +62,23 @@ _OTHERS = (
 """Options that make it somebody else's."""
 
 
-class TrainerFsdp(FsdpOptions):
+_INSTEAD = {
+    "offload_params": "cpu_offload",
+    "sharding_strategy": "reshard_after_forward",
+    "cpu_offload_params": "cpu_offload",
+}
+"""Option of another's `fsdp_config` → what Trainer calls it."""
+
+
+class TrainerFsdp(FsdpOptions, known=known("trainer", "fsdp_config"), instead=_INSTEAD):
     """`fsdp_config`; each key with or without `fsdp_`."""
-
-    known: ClassVar[frozenset[str]] = known("trainer", "fsdp_config")
-
-    instead: ClassVar[Mapping[str, str]] = {
-        "offload_params": "cpu_offload",
-        "sharding_strategy": "reshard_after_forward",
-        "cpu_offload_params": "cpu_offload",
-    }
 
     cpu_offload: Truth | None = None
     xla: Truth | None = None
 
 
-class Sizes(Section):
+class Sizes(Section, known=known("trainer", "parallelism_config")):
     """`parallelism_config`, which a script makes a ParallelismConfig of."""
-
-    known: ClassVar[frozenset[str]] = known("trainer", "parallelism_config")
 
     dp_replicate_size: Count | None = None
     dp_shard_size: Count | None = None
@@ -89,12 +87,8 @@ class Sizes(Section):
     sp_size: Count | None = None
 
 
-class Trainer(Section):
+class Trainer(Section, known=known("trainer", "arguments", "trl"), extensible=True):
     """The file."""
-
-    extensible: ClassVar[bool] = True
-
-    known: ClassVar[frozenset[str]] = known("trainer", "arguments", "trl")
 
     per_device_train_batch_size: Positive | None = None
     bf16: Truth | None = None
@@ -214,10 +208,6 @@ def _dtypes(given: Given[Trainer]) -> tuple[str | None, str | None, str | None]:
     return mixed or stored, (mixed or stored) if given.is_fsdp else None, "f32" if is_widened else stored
 
 
-def _recomputes(given: Given[Trainer]) -> bool:
-    return bool(given.raw.gradient_checkpointing or given.raw.activation_checkpointing)
-
-
 def _adapter(given: Given[Trainer]) -> AdapterSpec | None:
     """Return the adapter of TRL's options. Source: `trl/trainer/model_config.py:ModelConfig` (r 16, alpha 32)."""
     raw = given.raw
@@ -245,7 +235,11 @@ _TABLE: Table[Trainer] = {
     "strategy reshard_after_forward": named_by("fsdp_config.reshard_after_forward", "fsdp"),
     "offload_params": named_by("fsdp_config.cpu_offload", "fsdp"),
     "param_dtype reduce_dtype master_dtype": row("bf16", "fp16", "torch_dtype", "dtype", value=_dtypes),
-    "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
+    "activation_checkpointing": row(
+        "gradient_checkpointing",
+        "activation_checkpointing",
+        value=lambda given: bool(given.raw.gradient_checkpointing or given.raw.activation_checkpointing),
+    ),
     "adapter": row("lora_r", "use_peft", value=_adapter),
     "quantize": row("load_in_4bit", "load_in_8bit", value=_quantize),
     "optimizer": row("optim", default="adamw_torch_fused"),
@@ -273,16 +267,8 @@ def _looks_like(document: Document) -> bool:
 
 def _prepare(document: Document) -> Source:
     values, missing = _with_fsdp_file(document.keyed(), document.path)
-    options, spell = strip_prefix(values)
-    return Source(
-        model=Trainer,
-        table=_TABLE,
-        by_engine=_BY_ENGINE,
-        values=values,
-        options=options,
-        spell=spell,
-        findings=missing,
-        check=_check,
+    return without_prefix(
+        Source(model=Trainer, table=_TABLE, by_engine=_BY_ENGINE, values=values, findings=missing, check=_check)
     )
 
 
