@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.preflight.comparison import Comparison
-from ckpt_tools.preflight.names_match import fold_names, make_finding
+from ckpt_tools.preflight.names_match import fold_names
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -30,9 +30,8 @@ def check_dtypes(
             packed.append(name)
     if packed:
         kinds = ", ".join(sorted({comparison.found[name].dtype for name in packed}))
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-dtype",
-            "error",
             where,
             f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}",
             "a quantised checkpoint is not trained as it is: start from the one that it was made of",
@@ -43,23 +42,19 @@ def check_dtypes(
     total = ", ".join(f"{format_size(size)} of {name}" for name, size in sorted(floats.items()))
     computed = _STORED.get(param_dtype or "")
     if computed is not None and {computed, *floats} >= {"F16", "BF16"}:
-        yield make_finding(
+        yield Finding.warning(
             "checkpoint-dtype",
-            "warning",
             where,
             f"the checkpoint is {total}, and {key} computes in {param_dtype}: between F16 and BF16 either the range "
             "or the precision does not survive",
             "compute in the dtype of the checkpoint, or start from an F32 one",
         )
     elif len(floats) > 1:
-        yield make_finding("checkpoint-dtype", "info", where, f"several dtypes are stored: {total}")
+        yield Finding.info("checkpoint-dtype", where, f"several dtypes are stored: {total}")
     master = _STORED.get(master_dtype or "")
     if master == "F32" and set(floats) & {"F16", "BF16"}:
-        yield make_finding(
-            "checkpoint-dtype",
-            "info",
-            where,
-            f"the checkpoint is {total}; the optimizer's copy is F32, twice as large",
+        yield Finding.info(
+            "checkpoint-dtype", where, f"the checkpoint is {total}; the optimizer's copy is F32, twice as large"
         )
 
 
@@ -78,9 +73,8 @@ def check_adapters(
     count = len(comparison.adapters)
     if not has_adapter:
         alone = not comparison.found
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-adapter",
-            "error",
             where,
             f"{'an adapter, not a model' if alone else 'the model and an adapter in one'}: {count} tensors such as "
             f"{escape_name(comparison.adapters[0])}; the config trains no adapter, and they would be ignored",
@@ -91,14 +85,13 @@ def check_adapters(
         min(shapes[fqn]) for fqn in comparison.adapters if fqn in shapes and len(shapes[fqn]) == 2 and "lora_A" in fqn
     }
     if rank is not None and ranks and ranks != {rank}:
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-adapter",
-            "error",
             where,
             f"the adapter in it has rank {', '.join(map(str, sorted(ranks)))}, {key} says {rank}",
             f"set {key} to the rank of the checkpoint",
         )
     elif not comparison.found:
-        yield make_finding(
-            "checkpoint-adapter", "info", where, f"{count} tensors of an adapter; the base model's are not in it"
+        yield Finding.info(
+            "checkpoint-adapter", where, f"{count} tensors of an adapter; the base model's are not in it"
         )

@@ -106,9 +106,7 @@ def check_checkpoint(
         if isinstance(error, ForeignLayoutError):  # the trainer's own, and perhaps just right
             unread = f"the checkpoint {escape_name(path)}: {error.what}" + (f" ({error.hint})" if error.hint else "")
             return CheckpointMatch(path=path, findings=(), not_checked=(unread,), view=view)
-        finding = Finding.error(
-            code="checkpoint-unreadable", where=error.where or path, what=error.what, hint=error.hint
-        )
+        finding = Finding.error("checkpoint-unreadable", error.where or path, error.what, error.hint)
         return CheckpointMatch(path=path, findings=(finding,), view=view)
 
 
@@ -136,7 +134,7 @@ def _check(
         not_checked += _not_compared(view.comparison, view, reads, spec)
         if reads.refused is not None:
             what = f"the checkpoint cannot be cut for {mesh}: {reads.refused[0]}"
-            findings.append(Finding.warning(code="checkpoint-mesh", where=path, what=what, hint=reads.refused[1]))
+            findings.append(Finding.warning("checkpoint-mesh", path, what, reads.refused[1]))
         elif mesh is not None and reads.ranks:
             findings += check_mesh(checkpoint, reads.ranks, where=path, saved=saved, mesh=mesh, spec=spec)
     return CheckpointMatch(
@@ -209,16 +207,16 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
             names = f"{first.fqn} and {other.fqn}"
             if one != two:
                 yield Finding.error(
-                    code="checkpoint-tied",
-                    where=where,
-                    what=f"{names} differ, and the model shares them: one of the two would be lost",
-                    hint='write "tie_word_embeddings": false in config.json if they were trained apart',
+                    "checkpoint-tied",
+                    where,
+                    f"{names} differ, and the model shares them: one of the two would be lost",
+                    'write "tie_word_embeddings": false in config.json if they were trained apart',
                 )
             else:
                 yield Finding.info(
-                    code="checkpoint-tied",
-                    where=where,
-                    what=f"{names} are both stored, and the model shares them (their first {count} bytes agree)",
+                    "checkpoint-tied",
+                    where,
+                    f"{names} are both stored, and the model shares them (their first {count} bytes agree)",
                 )
 
 
@@ -235,10 +233,10 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start anew with these weights as the base model")
     yield Finding.error(
-        code="checkpoint-no-optimizer",
-        where=path,
-        what=f"{key} resumes, and there is no optimizer state in the checkpoint, nor beside it",
-        hint=f"take a checkpoint that the trainer saved for resuming, {hint}",
+        "checkpoint-no-optimizer",
+        path,
+        f"{key} resumes, and there is no optimizer state in the checkpoint, nor beside it",
+        f"take a checkpoint that the trainer saved for resuming, {hint}",
     )
 
 

@@ -186,7 +186,7 @@ def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:
         f"({format_size(found.per_rank.peak)} at the peak and a margin of {format_size(found.margin.total)}), "
         f"and a device has {format_size(estimate.gpu_memory)}"
     )
-    return (Finding.error(code="memory-does-not-fit", where=key, what=what, hint=hint),)
+    return (Finding.error("memory-does-not-fit", key, what, hint),)
 
 
 _PHRASES: Mapping[str, tuple[str, str]] = {

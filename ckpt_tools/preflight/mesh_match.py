@@ -62,7 +62,7 @@ def check_mesh(
     if format_of(checkpoint).loads_by_dcp and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
         plan = " --tp-plan auto" if mesh.size("tp") > 1 else ""
         hint = f"loads faster after: ckpt reshard {where} NEW --mesh {mesh}{plan}"
-    yield Finding.info(code="checkpoint-mesh", where=where, what=what, hint=hint)
+    yield Finding.info("checkpoint-mesh", where, what, hint)
 
 
 def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSpec) -> Finding:
@@ -71,13 +71,13 @@ def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSp
     files = f"{len(checkpoint.files)} file" + ("s" if len(checkpoint.files) != 1 else "")
     if spec.cpu_ram_efficient_loading:
         what = f"the first rank reads all {size} ({files}) and sends every rank its part"
-        return Finding.info(code="checkpoint-mesh", where=where, what=what)
+        return Finding.info("checkpoint-mesh", where, what)
     world = spec.world_size or mesh.world_size
     total = format_size(checkpoint.total_bytes * world)
     key = spec.keys.get("cpu_ram_efficient_loading")
     return Finding.info(
-        code="checkpoint-mesh",
-        where=where,
-        what=f"each of {world} ranks reads all {size} ({files}): {total} together",
-        hint=None if key is None else f"with {key}: true only the first rank reads",
+        "checkpoint-mesh",
+        where,
+        f"each of {world} ranks reads all {size} ({files}): {total} together",
+        None if key is None else f"with {key}: true only the first rank reads",
     )

@@ -334,4 +334,4 @@ def _smoke_findings(report: SmokeReport) -> tuple[Finding, ...]:
         return findings
     failed = [phase.name for phase in report.phases if phase.ok is False]
     what = f"these phases failed: {', '.join(failed)}"
-    return (*findings, Finding.error(code="smoke-failed", where="smoke", what=what))
+    return (*findings, Finding.error("smoke-failed", "smoke", what))

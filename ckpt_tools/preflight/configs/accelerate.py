@@ -187,20 +187,20 @@ def _check(given: Given[Accelerate]) -> None:
     if find_value(given.values, "distributed_type") is None:
         given.findings.append(
             Finding.error(
-                code="missing-key",
-                where="distributed_type",
-                what="distributed_type is missing, and accelerate refuses a file without it",
-                hint="distributed_type: FSDP",
+                "missing-key",
+                "distributed_type",
+                "distributed_type is missing, and accelerate refuses a file without it",
+                "distributed_type: FSDP",
             )
         )
     count = given.raw.num_processes
     if count is not None and count < 1 and count != _ASKED_FOR:
         given.findings.append(
             Finding.error(
-                code="wrong-type",
-                where="num_processes",
-                what=f"{count} processes start nothing",
-                hint="num_processes: how many ranks there are on all machines together",
+                "wrong-type",
+                "num_processes",
+                f"{count} processes start nothing",
+                "num_processes: how many ranks there are on all machines together",
             )
         )
 

@@ -193,11 +193,10 @@ def _check(given: Given[Process]) -> None:
     if given.is_fsdp and given.raw.train.fsdp_sharding == "hybrid":
         given.findings.append(
             Finding.info(
-                code="unknown-value",
-                where=given.spell("train.fsdp_sharding"),
-                what="hybrid shards inside a machine, and the config does not say how many ranks a machine has: "
-                "no mesh",
-                hint="fsdp_sharding: full shards over all ranks",
+                "unknown-value",
+                given.spell("train.fsdp_sharding"),
+                "hybrid shards inside a machine, and the config does not say how many ranks a machine has: no mesh",
+                "fsdp_sharding: full shards over all ranks",
             )
         )
 

@@ -83,10 +83,10 @@ def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), grou
         if not _put(values, parts, _value(match["value"] or "")):
             findings.append(
                 Finding.error(
-                    code="wrong-type",
-                    where=path,
-                    what=f"{path} is set below an option that has a value of its own",
-                    hint="remove one of the two",
+                    "wrong-type",
+                    path,
+                    f"{path} is set below an option that has a value of its own",
+                    "remove one of the two",
                 )
             )
     return Overrides(

@@ -59,10 +59,10 @@ def programs(command: Sequence[str]) -> tuple[str, ...]:
 def several_commands(path: str) -> Finding:
     """Return the finding on a script that starts more than one trainer."""
     return Finding.warning(
-        code="several-commands",
-        where=path,
-        what="the script starts more than one trainer; the first one is checked",
-        hint="check each in a file of its own",
+        "several-commands",
+        path,
+        "the script starts more than one trainer; the first one is checked",
+        "check each in a file of its own",
     )
 
 
@@ -73,10 +73,10 @@ def lost_options(commands: Iterable[Sequence[str]], is_option: Callable[[str], b
         return ()
     return (
         Finding.error(
-            code="lost-option",
-            where=lost[0],
-            what="the line before it ends the command (a comment, or no backslash): the shell runs it on its own",
-            hint="move the comment above the command, and end each line with a backslash",
+            "lost-option",
+            lost[0],
+            "the line before it ends the command (a comment, or no backslash): the shell runs it on its own",
+            "move the comment above the command, and end each line with a backslash",
         ),
     )
 

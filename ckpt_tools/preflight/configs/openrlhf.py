@@ -156,12 +156,7 @@ def _is_option(word: str) -> bool:
 
 def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
     found = " ".join(taken[:4]) or "none"
-    return Finding.error(
-        code="wrong-type",
-        where=f"--{name}",
-        what=f"expected {expected}, found {found}",
-        hint=f"--{name} takes {expected}",
-    )
+    return Finding.error("wrong-type", f"--{name}", f"expected {expected}, found {found}", f"--{name} takes {expected}")
 
 
 def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Finding]:
@@ -170,19 +165,19 @@ def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Findin
     new = sorted(_options_with_dots("").intersection(values))
     if old and new:
         yield Finding.error(
-            code="mixed-options",
-            where=f"--{old[0]}",
-            what=f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
-            hint="use the names of one version",
+            "mixed-options",
+            f"--{old[0]}",
+            f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
+            "use the names of one version",
         )
     for name in sorted(_options_of_others(script).intersection(values)):
         ending = name.rpartition(".")[2]
         same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
         yield Finding.error(
-            code="unknown-key",
-            where=f"--{name}",
-            what=f"train_{script} has no such option, in no release: argparse stops at it",
-            hint=f"write --{same}" if same is not None else "remove it",
+            "unknown-key",
+            f"--{name}",
+            f"train_{script} has no such option, in no release: argparse stops at it",
+            f"write --{same}" if same is not None else "remove it",
         )
 
 

@@ -251,18 +251,18 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
         shown = first_few(words, _MAX_FOLDED)
         findings.append(
             Finding.warning(
-                code="unread-options",
-                where=next(iter(words)),
-                what=f"options that are not in the file, and not checked: whatever {shown} may stand for",
-                hint="write them in its place",
+                "unread-options",
+                next(iter(words)),
+                f"options that are not in the file, and not checked: whatever {shown} may stand for",
+                "write them in its place",
             )
         )
     findings += [
         Finding.warning(
-            code="unknown-value",
-            where=path,
-            what=f"{_shown(values, path)}is not in the file: what it says is not checked",
-            hint="write the value itself",
+            "unknown-value",
+            path,
+            f"{_shown(values, path)}is not in the file: what it says is not checked",
+            "write the value itself",
         )
         for path in options.unread[:_MAX_FOLDED]  # the report lists them all
     ]
@@ -270,9 +270,9 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
         shown = first_few(options.variables, 6)
         findings.append(
             Finding.info(
-                code="unknown-value",
-                where=options.variables[0],
-                what=f"left to variables, and of no weight for what is checked: {shown}",
+                "unknown-value",
+                options.variables[0],
+                f"left to variables, and of no weight for what is checked: {shown}",
             )
         )
     return tuple(findings)

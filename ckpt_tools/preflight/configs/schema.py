@@ -226,10 +226,7 @@ def _wrong_type(problem: Any, spell: Spell) -> Finding:  # noqa: ANN401 - pydant
         expected = "a list" if kind == "list_type" else "a mapping of options"
     where = spell(join_path(*problem["loc"]))
     return Finding.error(
-        code="wrong-type",
-        where=where,
-        what=f"expected {expected}, found {describe(problem['input'])}",
-        hint=f"{where}: {expected}",
+        "wrong-type", where, f"expected {expected}, found {describe(problem['input'])}", f"{where}: {expected}"
     )
 
 

@@ -132,10 +132,10 @@ def _with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[st
         except CkptError as error:
             problem = error.what
     finding = Finding.error(
-        code="missing-file",
-        where=SECTION,
-        what=f"{name}: {problem}; its options count as not given",
-        hint="name a JSON file, or write its options below fsdp_config",
+        "missing-file",
+        SECTION,
+        f"{name}: {problem}; its options count as not given",
+        "name a JSON file, or write its options below fsdp_config",
     )
     return {key: value for key, value in values.items() if key != SECTION}, (finding,)
 
@@ -155,10 +155,10 @@ def _fsdp_words(value: object) -> tuple[tuple[str, ...] | None, tuple[Finding, .
         items = ("",)
     findings = tuple(
         Finding.error(
-            code="unknown-value",
-            where="fsdp",
-            what=f"{item!r} is not an option of fsdp: Trainer stops at it",
-            hint="fsdp: true, and the rest in fsdp_config",
+            "unknown-value",
+            "fsdp",
+            f"{item!r} is not an option of fsdp: Trainer stops at it",
+            "fsdp: true, and the rest in fsdp_config",
         )
         for item in items
         if item not in ("auto_wrap", "offload") and item.upper() not in STRATEGIES

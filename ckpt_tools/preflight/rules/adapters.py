@@ -23,8 +23,7 @@ _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_em
 
 
 @error_rule(
-    "CKPT070",
-    "4-bit weights stored as another dtype than the one that computes",
+    "CKPT070: 4-bit weights stored as another dtype than the one that computes",
     why="FSDP2 gathers a block's parameters in one original dtype: packed bytes that pretend to be another float"
     " cannot join them",
     fix="bnb_4bit_quant_storage equal to the compute dtype",
@@ -55,8 +54,7 @@ def storage_dtype(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT071",
-    "4-bit weights stored as bytes",
+    "CKPT071: 4-bit weights stored as bytes",
     why="accelerate leaves parameters that are not floating out of FSDP2: every rank keeps the whole base model",
     fix="bnb_4bit_quant_storage: bfloat16",
     frameworks=HF,
@@ -82,8 +80,7 @@ def storage_bytes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT072",
-    "FSDP2 with a quantised base model in preference training",
+    "CKPT072: FSDP2 with a quantised base model in preference training",
     why="axolotl refuses it",
     fix="DeepSpeed, or FSDP1, or no quantisation",
     frameworks=("axolotl",),
@@ -99,8 +96,7 @@ def quantised_preferences(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT073",
-    "quantised weights, and no adapter to train",
+    "CKPT073: quantised weights, and no adapter to train",
     why="Integers have no gradient: there is nothing that the optimizer could change",
     fix="add an adapter, or load the weights unquantised",
     frameworks=("trainer", "axolotl", "openrlhf"),
@@ -120,8 +116,7 @@ def nothing_to_train(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT074",
-    "LoRA kernels under FSDP1",
+    "CKPT074: LoRA kernels under FSDP1",
     why="axolotl refuses them: they read parameters that FSDP1 has flattened",
     fix="fsdp_version: 2, or the kernels off",
     frameworks=("axolotl",),
@@ -137,8 +132,7 @@ def lora_kernels(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT075",
-    "4-bit weights with fp16 computation",
+    "CKPT075: 4-bit weights with fp16 computation",
     why="OpenRLHF stops: it computes 4-bit models in bf16 only",
     fix="--param_dtype bf16",
     frameworks=("openrlhf",),
@@ -151,8 +145,7 @@ def four_bit_half(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT076",
-    "Mxfp4 weights with cpu_ram_efficient_loading",
+    "CKPT076: Mxfp4 weights with cpu_ram_efficient_loading",
     why="axolotl refuses it",
     fix="cpu_ram_efficient_loading: false",
     frameworks=("axolotl",),
@@ -165,8 +158,7 @@ def mxfp4_loading(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT077",
-    "an adapter named, but no rank",
+    "CKPT077: an adapter named, but no rank",
     why="A rank below 1 has no weights to train",
     fix="the rank that the adapter should have",
 )
@@ -179,8 +171,7 @@ def adapter_rank(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT078",
-    "quanto weights under FSDP",
+    "CKPT078: quanto weights under FSDP",
     why="ai-toolkit quantises into tensor subclasses, which FSDP cannot cut into shards as it cuts plain tensors",
     fix="model.quantize: false; sharding frees the memory",
     frameworks=("ai-toolkit",),
@@ -195,8 +186,7 @@ def quanto_shards(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT079",
-    "an adapter for modules that the model does not have",
+    "CKPT079: an adapter for modules that the model does not have",
     why="PEFT stops when it finds none of the modules that are to be adapted",
     fix="names of the model's own linear modules, or all-linear",
     frameworks=("trainer", "axolotl", "verl", "openrlhf"),

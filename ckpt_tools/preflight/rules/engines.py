@@ -41,8 +41,7 @@ def wants_fsdp(case: Case) -> Setting | None:
 
 
 @error_rule(
-    "CKPT010",
-    "more than one of DDP, FSDP and DeepSpeed",
+    "CKPT010: more than one of DDP, FSDP and DeepSpeed",
     why="Each of them owns the gradients and the optimizer step; the trainer refuses the pair or silently drops one",
     fix="keep one of them",
     frameworks=("trainer", "axolotl", "ai-toolkit"),
@@ -84,8 +83,7 @@ def _ai_engines(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT011",
-    "the options of an engine that is not used",
+    "CKPT011: the options of an engine that is not used",
     why="Nothing reads them: the run starts as if they were not there",
     fix="remove them, or choose that engine",
     frameworks=("accelerate", "trainer", "openrlhf"),
@@ -124,8 +122,7 @@ def unused_engine(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT012",
-    "FSDP with pipeline parallelism",
+    "CKPT012: FSDP with pipeline parallelism",
     why="Transformers has no pipeline of FSDP stages: it refuses the pair",
     fix="pp_size 1, and shard over those ranks; or TP with PP and without FSDP",
     frameworks=("accelerate", "trainer", "axolotl"),
@@ -149,8 +146,7 @@ def _ai_exclusion(case: Case, name: str, because: str) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT013",
-    "FSDP with a model that is split over the GPUs",
+    "CKPT013: FSDP with a model that is split over the GPUs",
     why="The splitter puts whole layers on different GPUs of one process; FSDP has one process for every GPU",
     fix="model.split_model_over_gpus: false",
     frameworks=("ai-toolkit",),
@@ -161,8 +157,7 @@ def no_splitter(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT014",
-    "FSDP with layer offloading",
+    "CKPT014: FSDP with layer offloading",
     why="Both move parameters between host and GPU around each layer, and free each other's memory",
     fix="model.layer_offloading: false; train.fsdp_cpu_offload: true does it with FSDP",
     frameworks=("ai-toolkit",),
@@ -174,8 +169,7 @@ def no_layer_offloading(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT015",
-    "FSDP with low_vram",
+    "CKPT015: FSDP with low_vram",
     why="low_vram replaces .to() and leaves parts on the host, where FSDP expects them on its mesh",
     fix="model.low_vram: false",
     frameworks=("ai-toolkit",),
@@ -186,8 +180,7 @@ def no_low_vram(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT016",
-    "dp_shard_size without fsdp_config",
+    "CKPT016: dp_shard_size without fsdp_config",
     why="axolotl refuses to shard when no FSDP is configured",
     fix="add fsdp_version: 2 and an fsdp_config, or remove dp_shard_size",
     frameworks=("axolotl",),
@@ -204,8 +197,7 @@ def shard_without_fsdp(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT017",
-    "dist_mode without distributed",
+    "CKPT017: dist_mode without distributed",
     why="dist_mode says how a distributed run is done; without distributed it is a run of one process",
     fix="train.distributed: true",
     frameworks=("ai-toolkit",),
@@ -222,8 +214,7 @@ def switched_on(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT018",
-    "FSDP on GPUs without NCCL",
+    "CKPT018: FSDP on GPUs without NCCL",
     why="gloo moves every shard through host memory: each layer waits for it",
     fix="train.dist_backend: nccl",
     frameworks=("ai-toolkit",),

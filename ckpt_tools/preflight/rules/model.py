@@ -21,8 +21,7 @@ def _wrap_key(case: Case) -> str:
 
 
 @error_rule(
-    "CKPT040",
-    "a class to wrap that the model does not have",
+    "CKPT040: a class to wrap that the model does not have",
     why="accelerate stops: it could not find the transformer layer class",
     fix="the class name as it is in the model",
     frameworks=HF,
@@ -44,8 +43,7 @@ def wrap_classes_exist(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT041",
-    "the blocks of the model are not among the classes to wrap",
+    "CKPT041: the blocks of the model are not among the classes to wrap",
     why="What is not wrapped falls to the root: it is gathered at once and stays through forward and backward",
     fix="name the model's blocks",
     frameworks=HF,
@@ -65,8 +63,7 @@ def blocks_are_named(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT042",
-    "tied embeddings, and a head of its own among the weights",
+    "CKPT042: tied embeddings, and a head of its own among the weights",
     why="The config says that one tensor serves both, the files have two: one of them is dropped, or FSDP2's mapping of"
     " the optimizer's parameters fails",
     fix="tie_word_embeddings: false in config.json if the head was trained, else remove it from the weights",
@@ -87,8 +84,7 @@ def tied_but_stored(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT043",
-    "shards of very different size",
+    "CKPT043: shards of very different size",
     why="FSDP cuts dim 0 into equal pieces of rows: a tensor with fewer rows than ranks lies on the first ranks alone,"
     " which then need far more memory than the mean says",
     fix="fewer shard ranks (replicate over the others), or expert parallelism for stacked experts",
@@ -129,8 +125,7 @@ def even_shards(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT044",
-    "tp does not divide a dim that FSDP cuts too",
+    "CKPT044: tp does not divide a dim that FSDP cuts too",
     why="A tensor that TP and FSDP cut on the same dim with a remainder is trained, but saved so that it cannot be"
     " loaded again",
     fix="a tp that divides the dim, or a vocabulary that is padded to a multiple of it",
@@ -153,8 +148,7 @@ def same_dim(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT045",
-    "tied embeddings keep every rank from starting empty",
+    "CKPT045: tied embeddings keep every rank from starting empty",
     why="verl builds a model with tied embeddings on the CPU of every rank instead of on meta: each process holds all"
     " weights in host memory while it loads",
     fix="host memory for ranks × model, or fewer ranks on a node",
@@ -181,8 +175,7 @@ _HOST_BYTES = 256 * 10**9
 
 
 @error_rule(
-    "CKPT046",
-    "a sequence longer than the model's positions",
+    "CKPT046: a sequence longer than the model's positions",
     why="torchtitan refuses it: its table of rotations ends there",
     fix="a shorter sequence",
     frameworks=("torchtitan",),
@@ -196,8 +189,7 @@ def sequence_fits(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT047",
-    "samples longer than the model's table of positions",
+    "CKPT047: samples longer than the model's table of positions",
     why="The model looks every position up in a table that it has learned: the first sample that is longer than the"
     " table ends the run with an index out of range",
     fix="samples as long as the table at most, or a model with rotary positions",

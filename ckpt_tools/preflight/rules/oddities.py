@@ -11,8 +11,7 @@ _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRI
 
 
 @error_rule(
-    "CKPT090",
-    "reshard_after_forward is not a strategy's name under FSDP1",
+    "CKPT090: reshard_after_forward is not a strategy's name under FSDP1",
     why="Trainer hands it to FSDP1 as the name of a sharding strategy, and true is none: a KeyError",
     fix="full_shard or shard_grad_op, or FSDP2",
     frameworks=("trainer", "axolotl"),
@@ -27,8 +26,7 @@ def strategy_name(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT091",
-    "`fsdp` as text",
+    "CKPT091: `fsdp` as text",
     why="Trainer is about to take true only; the words belong into fsdp_config",
     fix="fsdp: true",
     frameworks=("trainer",),
@@ -49,8 +47,7 @@ def fsdp_words(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT092",
-    "keys of fsdp_config with the prefix `fsdp_`",
+    "CKPT092: keys of fsdp_config with the prefix `fsdp_`",
     why="axolotl takes them without it and is about to refuse the prefix",
     fix="remove the prefix (fsdp_version keeps it)",
     frameworks=("axolotl",),
@@ -70,8 +67,7 @@ def prefixed_keys(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT093",
-    "a pinned-memory option without what it belongs to",
+    "CKPT093: a pinned-memory option without what it belongs to",
     why="axolotl refuses cpu_offload_pin_memory: false under FSDP1, and without offload_params",
     fix="fsdp_version: 2 and offload_params: true",
     frameworks=("axolotl",),
@@ -88,8 +84,7 @@ def pinned_memory(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT094",
-    "Ulysses ranks that do not divide the world",
+    "CKPT094: Ulysses ranks that do not divide the world",
     why="verl puts all ranks on a mesh of dp × sp",
     fix="a size that divides the world size",
     frameworks=("verl",),
@@ -102,8 +97,7 @@ def ulysses_world(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT095",
-    "sequence parallelism without tensor parallelism",
+    "CKPT095: sequence parallelism without tensor parallelism",
     why="OpenRLHF's --sequence_parallel spreads activations over the TP ranks; with one rank it does nothing",
     fix="--fsdp_tensor_parallel_size 2, or remove it",
     frameworks=("openrlhf",),
@@ -120,8 +114,7 @@ def sequence_without_tp(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT096",
-    "SIZE_BASED_WRAP without a size",
+    "CKPT096: SIZE_BASED_WRAP without a size",
     why="axolotl refuses it",
     fix="fsdp_config.min_num_params",
     frameworks=("axolotl",),
@@ -134,8 +127,7 @@ def size_based_needs_size(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT097",
-    "f32 norms without FSDP2",
+    "CKPT097: f32 norms without FSDP2",
     why="axolotl refuses fp32_norms without an fsdp_config of version 2",
     fix="fsdp_version: 2",
     frameworks=("axolotl",),
@@ -148,8 +140,7 @@ def f32_norms(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT098",
-    "tensor parallelism of DeepSpeed in fp16",
+    "CKPT098: tensor parallelism of DeepSpeed in fp16",
     why="OpenRLHF stops: it takes bf16 for it only",
     fix="--param_dtype bf16",
     frameworks=("openrlhf",),
@@ -162,8 +153,7 @@ def speed_tp_dtype(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT099",
-    "activation checkpointing set twice",
+    "CKPT099: activation checkpointing set twice",
     why="axolotl hands both to Trainer: blocks are recomputed twice, or Trainer refuses the pair",
     fix="fsdp_config.activation_checkpointing alone",
     frameworks=("axolotl",),

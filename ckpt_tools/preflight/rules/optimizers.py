@@ -31,8 +31,7 @@ def _optimizer(case: Case) -> Setting | None:
 
 
 @error_rule(
-    "CKPT080",
-    "an optimizer of bitsandbytes under FSDP2",
+    "CKPT080: an optimizer of bitsandbytes under FSDP2",
     why="Its kernels refuse DTensors in the first step: they have no sharding rule",
     fix="adamw_torch_fused, or torchao's adamw_torch_8bit",
     frameworks=("axolotl", "trainer"),
@@ -46,8 +45,7 @@ def bitsandbytes_fsdp2(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT081",
-    "an 8-bit optimizer on offloaded parameters",
+    "CKPT081: an 8-bit optimizer on offloaded parameters",
     why="Its kernels run on the GPU alone, and FSDP1 keeps the parameters on the host",
     fix="offload_params: false, or another optimizer",
     frameworks=("axolotl",),
@@ -62,8 +60,7 @@ def eight_bit_offload(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT082",
-    "bitsandbytes' 8-bit AdamW with tensor parallelism",
+    "CKPT082: bitsandbytes' 8-bit AdamW with tensor parallelism",
     why="axolotl refuses it",
     fix="adamw_torch_fused",
     frameworks=("axolotl",),
@@ -78,8 +75,7 @@ def eight_bit_tp(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT083",
-    "an optimizer that this engine does not have",
+    "CKPT083: an optimizer that this engine does not have",
     why="axolotl refuses Muon, GaLore and the flash optimizers under DeepSpeed and FSDP1",
     fix="fsdp_version: 2, or another optimizer",
     frameworks=("axolotl",),
@@ -96,8 +92,7 @@ def engine_has_optimizer(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT084",
-    "GaLore with what it cannot be combined with",
+    "CKPT084: GaLore with what it cannot be combined with",
     why="axolotl refuses it: it projects whole parameters",
     fix="no adapter, and fsdp_config.use_orig_params: true",
     frameworks=("axolotl",),

@@ -40,8 +40,7 @@ def default_version(framework: Framework) -> int:
 
 
 @error_rule(
-    "CKPT020",
-    "reshard_after_forward is not a bool under FSDP2",
+    "CKPT020: reshard_after_forward is not a bool under FSDP2",
     why="FSDP1's strategy names cannot be read as one: the trainer stops while it parses its options",
     fix="true for FULL_SHARD, false for SHARD_GRAD_OP; a replicated axis for HYBRID_SHARD",
     frameworks=HF,
@@ -58,8 +57,7 @@ def reshard_is_bool(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT021",
-    "a word in `fsdp` that Trainer does not take, or takes under FSDP1 only",
+    "CKPT021: a word in `fsdp` that Trainer does not take, or takes under FSDP1 only",
     why='Trainer stops while it parses its arguments; the text "true" is an unknown word to it',
     fix="fsdp: true, and the strategy in fsdp_config",
     frameworks=("trainer",),
@@ -87,8 +85,7 @@ def v1_strategy(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT022",
-    "an option of FSDP1 under FSDP2",
+    "CKPT022: an option of FSDP1 under FSDP2",
     why="It is ignored (accelerate's plugin even refuses forward_prefetch when it is passed directly)",
     fix="remove it",
     frameworks=(*HF, "verl"),
@@ -113,8 +110,7 @@ def obsolete_options(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT023",
-    "the config does not say which FSDP it means",
+    "CKPT023: the config does not say which FSDP it means",
     why="A missing version is FSDP1 in accelerate and in axolotl before 0.20, and FSDP2 in Trainer and newer axolotl: "
     "the same options, other meanings",
     fix="write the version",
@@ -141,8 +137,7 @@ def _spelling(case: Case, name: str) -> str:
 
 
 @warning_rule(
-    "CKPT024",
-    "reshard_after_forward under FSDP1",
+    "CKPT024: reshard_after_forward under FSDP1",
     why="FSDP1 takes its strategy from sharding_strategy, whose default is FULL_SHARD: this option is not read",
     fix="fsdp_sharding_strategy, or FSDP2",
     frameworks=("accelerate",),
@@ -159,8 +154,7 @@ def reshard_under_v1(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT025",
-    "FSDP1",
+    "CKPT025: FSDP1",
     why="Axolotl 0.20 and later refuse it, transformers is about to remove it; its checkpoints and options are others",
     fix="move to FSDP2",
     frameworks=("trainer", "axolotl"),
@@ -178,8 +172,7 @@ def deprecated_version(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT026",
-    "an auto_wrap_policy that does not exist",
+    "CKPT026: an auto_wrap_policy that does not exist",
     why="The trainer stops while it parses its options",
     fix="TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
     frameworks=HF,
@@ -206,8 +199,7 @@ def _policy(case: Case) -> str | None:
 
 
 @warning_rule(
-    "CKPT027",
-    "an option of another wrap policy",
+    "CKPT027: an option of another wrap policy",
     why="Classes are read under TRANSFORMER_BASED_WRAP only, min_num_params under SIZE_BASED_WRAP only",
     fix="remove it, or change auto_wrap_policy",
     frameworks=HF,
@@ -229,8 +221,7 @@ def matching_policy(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT028",
-    "nothing wraps the blocks of the model",
+    "CKPT028: nothing wraps the blocks of the model",
     why="All blocks are one group: every rank gathers the whole model in forward, and keeps it until backward",
     fix="auto_wrap_policy: TRANSFORMER_BASED_WRAP",
     frameworks=HF,
@@ -264,8 +255,7 @@ def _stops_launch(case: Case) -> bool:
 
 
 @error_rule(
-    "CKPT029",
-    "cpu_ram_efficient_loading without sync_module_states",
+    "CKPT029: cpu_ram_efficient_loading without sync_module_states",
     why="Only rank 0 would read the weights and nobody would send them on: the launcher refuses it, in FSDP2 too",
     fix="sync_module_states: true, or remove it; it defaults to true",
     frameworks=("accelerate",),

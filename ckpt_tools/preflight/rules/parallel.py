@@ -14,8 +14,7 @@ def _divisors(number: int, limit: int) -> str:
 
 
 @error_rule(
-    "CKPT030",
-    "tp does not divide the attention heads",
+    "CKPT030: tp does not divide the attention heads",
     why="Each rank computes whole heads; with a remainder, reshaping the projections fails in the first forward",
     fix="a tp that divides both the heads and the key and value heads",
 )
@@ -33,8 +32,7 @@ def tp_divides_heads(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT031",
-    "sequence parallelism does not divide the attention heads",
+    "CKPT031: sequence parallelism does not divide the attention heads",
     why="Ulysses gives each rank some heads of the whole sequence; the trainer refuses a remainder",
     fix="a size that divides the heads, and divides the key and value heads or is a multiple of them",
     frameworks=("accelerate", "verl"),
@@ -60,8 +58,7 @@ def sp_divides_heads(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT032",
-    "ep does not divide the experts",
+    "CKPT032: ep does not divide the experts",
     why="Each rank of the axis owns the same number of experts",
     fix="an ep that divides the number of experts",
 )
@@ -77,8 +74,7 @@ def ep_divides_experts(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT033",
-    "ep does not divide the ranks that it borrows",
+    "CKPT033: ep does not divide the ranks that it borrows",
     why="Experts are spread over the ranks of dp_shard, cp and tp: ep must divide their product",
     fix="an ep that divides dp_shard × cp × tp",
     frameworks=("torchtitan", "trainer"),
@@ -96,8 +92,7 @@ def ep_divides_ranks(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT034",
-    "expert parallelism for a model without experts",
+    "CKPT034: expert parallelism for a model without experts",
     why="The axis does nothing for a dense model; in axolotl it takes its ranks away all the same",
     fix="set it to 1",
 )
@@ -108,8 +103,7 @@ def ep_without_experts(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT035",
-    "expert parallelism that takes ranks of its own",
+    "CKPT035: expert parallelism that takes ranks of its own",
     why="In axolotl ep is an axis of the mesh, and dp_shard_size counts the ranks beside it: an expert is sharded over"
     " dp_shard ranks, everything else over ep × dp_shard × cp (in older versions over dp_shard × cp, and kept ep"
     " times); torchtitan and transformers fold ep into dp_shard × cp × tp",
@@ -134,8 +128,7 @@ def ep_is_an_axis(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT036",
-    "expert parallelism beside axes that it cannot be combined with",
+    "CKPT036: expert parallelism beside axes that it cannot be combined with",
     why="axolotl's plugin has no EP with TP, and wants dp_shard_size or context_parallel_size to name the other ranks",
     fix="ep × cp × dp_shard = world size, and tensor_parallel_size 1",
     frameworks=("axolotl",),
@@ -159,8 +152,7 @@ def ep_combination(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT037",
-    "tied embeddings with pipeline parallelism",
+    "CKPT037: tied embeddings with pipeline parallelism",
     why="Embeddings and head are one tensor, and would lie in the first and in the last stage",
     fix="pipeline_parallel_degree 1, or a model with its own head",
     frameworks=ALL,
@@ -172,8 +164,7 @@ def tied_and_pipelined(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT038",
-    "the sequence is cut, but what that needs is off",
+    "CKPT038: the sequence is cut, but what that needs is off",
     why="The trainer refuses it, or computes attention over pieces as if they were whole sequences",
     fix="switch on what the message names",
     frameworks=("axolotl", "verl", "openrlhf"),
@@ -226,8 +217,7 @@ def _axolotl_sequence(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT039",
-    "more pipeline stages than layers",
+    "CKPT039: more pipeline stages than layers",
     why="Some stage would be empty",
     fix="fewer stages",
     frameworks=("torchtitan",),

@@ -31,8 +31,7 @@ def short(name: str) -> str | None:
 
 
 @error_rule(
-    "CKPT050",
-    "fp16 and bf16 at once",
+    "CKPT050: fp16 and bf16 at once",
     why="One dtype computes; the trainer refuses two",
     fix="keep bf16 where the GPUs have it",
     frameworks=("trainer", "axolotl"),
@@ -45,8 +44,7 @@ def one_half(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT051",
-    "fp16 without loss scaling",
+    "CKPT051: fp16 without loss scaling",
     why="Small gradients become zero in fp16: FSDP's mixed precision scales nothing, and this trainer has no scaler",
     fix="bf16",
     frameworks=("openrlhf", "ai-toolkit"),
@@ -66,8 +64,7 @@ def needs_scaler(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT052",
-    "gradients are averaged in a narrower dtype than they were computed in",
+    "CKPT052: gradients are averaged in a narrower dtype than they were computed in",
     why="The sum over ranks loses what the single rank kept",
     fix="reduce in the compute dtype, or in f32",
 )
@@ -82,8 +79,7 @@ def reduce_width(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT053",
-    "no f32 copy of the weights that are trained",
+    "CKPT053: no f32 copy of the weights that are trained",
     why="An update smaller than the spacing of 16-bit numbers is rounded away: training stalls at small learning rates",
     fix="f32 weights with bf16 computation",
     frameworks=("torchtitan", "verl"),
@@ -100,8 +96,7 @@ def master_weights(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT054",
-    "two options name different dtypes for the same thing",
+    "CKPT054: two options name different dtypes for the same thing",
     why="One of them wins, and it may not be the one that was meant",
     fix="the same dtype in both",
     frameworks=("axolotl", "ai-toolkit", "verl", "torchtitan"),
@@ -143,8 +138,7 @@ def same_dtype(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT055",
-    "torchao's fp8 with cpu_ram_efficient_loading",
+    "CKPT055: torchao's fp8 with cpu_ram_efficient_loading",
     why="accelerate refuses it",
     fix="fsdp_cpu_ram_efficient_loading: false",
     frameworks=("accelerate",),
@@ -165,8 +159,7 @@ def fp8_loading(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT056",
-    "a mixed_precision that does not exist",
+    "CKPT056: a mixed_precision that does not exist",
     why="The launcher stops",
     fix="no, fp16, bf16 or fp8",
     frameworks=("accelerate",),
@@ -181,8 +174,7 @@ def known_precision(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT057",
-    "fp8 all-gather without FSDP2",
+    "CKPT057: fp8 all-gather without FSDP2",
     why="axolotl refuses it: FSDP1's flat parameters cannot be gathered in fp8",
     fix="fsdp_version: 2",
     frameworks=("axolotl",),

@@ -198,17 +198,12 @@ class Rule:
 
 
 def _rule(
-    severity: Severity,
-    id: str,  # noqa: A002 - it is one
-    title: str,
-    *,
-    why: str,
-    fix: str,
-    frameworks: tuple[Framework, ...] = ALL,
+    severity: Severity, heading: str, *, why: str, fix: str, frameworks: tuple[Framework, ...] = ALL
 ) -> Callable[[Check], Rule]:
-    """Make a rule of the check below it."""
+    """Make a rule of the check below it; its heading is `ID: title`, as in the reference."""
+    id_, _, title = heading.partition(": ")
     return lambda check: Rule(
-        id=id, severity=severity, title=title, why=why, fix=fix, frameworks=frameworks, check=check
+        id=id_, severity=severity, title=title, why=why, fix=fix, frameworks=frameworks, check=check
     )
 
 

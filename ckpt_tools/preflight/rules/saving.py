@@ -21,8 +21,7 @@ def _gathered(case: Case) -> int | None:
 
 
 @warning_rule(
-    "CKPT060",
-    "FULL_STATE_DICT, because nothing else was said",
+    "CKPT060: FULL_STATE_DICT, because nothing else was said",
     why="Every save gathers all parameters and the optimizer's state in the host memory of rank 0, while others wait;"
     " resuming needs the same again",
     fix="state_dict_type: SHARDED_STATE_DICT; ckpt gather makes one model of it afterwards",
@@ -55,8 +54,7 @@ def full_by_default(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT061",
-    "FULL_STATE_DICT of a large model",
+    "CKPT061: FULL_STATE_DICT of a large model",
     why="Rank 0 gathers all parameters and the optimizer's state in its host memory at every save",
     fix="SHARDED_STATE_DICT; ckpt gather makes one model of it afterwards",
     frameworks=HF,
@@ -75,8 +73,7 @@ def full_and_large(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT062",
-    "LOCAL_STATE_DICT under FSDP2",
+    "CKPT062: LOCAL_STATE_DICT under FSDP2",
     why="accelerate refuses it",
     fix="SHARDED_STATE_DICT",
     frameworks=HF,
@@ -89,8 +86,7 @@ def no_local(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT063",
-    "save_only_model with SHARDED_STATE_DICT",
+    "CKPT063: save_only_model with SHARDED_STATE_DICT",
     why="Trainer refuses it",
     fix="save_only_model: false",
     frameworks=("trainer", "axolotl"),
@@ -103,8 +99,7 @@ def sharded_model_only(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT064",
-    "save_only_model with load_best_model_at_end",
+    "CKPT064: save_only_model with load_best_model_at_end",
     why="Trainer refuses it under FSDP and DeepSpeed",
     fix="one of the two",
     frameworks=("trainer", "axolotl"),
@@ -117,8 +112,7 @@ def best_model_only(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT065",
-    "a run that resumes from checkpoints without optimizer state",
+    "CKPT065: a run that resumes from checkpoints without optimizer state",
     why="Moments and step count start from zero: the loss jumps, and nothing says why",
     fix="save the optimizer too",
     frameworks=("trainer", "axolotl", "torchtitan", "verl", "openrlhf"),
@@ -168,8 +162,7 @@ def _with_optimizer(found: Setting) -> str:
 
 
 @error_rule(
-    "CKPT066",
-    "offloading of activations that are not recomputed",
+    "CKPT066: offloading of activations that are not recomputed",
     why="accelerate and axolotl refuse it: what is offloaded is the input of a checkpointed block",
     fix="switch activation checkpointing on",
     frameworks=("accelerate", "axolotl"),
@@ -199,8 +192,7 @@ def _own_checkpointing(case: Case) -> Setting | None:
 
 
 @error_rule(
-    "CKPT067",
-    "activation checkpointing set twice",
+    "CKPT067: activation checkpointing set twice",
     why="Trainer refuses it: each block would be recomputed twice",
     fix="fsdp_config.activation_checkpointing alone",
     frameworks=("trainer",),
@@ -213,8 +205,7 @@ def checkpointing_twice(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT068",
-    "gradient checkpointing where FSDP does it better, or makes it unnecessary",
+    "CKPT068: gradient checkpointing where FSDP does it better, or makes it unnecessary",
     why="Trainer's own gathers the parameters of every block once more in backward; ai-toolkit's costs a third of the"
     " speed for memory that sharding has freed",
     fix="FSDP's own activation_checkpointing, or none",
@@ -241,8 +232,7 @@ def redundant_checkpointing(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT069",
-    "two ways of offloading",
+    "CKPT069: two ways of offloading",
     why="verl's offload_policy moves parameters, gradients and optimizer itself, and switches the other two off",
     fix="one of them",
     frameworks=("verl",),

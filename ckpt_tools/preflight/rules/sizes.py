@@ -68,8 +68,7 @@ _LEARNING_RATES: Mapping[Framework, tuple[str, ...]] = {
 
 
 @error_rule(
-    "CKPT100",
-    "a size that no run has",
+    "CKPT100: a size that no run has",
     why="A digit too many, or another unit: no cluster has these ranks, and no device holds such a sample",
     fix="the size that was meant",
 )
@@ -90,8 +89,7 @@ def absurd_sizes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT101",
-    "a size below what it can be",
+    "CKPT101: a size below what it can be",
     why="The trainer stops at it, divides by it, or trains nothing",
     fix="a whole number that is large enough, or no such option at all",
     frameworks=tuple(_AT_LEAST),
@@ -106,8 +104,7 @@ def least_sizes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT102",
-    "a learning rate below zero",
+    "CKPT102: a learning rate below zero",
     why="torch's optimizers stop at it: Invalid learning rate",
     fix="a learning rate above zero",
     frameworks=tuple(_LEARNING_RATES),

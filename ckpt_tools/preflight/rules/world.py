@@ -46,8 +46,7 @@ def parallelism_sizes(case: Case) -> Mapping[str, object] | None:
 
 
 @error_rule(
-    "CKPT001",
-    "the axes of the mesh do not multiply to the world size",
+    "CKPT001: the axes of the mesh do not multiply to the world size",
     why="Every rank has one place in the mesh: building it fails on all ranks, after the job was scheduled",
     fix="change one axis, or the number of processes, so that the product is the world size",
 )
@@ -88,8 +87,7 @@ def axis_product(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT002",
-    "a parallel size is not a positive number",
+    "CKPT002: a parallel size is not a positive number",
     why="The trainer refuses it when it builds the mesh",
     fix="write 1 to switch an axis off; only torchtitan's data_parallel_shard_degree and verl's fsdp_size may be -1",
     frameworks=("accelerate", "trainer", "torchtitan", "verl"),
@@ -112,8 +110,7 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT003",
-    "`parallelism_config` without FSDP2",
+    "CKPT003: `parallelism_config` without FSDP2",
     why="accelerate builds the mesh and then refuses it, or, under DDP, shards nothing on the axes that ask for it",
     fix="distributed_type: FSDP and fsdp_config.fsdp_version: 2, or remove parallelism_config",
     frameworks=("accelerate", "trainer"),
@@ -145,8 +142,7 @@ def needs_fsdp2(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT004",
-    "FSDP2 has no axis to shard over",
+    "CKPT004: FSDP2 has no axis to shard over",
     why="Parameters are sharded over dp_shard and cp; with both at 1 accelerate refuses to prepare the model",
     fix="dp_shard_size greater than 1, or no parallelism_config at all: then FSDP shards over all ranks",
     frameworks=("accelerate", "trainer"),
@@ -168,8 +164,7 @@ def something_to_shard_over(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT005",
-    "context parallelism and sequence parallelism together",
+    "CKPT005: context parallelism and sequence parallelism together",
     why="Both cut the sequence, one through FSDP2 and one through DeepSpeed; accelerate refuses the pair",
     fix="set one of the two to 1",
     frameworks=("accelerate", "trainer"),
@@ -189,8 +184,7 @@ def _is_ddp_with_model(case: Case) -> bool:
 
 
 @error_rule(
-    "CKPT006",
-    "tensor or context parallelism over replicas that are not sharded",
+    "CKPT006: tensor or context parallelism over replicas that are not sharded",
     why="accelerate has no DDP with TP or CP: dp_replicate > 1 needs dp_shard > 1 beside tp or cp",
     fix="shard instead of replicating (dp_replicate 1, dp_shard > 1), or do both",
     frameworks=("accelerate", "trainer", "axolotl"),
@@ -213,8 +207,7 @@ def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT007",
-    "FSDP in a run of one process",
+    "CKPT007: FSDP in a run of one process",
     why="Trainer refuses `fsdp` outside of distributed training",
     fix="start more ranks, or remove fsdp",
     frameworks=("trainer",),
@@ -226,8 +219,7 @@ def needs_ranks(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT008",
-    "the processes do not spread evenly over the machines",
+    "CKPT008: the processes do not spread evenly over the machines",
     why="`accelerate launch` starts num_processes // num_machines on each machine: fewer ranks than the config says",
     fix="make num_processes (of all machines together) a multiple of num_machines",
     frameworks=("accelerate",),
@@ -244,8 +236,7 @@ def even_machines(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT009",
-    "the world size that was asked about is not that of the config",
+    "CKPT009: the world size that was asked about is not that of the config",
     why="The config would start another number of ranks than was checked",
     fix="change the config, or pass its number to --world-size",
     frameworks=("accelerate", "verl"),
