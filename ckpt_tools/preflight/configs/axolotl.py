@@ -16,7 +16,6 @@ from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     FsdpOptions,
-    PluginDefaults,
     Version,
     plugin_rows,
     resumed_from,
@@ -25,17 +24,10 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, row
+from ckpt_tools.preflight.configs.trainer import DEFAULTS
 from ckpt_tools.preflight.plain_values import as_truth, find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
-DEFAULTS = PluginDefaults(
-    version=2,
-    auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-    min_num_params=0,
-    full_state_dict=True,
-    cpu_ram_efficient_loading=False,
-)
-"""axolotl hands its options on to TrainingArguments, whose defaults these are."""
 ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")
 """Rank order."""
 
@@ -179,6 +171,7 @@ _TABLE: Table[Axolotl] = {
     "model": row("base_model"),
     "resume_from": row("resume_from_checkpoint", value=resumed_from),
 }
+# axolotl hands its options on to TrainingArguments, whose defaults count.
 _BY_ENGINE: Mapping[Engine, Table[Axolotl]] = {
     "deepspeed": deepspeed_rows(),
     **plugin_rows(DEFAULTS, offload=row("fsdp_config.offload_params", default=False)),
