@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from ckpt_tools.errors import RefusedConfigError
 from ckpt_tools.estimate.options import EstimateOptions
@@ -42,9 +42,7 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
     build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     figures = figures_of(recipe)
 
-    def tracked(case: Any) -> Any:  # noqa: ANN401 - a Case; torch's side is imported here only
-        return track(recipe, case)
-
+    tracked = partial(track, recipe)
     cases = evaluate(figures, options, tracked)
     return Estimate(
         model=recipe.title,

@@ -27,24 +27,18 @@ OFFLOAD_UNDERESTIMATE = 1.7
 
 def evaluate(figures: Figures, options: EstimateOptions, track: Track) -> tuple[CaseEstimate, ...]:
     """Return the estimate of every case that `options` ask for."""
-    return tuple(_estimate(figures, case, options.gpu_bytes, track) for case in cases_of(options))
+    return tuple(
+        _judged(case, formula.estimate(figures, case), track(case), options.gpu_bytes) for case in cases_of(options)
+    )
 
 
-def _estimate(figures: Figures, case: Case, gpu_memory: int | None, track: Track) -> CaseEstimate:
-    by_formula = formula.estimate(figures, case)
-    found = track(case)
+def _judged(case: Case, by_formula: Memory, found: Memory | str, gpu_memory: int | None) -> CaseEstimate:
     tracked, why_not = (None, found) if isinstance(found, str) else (found, None)
-    return _judged(case, by_formula, tracked, why_not, gpu_memory)
-
-
-def _judged(
-    case: Case, by_formula: Memory, tracked: Memory | None, why_not: str | None, gpu_memory: int | None
-) -> CaseEstimate:
-    found = tracked or by_formula
-    margin = margin_of(found.peak, case.mesh)
+    memory = tracked or by_formula
+    margin = margin_of(memory.peak, case.mesh)
     fits, doubt = None, None
     if gpu_memory is not None:
-        fits, doubt = judge(case, found, margin, gpu_memory, is_tracked=tracked is not None)
+        fits, doubt = judge(case, memory, margin, gpu_memory, is_tracked=tracked is not None)
     return CaseEstimate(
         case=case,
         formula=by_formula,
@@ -95,8 +89,7 @@ def propose(
         if needed < _HOPELESS * options.gpu_bytes:
             found = track(case) if num_tracked < _MAX_TRACKED else "enough proposals were tracked"
             num_tracked += not isinstance(found, str)
-        tracked, why_not = (None, found) if isinstance(found, str) else (found, None)
-        proposals.append(Proposal(what=what, estimate=_judged(case, by_formula, tracked, why_not, options.gpu_bytes)))
+        proposals.append(Proposal(what=what, estimate=_judged(case, by_formula, found, options.gpu_bytes)))
         if proposals[-1].estimate.fits:
             break
     return tuple(proposals)

@@ -10,7 +10,7 @@ from ckpt_tools.description.transform import is_optimizer
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate.evaluate import evaluate, propose
 from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_from_shapes
-from ckpt_tools.estimate.options import Case, EstimateOptions
+from ckpt_tools.estimate.options import EstimateOptions
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.memory import peak_rss_bytes
@@ -58,17 +58,13 @@ def by_formula(options: EstimateOptions) -> Estimate:
         UnreadableError: The checkpoint cannot be described.
     """
     title, figures, notes = _find_figures(options)
-
-    def none(case: Case) -> str:  # noqa: ARG001 - what a tracker takes
-        return _NO_CONFIG
-
-    cases = evaluate(figures, options, none)
+    cases = evaluate(figures, options, lambda _: _NO_CONFIG)
     return Estimate(
         model=title,
         params=figures.params,
         cases=cases,
         gpu_memory=options.gpu_bytes,
-        proposals=propose(figures, options, cases, none),
+        proposals=propose(figures, options, cases, lambda _: _NO_CONFIG),
         notes=notes,
         peak_rss_bytes=peak_rss_bytes(),
     )

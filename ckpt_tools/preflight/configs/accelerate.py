@@ -33,7 +33,6 @@ from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import Engine
 
 DEFAULTS = PluginDefaults(
-    version=1,
     auto_wrap_policy=None,
     min_num_params=10**8,
     full_state_dict=False,

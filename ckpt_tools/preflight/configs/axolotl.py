@@ -79,7 +79,7 @@ def _engine(given: Given[Axolotl]) -> Engine:
     raw = given.raw
     if raw.fsdp or find_value(given.values, SECTION):
         # Releases that take the list `fsdp` mean FSDP1 by a missing version; 0.20 and later have none but FSDP2.
-        version = raw.fsdp_version or raw.fsdp_config.version or (1 if raw.fsdp else DEFAULTS.version)
+        version = raw.fsdp_version or raw.fsdp_config.version or (1 if raw.fsdp else 2)
         return "fsdp2" if version == 2 else "fsdp1"
     if raw.deepspeed:
         return "deepspeed"

@@ -72,7 +72,6 @@ class FsdpOptions(Section):
 class PluginDefaults:
     """What one of the three makes of options that are missing."""
 
-    version: int
     auto_wrap_policy: str | None
     min_num_params: int
     full_state_dict: bool

@@ -32,7 +32,6 @@ from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 DEFAULTS = PluginDefaults(
-    version=2,
     auto_wrap_policy="TRANSFORMER_BASED_WRAP",
     min_num_params=0,
     full_state_dict=True,
