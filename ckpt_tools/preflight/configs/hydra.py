@@ -121,19 +121,11 @@ def _value(text: str) -> object:
         return text[1:-1]
     # Hydra's dicts have no space after the colon, YAML's need one.
     yaml_text = re.sub(r":(?=[^\s])", ": ", text) if text.startswith("{") else text
-    if not text.startswith(("[", "{")) and (
-        ":" in text or "#" in text or text.startswith(("-", "&", "*", "!", "|", ">"))
-    ):
-        return _plain(text)
+    is_plain = ":" in text or "#" in text or text.startswith(("-", "&", "*", "!", "|", ">"))
     try:
+        if is_plain and not text.startswith(("[", "{")):
+            return int(text) if len(text) < 20 else text
         return load_yaml(yaml_text, full=True)
-    except ValueError:
-        return text
-
-
-def _plain(text: str) -> object:
-    try:
-        return int(text) if len(text) < 20 else text
     except ValueError:
         return text
 
