@@ -187,15 +187,7 @@ def validate(
 ) -> tuple[SectionType, tuple[Finding, ...], Options]:
     """Return a config as its model, what in it has a wrong type or is not known, and how much of it is understood.
 
-    An option whose value is not in the file counts as not given.
-
-    Args:
-        model: The framework's model.
-        values: The config, normalised if need be.
-        spell: Turns a path in `values` into the user's.
-        added: Paths of options that the user adds on purpose, whatever the framework has.
-        words: Words of a command line that stand for nobody knows which options.
-        what: What an option is called: key or option.
+    An option whose value is not in the file counts as not given. `added` and `words` are those of `table.Source`.
     """
     findings: list[Finding] = []
     options = [
