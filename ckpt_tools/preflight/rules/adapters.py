@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.engines import ai_option, ai_wants_fsdp
-from ckpt_tools.preflight.rules.flags import flag
 from ckpt_tools.preflight.rules.precision import short
 from ckpt_tools.preflight.rules.rule import HF, Case, Violation, enabled, error_rule, shown, warning_rule
 from ckpt_tools.preflight.spec import Framework
@@ -106,7 +104,7 @@ def nothing_to_train(case: Case) -> Iterator[Violation]:
     if case.spec.adapter is not None:
         return
     if case.framework == "openrlhf":
-        if found := enabled(flag(case, "load_in_4bit")):
+        if found := enabled(case.flag("load_in_4bit")):
             yield Violation(found.key, f"{found.key} without LoRA", "--lora_rank 16")
         return
     adapter = "adapter: lora" if case.framework == "axolotl" else "use_peft: true"
@@ -139,7 +137,7 @@ def lora_kernels(case: Case) -> Iterator[Violation]:
 )
 def four_bit_half(case: Case) -> Iterator[Violation]:
     """Source: OpenRLHF `models/actor.py`."""
-    packed, dtype = enabled(flag(case, "load_in_4bit")), flag(case, "param_dtype")
+    packed, dtype = enabled(case.flag("load_in_4bit")), case.flag("param_dtype")
     if packed is not None and dtype is not None and short(dtype.text) != "bf16":
         yield Violation(dtype.key, f"{dtype.key} {dtype.text} with {packed.key}", f"{dtype.key} bf16")
 
@@ -178,8 +176,8 @@ def adapter_rank(case: Case) -> Iterator[Violation]:
 )
 def quanto_shards(case: Case) -> Iterator[Violation]:
     """Source: ai-toolkit `toolkit/util/quantize.py` (optimum-quanto), PyTorch `FSDPParam`."""
-    found = enabled(ai_option(case, "model.quantize"))
-    if found is not None and ai_wants_fsdp(case):
+    found = enabled(case.ai_option("model.quantize"))
+    if found is not None and case.wants_ai_fsdp:
         yield Violation(
             found.key, f"{found} with dist_mode: fsdp: quantised tensors are not cut", f"{found.key}: false"
         )

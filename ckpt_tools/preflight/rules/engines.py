@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, enabled, error_rule, warning_rule
+from ckpt_tools.preflight.rules.rule import AI_PROCESS, Case, Setting, Violation, enabled, error_rule, warning_rule
 
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Section of an accelerate config → the distributed_type that reads it."""
 
 _STAGES = "distributed_config.pp_size"
 """How arguments for transformers ask for pipeline stages."""
-
-AI_PROCESS = "config.process[0]"
-
-
-def ai_option(case: Case, path: str) -> Setting | None:
-    """Return an option of ai-toolkit's first process (`train.dist_mode`)."""
-    return case.first(f"{AI_PROCESS}.{path}")
-
-
-def ai_wants_fsdp(case: Case) -> bool:
-    """Does the plan's `train.dist_mode` say fsdp?"""
-    mode = ai_option(case, "train.dist_mode")
-    return mode is not None and mode.text.lower() in ("fsdp", "fsdp2", "fsdp1")
 
 
 def _has(found: Setting | None) -> bool:
@@ -65,14 +52,14 @@ def one_engine(case: Case) -> Iterator[Violation]:
 
 
 def _ai_engines(case: Case) -> Iterator[Violation]:
-    mode = ai_option(case, "train.dist_mode")
-    if ai_wants_fsdp(case):
+    mode = case.ai_option("train.dist_mode")
+    if case.wants_ai_fsdp:
         for name in ("ddp", "use_ddp"):
-            if ddp := enabled(ai_option(case, f"train.{name}")):
+            if ddp := enabled(case.ai_option(f"train.{name}")):
                 yield Violation(ddp.key, "DDP beside dist_mode: fsdp; one of them can be used", f"remove {ddp.key}")
     elif mode is not None and mode.text.lower() == "ddp":
         for name in ("fsdp_auto_wrap", "fsdp_sharding", "fsdp_cpu_offload"):
-            found = ai_option(case, f"train.{name}")
+            found = case.ai_option(f"train.{name}")
             if found is not None and _has(found):
                 yield Violation(
                     found.key,
@@ -140,8 +127,8 @@ def no_pipeline(case: Case) -> Iterator[Violation]:
 
 
 def _ai_exclusion(case: Case, name: str, because: str) -> Iterator[Violation]:
-    found = enabled(ai_option(case, f"model.{name}"))
-    if found is not None and ai_wants_fsdp(case):
+    found = enabled(case.ai_option(f"model.{name}"))
+    if found is not None and case.wants_ai_fsdp:
         yield Violation(found.key, f"{name} with dist_mode: fsdp: {because}", f"{found.key}: false, or dist_mode: none")
 
 
@@ -204,8 +191,8 @@ def shard_without_fsdp(case: Case) -> Iterator[Violation]:
 )
 def switched_on(case: Case) -> Iterator[Violation]:
     """Source: the example of ai-toolkit's FSDP plan."""
-    mode, distributed = ai_option(case, "train.dist_mode"), ai_option(case, "train.distributed")
-    if mode is not None and ai_wants_fsdp(case) and (distributed is None or not distributed.is_on):
+    mode, distributed = case.ai_option("train.dist_mode"), case.ai_option("train.distributed")
+    if mode is not None and case.wants_ai_fsdp and (distributed is None or not distributed.is_on):
         yield Violation(
             mode.key,
             f"{mode}, but {distributed or 'train.distributed is missing'}",
@@ -221,6 +208,6 @@ def switched_on(case: Case) -> Iterator[Violation]:
 )
 def wants_nccl(case: Case) -> Iterator[Violation]:
     """Source: the notes of ai-toolkit's FSDP plan."""
-    backend = ai_option(case, "train.dist_backend")
-    if backend is not None and ai_wants_fsdp(case) and "nccl" not in backend.text.lower():
+    backend = case.ai_option("train.dist_backend")
+    if backend is not None and case.wants_ai_fsdp and "nccl" not in backend.text.lower():
         yield Violation(backend.key, f"{backend}; GPUs need nccl", f"{backend.key}: nccl")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.flags import flag
 from ckpt_tools.preflight.rules.rule import Case, Violation, enabled, error_rule, warning_rule
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5")
@@ -104,7 +103,7 @@ def ulysses_world(case: Case) -> Iterator[Violation]:
 )
 def sequence_without_tp(case: Case) -> Iterator[Violation]:
     """Source: OpenRLHF's FSDP2 strategy."""
-    found = enabled(flag(case, "sequence_parallel"))
+    found = enabled(case.flag("sequence_parallel"))
     if found is not None and case.axis("tp") == 1:
         yield Violation(
             found.key,
@@ -147,7 +146,7 @@ def f32_norms(case: Case) -> Iterator[Violation]:
 )
 def speed_tp_dtype(case: Case) -> Iterator[Violation]:
     """Source: OpenRLHF `utils/deepspeed/deepspeed.py`."""
-    dtype = flag(case, "param_dtype")
+    dtype = case.flag("param_dtype")
     if case.spec.engine == "deepspeed" and case.axis("tp") > 1 and dtype is not None and dtype.text != "bf16":
         yield Violation(dtype.key, f"{dtype.key} {dtype.text} with tp={case.axis('tp')}", f"{dtype.key} bf16")
 

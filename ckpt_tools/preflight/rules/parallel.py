@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt_tools.preflight.rules.flags import flag, option
 from ckpt_tools.preflight.rules.rule import ALL, Case, Violation, enabled, error_rule, warning_rule
 
 
@@ -180,9 +179,13 @@ def sequence_parts(case: Case) -> Iterator[Violation]:
     elif case.framework == "verl":
         yield from _verl_sequence(case)
     else:
-        ring, packing = flag(case, "ring_attn_size"), flag(case, "packing_samples")
+        ring, packing = case.flag("ring_attn_size"), case.flag("packing_samples")
         if ring is not None and case.axis("sp") > 1 and not enabled(packing):
-            yield Violation(ring.key, f"{ring.key} {ring.value} needs packed samples", option(ring, "packing_samples"))
+            yield Violation(
+                ring.key,
+                f"{ring.key} {ring.value} needs packed samples",
+                "--ds.packing_samples" if "." in ring.key else "--packing_samples",
+            )
 
 
 def _verl_sequence(case: Case) -> Iterator[Violation]:

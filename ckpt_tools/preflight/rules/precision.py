@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt_tools.preflight.rules.engines import ai_option, ai_wants_fsdp
-from ckpt_tools.preflight.rules.flags import flag
 from ckpt_tools.preflight.rules.rule import Case, Violation, enabled, error_rule, warning_rule
 
 _SHORT = {
@@ -55,10 +53,10 @@ def needs_scaler(case: Case) -> Iterator[Violation]:
     Source: OpenRLHF's FSDP2 notes, ai-toolkit's FSDP plan.
     """
     if case.framework == "openrlhf":
-        found = flag(case, "param_dtype")
+        found = case.flag("param_dtype")
         wants = case.is_fsdp2
     else:
-        found, wants = ai_option(case, "train.fsdp_mixed_precision"), ai_wants_fsdp(case)
+        found, wants = case.ai_option("train.fsdp_mixed_precision"), case.wants_ai_fsdp
     if found is not None and wants and short(found.text) == "f16":
         yield Violation(found.key, f"{found} under FSDP, without loss scaling", f"{found.key} bf16")
 
@@ -117,11 +115,11 @@ def same_dtype(case: Case) -> Iterator[Violation]:
         return
     pairs = {
         "verl": (case.get(f"{_VERL}.mixed_precision.param_dtype"), case.get(f"{_VERL}.dtype")),
-        "ai-toolkit": (ai_option(case, "train.fsdp_mixed_precision"), ai_option(case, "train.dtype")),
+        "ai-toolkit": (case.ai_option("train.fsdp_mixed_precision"), case.ai_option("train.dtype")),
     }
     if case.framework in pairs:
         first, second = pairs[case.framework]
-        if case.framework == "ai-toolkit" and not ai_wants_fsdp(case):
+        if case.framework == "ai-toolkit" and not case.wants_ai_fsdp:
             return
         if first is None or second is None or None in (short(first.text), short(second.text)):
             return

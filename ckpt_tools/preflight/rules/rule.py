@@ -23,6 +23,23 @@ HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
 """Those that end in accelerate's `FullyShardedDataParallelPlugin`."""
 
 
+AI_PROCESS = "config.process[0]"
+"""ai-toolkit's first process, the one that is checked."""
+_NEW_NAMES = {
+    "zero_stage": "ds.zero_stage",
+    "ring_attn_size": "ds.ring_attn_size",
+    "packing_samples": "ds.packing_samples",
+    "param_dtype": "ds.param_dtype",
+    "adam_offload": "ds.adam_offload",
+    "load_in_4bit": "ds.load_in_4bit",
+    "lora_rank": "ds.lora.rank",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "load_checkpoint": "ckpt.load_enable",
+    "gradient_checkpointing": "model.gradient_checkpointing_enable",
+}
+"""OpenRLHF's options before and since they got dots."""
+
+
 class NotKnownError(Exception):
     """A check asks for an option whose value is not in the file: nobody knows whether the config breaks the rule."""
 
@@ -173,6 +190,21 @@ class Case:
         `transformers/training_args.py:_process_fsdp_args`, axolotl `check_fsdp_config_kwargs_prefix`.
         """
         return self.first(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
+
+    def flag(self, name: str) -> Setting | None:
+        """Return an option of an OpenRLHF command line by its old name, in whichever spelling the line has."""
+        found = self.first(name, _NEW_NAMES.get(name, name))
+        return None if found is None else Setting(key=f"--{found.key}", value=found.value)
+
+    def ai_option(self, path: str) -> Setting | None:
+        """Return an option of ai-toolkit's first process (`train.dist_mode`)."""
+        return self.get(f"{AI_PROCESS}.{path}")
+
+    @property
+    def wants_ai_fsdp(self) -> bool:
+        """Does the `train.dist_mode` of ai-toolkit's plan say fsdp?"""
+        mode = self.ai_option("train.dist_mode")
+        return mode is not None and mode.text.lower() in ("fsdp", "fsdp2", "fsdp1")
 
 
 def enabled(found: Setting | None) -> Setting | None:

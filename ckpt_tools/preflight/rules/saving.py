@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt_tools.preflight.rules.engines import AI_PROCESS, ai_option, ai_wants_fsdp
-from ckpt_tools.preflight.rules.flags import flag
-from ckpt_tools.preflight.rules.rule import HF, Case, Setting, Violation, enabled, error_rule, warning_rule
+from ckpt_tools.preflight.rules.rule import AI_PROCESS, HF, Case, Setting, Violation, enabled, error_rule, warning_rule
 from ckpt_tools.units import format_size
 
 _MANY_BYTES = 64 * 10**9
@@ -138,7 +136,7 @@ def _leaves_out(case: Case) -> Setting | None:
             if found is not None and isinstance(found.value, list) and "optimizer" not in found.value:
                 return found
         return None
-    return enabled(flag(case, "disable_ds_ckpt"))
+    return enabled(case.flag("disable_ds_ckpt"))
 
 
 def _resumes(case: Case) -> Setting | None:
@@ -150,7 +148,7 @@ def _resumes(case: Case) -> Setting | None:
     if case.framework == "verl":
         found = case.get("trainer.resume_mode")
         return found if found is not None and found.text != "disable" else None
-    return enabled(flag(case, "load_checkpoint"))
+    return enabled(case.flag("load_checkpoint"))
 
 
 def _with_optimizer(found: Setting) -> str:
@@ -214,8 +212,8 @@ def checkpointing_twice(case: Case) -> Iterator[Violation]:
 def redundant_checkpointing(case: Case) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_process_fsdp_args`; ai-toolkit's FSDP plan."""
     if case.framework == "ai-toolkit":
-        found = enabled(ai_option(case, "train.gradient_checkpointing"))
-        if found is not None and ai_wants_fsdp(case):
+        found = enabled(case.ai_option("train.gradient_checkpointing"))
+        if found is not None and case.wants_ai_fsdp:
             yield Violation(
                 found.key,
                 f"{found} beside dist_mode: fsdp, which shards what it would save",
