@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_tools.errors import RefusedConfigError
-from ckpt_tools.estimate.options import EstimateOptions
+from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
-from ckpt_tools.estimate.run import SIZES_HINT, by_formula, config_of
+from ckpt_tools.estimate.run import by_formula, config_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.config import read_config
 from ckpt_tools.processes.child import Here, build_behind_walls
@@ -40,9 +40,7 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
     found = read_config(config, hint=SIZES_HINT)
     recipe = HfRecipe(found.values, found.where, otherwise=SIZES_HINT)
     build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
-    figures = figures_of(recipe)
-
-    tracked = partial(track, recipe)
+    figures, tracked = figures_of(recipe), partial(track, recipe)
     cases = evaluate(figures, options, tracked)
     return Estimate(
         model=recipe.title,

@@ -43,6 +43,8 @@ MAX_COUNT = 10**15
 """Parameters, tokens or layers; more are a slip of the keyboard."""
 MAX_WORLD_SIZE = 10**6
 """Ranks."""
+SIZES_HINT = "name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096"
+"""What says how large a model is."""
 _DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
 
 
@@ -232,7 +234,7 @@ def _check_source(options: EstimateOptions) -> None:
         missing = [name for name in figures if name not in given]
         raise UsageError(
             f"nothing says how large the model is: {', '.join(missing)} missing" if given else "no model",
-            hint="name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096",
+            hint=SIZES_HINT,
         )
     for name, value in (*figures.items(), ("--vocab", options.vocab)):
         least = 0 if name == "--vocab" else 1

@@ -10,7 +10,7 @@ from ckpt_tools.description.transform import is_optimizer
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate.evaluate import evaluate, propose
 from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_from_shapes
-from ckpt_tools.estimate.options import EstimateOptions
+from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.memory import peak_rss_bytes
@@ -20,8 +20,6 @@ from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.child:estimate"
 """What runs in a process of its own."""
-SIZES_HINT = "name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096"
-"""What says how large a model is."""
 _NO_CONFIG = "there is no config.json, and nothing to run"
 
 

@@ -59,8 +59,6 @@ _OTHERS = (
     "trainer",
 )
 """Options that make it somebody else's."""
-
-
 _INSTEAD = {
     "offload_params": "cpu_offload",
     "sharding_strategy": "reshard_after_forward",
