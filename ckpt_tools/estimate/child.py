@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from ckpt_tools.errors import RefusedConfigError
-from ckpt_tools.estimate.options import EstimateOptions
+from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
-from ckpt_tools.estimate.run import by_formula
-from ckpt_tools.estimate.source import SIZES_HINT, config_of
+from ckpt_tools.estimate.run import by_formula, config_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.config import read_config
 from ckpt_tools.processes.child import Here, build_behind_walls
@@ -41,19 +40,14 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
     torch.set_num_threads(1)
     recipe = HfRecipe(found.values, found.where, otherwise=SIZES_HINT)
     build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
-    figures = figures_of(recipe)
-
-    def tracked(case: Any) -> Any:  # noqa: ANN401 - a Case; torch's side is imported here only
-        return track(recipe, case)
-
+    figures, tracked = figures_of(recipe), partial(track, recipe)
     cases = evaluate(figures, options, tracked)
-    proposals = propose(figures, options, cases, tracked) if options.advise else ()
     return Estimate(
         model=recipe.title,
         params=figures.params,
         cases=cases,
-        gpu_memory=options.gpu_memory,
-        proposals=proposals,
-        notes=notes_of(recipe, options.case),
+        gpu_memory=options.gpu_bytes,
+        proposals=propose(figures, options, cases, tracked),
+        notes=notes_of(recipe, options.seq_len),
         peak_rss_bytes=peak_rss_bytes(),
     )

@@ -8,10 +8,9 @@ from dataclasses import replace
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.estimate import formula
 from ckpt_tools.estimate.figures import Figures
-from ckpt_tools.estimate.margin import margin_of
+from ckpt_tools.estimate.margin import Margin, margin_of
 from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, Case, EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Proposal
-from ckpt_tools.estimate.verdict import judge
 
 Track = Callable[[Case], Memory | str]
 """Returns what was tracked, or why it cannot be."""
@@ -21,28 +20,25 @@ _MAX_TRACKED = 4
 """Proposals that are tracked at most: each costs seconds."""
 MIN_SEQ_LEN = 256
 """Shorter sequences are not proposed."""
+OFFLOAD_UNDERESTIMATE = 1.7
+"""What the formula's peak with offload has to be multiplied by, at most: it is 0.61 of what PEFT's documentation
+("Fully Sharded Data Parallel") says of QLoRA with FSDP and offload of a 70B model."""
 
 
 def evaluate(figures: Figures, options: EstimateOptions, track: Track) -> tuple[CaseEstimate, ...]:
     """Return the estimate of every case that `options` ask for."""
-    return tuple(_estimate(figures, case, options.gpu_memory, track) for case in cases_of(options))
+    return tuple(
+        _judged(case, formula.estimate(figures, case), track(case), options.gpu_bytes) for case in cases_of(options)
+    )
 
 
-def _estimate(figures: Figures, case: Case, gpu_memory: int | None, track: Track) -> CaseEstimate:
-    by_formula = formula.estimate(figures, case)
-    found = track(case)
+def _judged(case: Case, by_formula: Memory, found: Memory | str, gpu_memory: int | None) -> CaseEstimate:
     tracked, why_not = (None, found) if isinstance(found, str) else (found, None)
-    return _judged(case, by_formula, tracked, why_not, gpu_memory)
-
-
-def _judged(
-    case: Case, by_formula: Memory, tracked: Memory | None, why_not: str | None, gpu_memory: int | None
-) -> CaseEstimate:
-    found = tracked or by_formula
-    margin = margin_of(found.peak, case.mesh)
+    memory = tracked or by_formula
+    margin = margin_of(memory.peak, case.mesh)
     fits, doubt = None, None
     if gpu_memory is not None:
-        fits, doubt = judge(case, found, margin, gpu_memory, is_tracked=tracked is not None)
+        fits, doubt = judge(case, memory, margin, gpu_memory, is_tracked=tracked is not None)
     return CaseEstimate(
         case=case,
         formula=by_formula,
@@ -54,6 +50,24 @@ def _judged(
     )
 
 
+def judge(
+    case: Case, memory: Memory, margin: Margin, gpu_memory: int, *, is_tracked: bool
+) -> tuple[bool | None, str | None]:
+    """Say whether a case fits.
+
+    Returns:
+        True or False where the estimate decides, else None and the reason.
+    """
+    fits = memory.peak + margin.total <= gpu_memory
+    if fits and case.offload and not is_tracked and memory.peak * OFFLOAD_UNDERESTIMATE + margin.total > gpu_memory:
+        return None, f"with offload the formula is as low as 1/{OFFLOAD_UNDERESTIMATE} of what was measured elsewhere"
+    tp = case.mesh.size("tp")
+    cut = memory.at_peak.get("activations", 0) * (1 - 1 / tp)
+    if not fits and memory.peak - cut + margin.total <= gpu_memory:
+        return None, "activations are counted whole on every tp rank; sequence and loss parallelism would cut them"
+    return fits, None
+
+
 def propose(
     figures: Figures, options: EstimateOptions, cases: tuple[CaseEstimate, ...], track: Track
 ) -> tuple[Proposal, ...]:
@@ -61,7 +75,7 @@ def propose(
 
     Every proposal is computed: tracked, or by the formula where that is all there is or says that it is hopeless.
     """
-    if options.gpu_memory is None or any(case.fits for case in cases):
+    if options.gpu_bytes is None or any(case.fits for case in cases):
         return ()
     start = min(cases, key=lambda case: case.needed).case
     proposals: list[Proposal] = []
@@ -72,11 +86,10 @@ def propose(
         by_formula = formula.estimate(figures, case)
         needed = by_formula.peak + margin_of(by_formula.peak, case.mesh).total
         found: Memory | str = "by the formula it is far from fitting"
-        if needed < _HOPELESS * options.gpu_memory:
+        if needed < _HOPELESS * options.gpu_bytes:
             found = track(case) if num_tracked < _MAX_TRACKED else "enough proposals were tracked"
             num_tracked += not isinstance(found, str)
-        tracked, why_not = (None, found) if isinstance(found, str) else (found, None)
-        proposals.append(Proposal(what=what, estimate=_judged(case, by_formula, tracked, why_not, options.gpu_memory)))
+        proposals.append(Proposal(what=what, estimate=_judged(case, by_formula, found, options.gpu_bytes)))
         if proposals[-1].estimate.fits:
             break
     return tuple(proposals)

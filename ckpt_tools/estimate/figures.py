@@ -22,9 +22,7 @@ class Block:
     """A kind of block: the unit that FSDP gathers."""
 
     count: int
-    """How many there are."""
     params: int
-    """Parameters of one."""
     matrices: int
     """Parameters of its linear layers' weights, which is what adapters and quantisation go for."""
     outputs: int
@@ -34,7 +32,6 @@ class Block:
     hidden: int
     """h: width of its input."""
     widest: int
-    """Parameters of its largest linear layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +139,7 @@ def _matrices(parts: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int]]:
 
 
 def block_of(shapes: Iterable[Sequence[int]], count: int, matrices: Sequence[tuple[int, int]]) -> Block:
-    """Return the figures of a block.
-
-    Args:
-        shapes: Of all its parameters.
-        count: How many there are of its kind.
-        matrices: (out, in) of its linear layers.
-    """
+    """Return the figures of a block from the shapes of its parameters, and (out, in) of its linear layers."""
     sides = Counter(side for pair in matrices for side in pair)
     return Block(
         count=count,

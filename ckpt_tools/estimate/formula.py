@@ -47,8 +47,6 @@ With offload, parameters, gradients and optimizer state are not on the device, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpt_tools.estimate.figures import Block, Figures
 from ckpt_tools.estimate.options import DTYPE_BYTES, OPTIMIZERS, Case
 from ckpt_tools.estimate.report import Memory
@@ -63,70 +61,38 @@ STEP_COPIES = 2
 """Temporary copies of one parameter in a step that goes parameter by parameter (`foreach=False`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """The letters that depend on the case, in elements and bytes."""
-
-    trained: int
-    """T."""
-    frozen: int
-    """F."""
-    block_trained: int
-    """B'."""
-    root_trained: int
-    """R'."""
-    quantised: int
-    """Q."""
-
-
-def terms_of(figures: Figures, case: Case) -> Terms:
-    """Return what is trained, frozen and quantised in `case`."""
-    largest = figures.largest
-    if case.lora is None:
-        return Terms(
-            trained=figures.params, frozen=0, block_trained=largest.params, root_trained=figures.root, quantised=0
-        )
-    adapters = [case.lora * block.matrix_sides for block in figures.blocks]
-    quantised = sum(block.count * block.matrices for block in figures.blocks) if case.quantize else 0
-    return Terms(
-        trained=sum(block.count * adapter for block, adapter in zip(figures.blocks, adapters, strict=True)),
-        frozen=figures.params,
-        block_trained=case.lora * largest.matrix_sides,
-        root_trained=0,
-        quantised=quantised,
-    )
-
-
 def estimate(figures: Figures, case: Case) -> Memory:
     """Return the memory of one rank.
-
-    Args:
-        figures: Of the model.
-        case: How it is trained.
 
     Returns:
         Bytes; `at_peak` adds up to `peak`.
     """
-    terms = terms_of(figures, case)
+    largest = figures.largest
+    # T, F, B', R' and Q
+    trained, frozen, block_trained, root_trained, quantised = figures.params, 0, largest.params, figures.root, 0
+    if case.lora is not None:
+        trained = sum(block.count * case.lora * block.matrix_sides for block in figures.blocks)
+        frozen, block_trained, root_trained = figures.params, case.lora * largest.matrix_sides, 0
+        if case.quantize:
+            quantised = sum(block.count * block.matrices for block in figures.blocks)
     tp = case.mesh.size("tp")
     shards = case.num_shards * tp
     c, r, m = (DTYPE_BYTES[name] for name in (case.param_dtype, case.reduce_dtype, case.master_dtype))
     q = m if case.lora is None else DTYPE_BYTES[case.frozen_dtype]
-    plain = terms.frozen - terms.quantised
-    params = (terms.trained * m + plain * q + terms.quantised * NF4_BYTES) / shards
-    params += terms.quantised * NF4_SCALE_BYTES / tp
-    grads = terms.trained * m / shards
-    optimizer = OPTIMIZERS[case.optimizer] * terms.trained * DTYPE_BYTES[case.state_dtype or case.master_dtype] / shards
+    plain = frozen - quantised
+    params = (trained * m + plain * q + quantised * NF4_BYTES) / shards
+    params += quantised * NF4_SCALE_BYTES / tp
+    grads = trained * m / shards
+    optimizer = OPTIMIZERS[case.optimizer] * trained * DTYPE_BYTES[case.state_dtype or case.master_dtype] / shards
 
-    largest = figures.largest
     block = largest.params * c / tp
-    whole = (figures.params + (terms.trained if case.lora else 0)) * c / tp
+    whole = (figures.params + (trained if case.lora else 0)) * c / tp
     unpacked = 0.0
     if case.quantize:
         block = (largest.matrices * NF4_BYTES + (largest.params - largest.matrices) * c) / tp
-        whole -= terms.quantised * (c - NF4_BYTES) / tp
+        whole -= quantised * (c - NF4_BYTES) / tp
         unpacked = largest.widest * c / tp
-    block += terms.block_trained * c / tp if case.lora else 0
+    block += block_trained * c / tp if case.lora else 0
     root = figures.root * c / tp
     gathered = whole + block if case.is_kept else root + 2 * block
     gathered += unpacked
@@ -141,9 +107,9 @@ def estimate(figures: Figures, case: Case) -> Memory:
         one = 0.0
     loss = tokens * figures.vocab * LOSS_BYTES
 
-    flying = terms.block_trained * (c + r) / tp + min(terms.root_trained, figures.vocab * figures.hidden) * c / tp
-    others = max(0.0, grads - (terms.block_trained + terms.root_trained) * m / shards)
-    biggest = max(largest.widest, figures.vocab * figures.hidden) if case.lora is None else terms.block_trained
+    flying = block_trained * (c + r) / tp + min(root_trained, figures.vocab * figures.hidden) * c / tp
+    others = max(0.0, grads - (block_trained + root_trained) * m / shards)
+    biggest = max(largest.widest, figures.vocab * figures.hidden) if case.lora is None else block_trained
     step = STEP_COPIES * biggest * m / shards
     early = gathered - (0 if not case.is_kept else block)
     late = unpacked + flying + root + (block if case.is_kept else 2 * block)

@@ -23,9 +23,7 @@ class Margin:
     """Bytes beside the tensors of one rank."""
 
     context: int
-    """CUDA context and kernels."""
     workspace: int
-    """Libraries' workspaces."""
     nccl: int
     """Communicators: one per mesh axis with more than one rank."""
     fragmentation: int

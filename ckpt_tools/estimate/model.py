@@ -125,12 +125,12 @@ def _grown(tensor: torch.Tensor, case: Case, *, may_cut: bool) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def notes_of(recipe: Recipe, case: Case) -> tuple[str, ...]:
-    """Return what an estimate of this model leaves out."""
+def notes_of(recipe: Recipe, seq_len: int) -> tuple[str, ...]:
+    """Return what an estimate of this model, with samples of so many tokens, leaves out."""
     with torch.device("meta"):
         model = recipe.build()
     notes = list(recipe.notes_on(recipe.batch(model, 0)))
     positions = max_positions(getattr(model, "config", None))
-    if positions is not None and positions < case.seq_len:
-        notes.append(f"the config has {positions} positions, and {case.seq_len} tokens are more")
+    if positions is not None and positions < seq_len:
+        notes.append(f"the config has {positions} positions, and {seq_len} tokens are more")
     return tuple(notes)

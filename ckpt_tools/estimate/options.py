@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 from ckpt_tools.description.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.options import Option
+from ckpt_tools.options import AnyPath, Argument, MeshText, Option, WorldSize
+from ckpt_tools.units import parse_count, parse_size
 
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
 """From the one that needs the most memory; side by side they stand in this order."""
@@ -41,6 +43,8 @@ MAX_COUNT = 10**15
 """Parameters, tokens or layers; more are a slip of the keyboard."""
 MAX_WORLD_SIZE = 10**6
 """Ranks."""
+SIZES_HINT = "name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096"
+"""What says how large a model is."""
 _DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
 
 
@@ -108,78 +112,118 @@ class Case(Training):
         return asdict(self) | {"mesh": str(self.mesh)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateOptions:
-    """What `ckpt estimate` is asked.
+@dataclass(frozen=True, kw_only=True)
+class _ModelAndRanks:
+    model: Annotated[
+        AnyPath | None,
+        Argument("A config.json or its directory; or a checkpoint without one, for the formula alone.", "[MODEL]"),
+    ] = field(default=None, kw_only=False)
+    params: Annotated[
+        int | str | None,
+        Option(
+            "Parameters (7B) of a model without a config, for the formula; with --layers and --hidden.", metavar="N"
+        ),
+    ] = None
+    layers: Annotated[int | None, Option("With --params: number of blocks.")] = None
+    hidden: Annotated[int | None, Option("With --params: hidden size.")] = None
+    vocab: Annotated[int | None, Option("With --params: rows of the output layer; 0 for none.")] = None
+    mesh: MeshText = None
+    world_size: WorldSize = None
+    strategy: Annotated[
+        str | Sequence[str] | None,
+        Option(
+            "Sharding strategy (repeatable; default: what suits the mesh); "
+            "all shows all, with and without checkpointing.",
+            metavar="full_shard|shard_grad_op|hybrid_shard|no_shard|all",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions(Training, _ModelAndRanks):
+    """The options of `ckpt estimate`.
 
     Raises:
         UsageError: A value that no run could have.
     """
 
-    model: str | None = None
-    """A config.json or its directory, or a checkpoint of any format."""
-    params: int | None = None
-    """Number of parameters, instead of a model."""
-    layers: int | None = None
-    """Blocks, with `params`."""
-    hidden: int | None = None
-    """Width, with `params`."""
-    vocab: int | None = None
-    """Rows of the output layer, with `params`; 0 for none."""
-    mesh: str | None = None
-    """For example "dp_shard=8"."""
-    world_size: int | None = None
-    """Number of ranks."""
-    strategies: tuple[str, ...] = ()
-    """Side by side; "all" stands for `STRATEGIES`; none for what suits the mesh."""
-    activation_checkpointing: tuple[bool, ...] = (False,)
-    """(False, True) shows both."""
-    gpu_memory: int | None = None
-    """Bytes that a device has."""
-    case: Case = field(default_factory=Case)
-    """Everything else; its strategy, mesh and checkpointing are not read."""
-    advise: bool = True
-    """Look for changes that fit, when nothing does."""
+    activation_checkpointing: Annotated[
+        bool | Literal["both"],
+        Option(
+            "Recompute activations in the backward pass.",
+            name="--activation-checkpointing/--no-activation-checkpointing",
+            is_tristate=True,
+        ),
+    ] = False
+    lora: Annotated[bool | int | None, Option("Freeze the model; train LoRA adapters on its linear layers.")] = None
+    lora_rank: Annotated[
+        int | None, Option(f"Rank of the adapters (default: {DEFAULT_LORA_RANK}); implies --lora.", min=1)
+    ] = None
+    gpu_memory: Annotated[
+        str | int | None,
+        Option(
+            "Memory of a device (80GB): shows what fits; if nothing does, suggests a change that would.",
+            metavar="SIZE",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
+        gpu_bytes = self.gpu_bytes
         _check_source(self)
-        case = self.case
-        for option, value in (("--seq-len", case.seq_len), ("--batch-size", case.batch_size)):
+        for option, value in (("--seq-len", self.seq_len), ("--batch-size", self.batch_size)):
             if value < 1:
                 raise UsageError(f"{option} must be at least 1, got {value}")
             _check_count(option, value)
-        for option, dtype in (
-            ("--param-dtype", case.param_dtype),
-            ("--reduce-dtype", case.reduce_dtype),
-            ("--master-dtype", case.master_dtype),
-            ("--frozen-dtype", case.frozen_dtype),
-        ):
-            if dtype not in DTYPE_BYTES:
-                raise UsageError(f"{dtype!r} is not a dtype", hint=f"{option} takes {', '.join(DTYPE_BYTES)}")
-        if case.state_dtype is not None and case.state_dtype not in DTYPE_BYTES:
+        for name in ("param_dtype", "reduce_dtype", "master_dtype", "frozen_dtype", "state_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in DTYPE_BYTES and not (dtype is None and name == "state_dtype"):
+                hint = f"--{name.replace('_', '-')} takes {', '.join(DTYPE_BYTES)}"
+                raise UsageError(f"{dtype!r} is not a dtype", hint=hint)
+        if self.optimizer not in OPTIMIZERS:
             raise UsageError(
-                f"{case.state_dtype!r} is not a dtype", hint=f"--state-dtype takes {', '.join(DTYPE_BYTES)}"
+                f"the state of {self.optimizer!r} is not known", hint=f"--optimizer takes {', '.join(OPTIMIZERS)}"
             )
-        if case.optimizer not in OPTIMIZERS:
-            raise UsageError(
-                f"the state of {case.optimizer!r} is not known", hint=f"--optimizer takes {', '.join(OPTIMIZERS)}"
-            )
-        if case.lora is not None and case.lora < 1:
-            raise UsageError(f"--lora-rank must be at least 1, got {case.lora}", hint="for example --lora-rank 16")
-        _check_count("--lora-rank", case.lora or 1)
-        if case.quantize not in (None, "nf4"):
-            raise UsageError(f"{case.quantize!r} is not a quantisation", hint="--quantize takes nf4")
-        if case.quantize is not None and case.lora is None:
+        if self.rank is not None and self.rank < 1:
+            raise UsageError(f"--lora-rank must be at least 1, got {self.rank}", hint="for example --lora-rank 16")
+        _check_count("--lora-rank", self.rank or 1)
+        if self.quantize not in (None, "nf4"):
+            raise UsageError(f"{self.quantize!r} is not a quantisation", hint="--quantize takes nf4")
+        if self.quantize is not None and self.rank is None:
             raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
-        if self.gpu_memory is not None and self.gpu_memory < 1:
+        if gpu_bytes is not None and gpu_bytes < 1:
             raise UsageError("--gpu-memory must be positive", hint="for example --gpu-memory 80GB")
-        if not self.activation_checkpointing:
-            raise UsageError("nothing to estimate: neither with nor without activation checkpointing")
         cases_of(self)
+
+    @property
+    def path(self) -> str | None:
+        """The model's."""
+        return None if self.model is None else os.fspath(self.model)
+
+    @property
+    def num_params(self) -> int | None:
+        """Parameters, where they are said instead of a model."""
+        return parse_count(self.params) if isinstance(self.params, str) else self.params
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Memory of a device."""
+        return parse_size(self.gpu_memory) if isinstance(self.gpu_memory, str) else self.gpu_memory
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Side by side; "all" stands for `STRATEGIES`; none for what suits the mesh."""
+        return (self.strategy,) if isinstance(self.strategy, str) else tuple(self.strategy or ())
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the adapters; `lora` itself may say it."""
+        if self.lora_rank is not None or self.lora is None or isinstance(self.lora, bool):
+            return self.lora_rank or (DEFAULT_LORA_RANK if self.lora else None)
+        return self.lora
 
 
 def _check_source(options: EstimateOptions) -> None:
-    figures = {"--params": options.params, "--layers": options.layers, "--hidden": options.hidden}
+    figures = {"--params": options.num_params, "--layers": options.layers, "--hidden": options.hidden}
     given = [name for name, value in figures.items() if value is not None]
     if options.model is not None:
         extra = given + (["--vocab"] if options.vocab is not None else [])
@@ -190,7 +234,7 @@ def _check_source(options: EstimateOptions) -> None:
         missing = [name for name in figures if name not in given]
         raise UsageError(
             f"nothing says how large the model is: {', '.join(missing)} missing" if given else "no model",
-            hint="name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096",
+            hint=SIZES_HINT,
         )
     for name, value in (*figures.items(), ("--vocab", options.vocab)):
         least = 0 if name == "--vocab" else 1
@@ -236,8 +280,9 @@ def cases_of(options: EstimateOptions) -> tuple[Case, ...]:
         _check_world(world)
     given = None
     if options.mesh is not None:
-        needs = "-1" in options.mesh.replace(" ", "").replace("=", ",").split(",")
-        given = parse_mesh(options.mesh, world_size=(world or DEFAULT_WORLD_SIZE) if needs else world)
+        text = str(options.mesh)
+        needs = "-1" in text.replace(" ", "").replace("=", ",").split(",")
+        given = parse_mesh(text, world_size=(world or DEFAULT_WORLD_SIZE) if needs else world)
         for name, _ in given.axes:
             if name not in CUT_AXES:
                 raise UsageError(
@@ -255,12 +300,18 @@ def cases_of(options: EstimateOptions) -> tuple[Case, ...]:
         names = [natural_strategy(given)]
     names = list(dict.fromkeys(names))
     is_one = len(names) == 1
+    common: dict[str, Any] = {each.name: getattr(options, each.name) for each in fields(Training)}
+    recomputes = options.activation_checkpointing
     return tuple(
-        replace(
-            options.case, strategy=name, mesh=mesh_for(name, given, world, strict=is_one), activation_checkpointing=ac
+        Case(
+            strategy=name,
+            mesh=mesh_for(name, given, world, strict=is_one),
+            activation_checkpointing=again,
+            lora=options.rank,
+            **common,
         )
         for name in names
-        for ac in options.activation_checkpointing
+        for again in ((False, True) if recomputes == "both" else (bool(recomputes),))
     )
 
 

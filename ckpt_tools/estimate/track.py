@@ -70,12 +70,7 @@ def refuse_torch(version: str = torch.__version__) -> str | None:
 
 
 def track(recipe: Recipe, case: Case) -> Memory | str:
-    """Return what one rank's memory comes to in a training step, or why that cannot be said.
-
-    Args:
-        recipe: Builds the model.
-        case: How it is trained.
-    """
+    """Return what one rank's memory comes to in a training step, or why that cannot be said."""
     if case.quantize is not None:
         return "4-bit layers are not tracked"
     if case.state_dtype not in (None, case.master_dtype):
@@ -171,14 +166,9 @@ def _fill(model: nn.Module, shapes: dict[int, tuple[int, ...]]) -> None:
 
 
 def measure(model: nn.Module, batch: Batch, case: Case) -> Memory:
-    """Train one step behind another, and return what the second takes: by then the optimizer has its state.
+    """Train a sharded model two steps on the CPU; return what the second takes: by then the optimizer has its state.
 
     Works with real tensors and ranks as well as with fake ones.
-
-    Args:
-        model: Sharded, on the CPU, not yet run.
-        batch: What its forward takes.
-        case: Which optimizer, and what is offloaded.
     """
     optimizer = optimizer_of(model, case)
     _fill_state(optimizer)

@@ -10,6 +10,8 @@ from ckpt_tools.description.layout import Mesh
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.reads import Reads
 
+MAX_ELEMS = 12_000_000
+"""Parameters of a model that is tried as it is: more take longer than a minute on a laptop."""
 Kind = Literal["parameter", "buffer", "transient"]
 
 
@@ -18,7 +20,6 @@ class ModelTensor:
     """A tensor of the model."""
 
     dtype: str
-    """As the model is built, in safetensors' spelling."""
     shape: tuple[int, ...]
     kind: Kind
     """"buffer" is saved, "transient" is a buffer that is not."""
@@ -41,27 +42,21 @@ class Trial:
     path: str | None
     """Its config.json; None when nothing could be cut so that it runs."""
     num_elems: int = 0
-    """Its parameters."""
     why: str = ""
-    """Why there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A model, and which of a checkpoint's tensors belong to it."""
+    """A model, and which of a checkpoint's tensors belong to it, by the model's names."""
 
     title: str
-    """Class of the model."""
     base_prefix: str
     """What transformers adds to or takes from a file's names by itself."""
     num_elems: int
-    """Parameters of the model, shared ones counted once."""
     tensors: Mapping[str, ModelTensor]
-    """By name."""
     ties: tuple[tuple[str, ...], ...]
     """Names of one and the same parameter."""
     found: Mapping[str, FoundTensor] = field(default_factory=dict)
-    """By the model's name."""
     left: tuple[str, ...] = ()
     """FQNs of the checkpoint that the model does not have."""
     adapters: tuple[str, ...] = ()
@@ -74,17 +69,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What a process with torch is to look at. Paths are absolute."""
+    """What a process with torch is to look at: a config, a checkpoint, the mesh that reads it. Paths are absolute."""
 
     config: str
-    """A config.json, or its directory."""
     checkpoint: str | None
-    """To compare names and shapes with."""
     mesh: Mesh | None
-    """Of the ranks that read it."""
     cuts: tuple[str, ...]
-    """Smaller configs, tried in order when the model has more than `max_elems` parameters."""
-    max_elems: int
+    """Smaller configs, tried in order when the model has more than `MAX_ELEMS` parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,4 +89,3 @@ class ModelView:
     reads: Reads | None = None
     """What ranks read of the checkpoint; None when it was not asked."""
     why_not: str = ""
-    """Why there is no comparison."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.preflight.comparison import Comparison
-from ckpt_tools.preflight.names_match import fold_names, make_finding
+from ckpt_tools.preflight.names_match import fold_names
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -19,15 +19,7 @@ _STORED = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 def check_dtypes(
     comparison: Comparison, *, where: str, param_dtype: str | None, master_dtype: str | None, key: str
 ) -> Iterator[Finding]:
-    """Yield what becomes of the checkpoint's dtypes in the run.
-
-    Args:
-        comparison: Model and checkpoint.
-        where: The checkpoint, for messages.
-        param_dtype: bf16, f16 or f32: what the run computes in.
-        master_dtype: Of the parameters that the optimizer updates.
-        key: The config's key that says so.
-    """
+    """Yield what becomes of the checkpoint's dtypes in a run that computes in `param_dtype`, as `key` says."""
     num_bytes: Counter[str] = Counter()
     packed: list[str] = []
     for name, found in comparison.found.items():
@@ -38,9 +30,8 @@ def check_dtypes(
             packed.append(name)
     if packed:
         kinds = ", ".join(sorted({comparison.found[name].dtype for name in packed}))
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-dtype",
-            "error",
             where,
             f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}",
             "a quantised checkpoint is not trained as it is: start from the one that it was made of",
@@ -51,23 +42,19 @@ def check_dtypes(
     total = ", ".join(f"{format_size(size)} of {name}" for name, size in sorted(floats.items()))
     computed = _STORED.get(param_dtype or "")
     if computed is not None and {computed, *floats} >= {"F16", "BF16"}:
-        yield make_finding(
+        yield Finding.warning(
             "checkpoint-dtype",
-            "warning",
             where,
             f"the checkpoint is {total}, and {key} computes in {param_dtype}: between F16 and BF16 either the range "
             "or the precision does not survive",
             "compute in the dtype of the checkpoint, or start from an F32 one",
         )
     elif len(floats) > 1:
-        yield make_finding("checkpoint-dtype", "info", where, f"several dtypes are stored: {total}")
+        yield Finding.info("checkpoint-dtype", where, f"several dtypes are stored: {total}")
     master = _STORED.get(master_dtype or "")
     if master == "F32" and set(floats) & {"F16", "BF16"}:
-        yield make_finding(
-            "checkpoint-dtype",
-            "info",
-            where,
-            f"the checkpoint is {total}; the optimizer's copy is F32, twice as large",
+        yield Finding.info(
+            "checkpoint-dtype", where, f"the checkpoint is {total}; the optimizer's copy is F32, twice as large"
         )
 
 
@@ -80,24 +67,14 @@ def check_adapters(
     has_adapter: bool,
     key: str,
 ) -> Iterator[Finding]:
-    """Yield what is to be said about adapters in the checkpoint.
-
-    Args:
-        comparison: Model and checkpoint.
-        shapes: FQN → shape of the checkpoint's tensors.
-        where: The checkpoint, for messages.
-        rank: r of the run's adapter.
-        has_adapter: The run trains one.
-        key: The config's key of its rank.
-    """
+    """Yield what is to be said about adapters in the checkpoint; `rank` is that of the run's, as `key` says."""
     if not comparison.adapters:
         return
     count = len(comparison.adapters)
     if not has_adapter:
         alone = not comparison.found
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-adapter",
-            "error",
             where,
             f"{'an adapter, not a model' if alone else 'the model and an adapter in one'}: {count} tensors such as "
             f"{escape_name(comparison.adapters[0])}; the config trains no adapter, and they would be ignored",
@@ -108,14 +85,13 @@ def check_adapters(
         min(shapes[fqn]) for fqn in comparison.adapters if fqn in shapes and len(shapes[fqn]) == 2 and "lora_A" in fqn
     }
     if rank is not None and ranks and ranks != {rank}:
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-adapter",
-            "error",
             where,
             f"the adapter in it has rank {', '.join(map(str, sorted(ranks)))}, {key} says {rank}",
             f"set {key} to the rank of the checkpoint",
         )
     elif not comparison.found:
-        yield make_finding(
-            "checkpoint-adapter", "info", where, f"{count} tensors of an adapter; the base model's are not in it"
+        yield Finding.info(
+            "checkpoint-adapter", where, f"{count} tensors of an adapter; the base model's are not in it"
         )

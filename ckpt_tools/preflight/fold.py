@@ -21,8 +21,6 @@ from ckpt_tools.text import escape_name
 
 MAX_RANKS = 4
 """Ranks of a smoke run on this machine."""
-MAX_ELEMS = 12_000_000
-"""Parameters of a model that is tried as it is: more take longer than a minute on a laptop."""
 _KEPT = 2
 """Ranks along an axis that is kept."""
 _IMPORTANCE = (FSDP_AXIS, "tp", "dp_replicate")
@@ -34,18 +32,21 @@ _NOT_RUN = {
     "sp": "sequence parallelism",
 }
 _DTYPES = ("bf16", "f16", "f32")
+_NOT_TRIED = {
+    "deepspeed": "DeepSpeed distributes the model, and the smoke run tries FSDP2",
+    "other": "the smoke run tries FSDP2, and this config has another engine",
+    "none": "nothing distributes the model: there is one process",
+}
+"""Engine → why no smoke run tries it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """What a smoke run of a spec will be."""
+    """What a smoke run of a spec will be, and what of the spec it does not try; or why there is none."""
 
     options: SmokeOptions | None
-    """None: there is nothing that a smoke run could try."""
     notes: tuple[str, ...]
-    """What was folded, replaced or left out."""
     why_not: str = ""
-    """Why `options` is None."""
 
 
 def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[str, ...]]:
@@ -88,15 +89,7 @@ def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[st
     return Mesh(tuple((axis, kept[axis]) for axis in order) or ((FSDP_AXIS, 1),)), tuple(notes)
 
 
-def fold_spec(
-    spec: ParallelSpec,
-    *,
-    model: str,
-    source: str | None,
-    blocks: Sequence[str] = (),
-    max_ranks: int = MAX_RANKS,
-    timeout_s: float = 60.0,
-) -> Fold:
+def fold_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Sequence[str] = ()) -> Fold:
     """Return the smoke run that comes nearest to a spec on this machine.
 
     Args:
@@ -104,16 +97,10 @@ def fold_spec(
         model: The config.json to try, or its directory.
         source: Weights to start from; None for random ones.
         blocks: Classes that a smoke run wraps, where that is known.
-        max_ranks: Ranks that this machine can run.
-        timeout_s: Seconds that a phase may take.
     """
-    if spec.engine == "deepspeed":
-        return Fold(options=None, notes=(), why_not="DeepSpeed distributes the model, and the smoke run tries FSDP2")
-    if spec.engine == "other":
-        return Fold(options=None, notes=(), why_not="the smoke run tries FSDP2, and this config has another engine")
+    if spec.engine in _NOT_TRIED:
+        return Fold(options=None, notes=(), why_not=_NOT_TRIED[spec.engine])
     notes: list[str] = []
-    if spec.engine == "none":
-        return Fold(options=None, notes=(), why_not="nothing distributes the model: there is one process")
     if spec.engine == "fsdp1":
         notes.append("FSDP1 is tried as what it corresponds to in FSDP2")
     whole = spec.mesh
@@ -122,7 +109,7 @@ def fold_spec(
         notes.append(f"the mesh is not known; one like {whole} is tried")
     if spec.engine == "ddp" and whole.size("dp_replicate") == 1 and whole.size(FSDP_AXIS) > 1:
         whole = Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in whole.axes))
-    mesh, folded = fold_mesh(whole, max_ranks=max_ranks)
+    mesh, folded = fold_mesh(whole)
     notes += folded
     strategy = strategy_on(spec, mesh)
     if spec.strategy is not None and strategy.removesuffix("_zero2") != spec.strategy:
@@ -132,9 +119,9 @@ def fold_spec(
     notes += _not_tried(spec)
     if blocks and spec.wrap_classes and set(spec.wrap_classes) != set(blocks):
         notes.append(f"wrapped are {_names(blocks)}, and not {_names(spec.wrap_classes)}")
-    param, reduce = (_dtype(value, name, notes) for value, name in _dtypes_of(spec))
+    param = _dtype(spec.param_dtype, "computing", notes)
+    reduce = _dtype(spec.reduce_dtype, "averaging gradients", notes)
     lora = _lora(spec, notes)
-    quantize = _quantize(spec, lora, notes)
     options = SmokeOptions(
         source=source,
         model=model,
@@ -145,8 +132,8 @@ def fold_spec(
         param_dtype=param,
         reduce_dtype=reduce,
         lora=lora,
-        quantize=quantize,
-        timeout_s=timeout_s,
+        quantize=_quantize(spec, lora, notes),
+        timeout_s=60.0,
     )
     return Fold(options=options, notes=tuple(notes))
 
@@ -174,10 +161,6 @@ def _not_tried(spec: ParallelSpec) -> list[str]:
     if not optimizer.startswith("adamw") or "8bit" in optimizer or "4bit" in optimizer:
         notes.append(f"the optimizer {escape_name(spec.optimizer or '')} is not tried: AdamW steps in its place")
     return notes
-
-
-def _dtypes_of(spec: ParallelSpec) -> tuple[tuple[str | None, str], ...]:
-    return ((spec.param_dtype, "computing"), (spec.reduce_dtype, "averaging gradients"))
 
 
 def _dtype(value: str | None, name: str, notes: list[str]) -> str:
@@ -217,10 +200,6 @@ def _quantize(spec: ParallelSpec, lora: bool, notes: list[str]) -> str | None:
 
 def write_cuts(model: str, directory: str) -> tuple[str, ...]:
     """Write cut-down configs of a model, the smallest first, and return their directories.
-
-    Args:
-        model: A config.json, or its directory.
-        directory: Where to write them.
 
     Raises:
         UsageError: The config cannot be read.

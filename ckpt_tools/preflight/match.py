@@ -54,9 +54,7 @@ class CheckpointMatch:
     view: ModelView = field(default_factory=ModelView)
     """The model, and what of the checkpoint is its."""
     mesh: str | None = None
-    """That it was saved for, when known."""
     reads: tuple[RankReads, ...] = ()
-    """By rank of the config's mesh."""
 
     @property
     def comparison(self) -> Comparison | None:
@@ -70,30 +68,23 @@ class CheckpointMatch:
 
     def to_json(self) -> dict[str, object]:
         """Return it for the JSON document."""
-        reads = self.reads
         return {
             "path": self.path,
             "ok": self.ok,
             "mesh": self.mesh,
             "num_matched": None if self.comparison is None else len(self.comparison.found),
-            "reads": None
-            if not reads
-            else {
-                "max_files": max(one.num_files for one in reads),
-                "max_read_bytes": max(one.read_bytes for one in reads),
-                "max_needed_bytes": max(one.needed_bytes for one in reads),
-            },
+            "reads": {
+                "max_files": max(one.num_files for one in self.reads),
+                "max_read_bytes": max(one.read_bytes for one in self.reads),
+                "max_needed_bytes": max(one.needed_bytes for one in self.reads),
+            }
+            if self.reads
+            else None,
         }
 
 
 def check_checkpoint(
-    path: str,
-    spec: ParallelSpec,
-    *,
-    model: str | None,
-    resumes: bool = False,
-    cuts: Sequence[str] = (),
-    max_elems: int = 0,
+    path: str, spec: ParallelSpec, *, model: str | None, resumes: bool = False, cuts: Sequence[str] = ()
 ) -> CheckpointMatch:
     """Hold a checkpoint against the model, the mesh and the dtypes of a config. Headers are read, no weights.
 
@@ -103,98 +94,70 @@ def check_checkpoint(
         model: A config.json, or its directory; None leaves names and shapes unchecked.
         resumes: The run goes on from it, so the optimizer's state must be there.
         cuts: Smaller configs, of which one that runs is looked for where the model is large (`Comparison.trial`).
-        max_elems: Parameters from which on it is large.
     """
-    path = _locate(path)
+    # Where accelerate and verl put the model in what they save.
+    inside = (os.path.join(path, child) for child in (_MODEL_CHILDREN[0], _VERL_CHILD))
+    path = next(filter(os.path.isdir, inside), path)
     try:
         with open_path(path) as opened:
-            return _check(opened, path, spec, model, resumes, cuts, max_elems)
+            return _check(opened, path, spec, model, cuts, resumes=resumes)
     except UnreadableError as error:
-        view = ModelView() if model is None else look_at_model(model, cuts=cuts, max_elems=max_elems)
+        view = ModelView() if model is None else look_at_model(model, cuts=cuts)
         if isinstance(error, ForeignLayoutError):  # the trainer's own, and perhaps just right
             unread = f"the checkpoint {escape_name(path)}: {error.what}" + (f" ({error.hint})" if error.hint else "")
             return CheckpointMatch(path=path, findings=(), not_checked=(unread,), view=view)
-        finding = Finding.error(
-            code="checkpoint-unreadable", where=error.where or path, what=error.what, hint=error.hint
-        )
+        finding = Finding.error("checkpoint-unreadable", error.where or path, error.what, error.hint)
         return CheckpointMatch(path=path, findings=(finding,), view=view)
 
 
-def _locate(path: str) -> str:
-    """Return the directory of the model in what accelerate or verl saved."""
-    for child in (_MODEL_CHILDREN[0], _VERL_CHILD):
-        inside = os.path.join(path, child)
-        if os.path.isdir(inside):
-            return inside
-    return path
-
-
 def _check(
-    opened: Opened,
-    path: str,
-    spec: ParallelSpec,
-    model: str | None,
-    resumes: bool,
-    cuts: Sequence[str],
-    max_elems: int,
+    opened: Opened, path: str, spec: ParallelSpec, model: str | None, cuts: Sequence[str], *, resumes: bool
 ) -> CheckpointMatch:
-    where = path
     checkpoint = opened.checkpoint
     verified = verify(opened, level="structure", num_workers=1)
     findings = list(verified.findings)
     not_checked: list[str] = []
     if resumes:
-        findings += _check_optimizer(checkpoint, path, where, spec)
+        findings += _check_optimizer(checkpoint, path, spec)
     mesh = shard_mesh(spec.mesh)
     saved = _saved_mesh(checkpoint)
+    view, reads = ModelView(), Reads()
     if model is None:
         not_checked.append("the checkpoint's names and shapes: there is no config.json of the model (--model DIR)")
-        view = ModelView()
     else:
-        view = look_at_model(model, checkpoint=path, mesh=mesh, cuts=cuts, max_elems=max_elems)
-    comparison = view.comparison
-    if comparison is None:
+        view = look_at_model(model, checkpoint=path, mesh=mesh, cuts=cuts)
         if view.why_not:
             not_checked.append(f"the checkpoint's names and shapes: {view.why_not}")
-        return CheckpointMatch(
-            path=path,
-            findings=tuple(findings),
-            not_checked=tuple(not_checked),
-            verify=verified,
-            view=view,
-            mesh=_text(saved),
-        )
-    findings += _check_model(opened, comparison, where, spec)
-    if (
-        spec.framework == "torchtitan"
-        and not comparison.found
-        and is_native_titan(map(strip_wrappers, comparison.left))
-    ):
-        not_checked.append("names and shapes: the checkpoint has torchtitan's own names, config.json transformers'")
-    reads = view.reads or Reads()
-    if view.reads is None and comparison.found:
-        not_checked.append("what each rank reads: the config's mesh is not known")
-    elif reads.unknown is not None:
-        not_checked.append(f"what each rank reads: {reads.unknown}")
-    elif reads.refused is not None:
-        what, hint = reads.refused
-        finding = Finding.warning(
-            code="checkpoint-mesh", where=where, what=f"the checkpoint cannot be cut for {mesh}: {what}", hint=hint
-        )
-        findings.append(finding)
-    elif mesh is not None and reads.ranks:
-        findings += check_mesh(checkpoint, reads.ranks, where=where, saved=saved, mesh=mesh, spec=spec)
-    if spec.mesh is not None and spec.mesh.size("pp") > 1:
-        not_checked.append("which stage of the pipeline reads what: the reads are those of a rank with every layer")
+    if view.comparison is not None:
+        reads = view.reads or reads
+        findings += _check_model(opened, view.comparison, path, spec)
+        not_checked += _not_compared(view.comparison, view, reads, spec)
+        if reads.refused is not None:
+            what = f"the checkpoint cannot be cut for {mesh}: {reads.refused[0]}"
+            findings.append(Finding.warning("checkpoint-mesh", path, what, reads.refused[1]))
+        elif mesh is not None and reads.ranks:
+            findings += check_mesh(checkpoint, reads.ranks, where=path, saved=saved, mesh=mesh, spec=spec)
     return CheckpointMatch(
         path=path,
         findings=tuple(findings),
         not_checked=tuple(not_checked),
         verify=verified,
         view=view,
-        mesh=_text(saved),
+        mesh=None if saved is None else str(saved),
         reads=reads.ranks,
     )
+
+
+def _not_compared(comparison: Comparison, view: ModelView, reads: Reads, spec: ParallelSpec) -> Iterator[str]:
+    left = map(strip_wrappers, comparison.left)
+    if spec.framework == "torchtitan" and not comparison.found and is_native_titan(left):
+        yield "names and shapes: the checkpoint has torchtitan's own names, config.json transformers'"
+    if view.reads is None and comparison.found:
+        yield "what each rank reads: the config's mesh is not known"
+    elif reads.unknown is not None:
+        yield f"what each rank reads: {reads.unknown}"
+    if spec.mesh is not None and spec.mesh.size("pp") > 1:
+        yield "which stage of the pipeline reads what: the reads are those of a rank with every layer"
 
 
 def _check_model(opened: Opened, comparison: Comparison, where: str, spec: ParallelSpec) -> Iterator[Finding]:
@@ -244,20 +207,20 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
             names = f"{first.fqn} and {other.fqn}"
             if one != two:
                 yield Finding.error(
-                    code="checkpoint-tied",
-                    where=where,
-                    what=f"{names} differ, and the model shares them: one of the two would be lost",
-                    hint='write "tie_word_embeddings": false in config.json if they were trained apart',
+                    "checkpoint-tied",
+                    where,
+                    f"{names} differ, and the model shares them: one of the two would be lost",
+                    'write "tie_word_embeddings": false in config.json if they were trained apart',
                 )
             else:
                 yield Finding.info(
-                    code="checkpoint-tied",
-                    where=where,
-                    what=f"{names} are both stored, and the model shares them (their first {count} bytes agree)",
+                    "checkpoint-tied",
+                    where,
+                    f"{names} are both stored, and the model shares them (their first {count} bytes agree)",
                 )
 
 
-def _check_optimizer(checkpoint: Checkpoint, path: str, where: str, spec: ParallelSpec) -> Iterator[Finding]:
+def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> Iterator[Finding]:
     """Look for the optimizer's state: in the checkpoint, or beside the model as accelerate saves it."""
     if any(map(is_optimizer, checkpoint.tensors)):
         return
@@ -270,10 +233,10 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, where: str, spec: Parall
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start anew with these weights as the base model")
     yield Finding.error(
-        code="checkpoint-no-optimizer",
-        where=where,
-        what=f"{key} resumes, and there is no optimizer state in the checkpoint, nor beside it",
-        hint=f"take a checkpoint that the trainer saved for resuming, {hint}",
+        "checkpoint-no-optimizer",
+        path,
+        f"{key} resumes, and there is no optimizer state in the checkpoint, nor beside it",
+        f"take a checkpoint that the trainer saved for resuming, {hint}",
     )
 
 
@@ -284,17 +247,12 @@ def _saved_mesh(checkpoint: Checkpoint) -> Mesh | None:
     return None if inferred is None else inferred.mesh
 
 
-def _text(mesh: Mesh | None) -> str | None:
-    return None if mesh is None else str(mesh)
-
-
 def look_at_model(
     model: str,
     *,
     checkpoint: str | None = None,
     mesh: Mesh | None = None,
     cuts: Sequence[str] = (),
-    max_elems: int = 0,
 ) -> ModelView:
     """Return what is known of a model and of the tensors that a checkpoint has for it.
 
@@ -303,7 +261,6 @@ def look_at_model(
         checkpoint: To compare names and shapes with.
         mesh: Of the ranks that read it.
         cuts: Smaller configs, as in `check_checkpoint`.
-        max_elems: Parameters from which on a model is large.
 
     Raises:
         UnreadableError: The config cannot be read at all.
@@ -313,8 +270,7 @@ def look_at_model(
         config=os.path.abspath(model),
         checkpoint=None if checkpoint is None else os.path.abspath(checkpoint),
         mesh=mesh,
-        cuts=tuple(os.path.abspath(path) for path in cuts),
-        max_elems=max_elems,
+        cuts=tuple(map(os.path.abspath, cuts)),
     )
     try:
         with Child(COMPARE, job, ModelView, does="describes the model", walled=True) as child:

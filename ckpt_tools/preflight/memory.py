@@ -12,7 +12,8 @@ from itertools import pairwise
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
-from ckpt_tools.estimate import Case, Estimate, EstimateOptions, run
+from ckpt_tools.estimate import Estimate, EstimateOptions, run
+from ckpt_tools.preflight.configs.read import READERS
 from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.processes.child import Child
@@ -24,7 +25,6 @@ _DEFAULT_SEQ_LEN = 2048
 _DEFAULT_RANK = 16
 _BLOCK = re.compile(r"([^.]+\.)*?\d+(?=\.)")
 """The first numbered module that a parameter is in."""
-_OPTIMIZERS: Mapping[str, str] = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}
 _LESS_STATE = re.compile(r"8bit|4bit|fp8|paged|adafactor|lion|muon|galore|apollo|came|prodigy|schedule", re.IGNORECASE)
 
 
@@ -33,14 +33,11 @@ _ONE_GROUP = "every rank gathers the whole model at once, and the estimate is fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryQuestion:
-    """What is estimated for a spec."""
+    """What is estimated for a spec, and in what that differs from it; or why nothing is."""
 
     options: EstimateOptions | None
-    """None: nothing is."""
     notes: tuple[str, ...] = ()
-    """In what the estimate differs from the spec."""
     why_not: str = ""
-    """Why `options` is None."""
 
 
 def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions: int | None = None) -> MemoryQuestion:
@@ -52,35 +49,27 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
         gpu_memory: Bytes of a device.
         max_positions: Longest sample of the model, for where the config does not say how long they are.
     """
-    if spec.engine == "deepspeed":
-        return MemoryQuestion(options=None, why_not="DeepSpeed's memory is not estimated")
-    if spec.engine == "other":
-        return MemoryQuestion(options=None, why_not="what distributes the model is neither FSDP nor DDP")
-    if spec.mesh is None:
-        why = "its axes do not fit the ranks" if spec.world_size is not None else "pass --world-size"
-        return MemoryQuestion(options=None, why_not=f"the mesh is not known: {why}")
-    if spec.engine in ("fsdp1", "fsdp2") and not spec.wraps_blocks:
-        return MemoryQuestion(options=None, why_not=f"nothing wraps the blocks: {_ONE_GROUP}")
-    if spec.mesh.size("pp") > 1:
-        return MemoryQuestion(options=None, why_not="the stages of a pipeline are not estimated")
+    whole, why_not = spec.mesh, _why_not(spec)
+    if whole is None or why_not:
+        return MemoryQuestion(options=None, why_not=why_not)
     notes: list[str] = []
-    mesh = _mesh(spec)
-    strategy = strategy_on(spec, mesh)
     seq_len = spec.seq_len or min(_DEFAULT_SEQ_LEN, max_positions or _DEFAULT_SEQ_LEN)
     if spec.seq_len is None:
         notes.append(f"samples of {seq_len} tokens are assumed: the config does not say how long they are")
-    context = spec.mesh.size("cp")
+    context = whole.size("cp")
     if context > 1:
         seq_len = -(-seq_len // context)
         notes.append(f"each rank has {seq_len} tokens of a sample: cp={context} cuts it")
-    if spec.mesh.size("ep") > 1 or spec.axes.get("ep", 1) > 1:
+    if whole.size("ep") > 1 or spec.axes.get("ep", 1) > 1:
         notes.append("experts are counted as if FSDP cut them like everything else")
-    lora = _lora(spec, notes)
+    mesh, lora = _mesh(spec), _lora(spec, notes)
     computed = _dtype(spec.param_dtype or spec.master_dtype, "f32", "computation", notes)
-    case = Case(
-        strategy=strategy,
-        mesh=mesh,
+    options = EstimateOptions(
+        model=model,
+        mesh=str(mesh),
+        strategy=strategy_on(spec, mesh),
         activation_checkpointing=spec.activation_checkpointing,
+        gpu_memory=gpu_memory,
         lora=lora,
         quantize=_quantize(spec, lora, notes),
         offload=_offload(spec, notes),
@@ -92,24 +81,24 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
         frozen_dtype=_dtype(spec.master_dtype, computed, "frozen parameters", []),
         optimizer=_optimizer(spec, notes),
     )
-    options = EstimateOptions(
-        model=model,
-        mesh=str(mesh),
-        strategies=(strategy,),
-        activation_checkpointing=(spec.activation_checkpointing,),
-        gpu_memory=gpu_memory,
-        case=case,
-    )
     return MemoryQuestion(options=options, notes=tuple(notes))
 
 
-def blocks_too_small(spec: ParallelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return why no estimate holds for wrapping by number of parameters, or nothing.
+def _why_not(spec: ParallelSpec) -> str:
+    if spec.engine == "deepspeed":
+        return "DeepSpeed's memory is not estimated"
+    if spec.engine == "other":
+        return "what distributes the model is neither FSDP nor DDP"
+    if spec.mesh is None:
+        why = "its axes do not fit the ranks" if spec.world_size is not None else "pass --world-size"
+        return f"the mesh is not known: {why}"
+    if spec.engine in ("fsdp1", "fsdp2") and not spec.wraps_blocks:
+        return f"nothing wraps the blocks: {_ONE_GROUP}"
+    return "the stages of a pipeline are not estimated" if spec.mesh.size("pp") > 1 else ""
 
-    Args:
-        spec: What the config asks for.
-        shapes: FQN → shape of the model's parameters.
-    """
+
+def blocks_too_small(spec: ParallelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return why no estimate holds for wrapping by number of parameters, or nothing."""
     least = spec.wrap_min_num_params
     if least is None or spec.engine not in ("fsdp1", "fsdp2"):
         return ""
@@ -167,7 +156,7 @@ def _optimizer(spec: ParallelSpec, notes: list[str]) -> str:
     name = (spec.optimizer or "adamw").lower()
     for prefix in ("adamw", "adam", "sgd"):
         if name.startswith(prefix) and not _LESS_STATE.search(name):
-            return _OPTIMIZERS[prefix]
+            return prefix
     less = ": it takes less" if _LESS_STATE.search(name) else ""
     notes.append(f"the state of {escape_name(spec.optimizer or '')} is counted as AdamW's{less}")
     return "adamw"
@@ -190,19 +179,14 @@ def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:
         hint = f"{in_own_words(advice.what, spec)}: then it needs {format_size(advice.estimate.needed)}, and fits"
     else:
         hint = f"nothing that was tried fits ({len(estimate.proposals)} changes): take more ranks, or a smaller model"
-    key = next(
-        (spec.keys[name] for name in ("strategy", "mesh", "axes.dp_shard", "world_size") if name in spec.keys), ""
+    named = (spec.keys.get(name) for name in ("strategy", "mesh", "axes.dp_shard", "world_size"))
+    key = next(filter(None, named), "memory")
+    what = (
+        f"{found.case.label} on {found.case.mesh} needs {format_size(found.needed)} on a rank "
+        f"({format_size(found.per_rank.peak)} at the peak and a margin of {format_size(found.margin.total)}), "
+        f"and a device has {format_size(estimate.gpu_memory)}"
     )
-    return (
-        Finding.error(
-            code="memory-does-not-fit",
-            where=key or "memory",
-            what=f"{found.case.label} on {found.case.mesh} needs {format_size(found.needed)} on a rank "
-            f"({format_size(found.per_rank.peak)} at the peak and a margin of {format_size(found.margin.total)}), "
-            f"and a device has {format_size(estimate.gpu_memory)}",
-            hint=hint,
-        ),
-    )
+    return (Finding.error("memory-does-not-fit", key, what, hint),)
 
 
 _PHRASES: Mapping[str, tuple[str, str]] = {
@@ -215,48 +199,11 @@ _PHRASES: Mapping[str, tuple[str, str]] = {
     "--quantize nf4": ("quantize", "quantise the frozen weights to nf4"),
     "--offload": ("offload_params", "offload parameters to host memory"),
 }
-_KEYS: Mapping[str, Mapping[str, str]] = {
-    "accelerate": {
-        "activation_checkpointing": "fsdp_config.fsdp_activation_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.fsdp_reshard_after_forward: true",
-        "offload_params": "fsdp_config.fsdp_offload_params: true",
-    },
-    "trainer": {
-        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.cpu_offload: true",
-    },
-    "torchtitan": {
-        "activation_checkpointing": "activation_checkpoint.mode: full",
-        "reshard_after_forward": "parallelism.fsdp_reshard_after_forward: always",
-        "offload_params": "training.enable_cpu_offload: true",
-    },
-    "axolotl": {
-        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.offload_params: true",
-        "adapter": "adapter: lora",
-        "quantize": "adapter: qlora, load_in_4bit: true",
-    },
-    "ai-toolkit": {
-        "activation_checkpointing": "train.gradient_checkpointing: true",
-        "reshard_after_forward": "train.fsdp_sharding: full",
-        "offload_params": "train.fsdp_cpu_offload: true",
-        "adapter": "network.type: lora",
-    },
-    "verl": {
-        "activation_checkpointing": "model.enable_gradient_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.offload_policy: true",
-    },
-    "openrlhf": {"activation_checkpointing": "--gradient_checkpointing", "adapter": f"--lora_rank {_DEFAULT_RANK}"},
-}
-"""Framework → field of the spec → what to write in its config."""
 
 
 def in_own_words(change: str, spec: ParallelSpec) -> str:
     """Return a change that an estimate proposes (options of `ckpt estimate`) in the words of the config."""
-    written = _KEYS.get(spec.framework, {})
+    written = READERS[spec.framework].written
     parts = []
     rest = change
     for option, (name, phrase) in _PHRASES.items():

@@ -45,18 +45,7 @@ def check_mesh(
     mesh: Mesh,
     spec: ParallelSpec,
 ) -> Iterator[Finding]:
-    """Yield how the ranks of the run read the checkpoint, and what would make that cheaper.
-
-    Args:
-        checkpoint: As it is.
-        reads: What ranks read (`reads.count_reads`).
-        where: The checkpoint, for messages.
-        saved: The mesh that it was saved for, when known.
-        mesh: The mesh of the run.
-        spec: Framework and how it loads.
-    """
-    if not reads:
-        return
+    """Yield how the ranks of the run read the checkpoint, and what would make that cheaper."""
     if not format_of(checkpoint).is_sharded and spec.framework != "torchtitan":
         yield _whole_read(checkpoint, where, mesh, spec)
         return
@@ -73,7 +62,7 @@ def check_mesh(
     if format_of(checkpoint).loads_by_dcp and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
         plan = " --tp-plan auto" if mesh.size("tp") > 1 else ""
         hint = f"loads faster after: ckpt reshard {where} NEW --mesh {mesh}{plan}"
-    yield Finding.info(code="checkpoint-mesh", where=where, what=what, hint=hint)
+    yield Finding.info("checkpoint-mesh", where, what, hint)
 
 
 def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSpec) -> Finding:
@@ -82,13 +71,13 @@ def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSp
     files = f"{len(checkpoint.files)} file" + ("s" if len(checkpoint.files) != 1 else "")
     if spec.cpu_ram_efficient_loading:
         what = f"the first rank reads all {size} ({files}) and sends every rank its part"
-        return Finding.info(code="checkpoint-mesh", where=where, what=what)
+        return Finding.info("checkpoint-mesh", where, what)
     world = spec.world_size or mesh.world_size
     total = format_size(checkpoint.total_bytes * world)
     key = spec.keys.get("cpu_ram_efficient_loading")
     return Finding.info(
-        code="checkpoint-mesh",
-        where=where,
-        what=f"each of {world} ranks reads all {size} ({files}): {total} together",
-        hint=None if key is None else f"with {key}: true only the first rank reads",
+        "checkpoint-mesh",
+        where,
+        f"each of {world} ranks reads all {size} ({files}): {total} together",
+        None if key is None else f"with {key}: true only the first rank reads",
     )

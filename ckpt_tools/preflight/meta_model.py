@@ -29,7 +29,16 @@ from ckpt_tools.models.recipe import call, loss_of
 from ckpt_tools.placement.place import place_tensors
 from ckpt_tools.placement.rule import Rule
 from ckpt_tools.placement.tp_plan import find_tp_plan, import_model_class, tp_plan_rules
-from ckpt_tools.preflight.comparison import Comparison, FoundTensor, Kind, Look, ModelTensor, ModelView, Trial
+from ckpt_tools.preflight.comparison import (
+    MAX_ELEMS,
+    Comparison,
+    FoundTensor,
+    Kind,
+    Look,
+    ModelTensor,
+    ModelView,
+    Trial,
+)
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, read_facts
 from ckpt_tools.preflight.names_match import without_peft
 from ckpt_tools.preflight.reads import Reads, count_reads
@@ -79,9 +88,10 @@ def _describe(
     except UsageError as error:
         return ModelView(facts=facts, why_not=error.what)
     num_elems = _count(model)
+    prefix = getattr(model, "base_model_prefix", "")
     comparison = Comparison(
         title=type(model).__name__,
-        base_prefix=_base_prefix(model),
+        base_prefix=f"{prefix}." if isinstance(prefix, str) and prefix else "",
         num_elems=num_elems,
         tensors=_tensors(model),
         ties=tied_groups(model),
@@ -89,8 +99,8 @@ def _describe(
     reads = None
     if opened is not None:
         comparison, reads = _match(comparison, model, look.mesh, config, opened)
-    if cuts and num_elems > look.max_elems:
-        comparison = replace(comparison, trial=_try_cuts(cuts, config.where, look.max_elems))
+    if cuts and num_elems > MAX_ELEMS:
+        comparison = replace(comparison, trial=_try_cuts(cuts, config.where))
     return ModelView(facts=facts, comparison=comparison, reads=reads)
 
 
@@ -110,7 +120,7 @@ def _count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str, max_elems: int) -> Trial:
+def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str) -> Trial:
     """Find the first config that makes a model which is small enough and runs forward and backward by itself."""
     reasons: list[str] = []
     for path, cut in cuts:
@@ -118,7 +128,7 @@ def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str, max_elems: in
             recipe = HfRecipe(cut.values, where)
             with torch.device("meta"):
                 num_elems = _count(recipe.build())
-            if num_elems > max_elems:
+            if num_elems > MAX_ELEMS:
                 reasons.append(f"with fewer layers it still has {num_elems / 1e6:.0f} M parameters")
                 continue
             torch.manual_seed(0)
@@ -133,12 +143,6 @@ def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str, max_elems: in
             return Trial(path=path, num_elems=num_elems)
         reasons.append(f"cut down its loss is {loss.item()}")
     return Trial(path=None, why="; ".join(reasons))
-
-
-def _base_prefix(model: nn.Module) -> str:
-    """Return what transformers adds to, or takes from, the names of a file by itself."""
-    name = getattr(model, "base_model_prefix", "")
-    return f"{name}." if isinstance(name, str) and name else ""
 
 
 def _tensors(model: nn.Module) -> dict[str, ModelTensor]:
@@ -201,8 +205,10 @@ def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoin
 
 
 def _reads(mesh: Mesh, values: Mapping[str, object], checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> Reads:
+    rules: tuple[Rule, ...] = ()
     try:
-        rules = _tp_rules(values, entries) if mesh.size("tp") > 1 else ()
+        if mesh.size("tp") > 1:
+            rules = tp_plan_rules(values, [entry.fqn for entry in entries], find_tp_plan(values))
     except CkptError as error:
         return Reads(unknown=error.what)
     try:
@@ -212,7 +218,3 @@ def _reads(mesh: Mesh, values: Mapping[str, object], checkpoint: Checkpoint, ent
     placements = {fqn: {a: cut for a, cut in cuts.items() if isinstance(cut, Shard)} for fqn, cuts in placed.items()}
     whole_items = format_of(checkpoint).loads_by_dcp
     return Reads(ranks=count_reads(entries, mesh, placements, whole_items=whole_items))
-
-
-def _tp_rules(values: Mapping[str, object], entries: Sequence[TensorEntry]) -> tuple[Rule, ...]:
-    return tp_plan_rules(values, [entry.fqn for entry in entries], find_tp_plan(values))

@@ -18,10 +18,8 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.walls import check_config
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
-_HEAD_DIM = ("head_dim", "attention_head_dim", "d_kv")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _INTERMEDIATE = (
     "intermediate_size",
@@ -68,7 +66,6 @@ class Quantization:
     method: str
     """bitsandbytes, gptq, mxfp4, …"""
     bits: int | None = None
-    """Of one weight, where the config says."""
     storage: str | None = None
     """Dtype that the packed bytes pretend to be: uint8, bfloat16, …"""
 
@@ -78,33 +75,18 @@ class ModelFacts:
     """What is known of a model without its weights. None: the config does not say."""
 
     where: str
-    """The path of the config.json."""
     architecture: str | None = None
-    """The model class."""
-    model_type: str | None = None
-    """Transformers' name of the family."""
     num_layers: int | None = None
-    """Blocks of the (text) model."""
-    hidden_size: int | None = None
-    """Width."""
     num_heads: int | None = None
-    """Query heads."""
     num_kv_heads: int | None = None
     """Key and value heads; the query heads where the config names none."""
-    head_dim: int | None = None
-    """Width of a head."""
     num_experts: int | None = None
     """Routed experts of a layer; None for a dense model."""
     vocab_size: int | None = None
-    """Tokens."""
     intermediate_sizes: tuple[int, ...] = ()
     """Widths of the feed-forward parts (dense, experts, shared experts)."""
     max_positions: int | None = None
-    """Longest sequence."""
     tied_embeddings: bool | None = None
-    """Do the embeddings and the head share one tensor?"""
-    dtype: str | None = None
-    """Of the weights."""
     quantization: Quantization | None = None
     """None: plain weights."""
     blocks: tuple[str, ...] = ()
@@ -129,9 +111,6 @@ class ModelFacts:
 
 def read_facts(model: str) -> ModelFacts:
     """Read what a model's config and the headers of its weights say; `match.look_at_model` builds it for more.
-
-    Args:
-        model: A directory with config.json, or the file.
 
     Raises:
         UnreadableError: No config.json, or it is not a JSON object.
@@ -164,25 +143,20 @@ def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> Model
     """Return what a config.json alone says."""
     text = _text_part(values)
     heads = _whole(text, _HEADS)
-    model_type = _word(text, "model_type")
     tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     return ModelFacts(
         where=where,
         architecture=ModelConfig(values=values, where=where).architecture,
-        model_type=_word(values, "model_type"),
         num_layers=_whole(text, _LAYERS),
-        hidden_size=_whole(text, _HIDDEN),
         num_heads=heads,
         num_kv_heads=_whole(text, _KV_HEADS) or (1 if text.get("multi_query") is True else heads),
-        head_dim=_whole(text, _HEAD_DIM),
         num_experts=_whole(text, _EXPERTS),
         vocab_size=_whole(text, ("vocab_size",)),
         intermediate_sizes=tuple(dict.fromkeys(_wholes(text, _INTERMEDIATE))),
         max_positions=_whole(text, _POSITIONS),
         tied_embeddings=tied if isinstance(tied, bool) else None,
-        dtype=_word(values, "dtype") or _word(values, "torch_dtype") or _word(text, "dtype"),
         quantization=_quantization(values.get("quantization_config")),
-        blocks=_BLOCKS.get(model_type or "", ()),
+        blocks=_BLOCKS.get(_word(text, "model_type") or "", ()),
     )
 
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.transform import WRAPPERS, strip_wrappers
 from ckpt_tools.preflight.comparison import Comparison
 from ckpt_tools.preflight.spec import Framework
@@ -34,18 +34,10 @@ def check_names(
     framework: Framework,
     mesh: str,
 ) -> Iterator[Finding]:
-    """Yield what is wrong with the names and shapes of a checkpoint, and what is worth knowing.
-
-    Args:
-        comparison: Model and checkpoint.
-        where: The checkpoint, for messages.
-        by_dcp: It is one that `dcp.load` reads, and not transformers.
-        framework: Who loads it.
-        mesh: For proposed commands.
-    """
+    """Yield what is wrong with the names and shapes of a checkpoint, which `dcp.load` reads or transformers."""
     if comparison.refused is not None:
         what, hint = comparison.refused
-        yield make_finding("checkpoint-unexpected-key", "error", where, what, hint)
+        yield Finding.error("checkpoint-unexpected-key", where, what, hint)
         return
     if not comparison.found:
         yield from _nothing(comparison, where, framework)
@@ -54,11 +46,6 @@ def check_names(
     yield from _check_missing(comparison, where, by_dcp=by_dcp)
     yield from _check_left(comparison, where)
     yield from _check_shapes(comparison, where)
-
-
-def make_finding(code: str, severity: Severity, where: str, what: str, hint: str | None = None) -> Finding:
-    """Return a finding."""
-    return Finding(code=code, severity=severity, where=where, what=what, hint=hint)
 
 
 def fold_names(names: Iterable[str], *, most: int = _MAX_SHOWN) -> str:
@@ -83,9 +70,8 @@ def _nothing(comparison: Comparison, where: str, framework: Framework) -> Iterat
     if framework == "torchtitan" and is_native_titan(names):
         return  # not comparable; the report says so
     expected = next(iter(comparison.tensors), "none")
-    yield make_finding(
+    yield Finding.error(
         "checkpoint-missing-key",
-        "error",
         where,
         f"none of the names of {comparison.title} is in the checkpoint, which has "
         f"{fold_names(comparison.left, most=2)}; the model has for example {expected}",
@@ -136,9 +122,8 @@ def _check_prefix(
     extra, lacking, wrapped = _roots(comparison)
     by_peft = any(without_peft(fqn) != fqn for found in comparison.found.values() for fqn in found.fqns)
     if by_peft and not by_dcp:
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-prefix",
-            "error",
             where,
             "names are those of a PEFT model (base_model.model., base_layer.), and no model is loaded from them",
             f"take the base model as the model, and its adapter out of this: ckpt export-lora {where} NEW --to peft",
@@ -146,31 +131,28 @@ def _check_prefix(
     if by_dcp:
         yield from _check_dcp_root(extra, lacking, where, framework, mesh)
     elif lacking is not None and lacking != comparison.base_prefix:
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-prefix",
-            "error",
             where,
             f"names match once {lacking!r} is put in front of them, and {framework} does not do that",
             f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none",
         )
     elif extra and extra != comparison.base_prefix:
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-prefix",
-            "error",
             where,
             f"names match once {extra!r} is taken away from their beginning, and {framework} does not do that",
             f"ckpt gather {where} NEW --strip-prefix {extra}",
         )
     if wrapped:
-        severity: Severity = "warning" if by_dcp else "error"
         fqns = [fqn for found in comparison.found.values() for fqn in found.fqns]
         at_root = next((w for w in WRAPPERS if all(fqn.startswith(w) for fqn in fqns)), None)
         hint = "save the model that the wrappers hold: accelerator.unwrap_model(model).state_dict()"
         if by_dcp or at_root is not None:
             hint = f"ckpt gather {where} NEW --strip-prefix {'auto' if by_dcp else at_root}"
-        yield make_finding(
+        tell = Finding.warning if by_dcp else Finding.error
+        yield tell(
             "checkpoint-prefix",
-            severity,
             where,
             "names have parts that wrappers put in (_orig_mod., _checkpoint_wrapped_module., …); "
             "a model that is not wrapped alike does not find them",
@@ -183,9 +165,8 @@ def _check_dcp_root(
 ) -> Iterator[Finding]:
     wanted = DCP_ROOTS.get(framework)
     if framework == "torchtitan":
-        yield make_finding(
+        yield Finding.warning(
             "checkpoint-naming",
-            "warning",
             where,
             "the checkpoint has transformers' names; torchtitan's own models have others "
             "(tok_embeddings.weight, layers.0.attention.wq.weight)",
@@ -195,9 +176,7 @@ def _check_dcp_root(
     root = extra if lacking is None else f"(without {lacking})"
     if wanted is None:
         if root:
-            yield make_finding(
-                "checkpoint-prefix", "info", where, f"names begin with {root!r} in front of the model's own"
-            )
+            yield Finding.info("checkpoint-prefix", where, f"names begin with {root!r} in front of the model's own")
         return
     if root == wanted:
         return
@@ -207,9 +186,8 @@ def _check_dcp_root(
         hint = f"ckpt reshard {where} NEW --mesh {mesh} --prefix {missing}"
     else:
         hint = f"ckpt gather {where} HF --strip-prefix auto, then ckpt shard HF NEW --mesh {mesh} --prefix {wanted}"
-    yield make_finding(
+    yield Finding.error(
         "checkpoint-prefix",
-        "error",
         where,
         f"{framework} looks for the model's names behind {wanted!r} in a DCP checkpoint; the names here {has}",
         hint,
@@ -222,14 +200,13 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
     told = [name for name in absent if name in tied and any(other in comparison.found for other in tied[name])]
     for name in told:
         others = [other for other in tied[name] if other in comparison.found]
-        yield make_finding(
-            "checkpoint-tied", "info", where, f"{name} is not stored: the model shares it with {others[0]}, which is"
+        yield Finding.info(
+            "checkpoint-tied", where, f"{name} is not stored: the model shares it with {others[0]}, which is"
         )
     buffers = [name for name in absent if comparison.tensors[name].kind == "buffer"]
     if buffers:
-        yield make_finding(
+        yield Finding.warning(
             "checkpoint-buffer",
-            "warning",
             where,
             f"{len(buffers)} buffers are not stored and keep the values they are made with: {fold_names(buffers)}",
         )
@@ -241,9 +218,8 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
         return
     output = any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing)
     if is_head and not by_dcp and not output:
-        yield make_finding(
+        yield Finding.warning(
             "checkpoint-missing-key",
-            "warning",
             where,
             f"{len(missing)} tensors of the model's head are not in the checkpoint, and start at random: "
             f"{fold_names(missing)}",
@@ -254,9 +230,8 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
     hint = "the checkpoint is another model's, or not complete; config.json says what the model has"
     if output and len(missing) == 1:
         hint = 'set "tie_word_embeddings": true in config.json if the head shares the embedding'
-    yield make_finding(
+    yield Finding.error(
         "checkpoint-missing-key",
-        "error",
         where,
         f"{len(missing)} of {num_saved} tensors of {comparison.title} are not in the checkpoint: {fold_names(missing)}",
         hint,
@@ -283,34 +258,30 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
         else:
             others.append(fqn)
     if buffers:
-        yield make_finding(
+        yield Finding.info(
             "checkpoint-buffer",
-            "info",
             where,
             f"{len(buffers)} stored buffers are ignored, since the model makes them anew: {fold_names(buffers)}",
         )
     if stacked:
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-unexpected-key",
-            "error",
             where,
             f"the checkpoint has {len(stacked)} tensors of layers or experts that the config does not have: "
             f"{fold_names(stacked)}; they would be left out without a word",
             "correct num_hidden_layers (num_experts, …) in config.json, or take the checkpoint of this config",
         )
     if inside:
-        yield make_finding(
+        yield Finding.error(
             "checkpoint-unexpected-key",
-            "error",
             where,
             f"the checkpoint has {len(inside)} tensors in layers of {comparison.title} where the model has none: "
             f"{fold_names(inside)}; they would be left out without a word",
             "the checkpoint is another architecture's: take the config.json that belongs to it",
         )
     if others:
-        yield make_finding(
+        yield Finding.warning(
             "checkpoint-unexpected-key",
-            "warning",
             where,
             f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}",
             "right if another head is trained; otherwise look at the architecture in config.json",
@@ -342,9 +313,8 @@ def _check_shapes(comparison: Comparison, where: str) -> Iterator[Finding]:
     hint = "config.json and checkpoint are of different models"
     if len(expected) == len(found.shape) == 2 and expected[1:] == found.shape[1:] and len(wrong) <= 2:
         hint = f'if the vocabulary was resized, write "vocab_size": {found.shape[0]} in config.json'
-    yield make_finding(
+    yield Finding.error(
         "checkpoint-shape",
-        "error",
         where,
         f"{len(wrong)} tensors have another shape than the model's: {escape_name(name)} is {list(found.shape)}, "
         f"the model has {list(expected)}" + (f"; also {fold_names(n for n, _ in wrong[1:])}" if wrong[1:] else ""),

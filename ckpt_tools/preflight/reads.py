@@ -26,7 +26,6 @@ class RankReads:
 
     rank: int
     num_files: int
-    """Files that hold something it needs."""
     needed_bytes: int
     """Bytes of its own boxes."""
     read_bytes: int

@@ -114,13 +114,10 @@ def describe_spec(spec: ParallelSpec) -> str:
     if spec.strategy is not None:
         parts.append(spec.strategy)
     parts.append(f"on {spec.mesh}" if spec.mesh is not None else "on an unknown mesh")
-    dtypes = [f"{name} {value}" for name, value in _precision(spec) if value is not None]
+    precision = {"compute": spec.param_dtype, "reduce": spec.reduce_dtype, "master": spec.master_dtype}
+    dtypes = [f"{name} {value}" for name, value in precision.items() if value is not None]
     parts += [", ".join(dtypes)] if dtypes else []
     if spec.adapter is not None:
         rank = "" if spec.adapter.rank is None else f" r{spec.adapter.rank}"
         parts.append(f"{escape_name(spec.adapter.kind)}{rank}" + (f" on {spec.quantize}" if spec.quantize else ""))
     return ", ".join(parts)
-
-
-def _precision(spec: ParallelSpec) -> tuple[tuple[str, str | None], ...]:
-    return (("compute", spec.param_dtype), ("reduce", spec.reduce_dtype), ("master", spec.master_dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,34 +14,29 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
-from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_spec, write_cuts
+from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
 from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, start_estimate
 from ckpt_tools.preflight.model_facts import checked_config, facts_of
+from ckpt_tools.preflight.options import PreflightOptions
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
 from ckpt_tools.preflight.sources import Sources, find_sources
-from ckpt_tools.preflight.spec import Framework, ParallelSpec
+from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.processes.child import Child
 from ckpt_tools.smoke import SmokeReport, run_smoke
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
-
-OnCheck = Callable[[str, str], None]
-"""Told about progress: the check, and "begun", "done" or "failed"."""
-OnFindings = Callable[[tuple[Finding, ...]], None]
-"""Told what was found, as soon as it is known, and each finding once."""
 
 
 @dataclass(slots=True)
 class _Flight:
     """What is checked, and what was found so far."""
 
-    on_check: OnCheck | None
-    on_findings: OnFindings | None
+    on_check: Callable[[str, str], None] | None
+    on_findings: Callable[[tuple[Finding, ...]], None] | None
     findings: dict[Finding, None] = field(default_factory=dict)
-    """In the order in which they were found."""
     checks: dict[CheckName, CheckResult] = field(default_factory=dict)
     not_checked: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -98,40 +94,21 @@ _TITLES = {
 }
 
 
-def preflight(
-    config_path: str,
-    *,
-    framework: Framework | None = None,
-    model: str | None = None,
-    checkpoint: str | None = None,
-    world_size: int | None = None,
-    gpu_memory: int | None = None,
-    smoke: bool = True,
-    on_check: OnCheck | None = None,
-    on_findings: OnFindings | None = None,
-) -> PreflightReport:
+def preflight(options: PreflightOptions) -> PreflightReport:
     """Check a trainer's config against the model, the checkpoint and the machines, and say what is wrong.
-
-    Args:
-        config_path: The config of a trainer; a script or text file with the command line for OpenRLHF.
-        framework: Whose it is; found out by default.
-        model: Directory of the model, with its config.json; what the config names by default.
-        checkpoint: What is loaded; what the config resumes from, or the model's weights, by default.
-        world_size: Number of ranks; what the config says by default.
-        gpu_memory: Bytes that a device has.
-        smoke: Train a few steps of a cut-down model on this machine.
-        on_check: Told when a check begins and ends: its name, and "begun", "done" or "failed".
-        on_findings: Told what was found, before what is slow begins.
 
     Raises:
         UsageError: The config is nobody's, or what was passed is not there.
         UnreadableError: The config cannot be read.
     """
-    flight = _Flight(on_check, on_findings)
+    config_path, world_size, smoke = os.fspath(options.config), options.world_size, options.smoke
+    model, checkpoint = (None if path is None else os.fspath(path) for path in (options.model, options.checkpoint))
+    gpu_memory = options.gpu_bytes
+    flight = _Flight(options.on_check, options.on_findings)
     given = [name for name, value in (("model", model), ("resume_from", checkpoint)) if value is not None]
     try:
         with flight.check("config") as check:
-            config = read_config(config_path, framework=framework, world_size=world_size, given=given)
+            config = read_config(config_path, framework=options.framework, world_size=world_size, given=given)
             check.why_not, check.was_made = config.why_not, not config.why_not
             check.what = _describe_options(config)
             # Of what may be another trainer's config nothing is right or wrong.
@@ -281,9 +258,7 @@ def _check_checkpoint(
 ) -> tuple[CheckpointMatch | None, ModelView]:
     """Check the checkpoint; the model is looked at in any case."""
     if sources.checkpoint is not None:
-        match = check_checkpoint(
-            sources.checkpoint, spec, model=sources.model, resumes=sources.resumes, cuts=cuts, max_elems=MAX_ELEMS
-        )
+        match = check_checkpoint(sources.checkpoint, spec, model=sources.model, resumes=sources.resumes, cuts=cuts)
         check.findings, check.was_made = match.findings, match.verify is not None or bool(match.findings)
         flight.not_checked += match.not_checked
         check.what = _describe_match(match)
@@ -291,7 +266,7 @@ def _check_checkpoint(
     check.what = "there is none"
     if sources.model is None:
         return None, ModelView()
-    return None, look_at_model(sources.model, cuts=cuts, max_elems=MAX_ELEMS)
+    return None, look_at_model(sources.model, cuts=cuts)
 
 
 def _describe_match(match: CheckpointMatch) -> str:
@@ -359,4 +334,4 @@ def _smoke_findings(report: SmokeReport) -> tuple[Finding, ...]:
         return findings
     failed = [phase.name for phase in report.phases if phase.ok is False]
     what = f"these phases failed: {', '.join(failed)}"
-    return (*findings, Finding.error(code="smoke-failed", where="smoke", what=what))
+    return (*findings, Finding.error("smoke-failed", "smoke", what))

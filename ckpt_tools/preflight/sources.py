@@ -25,7 +25,6 @@ class Sources:
     resumes: bool = False
     """`checkpoint` is what the run goes on from, with its optimizer state."""
     not_checked: tuple[str, ...] = ()
-    """What is not here, and how to bring it."""
 
 
 def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, checkpoint: str | None) -> Sources:
@@ -33,12 +32,6 @@ def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, che
 
     A path of the config counts from the working directory, as for the trainer, then from the config's own. A hub id
     is looked up in the local cache; nothing is downloaded.
-
-    Args:
-        spec: What the config says.
-        config_path: The config itself.
-        model: `--model`.
-        checkpoint: `--checkpoint`.
 
     Raises:
         UsageError: What was passed is not there, or is no model.

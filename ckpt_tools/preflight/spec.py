@@ -21,7 +21,6 @@ class AdapterSpec:
     kind: str = "lora"
     """lora, lokr, …"""
     rank: int | None = None
-    """r."""
     alpha: float | None = None
     """Numerator of the scale."""
     targets: tuple[str, ...] = ()
@@ -33,9 +32,7 @@ class ParallelSpec:
     """How a run is distributed, and what it trains. None: the config does not say, and the trainer has no default."""
 
     framework: Framework
-    """Whose config it was."""
     engine: Engine
-    """What distributes the model."""
     world_size: int | None = None
     """Ranks, from `--world-size` or the config."""
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -47,7 +44,6 @@ class ParallelSpec:
     reshard_after_forward: bool | int | None = None
     """What becomes of gathered parameters after forward."""
     param_dtype: str | None = None
-    """Of computation: bf16, f16, f32."""
     reduce_dtype: str | None = None
     """In which gradients are averaged."""
     master_dtype: str | None = None
@@ -55,11 +51,8 @@ class ParallelSpec:
     offload_params: bool = False
     """Parameters, gradients and optimizer state live in host memory."""
     offload_optimizer: bool = False
-    """Optimizer state alone does."""
     activation_checkpointing: bool = False
-    """Activations are computed again in backward."""
     wrap_classes: tuple[str, ...] = ()
-    """Classes of the blocks that are wrapped."""
     wrap_min_num_params: int | None = None
     """Wrap whatever has more parameters."""
     adapter: AdapterSpec | None = None
@@ -81,7 +74,6 @@ class ParallelSpec:
     model: str | None = None
     """Directory or hub id of the base model."""
     resume_from: str | None = None
-    """Checkpoint to go on from."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Field of this class → key path in the config that said so, for messages."""
 

@@ -60,12 +60,11 @@ def sizes(rank, world_size):
 
 def notes(rank, world_size, tokens):
     """Return what is said about the model when samples have so many tokens."""
-    from ckpt_tools.estimate import Case
     from ckpt_tools.estimate.model import notes_of
     from ckpt_tools.models.hf_recipe import HfRecipe
 
     with behind_walls(walls()):
-        return notes_of(HfRecipe(CONFIG, "config"), Case(seq_len=tokens))
+        return notes_of(HfRecipe(CONFIG, "config"), tokens)
 
 
 def train(rank, world_size, jobs):

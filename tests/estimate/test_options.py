@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.estimate import Case, EstimateOptions
+from ckpt_tools.estimate import EstimateOptions
 from ckpt_tools.estimate.options import STRATEGIES, cases_of, parse_strategy
 from ckpt_tools.processes import wire
 
@@ -27,7 +27,7 @@ def test_strategies_spelled_otherwise_are_those_of_fsdp2():
 
 
 def test_all_strategies_share_the_world():
-    assert meshes(strategies=("all",), world_size=16) == {
+    assert meshes(strategy=("all",), world_size=16) == {
         "no_shard": "dp_replicate=16",
         "shard_grad_op": "dp_shard=16",
         "full_shard": "dp_shard=16",
@@ -36,7 +36,7 @@ def test_all_strategies_share_the_world():
 
 
 def test_all_strategies_keep_the_mesh_where_it_suits_them():
-    assert meshes(strategies=("all",), mesh="dp_replicate=4,dp_shard=2,tp=2") == {
+    assert meshes(strategy=("all",), mesh="dp_replicate=4,dp_shard=2,tp=2") == {
         "no_shard": "dp_replicate=8,tp=2",
         "shard_grad_op": "dp_shard=8,tp=2",
         "full_shard": "dp_shard=8,tp=2",
@@ -45,7 +45,7 @@ def test_all_strategies_keep_the_mesh_where_it_suits_them():
 
 
 def test_odd_worlds_have_no_hybrid():
-    assert "hybrid_shard" not in meshes(strategies=("all",), world_size=3)
+    assert "hybrid_shard" not in meshes(strategy=("all",), world_size=3)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_strategy_by_default_is_what_suits_the_mesh(mesh, strategy):
 
 
 def test_checkpointing_both_gives_two_cases():
-    found = cases_of(EstimateOptions(**SIZES, activation_checkpointing=(False, True)))
+    found = cases_of(EstimateOptions(**SIZES, activation_checkpointing="both"))
     assert [case.activation_checkpointing for case in found] == [False, True]
 
 
 def test_options_survive_the_way_to_another_process():
     options = EstimateOptions(
-        model="m", mesh="dp_replicate=2,dp_shard=4", strategies=("all",), gpu_memory=80, case=Case(lora=4, seq_len=9)
+        model="m", mesh="dp_replicate=2,dp_shard=4", strategy=("all",), gpu_memory=80, lora=4, seq_len=9
     )
     assert wire.loads(EstimateOptions, wire.dumps(options)) == options
 
@@ -82,27 +82,26 @@ def test_options_survive_the_way_to_another_process():
         ({"model": "m", "layers": 3}, "MODEL and --layers both"),
         ({"model": "m", "vocab": 3}, "MODEL and --vocab both"),
         (SIZES | {"hidden": 0}, "--hidden must be at least 1, got 0"),
-        (SIZES | {"strategies": ("fast",)}, "'fast' is not a strategy"),
+        (SIZES | {"strategy": ("fast",)}, "'fast' is not a strategy"),
         (SIZES | {"mesh": "dp_shard=2,ep=2"}, "axis ep"),
         (SIZES | {"mesh": "dp_shard=2", "world_size": 4}, "--world-size says 4"),
-        (SIZES | {"mesh": "dp_shard=4", "strategies": ("hybrid_shard",)}, "hybrid_shard needs"),
-        (SIZES | {"mesh": "dp_replicate=2,dp_shard=2", "strategies": ("full_shard",)}, "full_shard needs"),
-        (SIZES | {"world_size": 3, "strategies": ("hybrid_shard",)}, "even number"),
-        (SIZES | {"case": Case(seq_len=0)}, "--seq-len must be at least 1, got 0"),
-        (SIZES | {"case": Case(batch_size=-1)}, "--batch-size must be at least 1, got -1"),
-        (SIZES | {"case": Case(seq_len=10**400)}, "--seq-len must be at most"),
+        (SIZES | {"mesh": "dp_shard=4", "strategy": ("hybrid_shard",)}, "hybrid_shard needs"),
+        (SIZES | {"mesh": "dp_replicate=2,dp_shard=2", "strategy": ("full_shard",)}, "full_shard needs"),
+        (SIZES | {"world_size": 3, "strategy": ("hybrid_shard",)}, "even number"),
+        (SIZES | {"seq_len": 0}, "--seq-len must be at least 1, got 0"),
+        (SIZES | {"batch_size": -1}, "--batch-size must be at least 1, got -1"),
+        (SIZES | {"seq_len": 10**400}, "--seq-len must be at most"),
         (SIZES | {"params": 10**400}, "--params must be at most"),
         (SIZES | {"world_size": 10**7}, "--world-size must be 1 to 1000000, got 10000000"),
         (SIZES | {"world_size": 0, "mesh": "dp_shard=-1"}, "--world-size must be 1 to 1000000, got 0"),
         (SIZES | {"mesh": "dp_shard=9999999"}, "--world-size must be 1 to 1000000, got 9999999"),
-        (SIZES | {"case": Case(param_dtype="int4")}, "'int4' is not a dtype"),
-        (SIZES | {"case": Case(state_dtype="int4")}, "'int4' is not a dtype"),
-        (SIZES | {"case": Case(optimizer="lion")}, "'lion'"),
-        (SIZES | {"case": Case(quantize="nf4")}, "cannot be trained"),
-        (SIZES | {"case": Case(quantize="int3", lora=4)}, "'int3'"),
-        (SIZES | {"case": Case(lora=0)}, "--lora-rank must be at least 1, got 0"),
+        (SIZES | {"param_dtype": "int4"}, "'int4' is not a dtype"),
+        (SIZES | {"state_dtype": "int4"}, "'int4' is not a dtype"),
+        (SIZES | {"optimizer": "lion"}, "'lion'"),
+        (SIZES | {"quantize": "nf4"}, "cannot be trained"),
+        (SIZES | {"quantize": "int3", "lora": 4}, "'int3'"),
+        (SIZES | {"lora": 0}, "--lora-rank must be at least 1, got 0"),
         (SIZES | {"gpu_memory": 0}, "--gpu-memory must be positive"),
-        (SIZES | {"activation_checkpointing": ()}, "neither with nor without"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, what):

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.preflight.fold import MAX_ELEMS, describe_chosen, fold_mesh, fold_spec, write_cuts
+from ckpt_tools.preflight.fold import describe_chosen, fold_mesh, fold_spec, write_cuts
 from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 
@@ -235,7 +235,7 @@ def try_cuts(paths, scratch):
 
     cuts = [(path, read_config(path)) for path in paths]
     with behind_walls(Walls(subject="a cut model", where="config.json", scratch=str(scratch))):
-        return _try_cuts(cuts, "config.json", MAX_ELEMS)
+        return _try_cuts(cuts, "config.json")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -75,11 +75,11 @@ def test_ask_takes_over_what_is_trained_and_in_which_dtypes():
         optimizer="adamw_torch_fused",
     )
     question = ask(wanted, model="model", gpu_memory=None)
-    case = question.options.case
+    case = question.options
     assert (case.param_dtype, case.reduce_dtype, case.master_dtype) == ("bf16", "f32", "f32")
     assert (case.lora, case.quantize, case.offload, case.optimizer) == (8, "nf4", True, "adamw")
     assert (case.seq_len, case.batch_size) == (128, 3)
-    assert question.options.activation_checkpointing == (True,)
+    assert case.activation_checkpointing is True
     assert question.notes == ()
 
 

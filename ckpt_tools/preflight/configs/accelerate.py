@@ -8,14 +8,13 @@ Source: accelerate 1.15: `commands/config/config_args.py:ClusterConfig`, `comman
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import PlainValidator
 
-from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.configs.deepspeed_file import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     STRATEGIES,
     FsdpOptions,
@@ -23,18 +22,17 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     Strategy,
     plugin_mesh_row,
     plugin_rows,
-    strip_prefix,
     v1_strategy,
     v2_strategy,
+    without_prefix,
 )
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word
+from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, dtype_name
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import Engine
 
 DEFAULTS = PluginDefaults(
-    version=1,
     auto_wrap_policy=None,
     min_num_params=10**8,
     full_state_dict=False,
@@ -65,24 +63,16 @@ def _distributed_type(value: object) -> str:
     raise ValueError(f"one of {', '.join(sorted(TYPES))}, in capitals")
 
 
-class AccelerateFsdp(FsdpOptions):
+class AccelerateFsdp(FsdpOptions, known=_arguments("fsdp_"), instead={"cpu_offload": "offload_params"}):
     """`fsdp_config`; each key with or without `fsdp_`."""
-
-    known: ClassVar[frozenset[str]] = _arguments("fsdp_")
-
-    instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
 
     offload_params: Truth | None = None
     sharding_strategy: Strategy | None = None
     activation_checkpointing_offload: Truth | None = None
 
 
-class Parallelism(Section):
+class Parallelism(Section, known=frozenset(f"parallelism_config_{name}" for name in _arguments("parallelism_config_"))):
     """`parallelism_config`."""
-
-    known: ClassVar[frozenset[str]] = frozenset(
-        f"parallelism_config_{name}" for name in _arguments("parallelism_config_")
-    )
 
     parallelism_config_dp_replicate_size: Count | None = None
     parallelism_config_dp_shard_size: Count | None = None
@@ -91,10 +81,8 @@ class Parallelism(Section):
     parallelism_config_sp_size: Count | None = None
 
 
-class DeepSpeed(Section):
+class DeepSpeed(Section, known=known("accelerate", "arguments")):
     """`deepspeed_config`."""
-
-    known: ClassVar[frozenset[str]] = known("accelerate", "arguments")
 
     deepspeed_config_file: Word | None = None
     zero_stage: Count | None = None
@@ -102,11 +90,8 @@ class DeepSpeed(Section):
     offload_param_device: Word | None = None
 
 
-class Accelerate(Section):
+class Accelerate(Section, known=known("accelerate", "config"), unknown="error"):  # the launcher raises ValueError
     """The file."""
-
-    unknown: ClassVar[Severity | None] = "error"  # the launcher raises ValueError
-    known: ClassVar[frozenset[str]] = known("accelerate", "config")
 
     distributed_type: Annotated[str, PlainValidator(_distributed_type)] | None = None
     mixed_precision: Word | None = None
@@ -170,10 +155,6 @@ def _zero(given: Given[Accelerate]) -> tuple[str | None, bool, bool]:
     return zero_strategy(stage), devices[0] in OFFLOAD_DEVICES, devices[1] in OFFLOAD_DEVICES
 
 
-def _v1_strategy(given: Given[Accelerate]) -> tuple[str, bool | None]:
-    return v1_strategy(given.raw.fsdp_config.sharding_strategy or STRATEGIES[0])
-
-
 _TABLE: Table[Accelerate] = {
     "engine": row("distributed_type", value=_engine),
     "world_size": row("num_processes", value=_world_size),
@@ -192,7 +173,10 @@ _BY_ENGINE: Mapping[Engine, Table[Accelerate]] = {
     **plugin_rows(
         DEFAULTS,
         offload=row("fsdp_config.offload_params", default=False),
-        v1=row("fsdp_config.sharding_strategy", value=_v1_strategy),
+        v1=row(
+            "fsdp_config.sharding_strategy",
+            value=lambda given: v1_strategy(given.raw.fsdp_config.sharding_strategy or STRATEGIES[0]),
+        ),
         v2=row("fsdp_config.reshard_after_forward", value=v2_strategy),
     ),
 }
@@ -202,20 +186,20 @@ def _check(given: Given[Accelerate]) -> None:
     if find_value(given.values, "distributed_type") is None:
         given.findings.append(
             Finding.error(
-                code="missing-key",
-                where="distributed_type",
-                what="distributed_type is missing, and accelerate refuses a file without it",
-                hint="distributed_type: FSDP",
+                "missing-key",
+                "distributed_type",
+                "distributed_type is missing, and accelerate refuses a file without it",
+                "distributed_type: FSDP",
             )
         )
     count = given.raw.num_processes
     if count is not None and count < 1 and count != _ASKED_FOR:
         given.findings.append(
             Finding.error(
-                code="wrong-type",
-                where="num_processes",
-                what=f"{count} processes start nothing",
-                hint="num_processes: how many ranks there are on all machines together",
+                "wrong-type",
+                "num_processes",
+                f"{count} processes start nothing",
+                "num_processes: how many ranks there are on all machines together",
             )
         )
 
@@ -227,16 +211,16 @@ def _looks_like(document: Document) -> bool:
 
 def _prepare(document: Document) -> Source:
     values = document.keyed()
-    options, spell = strip_prefix(values)
-    return Source(
-        model=Accelerate,
-        table=_TABLE,
-        by_engine=_BY_ENGINE,
-        values=values,
-        options=options,
-        spell=spell,
-        check=_check,
-    )
+    return without_prefix(Source(model=Accelerate, table=_TABLE, by_engine=_BY_ENGINE, values=values, check=_check))
 
 
-READER = Reader(name="accelerate", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="accelerate",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "fsdp_config.fsdp_activation_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.fsdp_reshard_after_forward: true",
+        "offload_params": "fsdp_config.fsdp_offload_params: true",
+    },
+)

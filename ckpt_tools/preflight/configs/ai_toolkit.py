@@ -10,15 +10,14 @@ defaults), `jobs/process/BaseSDTrainProcess.py`; the FSDP plan: `train.dist_mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice
+from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice, dtype_name
 from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Source, Table, mesh_row, named_by, row
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
@@ -26,10 +25,8 @@ from ckpt_tools.preflight.spec import AdapterSpec, Engine
 _FLUX2_BLOCKS = ("DoubleStreamBlock", "SingleStreamBlock")
 
 
-class Train(Section):
+class Train(Section, known=known("ai_toolkit", "train")):
     """`train`."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "train")
 
     batch_size: Positive | None = None
     dtype: Word | None = None
@@ -45,10 +42,8 @@ class Train(Section):
     fsdp_backward_prefetch: Truth | None = None
 
 
-class Model(Section):
+class Model(Section, known=known("ai_toolkit", "model")):
     """`model`."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "model")
 
     name_or_path: Word | None = None
     arch: Word | None = None
@@ -60,10 +55,8 @@ class Model(Section):
     split_model_over_gpus: Truth | None = None
 
 
-class Network(Section):
+class Network(Section, known=known("ai_toolkit", "network")):
     """`network`."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "network")
 
     type: Word | None = None
     rank: Count | None = None
@@ -75,30 +68,22 @@ class Network(Section):
     pretrained_lora_path: Word | None = None
 
 
-class Process(Section):
+class Process(Section, known=known("ai_toolkit", "process"), extensible=True):
     """One of `config.process`; its other options depend on its type."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "process")
-    extensible: ClassVar[bool] = True
 
     train: Train = Train()
     model: Model = Model()
     network: Network = Network()
 
 
-class Job(Section):
+class Job(Section, known=known("ai_toolkit", "config")):
     """`config`."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "config")
 
     process: list[Process] = Field(default_factory=list)
 
 
-class AiToolkit(Section):
+class AiToolkit(Section, known=known("ai_toolkit", "file"), unknown="info"):
     """The file."""
-
-    known: ClassVar[frozenset[str]] = known("ai_toolkit", "file")
-    unknown: ClassVar[Severity | None] = "info"
 
     config: Job = Job()
 
@@ -116,10 +101,6 @@ def _axes(given: Given[Process]) -> dict[str, int]:
     if given.spec.engine == "ddp":
         return {"dp_replicate": -1}
     return {"dp_replicate": -1, "dp_shard": -1} if given.raw.train.fsdp_sharding == "hybrid" else {"dp_shard": -1}
-
-
-def _strategy(given: Given[Process]) -> str:
-    return f"{given.raw.train.fsdp_sharding or 'full'}_shard"
 
 
 def _compute(given: Given[Process]) -> str | None:
@@ -172,7 +153,9 @@ _TABLE: Table[Process] = {
     "axes.dp_shard": named_by("train.fsdp_sharding"),
     "axes": row(value=_axes),
     "mesh": mesh_row(),
-    "strategy": row("train.fsdp_sharding", value=_strategy, engines=FSDP),
+    "strategy": row(
+        "train.fsdp_sharding", value=lambda given: f"{given.raw.train.fsdp_sharding or 'full'}_shard", engines=FSDP
+    ),
     "reshard_after_forward": row(default=True, engines=FSDP),
     "param_dtype": row(*_DTYPES, value=_compute),
     "reduce_dtype": row(*_DTYPES, value=_compute, engines=FSDP),
@@ -210,11 +193,10 @@ def _check(given: Given[Process]) -> None:
     if given.is_fsdp and given.raw.train.fsdp_sharding == "hybrid":
         given.findings.append(
             Finding.info(
-                code="unknown-value",
-                where=given.spell("train.fsdp_sharding"),
-                what="hybrid shards inside a machine, and the config does not say how many ranks a machine has: "
-                "no mesh",
-                hint="fsdp_sharding: full shards over all ranks",
+                "unknown-value",
+                given.spell("train.fsdp_sharding"),
+                "hybrid shards inside a machine, and the config does not say how many ranks a machine has: no mesh",
+                "fsdp_sharding: full shards over all ranks",
             )
         )
 
@@ -236,4 +218,14 @@ def _prepare(document: Document) -> Source:
     )
 
 
-READER = Reader(name="ai-toolkit", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="ai-toolkit",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "train.gradient_checkpointing: true",
+        "reshard_after_forward": "train.fsdp_sharding: full",
+        "offload_params": "train.fsdp_cpu_offload: true",
+        "adapter": "network.type: lora",
+    },
+)

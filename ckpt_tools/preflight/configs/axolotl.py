@@ -9,51 +9,37 @@ _get_parallel_config_kwargs`, `utils/trainer.py:setup_fsdp_envs` and `prepare_op
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     FsdpOptions,
-    PluginDefaults,
     Version,
     plugin_rows,
     resumed_from,
-    strip_prefix,
+    without_prefix,
 )
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, row
+from ckpt_tools.preflight.configs.trainer import DEFAULTS
 from ckpt_tools.preflight.plain_values import as_truth, find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
-DEFAULTS = PluginDefaults(
-    version=2,
-    auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-    min_num_params=0,
-    full_state_dict=True,
-    cpu_ram_efficient_loading=False,
-)
-"""axolotl hands its options on to TrainingArguments, whose defaults these are."""
 ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")
 """Rank order."""
 
 
-class AxolotlFsdp(FsdpOptions):
+class AxolotlFsdp(FsdpOptions, known=known("axolotl", "fsdp_config"), instead={"cpu_offload": "offload_params"}):
     """`fsdp_config`; keys with `fsdp_` are taken too."""
-
-    known: ClassVar[frozenset[str]] = known("axolotl", "fsdp_config")
-
-    instead: ClassVar[Mapping[str, str]] = {"cpu_offload": "offload_params"}
 
     offload_params: Truth | None = None
 
 
-class Axolotl(Section):
+class Axolotl(Section, known=known("axolotl", "config")):
     """The file."""
-
-    known: ClassVar[frozenset[str]] = known("axolotl", "config")
 
     base_model: Word | None = None
     adapter: Word | None = None
@@ -93,15 +79,11 @@ def _engine(given: Given[Axolotl]) -> Engine:
     raw = given.raw
     if raw.fsdp or find_value(given.values, SECTION):
         # Releases that take the list `fsdp` mean FSDP1 by a missing version; 0.20 and later have none but FSDP2.
-        version = raw.fsdp_version or raw.fsdp_config.version or (1 if raw.fsdp else DEFAULTS.version)
+        version = raw.fsdp_version or raw.fsdp_config.version or (1 if raw.fsdp else 2)
         return "fsdp2" if version == 2 else "fsdp1"
     if raw.deepspeed:
         return "deepspeed"
     return "none" if given.spec.world_size == 1 else "ddp"
-
-
-def _context(given: Given[Axolotl]) -> int | None:
-    return given.raw.context_parallel_size or given.raw.sequence_parallel_degree
 
 
 def _axes(given: Given[Axolotl]) -> dict[str, int]:
@@ -167,7 +149,11 @@ def _quantize(given: Given[Axolotl]) -> str | None:
 _TABLE: Table[Axolotl] = {
     "engine": row("fsdp_config", "fsdp", "deepspeed", value=_engine),
     "axes.ep": row("expert_parallel_size"),
-    "axes.cp": row("context_parallel_size", "sequence_parallel_degree", value=_context),
+    "axes.cp": row(
+        "context_parallel_size",
+        "sequence_parallel_degree",
+        value=lambda given: given.raw.context_parallel_size or given.raw.sequence_parallel_degree,
+    ),
     "axes.tp": row("tensor_parallel_size"),
     "axes.dp_replicate": row("dp_replicate_size"),
     "axes.dp_shard": row("dp_shard_size"),
@@ -185,6 +171,7 @@ _TABLE: Table[Axolotl] = {
     "model": row("base_model"),
     "resume_from": row("resume_from_checkpoint", value=resumed_from),
 }
+# axolotl hands its options on to TrainingArguments, whose defaults count.
 _BY_ENGINE: Mapping[Engine, Table[Axolotl]] = {
     "deepspeed": deepspeed_rows(),
     **plugin_rows(DEFAULTS, offload=row("fsdp_config.offload_params", default=False)),
@@ -196,9 +183,18 @@ def _looks_like(document: Document) -> bool:
 
 
 def _prepare(document: Document) -> Source:
-    values = document.keyed()
-    options, spell = strip_prefix(values)
-    return Source(model=Axolotl, table=_TABLE, by_engine=_BY_ENGINE, values=values, options=options, spell=spell)
+    return without_prefix(Source(model=Axolotl, table=_TABLE, by_engine=_BY_ENGINE, values=document.keyed()))
 
 
-READER = Reader(name="axolotl", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="axolotl",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.offload_params: true",
+        "adapter": "adapter: lora",
+        "quantize": "adapter: qlora, load_in_4bit: true",
+    },
+)

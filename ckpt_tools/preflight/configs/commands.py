@@ -46,7 +46,6 @@ class Script:
     """A script as far as it can be read without running it."""
 
     commands: tuple[tuple[str, ...], ...]
-    """The words of each command."""
     assumed: tuple[str, ...] = ()
     """Variables whose default was taken: the environment is assumed not to set them."""
 
@@ -78,7 +77,6 @@ class _Shell:
     stack: list[str] = field(default_factory=list)
     """Compounds that are open: if, for, {, (, function."""
     pending: list[Token] = field(default_factory=list)
-    """Of the simple command that is being read."""
     is_conditional: bool = False
     """After && or ||, or in a pipe: it may not run, or not in this shell."""
     is_sourced: bool = False

@@ -65,25 +65,22 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A trainer's config that was read."""
+    """A trainer's config that was read: what it asks for, how much of it is understood, and what is wrong with it.
+
+    `assumed` are variables of a script whose default counts.
+    """
 
     framework: Framework
-    """Whose it is."""
     path: str
-    """Its file, as the user named it."""
     values: Mapping[str, object]
     """The file as nested plain values, in the user's own spelling. Options of a command line: name → text, True for a
     switch, a list for several words."""
     spec: ParallelSpec
-    """What it asks for."""
     options: Options
-    """How much of it is understood."""
     world_keys: tuple[str, ...] = ()
     """Key paths that together say how many ranks there are."""
     assumed: tuple[str, ...] = ()
-    """Variables of a script whose default counts."""
     findings: tuple[Finding, ...] = ()
-    """Unknown options, wrong types, values that are not in the file."""
 
     @property
     def unread(self) -> frozenset[str]:

@@ -24,15 +24,9 @@ Zero = tuple[str | None, bool, bool]
 
 
 def read_deepspeed(given: Given[Any], option: str, value: object, folders: Iterable[str] = ("",)) -> Zero:
-    """Read what `deepspeed` or `deepspeed_config_file` says of sharding.
+    """Read what `deepspeed` or `deepspeed_config_file` says of sharding: content, or a path below one of `folders`.
 
     A file that is not on this machine, or cannot be read, is noted: nothing is known of what it says.
-
-    Args:
-        given: The config.
-        option: The option.
-        value: Its value: a path, or the content itself.
-        folders: Where a relative path may begin; '' is the current directory.
     """
     if isinstance(value, str):
         value = _content(value, folders)

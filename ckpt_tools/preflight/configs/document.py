@@ -25,21 +25,21 @@ _MAX_DOTS = 10_000
 
 _OPTION = re.compile(r"(^|\s)--[A-Za-z][\w.-]*")
 _OVERRIDE = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/]+)+=", re.MULTILINE)
+_KINDS = {".json": "JSON", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}
 _SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A file: either `values` or `commands`."""
+    """A file: the `values` of YAML, JSON or TOML, or the words of each of the `commands` of a script.
+
+    `assumed` are variables of the script whose default counts.
+    """
 
     path: str
-    """As the user named it."""
     values: Mapping[str, object] | None = None
-    """A mapping, from YAML, JSON or TOML."""
     commands: tuple[tuple[str, ...], ...] = ()
-    """The words of each command, from a shell script or a list of options."""
     assumed: tuple[str, ...] = ()
-    """Variables of a script whose default counts."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -71,14 +71,8 @@ def read_document(path: str) -> Document:
     ending = os.path.splitext(path)[1].lower()
     if ending in _SHELLS or text.startswith("#!"):
         return _commands(path, text)
-    if ending == ".json":
-        return _mapping(path, "JSON", parse_json(text, path))
-    if ending == ".toml":
-        return _mapping(path, "TOML", _parse_toml(text, path))
-    if ending in (".yaml", ".yml"):
-        return _mapping(path, "YAML", _parse_yaml(text, path))
-    if text.lstrip().startswith("{"):
-        return _mapping(path, "JSON", parse_json(text, path))
+    if ending in _KINDS or text.lstrip().startswith("{"):
+        return _mapping(path, _KINDS.get(ending, "JSON"), text)
     try:
         values = load_yaml(text, full=True)
     except ValueError:
@@ -108,7 +102,13 @@ def _commands(path: str, text: str) -> Document:
     return Document(path=path, commands=script.commands, assumed=script.assumed)
 
 
-def _mapping(path: str, kind: str, values: object) -> Document:
+def _mapping(path: str, kind: str, text: str) -> Document:
+    if kind == "TOML" and text.count(".") > _MAX_DOTS:
+        raise LimitError(f"more than {_MAX_DOTS} dots, in keys and elsewhere", where=path)
+    try:
+        values = _parse(kind, text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"not {kind}: {_first_line(error)}", where=path) from None
     if not isinstance(values, dict):
         found = "nothing" if values is None else "a list" if isinstance(values, list) else "a single value"
         raise UnreadableError(f"expected {kind} with keys, found {found}", where=path)
@@ -123,17 +123,11 @@ def _read_text(path: str) -> str:
         raise UnreadableError(f"the config is not UTF-8 text: byte {error.start} is not", where=path) from None
 
 
-def parse_json(text: str, path: str) -> object:
-    """Return what a JSON document says.
-
-    Raises:
-        UnreadableError: Not JSON, a key twice, or nested too deep.
-    """
-    try:
-        values: object = json.loads(text, object_pairs_hook=_unique)
-        _check_depth(values, 0)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"not JSON: {_first_line(error)}", where=path) from None
+def _parse(kind: str, text: str) -> object:
+    if kind == "YAML":
+        return load_yaml(text, full=True)
+    values: object = tomllib.loads(text) if kind == "TOML" else json.loads(text, object_pairs_hook=_unique)
+    _check_depth(values, 0)
     return values
 
 
@@ -150,24 +144,6 @@ def _check_depth(value: object, depth: int) -> None:
         raise ValueError(f"more than {MAX_DEPTH} objects and arrays inside one another")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_depth(item, depth + 1)
-
-
-def _parse_toml(text: str, path: str) -> object:
-    if text.count(".") > _MAX_DOTS:
-        raise LimitError(f"more than {_MAX_DOTS} dots, in keys and elsewhere", where=path)
-    try:
-        values: object = tomllib.loads(text)
-        _check_depth(values, 0)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"not TOML: {_first_line(error)}", where=path) from None
-    return values
-
-
-def _parse_yaml(text: str, path: str) -> object:
-    try:
-        return load_yaml(text, full=True)
-    except ValueError as error:
-        raise UnreadableError(f"not YAML: {_first_line(error)}", where=path) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -6,7 +6,7 @@ Source: accelerate 1.15 `utils/dataclasses.py:FullyShardedDataParallelPlugin`, `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,13 +14,13 @@ from pydantic import PlainValidator
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.options import Spell
 from ckpt_tools.preflight.configs.schema import Count, Names, Section, Truth, Word
-from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Table, row
+from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Source, Table, row
 from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import Engine
 
 SECTION = "fsdp_config"
+_PREFIX = "fsdp_"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Strategies of FSDP1 by their numbers, from 1."""
 STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
@@ -72,37 +72,33 @@ class FsdpOptions(Section):
 class PluginDefaults:
     """What one of the three makes of options that are missing."""
 
-    version: int
-    """FSDP's."""
     auto_wrap_policy: str | None
-    """Policy."""
     min_num_params: int
-    """Of SIZE_BASED_WRAP."""
     full_state_dict: bool
     """Is FULL_STATE_DICT the default under FSDP2 too?"""
     cpu_ram_efficient_loading: bool
     """Does only the first rank read the weights?"""
 
 
-def strip_prefix(values: Mapping[str, object], prefix: str = "fsdp_") -> tuple[dict[str, object], Spell]:
-    """Return `values` with the keys of `fsdp_config` without prefix, and what turns their paths back.
+def without_prefix(source: Source) -> Source:
+    """Return a source whose `fsdp_config` has its keys without prefix.
 
     A key that is there in both spellings counts as the frameworks count it: the later one wins.
     """
-    section = values.get(SECTION)
+    section = source.values.get(SECTION)
     if not isinstance(section, Mapping):
-        return dict(values), str
-    spelled = {str(key).removeprefix(prefix): str(key) for key in section}
-    options = {str(key).removeprefix(prefix): value for key, value in section.items()}
-    is_prefixed = any(key.startswith(prefix) for key in section)
+        return source
+    spelled = {str(key).removeprefix(_PREFIX): str(key) for key in section}
+    options = {str(key).removeprefix(_PREFIX): value for key, value in section.items()}
+    default = _PREFIX if any(key.startswith(_PREFIX) for key in section) else ""
 
     def spell(path: str) -> str:
         head, _, name = path.partition(".")
         if head != SECTION or not name:
             return path
-        return f"{SECTION}.{spelled.get(name, prefix + name if is_prefixed else name)}"
+        return f"{SECTION}.{spelled.get(name, default + name)}"
 
-    return {**values, SECTION: options}, spell
+    return replace(source, options={**source.values, SECTION: options}, spell=spell)
 
 
 def plugin_rows(
@@ -128,9 +124,6 @@ def plugin_rows(
     def policy(given: Given[Any]) -> str:
         return (given.raw.fsdp_config.auto_wrap_policy or defaults.auto_wrap_policy or "").upper()
 
-    def wraps_blocks(given: Given[Any]) -> bool:
-        return policy(given) == TRANSFORMER_WRAP or given.spec.wrap_min_num_params is not None
-
     def recomputes(given: Given[Any]) -> bool:
         return given.spec.activation_checkpointing or bool(given.raw.fsdp_config.activation_checkpointing)
 
@@ -140,7 +133,9 @@ def plugin_rows(
         "activation_checkpointing": row(f"{SECTION}.activation_checkpointing", value=recomputes),
         "wrap_classes": row(f"{SECTION}.transformer_layer_cls_to_wrap", value=classes),
         "wrap_min_num_params": row(f"{SECTION}.min_num_params", value=min_num_params),
-        "wraps_blocks": row(value=wraps_blocks),
+        "wraps_blocks": row(
+            value=lambda given: policy(given) == TRANSFORMER_WRAP or given.spec.wrap_min_num_params is not None
+        ),
         loading: row(f"{SECTION}.{loading}", default=defaults.cpu_ram_efficient_loading),
     }
     state_dicts = {version: STATE_DICTS[0 if version == 1 or defaults.full_state_dict else 2] for version in (1, 2)}
@@ -176,7 +171,7 @@ def v2_strategy(given: Given[Any], *, default: bool = True) -> tuple[str, bool |
     """Return the same of FSDP2, whose mesh says the rest; `default` is what a missing option means."""
     reshard = given.raw.fsdp_config.reshard_after_forward
     after = default if reshard is None else as_truth(reshard)
-    return sharding_strategy(given.spec.axes, given.spec.mesh, reshards=after is not False), after
+    return sharding_strategy(given.spec, reshards=after is not False), after
 
 
 def resumed_from(given: Given[Any]) -> str | None:

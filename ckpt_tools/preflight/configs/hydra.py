@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.placement.plain_yaml import MAX_NODES, load_yaml
 from ckpt_tools.preflight.configs.options import is_variable
-from ckpt_tools.preflight.plain_values import join_path
 
 _OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_]\w*(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 _GROUP = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/.\-]*=.*", re.DOTALL)
@@ -29,7 +29,6 @@ class Overrides:
     """What a command line overrides."""
 
     values: Mapping[str, object]
-    """As a tree."""
     added: frozenset[str]
     """Paths that were added with `+`: nobody knows them beforehand."""
     findings: tuple[Finding, ...]
@@ -84,10 +83,10 @@ def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), grou
         if not _put(values, parts, _value(match["value"] or "")):
             findings.append(
                 Finding.error(
-                    code="wrong-type",
-                    where=path,
-                    what=f"{path} is set below an option that has a value of its own",
-                    hint="remove one of the two",
+                    "wrong-type",
+                    path,
+                    f"{path} is set below an option that has a value of its own",
+                    "remove one of the two",
                 )
             )
     return Overrides(
@@ -122,34 +121,24 @@ def _value(text: str) -> object:
         return text[1:-1]
     # Hydra's dicts have no space after the colon, YAML's need one.
     yaml_text = re.sub(r":(?=[^\s])", ": ", text) if text.startswith("{") else text
-    if not text.startswith(("[", "{")) and (
-        ":" in text or "#" in text or text.startswith(("-", "&", "*", "!", "|", ">"))
-    ):
-        return _plain(text)
+    is_plain = ":" in text or "#" in text or text.startswith(("-", "&", "*", "!", "|", ">"))
     try:
+        if is_plain and not text.startswith(("[", "{")):
+            return int(text) if len(text) < 20 else text
         return load_yaml(yaml_text, full=True)
     except ValueError:
         return text
 
 
-def _plain(text: str) -> object:
-    try:
-        return int(text) if len(text) < 20 else text
-    except ValueError:
-        return text
-
-
-def resolve(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return a tree with `${…}` replaced by what it points at, and the paths of values that are not in the file.
+def resolve(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a tree with `${…}` replaced by what it points at.
 
     Values that point nowhere, at the environment or at variables of a shell stay what is written.
     """
-    unknown: list[str] = []
-    counter = [0]
+    counter = count(1)
 
     def walk(value: object, path: tuple[str | int, ...]) -> object:
-        counter[0] += 1
-        if counter[0] > MAX_NODES:
+        if next(counter) > MAX_NODES:
             raise ValueError(f"more than {MAX_NODES} values, followed as often as they are pointed at")
         if isinstance(value, Mapping):
             return {key: walk(item, (*path, key)) for key, item in value.items()}
@@ -157,14 +146,11 @@ def resolve(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str,
             return [walk(item, (*path, i)) for i, item in enumerate(value)]
         if isinstance(value, str) and "$" in value:
             found = _follow(values, value, path)
-            if found is _UNKNOWN:
-                unknown.append(join_path(*path))
-                return value
-            return found
+            return value if found is _UNKNOWN else found
         return value
 
     tree = walk(values, ())
-    return tree if isinstance(tree, dict) else {}, tuple(unknown)
+    return tree if isinstance(tree, dict) else {}
 
 
 _UNKNOWN = object()

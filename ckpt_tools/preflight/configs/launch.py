@@ -20,7 +20,13 @@ _NODES = ("--nnodes",)
 def launched_ranks(commands: Iterable[Sequence[str]]) -> int | None:
     """Return the ranks that the first launcher among `commands` starts; None where there is none or it does not say."""
     found = _launcher(commands)
-    return None if found is None else _product(*found)
+    if found is None:
+        return None
+    command, per_node, nodes = found
+    # A range of nodes, `1:4`, or a variable: nobody knows.
+    has_nodes = any(word.partition("=")[0] in nodes for word in command)
+    ranks, count = _number(command, per_node), _number(command, nodes) if has_nodes else 1
+    return None if ranks is None or count is None else ranks * count
 
 
 def unread_ranks(commands: Iterable[Sequence[str]]) -> tuple[str, ...]:
@@ -59,44 +65,26 @@ def programs(command: Sequence[str]) -> tuple[str, ...]:
 def several_commands(path: str) -> Finding:
     """Return the finding on a script that starts more than one trainer."""
     return Finding.warning(
-        code="several-commands",
-        where=path,
-        what="the script starts more than one trainer; the first one is checked",
-        hint="check each in a file of its own",
+        "several-commands",
+        path,
+        "the script starts more than one trainer; the first one is checked",
+        "check each in a file of its own",
     )
 
 
 def lost_options(commands: Iterable[Sequence[str]], is_option: Callable[[str], bool]) -> tuple[Finding, ...]:
-    """Return the finding on options that the shell takes for a command of their own.
-
-    Args:
-        commands: What follows the trainer's command.
-        is_option: Does a word look like one of its options?
-    """
+    """Return the finding on options that the shell takes for a command of their own."""
     lost = [command[0] for command in commands if is_option(command[0])]
     if not lost:
         return ()
     return (
         Finding.error(
-            code="lost-option",
-            where=lost[0],
-            what="the line before it ends the command (a comment, or no backslash): the shell runs it on its own",
-            hint="move the comment above the command, and end each line with a backslash",
+            "lost-option",
+            lost[0],
+            "the line before it ends the command (a comment, or no backslash): the shell runs it on its own",
+            "move the comment above the command, and end each line with a backslash",
         ),
     )
-
-
-def _product(command: Sequence[str], per_node: tuple[str, ...], nodes: tuple[str, ...]) -> int | None:
-    ranks = _number(command, per_node)
-    if ranks is None:
-        return None
-    # A range of nodes, `1:4`, or a variable: nobody knows.
-    count = _number(command, nodes) if _has(command, nodes) else 1
-    return None if count is None else ranks * count
-
-
-def _has(command: Sequence[str], names: tuple[str, ...]) -> bool:
-    return any(word.partition("=")[0] in names for word in command)
 
 
 def _number(command: Sequence[str], names: tuple[str, ...]) -> int | None:

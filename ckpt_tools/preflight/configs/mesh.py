@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
+from ckpt_tools.preflight.spec import ParallelSpec
 
 ORDER = ("pp", "dp_replicate", FSDP_AXIS, "cp", "tp")
 """Rank order in accelerate, torchtitan and the others: tensor-parallel ranks are neighbours.
@@ -38,24 +39,18 @@ def build_mesh(axes: Mapping[str, int], world_size: int | None, *, order: Sequen
     return Mesh(tuple((name, size) for name, size in sizes.items() if size > 1))
 
 
-def resolved(axes: Mapping[str, int], mesh: Mesh | None, axis: str) -> int | None:
+def resolved(spec: ParallelSpec, axis: str) -> int | None:
     """Return the ranks of an axis; None where it is the rest of a world that is not known."""
-    size = axes.get(axis, 1)
+    size = spec.axes.get(axis, 1)
     if size != -1:
         return size
-    return mesh.size(axis) if mesh is not None else None
+    return spec.mesh.size(axis) if spec.mesh is not None else None
 
 
-def sharding_strategy(axes: Mapping[str, int], mesh: Mesh | None, *, reshards: bool) -> str:
-    """Return the strategy of an FSDP2 mesh in the words of FSDP1.
-
-    Args:
-        axes: Axis → ranks.
-        mesh: Their mesh.
-        reshards: Are parameters given back after forward?
-    """
-    shard, cp, replicas = (resolved(axes, mesh, name) for name in (FSDP_AXIS, "cp", "dp_replicate"))
-    experts = 1 if mesh is None else mesh.size("ep")  # more than 1 where ep has ranks of its own
+def sharding_strategy(spec: ParallelSpec, *, reshards: bool) -> str:
+    """Return the strategy of an FSDP2 mesh in the words of FSDP1; with `reshards`, parameters do not stay."""
+    shard, cp, replicas = (resolved(spec, name) for name in (FSDP_AXIS, "cp", "dp_replicate"))
+    experts = 1 if spec.mesh is None else spec.mesh.size("ep")  # more than 1 where ep has ranks of its own
     if shard == 1 and cp == 1 and experts == 1:
         return "no_shard"
     if replicas is not None and replicas > 1:

@@ -2,38 +2,46 @@
 
 Source: OpenRLHF 0.5 to 0.11.2: `cli/train_*.py`, `utils/deepspeed/deepspeed.py` (mesh dp × sp × tp);
 `utils/fsdp2/strategy.py` of its FSDP2 branch (mesh dp × cp × tp, dp and cp shard; gradients averaged in f32; the model
-held in f32); the notes of the FSDP2 plan.
+held in f32); the notes of the FSDP2 plan. Options got dots between 0.10.1 and 0.10.2 (April 2026): a command line with
+names of both sides stops every release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import chain
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AliasChoices, Field
 
-from ckpt_tools.description.checkpoint import Severity
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.launch import launched_ranks, programs
+from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.openrlhf_command import (
-    NAMES,
-    find_entry,
-    options_before_dots,
-    options_with_dots,
-    parse_options,
-    split_options,
-    wrong_options,
-)
+from ckpt_tools.preflight.configs.names import known, newest_release
+from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
+_SCRIPTS = ("sft", "dpo", "rm", "ppo_ray", "ppo", "kto", "kd", "prm")
+"""What `train_….py` there is, or was."""
+_SWITCHES = known("openrlhf", "switches", "plan_switches")
+"""Options that take no word."""
+_LISTS = known("openrlhf", "lists")
+"""Options that take several."""
+_PLAN = known("openrlhf", "plan_switches", "plan_values")
+"""Options that the notes of the FSDP2 plan add; no release has them."""
+_NAMES = _SWITCHES | known("openrlhf", "values", "plan_values", *_SCRIPTS)
+"""All options."""
+_ENTRY = re.compile(rf"(.*[./])?train_(?P<script>{'|'.join(_SCRIPTS)})(\.py)?")
+_OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _FSDP2 = (
     "fsdp2_tp_size",
     "fsdp2_cp_size",
@@ -43,15 +51,142 @@ _FSDP2 = (
 )
 
 
+@cache
+def _age(script: str) -> dict[str, str]:
+    """Return option → the newest release in which a script has it; of any script for ''."""
+    found = dict(newest_release("openrlhf", "switches")) | dict(newest_release("openrlhf", "values"))
+    for name in _SCRIPTS:
+        if script in ("", name):
+            found |= newest_release("openrlhf", name)
+    return found
+
+
+@cache
+def _options_with_dots(script: str) -> frozenset[str]:
+    """Return the options that only releases with dots have."""
+    return frozenset(name for name in _age(script) if "." in name)
+
+
+@cache
+def _options_before_dots(script: str) -> frozenset[str]:
+    """Return the options that no release with dots has any more, for one script."""
+    age = _age(script)
+    dotted = {age[name] for name in _options_with_dots(script)}
+    return frozenset(name for name, release in age.items() if "." not in name and release not in dotted)
+
+
+@cache
+def _options_of_others(script: str) -> frozenset[str]:
+    """Return the options that other scripts have in some release, and this one in none."""
+    if not script:
+        return frozenset()
+    others = known("openrlhf", *(name for name in _SCRIPTS if name != script))
+    return others - known("openrlhf", script, "values") - _PLAN
+
+
+def _find_entry(commands: Iterable[Sequence[str]]) -> tuple[int, int, str] | None:
+    """Return (command, word, script) of the trainer that is started."""
+    for i, command in enumerate(commands):
+        for j, word in enumerate(command):
+            match = _ENTRY.fullmatch(word)
+            if match is not None:
+                return i, j, match["script"]
+    return None
+
+
+def _split_options(document: Document) -> tuple[str, tuple[str, ...], tuple[Finding, ...]]:
+    """Return the script that is started and its words; without one, all words are options."""
+    commands = document.commands
+    found = _find_entry(commands)
+    if found is None:
+        return "", document.words, ()
+    index, at, script = found
+    findings: list[Finding] = []
+    rest = commands[index + 1 :]
+    if _find_entry(rest) is not None:
+        findings.append(several_commands(document.path))
+    findings += lost_options(rest, lambda word: word.startswith("--"))
+    return script, commands[index][at + 1 :], tuple(findings)
+
+
+def _parse_options(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, ...], tuple[Finding, ...]]:
+    """Return option → its words, as argparse would split them, and the words that may be options themselves.
+
+    What is no option's is passed over.
+    """
+    values: dict[str, object] = {}
+    unread: list[str] = []
+    findings: list[Finding] = []
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") or _OPTION.fullmatch(name) is None:
+            unread += [word] if is_variable(word) else []
+            continue
+        name = name.removeprefix("--")
+        taken = [value] if equals else []
+        while not equals and at < len(words) and not _is_option(words[at]):
+            taken.append(words[at])
+            at += 1
+        most = 0 if name in _SWITCHES else len(taken) if name in _LISTS else 1
+        unread += [extra for extra in taken[most:] if is_variable(extra)]
+        taken = taken[:most] + [extra for extra in taken[most:] if not is_variable(extra)]
+        if name in _SWITCHES:
+            if taken:
+                findings.append(_bad_words(name, "no value, it is a switch", taken))
+            values[name] = True
+        elif name in _LISTS:
+            values[name] = taken
+        elif taken:
+            if len(taken) > 1:
+                findings.append(_bad_words(name, "one value", taken))
+            values[name] = taken[0]
+        elif name in _NAMES:
+            findings.append(_bad_words(name, "a value", []))
+        else:
+            values[name] = True
+    return values, tuple(unread), tuple(findings)
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("--") and _OPTION.fullmatch(word.partition("=")[0]) is not None
+
+
+def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
+    found = " ".join(taken[:4]) or "none"
+    return Finding.error("wrong-type", f"--{name}", f"expected {expected}, found {found}", f"--{name} takes {expected}")
+
+
+def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Finding]:
+    """Yield the findings on options that are known, and not to the script that is started."""
+    old = sorted(_options_before_dots(script).intersection(values))
+    new = sorted(_options_with_dots("").intersection(values))
+    if old and new:
+        yield Finding.error(
+            "mixed-options",
+            f"--{old[0]}",
+            f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
+            "use the names of one version",
+        )
+    for name in sorted(_options_of_others(script).intersection(values)):
+        ending = name.rpartition(".")[2]
+        same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
+        yield Finding.error(
+            "unknown-key",
+            f"--{name}",
+            f"train_{script} has no such option, in no release: argparse stops at it",
+            f"write --{same}" if same is not None else "remove it",
+        )
+
+
 def _named(*names: str) -> Any:  # noqa: ANN401 - what pydantic's Field returns
     return Field(default=None, validation_alias=AliasChoices(*names))
 
 
-class OpenRlhf(Section):
+class OpenRlhf(Section, known=_NAMES, unknown="error"):  # argparse stops at it
     """The options, each under its names of all versions."""
-
-    known: ClassVar[frozenset[str]] = NAMES
-    unknown: ClassVar[Severity | None] = "error"  # argparse stops at it
 
     backend: Annotated[str, choice("deepspeed", "fsdp2")] | None = None
     tp: Count | None = _named(
@@ -95,14 +230,14 @@ _DEFAULTS: Mapping[str, tuple[int | None, int]] = {
     "ppo_ray": (None, 2048),
 }
 """Script → samples of a micro-batch, tokens of a sample; the micro-batch of PPO differs between versions."""
-_TELLING = frozenset(_FSDP2) | {"backend", "zero_stage", "micro_train_batch_size", "pretrain"} | options_with_dots("")
+_TELLING = frozenset(_FSDP2) | {"backend", "zero_stage", "micro_train_batch_size", "pretrain"} | _options_with_dots("")
 """Options that others' command lines do not have."""
 
 
 def _looks_like(document: Document) -> bool:
     names = {word.partition("=")[0].lstrip("-") for word in document.words if word[:2] == "--"}
-    if find_entry(document.commands) is not None:
-        return any("openrlhf" in word for word in document.words) or bool(names & NAMES)
+    if _find_entry(document.commands) is not None:
+        return any("openrlhf" in word for word in document.words) or bool(names & _NAMES)
     return bool(names & _TELLING)
 
 
@@ -110,8 +245,8 @@ def _prepare(document: Document) -> Source:
     """Make a command line ready: a script, or a list of options."""
     if document.values is not None:
         raise UsageError("expected a command line, found a file with keys", where=document.path)
-    script, words, findings = split_options(document)
-    values, unread, more = parse_options(words)
+    script, words, findings = _split_options(document)
+    values, unread, more = _parse_options(words)
     if not script:  # options alone, or those of a program that trains nothing
         unread += tuple(chain.from_iterable(map(programs, document.commands)))
     return Source(
@@ -122,13 +257,13 @@ def _prepare(document: Document) -> Source:
         spell=lambda path: f"--{path}",
         words=unread,
         noun="option",
-        findings=(*findings, *more, *wrong_options(values, script)),
+        findings=(*findings, *more, *_wrong_options(values, script)),
         check=_check,
     )
 
 
 def _script(given: Given[OpenRlhf]) -> str:
-    found = find_entry(given.document.commands)
+    found = _find_entry(given.document.commands)
     return "" if found is None else found[2]
 
 
@@ -143,9 +278,7 @@ def _world_size(given: Given[OpenRlhf]) -> int | None:
         return launched_ranks(given.document.commands)
     if not (given.has_value("actor_num_nodes") and given.has_value("actor_num_gpus")):
         return None
-    nodes = 1 if given.raw.actor_num_nodes is None else given.raw.actor_num_nodes
-    gpus = 8 if given.raw.actor_num_gpus is None else given.raw.actor_num_gpus
-    return nodes * gpus if nodes > 0 and gpus > 0 else None
+    return (given.raw.actor_num_nodes or 1) * (given.raw.actor_num_gpus or 8)
 
 
 def _axes(given: Given[OpenRlhf]) -> dict[str, int]:
@@ -164,15 +297,7 @@ def _mesh(given: Given[OpenRlhf]) -> Mesh | None:
 
 def _strategy(given: Given[OpenRlhf]) -> tuple[str, bool]:
     reshards = given.raw.reshard is not False
-    return sharding_strategy(given.spec.axes, given.spec.mesh, reshards=reshards), reshards
-
-
-def _zero(given: Given[OpenRlhf]) -> str | None:
-    return zero_strategy(2 if given.raw.zero_stage is None else given.raw.zero_stage)
-
-
-def _reduce(given: Given[OpenRlhf]) -> str | None:
-    return "f32" if given.spec.engine == "fsdp2" else given.spec.param_dtype
+    return sharding_strategy(given.spec, reshards=reshards), reshards
 
 
 def _adapter(given: Given[OpenRlhf]) -> AdapterSpec | None:
@@ -183,26 +308,17 @@ def _adapter(given: Given[OpenRlhf]) -> AdapterSpec | None:
     return AdapterSpec(kind="lora", rank=raw.lora_rank, alpha=alpha, targets=raw.lora_targets or ("all-linear",))
 
 
-def _quantize(given: Given[OpenRlhf]) -> str | None:
-    return "nf4" if given.raw.load_in_4bit else None
-
-
 def _seq_len(given: Given[OpenRlhf]) -> int | None:
     raw, script, values = given.raw, _script(given), given.values
     if raw.max_len is not None:
         return raw.max_len
-    if script == "ppo_ray" and isinstance(values, Mapping) and values.keys() & options_before_dots(script):
+    if script == "ppo_ray" and isinstance(values, Mapping) and values.keys() & _options_before_dots(script):
         return (raw.prompt_max_len or 1024) + (raw.generate_max_len or 1024)
     return _DEFAULTS.get(script, (None, None))[1]
 
 
 def _batch_size(given: Given[OpenRlhf]) -> int | None:
-    asked = given.raw.micro_batch_size
-    return _DEFAULTS.get(_script(given), (None, None))[0] if asked is None else asked
-
-
-def _resume(given: Given[OpenRlhf]) -> str | None:
-    return given.raw.ckpt_path if given.raw.load_checkpoint else None
+    return given.raw.micro_batch_size or _DEFAULTS.get(_script(given), (None, None))[0]
 
 
 _TABLE: Table[OpenRlhf] = {
@@ -216,21 +332,29 @@ _TABLE: Table[OpenRlhf] = {
     "strategy": named_by("reshard", "zero_stage"),
     "reshard_after_forward": named_by("reshard"),
     "param_dtype": row("param_dtype", default="bf16"),
-    "reduce_dtype": row("param_dtype", value=_reduce),
+    "reduce_dtype": row(
+        "param_dtype", value=lambda given: "f32" if given.spec.engine == "fsdp2" else given.spec.param_dtype
+    ),
     "master_dtype": row("param_dtype", value=lambda _: "f32"),
     "offload_params": row("cpu_offload", default=False, engines=("fsdp2",)),
     "offload_optimizer": row("adam_offload", default=False),
     "activation_checkpointing": row("checkpointing", default=False),
     "adapter": row("lora_rank", value=_adapter),
-    "quantize": row("load_in_4bit", value=_quantize),
+    "quantize": row("load_in_4bit", value=lambda given: "nf4" if given.raw.load_in_4bit else None),
     "optimizer": row("optim", default="adam"),
     "seq_len": row("max_len", "prompt_max_len", "generate_max_len", value=_seq_len),
     "batch_size": row("micro_batch_size", value=_batch_size),
     "model": row("model"),
-    "resume_from": row("load_checkpoint", "ckpt_path", value=_resume),
+    "resume_from": row(
+        "load_checkpoint",
+        "ckpt_path",
+        value=lambda given: given.raw.ckpt_path if given.raw.load_checkpoint else None,
+    ),
 }
 _BY_ENGINE: Mapping[Engine, Table[OpenRlhf]] = {
-    "deepspeed": {"strategy": row(value=_zero)},
+    "deepspeed": {
+        "strategy": row(value=lambda given: zero_strategy(2 if given.raw.zero_stage is None else given.raw.zero_stage))
+    },
     "fsdp2": {
         "strategy reshard_after_forward": row(value=_strategy),
         "state_dict_type": row(default="SHARDED_STATE_DICT"),
@@ -243,4 +367,9 @@ def _check(given: Given[OpenRlhf]) -> None:
         given.moot.append("ckpt_path")  # nothing is loaded from it
 
 
-READER = Reader(name="openrlhf", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="openrlhf",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={"activation_checkpointing": "--gradient_checkpointing", "adapter": "--lora_rank 16"},
+)

@@ -35,8 +35,8 @@ class Other:
     """One trainer, and how to tell its files."""
 
     name: str
-    keys: tuple[tuple[str, ...], ...] = ()
-    """Dotted keys; a file that has all of one row is this trainer's."""
+    keys: tuple[str, ...] = ()
+    """Dotted keys with blanks between them; a file that has all of one text is this trainer's."""
     classes: tuple[str, ...] = ()
     """Begins of the import paths that its files name as `_component_`, `_target_`, `class_path` or `recipe`."""
     programs: tuple[str, ...] = ()
@@ -49,12 +49,12 @@ OTHERS: tuple[Other, ...] = (
     Other(
         name="LLaMA-Factory",
         keys=(
-            ("finetuning_type",),
-            ("template", "model_name_or_path"),
-            ("stage", "dataset_dir"),
-            ("dist_config", "model"),
-            ("kernel_config", "model"),
-            ("model_class", "peft_config"),
+            "finetuning_type",
+            "template model_name_or_path",
+            "stage dataset_dir",
+            "dist_config model",
+            "kernel_config model",
+            "model_class peft_config",
         ),
         programs=("llamafactory-cli", "lmf", "src/train.py"),
         options=("--finetuning_type", "--cutoff_len", "--dataset_dir="),
@@ -63,86 +63,82 @@ OTHERS: tuple[Other, ...] = (
     Other(
         name="llm-foundry",
         keys=(
-            ("device_train_microbatch_size", "global_train_batch_size"),
-            ("max_duration", "train_loader"),
-            ("max_duration", "eval_interval"),
-            ("variables", "model", "train_loader"),
-            ("icl_tasks", "models"),
+            "device_train_microbatch_size global_train_batch_size",
+            "max_duration train_loader",
+            "max_duration eval_interval",
+            "variables model train_loader",
+            "icl_tasks models",
         ),
         programs=("train/train.py", "composer"),
     ),
     Other(
         name="SkyRL",
-        keys=(("trainer.policy", "generator"), ("trainer.placement",), ("trainer.policy", "environment")),
+        keys=("trainer.policy generator", "trainer.placement", "trainer.policy environment"),
         programs=("skyrl_train.entrypoints.", "skyrl.train.entrypoints.", "skyrl_train."),
         options=("trainer.policy.", "trainer.placement.", "generator.inference_engine"),
     ),
     Other(
         name="prime-rl",
         keys=(
-            ("orchestrator", "trainer"),
-            ("orchestrator", "inference"),
-            ("model.name", "optim", "max_steps"),
-            ("model.name", "data", "max_steps", "optim"),
-            ("model.ac", "optim"),
-            ("trainer.model", "inference"),
+            "orchestrator trainer",
+            "orchestrator inference",
+            "model.name optim max_steps",
+            "model.name data max_steps optim",
+            "model.ac optim",
+            "trainer.model inference",
         ),
         programs=("uv run rl", "uv run sft", "prime_rl."),
     ),
     Other(
         name="NeMo-Automodel",
-        keys=(("step_scheduler", "checkpoint"), ("recipe", "step_scheduler")),
+        keys=("step_scheduler checkpoint", "recipe step_scheduler"),
         classes=("nemo_automodel.",),
         programs=("automodel", "nemo_automodel."),
     ),
     Other(
         name="NeMo-RL",
-        keys=(("policy.dtensor_cfg",), ("policy.megatron_cfg",), ("policy.train_global_batch_size",)),
+        keys=("policy.dtensor_cfg", "policy.megatron_cfg", "policy.train_global_batch_size"),
         programs=("examples/run_grpo_math.py", "examples/run_grpo.py", "examples/run_sft.py", "examples/run_dpo.py"),
     ),
-    Other(name="NeMo", keys=(("trainer", "exp_manager"),), classes=("nemo.",)),
+    Other(name="NeMo", keys=("trainer exp_manager",), classes=("nemo.",)),
     Other(
         name="EasyR1",
-        keys=(("worker.actor",), ("worker.rollout",)),
+        keys=("worker.actor", "worker.rollout"),
         programs=("verl.trainer.main",),
         options=("worker.actor.", "worker.rollout."),
     ),
     Other(
         name="GPT-NeoX",
         keys=(
-            ("pipe_parallel_size",),
-            ("pipe-parallel-size",),
-            ("train_micro_batch_size_per_gpu", "num_layers"),
-            ("train_micro_batch_size_per_gpu", "num-layers"),
+            "pipe_parallel_size",
+            "pipe-parallel-size",
+            "train_micro_batch_size_per_gpu num_layers",
+            "train_micro_batch_size_per_gpu num-layers",
         ),
     ),
     Other(
         name="DeepSpeed",
-        keys=(
-            ("zero_optimization",),
-            ("train_micro_batch_size_per_gpu",),
-            ("train_batch_size", "optimizer.type"),
-        ),
+        keys=("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size optimizer.type"),
     ),
     Other(
         name="litgpt",
-        keys=(("checkpoint_dir", "train.micro_batch_size"), ("train.global_batch_size", "train.micro_batch_size")),
+        keys=("checkpoint_dir train.micro_batch_size", "train.global_batch_size train.micro_batch_size"),
         classes=("litgpt.",),
         programs=("litgpt",),
     ),
     Other(
         name="Lightning",
         keys=(
-            ("trainer.accelerator",),
-            ("trainer.max_epochs",),
-            ("model.class_path", "data.class_path"),
-            ("model.class_path", "trainer"),
+            "trainer.accelerator",
+            "trainer.max_epochs",
+            "model.class_path data.class_path",
+            "model.class_path trainer",
         ),
         classes=("lightning.", "pytorch_lightning."),
     ),
     Other(
         name="nanotron",
-        keys=(("parallelism.dp", "parallelism.tp"), ("tokens.micro_batch_size", "parallelism")),
+        keys=("parallelism.dp parallelism.tp", "tokens.micro_batch_size parallelism"),
         programs=("run_train.py --config-file",),
     ),
     Other(name="slime", options=("--rollout-", "--num-rollout", "--hf-checkpoint", "--actor-num-gpus-per-node")),
@@ -153,50 +149,34 @@ OTHERS: tuple[Other, ...] = (
     ),
     Other(
         name="ms-swift",
-        keys=(("train_type", "model"), ("tuner_type", "model"), ("rlhf_type",)),
+        keys=("train_type model", "tuner_type model", "rlhf_type"),
         programs=("swift sft", "swift pt", "swift rlhf", "megatron sft", "megatron pt", "megatron rlhf"),
     ),
     Other(
         name="SimpleTuner",
-        keys=(("model_family", "pretrained_model_name_or_path"), ("--model_family",), ("data_backend_config",)),
+        keys=("model_family pretrained_model_name_or_path", "--model_family", "data_backend_config"),
         programs=("simpletuner",),
     ),
     Other(
         name="kohya's sd-scripts",
-        keys=(("network_module", "pretrained_model_name_or_path"), ("pretrained_model_name_or_path", "unet_lr")),
+        keys=("network_module pretrained_model_name_or_path", "pretrained_model_name_or_path unet_lr"),
         programs=("train_network.py", "sdxl_train_network.py", "flux_train_network.py", "sd3_train_network.py"),
         options=("--network_module",),
     ),
-    Other(
-        name="diffusion-pipe",
-        keys=(("model.type", "pipeline_stages"), ("micro_batch_size_per_gpu", "pipeline_stages")),
-    ),
-    Other(name="trlx", keys=(("train.seq_length", "train.trainer"), ("method.name", "train", "model.model_path"))),
+    Other(name="diffusion-pipe", keys=("model.type pipeline_stages", "micro_batch_size_per_gpu pipeline_stages")),
+    Other(name="trlx", keys=("train.seq_length train.trainer", "method.name train model.model_path")),
     Other(
         name="ROLL",
-        keys=(
-            ("actor_train", "actor_infer"),
-            ("actor_train", "exp_name"),
-            ("sft_train", "exp_name"),
-            ("student", "exp_name"),
-        ),
+        keys=("actor_train actor_infer", "actor_train exp_name", "sft_train exp_name", "student exp_name"),
         programs=("start_rlvr_pipeline.py", "start_agentic_pipeline.py"),
     ),
-    Other(name="AReaL", keys=(("allocation_mode", "actor"), ("experiment_name", "trial_name", "actor"))),
+    Other(name="AReaL", keys=("allocation_mode actor", "experiment_name trial_name actor")),
     Other(
-        name="OLMo",
-        keys=(
-            ("device_train_microbatch_size", "max_duration"),
-            ("device_train_microbatch_size", "model.d_model"),
-        ),
+        name="OLMo", keys=("device_train_microbatch_size max_duration", "device_train_microbatch_size model.d_model")
     ),
     Other(
         name="open-instruct",
-        keys=(
-            ("with_tracking", "checkpointing_steps"),
-            ("with_tracking", "use_slow_tokenizer"),
-            ("dataset_mixer_list",),
-        ),
+        keys=("with_tracking checkpointing_steps", "with_tracking use_slow_tokenizer", "dataset_mixer_list"),
         programs=("open_instruct/finetune.py", "open_instruct/grpo_fast.py"),
     ),
     Other(name="xtuner", programs=("xtuner",)),
@@ -219,9 +199,10 @@ def refuse_others(document: Document) -> None:
 def _is_of(document: Document, other: Other) -> bool:
     values = document.values
     if values is not None:
-        return any(all(find_value(values, key, _MISSING) is not _MISSING for key in row) for row in other.keys) or (
-            bool(other.classes) and _names_class(values, other.classes, 0)
+        has_keys = any(
+            all(find_value(values, key, _MISSING) is not _MISSING for key in row.split()) for row in other.keys
         )
+        return has_keys or (bool(other.classes) and _names_class(values, other.classes, 0))
     return any(_starts(command, other) for command in document.commands)
 
 

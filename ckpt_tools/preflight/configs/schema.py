@@ -14,13 +14,12 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
 
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
-from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.options import Spell, account, check_names, options_of, without_variables
 from ckpt_tools.preflight.plain_values import as_truth, join_path
 
@@ -28,6 +27,12 @@ _MAX_DIGITS = 18
 MAX_FINDINGS = 200
 """Findings of one kind on one file; whoever hands in another thing than a config needs no list of everything in it."""
 _MAX_SHOWN = 60
+_DTYPES = {
+    "bf16": ("bf16", "bfloat16", "b16"),
+    "f16": ("f16", "fp16", "float16", "half", "16"),
+    "f32": ("f32", "fp32", "float32", "float", "full", "32"),
+}
+_DTYPE_BY_NAME = {name: short for short, names in _DTYPES.items() for name in names}
 
 
 def _count(value: object) -> int:
@@ -103,6 +108,11 @@ def choice(*known: str, exact: bool = False) -> PlainValidator:
     return PlainValidator(check)
 
 
+def dtype_name(text: str | None) -> str | None:
+    """Return bf16, f16 or f32 for any of their names; None for others, `no` and nothing."""
+    return None if text is None else _DTYPE_BY_NAME.get(text.strip().lower().removeprefix("torch."))
+
+
 def _dtype(value: object) -> str:
     name = dtype_name(_word(value))
     if name is None:
@@ -140,6 +150,21 @@ class Section(BaseModel):
     instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Option of another framework → what it is called here."""
 
+    def __init_subclass__(
+        cls,
+        *,
+        known: frozenset[str] | None = None,
+        unknown: Severity | Literal["as above"] | None = "as above",
+        extensible: bool | None = None,
+        instead: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take what differs from the class above."""
+        super().__init_subclass__()
+        cls.known = cls.known if known is None else known
+        cls.unknown = cls.unknown if unknown == "as above" else unknown
+        cls.extensible = cls.extensible if extensible is None else extensible
+        cls.instead = cls.instead if instead is None else instead
+
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: object) -> object:
@@ -162,15 +187,7 @@ def validate(
 ) -> tuple[SectionType, tuple[Finding, ...], Options]:
     """Return a config as its model, what in it has a wrong type or is not known, and how much of it is understood.
 
-    An option whose value is not in the file counts as not given.
-
-    Args:
-        model: The framework's model.
-        values: The config, normalised if need be.
-        spell: Turns a path in `values` into the user's.
-        added: Paths of options that the user adds on purpose, whatever the framework has.
-        words: Words of a command line that stand for nobody knows which options.
-        what: What an option is called: key or option.
+    An option whose value is not in the file counts as not given. `added` and `words` are those of `table.Source`.
     """
     findings: list[Finding] = []
     options = [
@@ -201,10 +218,7 @@ def _wrong_type(problem: Any, spell: Spell) -> Finding:  # noqa: ANN401 - pydant
         expected = "a list" if kind == "list_type" else "a mapping of options"
     where = spell(join_path(*problem["loc"]))
     return Finding.error(
-        code="wrong-type",
-        where=where,
-        what=f"expected {expected}, found {describe(problem['input'])}",
-        hint=f"{where}: {expected}",
+        "wrong-type", where, f"expected {expected}, found {describe(problem['input'])}", f"{where}: {expected}"
     )
 
 

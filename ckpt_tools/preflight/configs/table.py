@@ -26,20 +26,17 @@ FSDP: tuple[Engine, ...] = ("fsdp1", "fsdp2")
 
 @dataclass(slots=True, kw_only=True)
 class Given(Generic[SectionType]):
-    """What the function of a row looks at, and adds to."""
+    """What the function of a row looks at, and adds to: findings beside those on names and types."""
 
     raw: SectionType
     """The options in their types; one of a wrong type, or whose value is not in the file, counts as not given."""
     values: object
-    """The options as they are written."""
     document: Document
-    """The file."""
     spec: ParallelSpec
     """The fields of all rows above."""
     spell: Spell
     """Option → key path in the user's file."""
     findings: list[Finding] = field(default_factory=list)
-    """What is wrong beside names and types."""
     unread: list[str] = field(default_factory=list)
     """Options that name a file which could not be read."""
     moot: list[str] = field(default_factory=list)
@@ -123,16 +120,16 @@ def _no_more(_: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A document, made ready for one table."""
+    """A document, made ready for one table.
+
+    `model` are the options that there are, `noun` what one is called; `check` adds what else is wrong.
+    """
 
     model: type[Section]
-    """The options that there are, and their types."""
     table: Table[Any]
-    """Field of the spec → its row."""
     by_engine: Mapping[Engine, Table[Any]] = field(default_factory=dict)
     """Rows that come after those, for one engine."""
     values: Mapping[str, object]
-    """See `Config.values`."""
     options: Mapping[str, object] | None = None
     """The same in the spelling of `model`, where that is another one."""
     spell: Spell = str
@@ -140,40 +137,28 @@ class Source:
     part: Callable[[Any], Section] = _whole
     """The part of the file that the table is about."""
     root: str = ""
-    """Where that lies."""
     added: Collection[str] = ()
     """Paths of options that the user adds on purpose, whatever the framework has."""
     words: tuple[str, ...] = ()
     """Words that stand for nobody knows which options."""
     noun: str = "key"
-    """What an option is called."""
     findings: tuple[Finding, ...] = ()
-    """What was found wrong so far."""
     check: Callable[[Given[Any]], None] = _no_more
-    """Adds what is wrong beside names and types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """One trainer."""
+    """One trainer: how its configs are told, and made ready for its table."""
 
     name: Framework
-    """The trainer."""
     looks_like: Callable[[Document], bool]
-    """Is a document its config?"""
     prepare: Callable[[Document], Source]
-    """Makes a document ready for the trainer's table."""
+    written: Mapping[str, str]
+    """Field of the spec → what to write in the config for less memory."""
 
 
 def read_source(name: Framework, source: Source, document: Document, *, world_size: int | None) -> Config:
-    """Read a document by its trainer's table.
-
-    Args:
-        name: The trainer.
-        source: The document, made ready.
-        document: The document itself.
-        world_size: Ranks; None for what the document says.
-    """
+    """Read a document by its trainer's table."""
     options = source.values if source.options is None else source.options
     raw, findings, counted = validate(
         source.model, options, spell=source.spell, added=source.added, words=source.words, what=source.noun

@@ -8,7 +8,7 @@ Source: torchtitan 0.1 to 0.3: `config/configs.py` (`ParallelismConfig`, `Traini
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -22,10 +22,8 @@ from ckpt_tools.preflight.spec import Engine
 _SEQ_LEN = 2048
 
 
-class Parallelism(Section):
+class Parallelism(Section, known=known("torchtitan", "parallelism")):
     """[parallelism]."""
-
-    known: ClassVar[frozenset[str]] = known("torchtitan", "parallelism")
 
     data_parallel_replicate_degree: Count | None = None
     data_parallel_shard_degree: Count | None = None
@@ -36,10 +34,8 @@ class Parallelism(Section):
     expert_parallel_degree: Count | None = None
 
 
-class Training(Section):
+class Training(Section, known=known("torchtitan", "training")):
     """[training]."""
-
-    known: ClassVar[frozenset[str]] = known("torchtitan", "training")
 
     dtype: Dtype | None = None
     mixed_precision_param: Dtype | None = None
@@ -52,20 +48,16 @@ class Training(Section):
     num_tokens_per_microbatch_per_dp_rank: Positive | None = None
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, known=known("torchtitan", "checkpoint")):
     """[checkpoint]."""
-
-    known: ClassVar[frozenset[str]] = known("torchtitan", "checkpoint")
 
     enable: Truth | None = None
     enable_checkpoint: Truth | None = None
     initial_load_path: Word | None = None
 
 
-class ActivationCheckpoint(Section):
+class ActivationCheckpoint(Section, unknown=None):
     """[activation_checkpoint]; its other options depend on the mode, and since 0.3 say which it is."""
-
-    unknown: ClassVar[None] = None
 
     # Fields of `SelectiveAC.Config` and `MemoryBudgetAC.Config`; `FullAC.Config` has none of its own.
     force_recompute_mm_shapes_by_fqns: Any = None
@@ -74,35 +66,27 @@ class ActivationCheckpoint(Section):
     mode: Annotated[str, choice("none", "full", "selective", "memory_budget")] | None = None
 
 
-class ParamGroup(Section):
+class ParamGroup(Section, unknown=None):
     """One of `optimizer.param_groups`, since 0.3."""
-
-    unknown: ClassVar[None] = None
 
     optimizer_name: Word | None = None
 
 
-class Optimizer(Section):
+class Optimizer(Section, unknown=None):
     """[optimizer]; its other options depend on the optimizer."""
-
-    unknown: ClassVar[None] = None
 
     name: Word | None = None
     param_groups: list[ParamGroup] = Field(default_factory=list)
 
 
-class Model(Section):
+class Model(Section, unknown=None):
     """[model]; whole configs of models lie here in some versions."""
-
-    unknown: ClassVar[None] = None
 
     hf_assets_path: Word | None = None
 
 
-class TorchTitan(Section):
+class TorchTitan(Section, known=known("torchtitan", "job")):
     """The file."""
-
-    known: ClassVar[frozenset[str]] = known("torchtitan", "job")
 
     hf_assets_path: Word | None = None
     parallelism: Parallelism = Parallelism()
@@ -118,9 +102,7 @@ def _engine(given: Given[TorchTitan]) -> Engine:
     spec = given.spec
     if spec.world_size == 1:
         return "none"
-    only_replicas = resolved(spec.axes, spec.mesh, "dp_shard") == 1 and all(
-        spec.axes[name] == 1 for name in ("cp", "tp", "pp")
-    )
+    only_replicas = resolved(spec, "dp_shard") == 1 and all(spec.axes[name] == 1 for name in ("cp", "tp", "pp"))
     return "ddp" if only_replicas and spec.axes["dp_replicate"] > 1 else "fsdp2"
 
 
@@ -128,7 +110,7 @@ def _strategy(given: Given[TorchTitan]) -> tuple[str, bool]:
     policy, spec = given.raw.parallelism.fsdp_reshard_after_forward or "default", given.spec
     # A pipeline's microbatches would gather the parameters again and again: "default" keeps them then.
     reshards = {"always": True, "never": False}.get(policy, spec.axes["pp"] == 1)
-    return sharding_strategy(spec.axes, spec.mesh, reshards=reshards), reshards
+    return sharding_strategy(spec, reshards=reshards), reshards
 
 
 def _is_full(given: Given[TorchTitan]) -> bool:
@@ -203,4 +185,13 @@ def _prepare(document: Document) -> Source:
     return Source(model=TorchTitan, table=_TABLE, values=document.keyed())
 
 
-READER = Reader(name="torchtitan", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="torchtitan",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "activation_checkpoint.mode: full",
+        "reshard_after_forward": "parallelism.fsdp_reshard_after_forward: always",
+        "offload_params": "training.enable_cpu_offload: true",
+    },
+)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
-from ckpt_tools.preflight.configs.dtypes import dtype_name
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     STRATEGIES,
@@ -23,17 +22,16 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     plugin_mesh_row,
     plugin_rows,
     resumed_from,
-    strip_prefix,
     v2_strategy,
+    without_prefix,
 )
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, dtype_name
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
 from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 DEFAULTS = PluginDefaults(
-    version=2,
     auto_wrap_policy="TRANSFORMER_BASED_WRAP",
     min_num_params=0,
     full_state_dict=True,
@@ -61,27 +59,23 @@ _OTHERS = (
     "trainer",
 )
 """Options that make it somebody else's."""
+_INSTEAD = {
+    "offload_params": "cpu_offload",
+    "sharding_strategy": "reshard_after_forward",
+    "cpu_offload_params": "cpu_offload",
+}
+"""Option of another's `fsdp_config` → what Trainer calls it."""
 
 
-class TrainerFsdp(FsdpOptions):
+class TrainerFsdp(FsdpOptions, known=known("trainer", "fsdp_config"), instead=_INSTEAD):
     """`fsdp_config`; each key with or without `fsdp_`."""
-
-    known: ClassVar[frozenset[str]] = known("trainer", "fsdp_config")
-
-    instead: ClassVar[Mapping[str, str]] = {
-        "offload_params": "cpu_offload",
-        "sharding_strategy": "reshard_after_forward",
-        "cpu_offload_params": "cpu_offload",
-    }
 
     cpu_offload: Truth | None = None
     xla: Truth | None = None
 
 
-class Sizes(Section):
+class Sizes(Section, known=known("trainer", "parallelism_config")):
     """`parallelism_config`, which a script makes a ParallelismConfig of."""
-
-    known: ClassVar[frozenset[str]] = known("trainer", "parallelism_config")
 
     dp_replicate_size: Count | None = None
     dp_shard_size: Count | None = None
@@ -90,12 +84,8 @@ class Sizes(Section):
     sp_size: Count | None = None
 
 
-class Trainer(Section):
+class Trainer(Section, known=known("trainer", "arguments", "trl"), extensible=True):
     """The file."""
-
-    extensible: ClassVar[bool] = True
-
-    known: ClassVar[frozenset[str]] = known("trainer", "arguments", "trl")
 
     per_device_train_batch_size: Positive | None = None
     bf16: Truth | None = None
@@ -139,10 +129,10 @@ def _with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[st
         except CkptError as error:
             problem = error.what
     finding = Finding.error(
-        code="missing-file",
-        where=SECTION,
-        what=f"{name}: {problem}; its options count as not given",
-        hint="name a JSON file, or write its options below fsdp_config",
+        "missing-file",
+        SECTION,
+        f"{name}: {problem}; its options count as not given",
+        "name a JSON file, or write its options below fsdp_config",
     )
     return {key: value for key, value in values.items() if key != SECTION}, (finding,)
 
@@ -162,10 +152,10 @@ def _fsdp_words(value: object) -> tuple[tuple[str, ...] | None, tuple[Finding, .
         items = ("",)
     findings = tuple(
         Finding.error(
-            code="unknown-value",
-            where="fsdp",
-            what=f"{item!r} is not an option of fsdp: Trainer stops at it",
-            hint="fsdp: true, and the rest in fsdp_config",
+            "unknown-value",
+            "fsdp",
+            f"{item!r} is not an option of fsdp: Trainer stops at it",
+            "fsdp: true, and the rest in fsdp_config",
         )
         for item in items
         if item not in ("auto_wrap", "offload") and item.upper() not in STRATEGIES
@@ -215,10 +205,6 @@ def _dtypes(given: Given[Trainer]) -> tuple[str | None, str | None, str | None]:
     return mixed or stored, (mixed or stored) if given.is_fsdp else None, "f32" if is_widened else stored
 
 
-def _recomputes(given: Given[Trainer]) -> bool:
-    return bool(given.raw.gradient_checkpointing or given.raw.activation_checkpointing)
-
-
 def _adapter(given: Given[Trainer]) -> AdapterSpec | None:
     """Return the adapter of TRL's options. Source: `trl/trainer/model_config.py:ModelConfig` (r 16, alpha 32)."""
     raw = given.raw
@@ -246,7 +232,11 @@ _TABLE: Table[Trainer] = {
     "strategy reshard_after_forward": named_by("fsdp_config.reshard_after_forward", "fsdp"),
     "offload_params": named_by("fsdp_config.cpu_offload", "fsdp"),
     "param_dtype reduce_dtype master_dtype": row("bf16", "fp16", "torch_dtype", "dtype", value=_dtypes),
-    "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
+    "activation_checkpointing": row(
+        "gradient_checkpointing",
+        "activation_checkpointing",
+        value=lambda given: bool(given.raw.gradient_checkpointing or given.raw.activation_checkpointing),
+    ),
     "adapter": row("lora_r", "use_peft", value=_adapter),
     "quantize": row("load_in_4bit", "load_in_8bit", value=_quantize),
     "optimizer": row("optim", default="adamw_torch_fused"),
@@ -274,17 +264,18 @@ def _looks_like(document: Document) -> bool:
 
 def _prepare(document: Document) -> Source:
     values, missing = _with_fsdp_file(document.keyed(), document.path)
-    options, spell = strip_prefix(values)
-    return Source(
-        model=Trainer,
-        table=_TABLE,
-        by_engine=_BY_ENGINE,
-        values=values,
-        options=options,
-        spell=spell,
-        findings=missing,
-        check=_check,
+    return without_prefix(
+        Source(model=Trainer, table=_TABLE, by_engine=_BY_ENGINE, values=values, findings=missing, check=_check)
     )
 
 
-READER = Reader(name="trainer", looks_like=_looks_like, prepare=_prepare)
+READER = Reader(
+    name="trainer",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.cpu_offload: true",
+    },
+)

@@ -11,9 +11,8 @@ Source: verl 0.2 to 0.9.1: `trainer/config/_generated_ppo_trainer.yaml` and `sft
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from ckpt_tools.description.checkpoint import Severity
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks
@@ -31,10 +30,8 @@ STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "automodel", 
 Strategy = Annotated[str, choice(*STRATEGIES)]
 
 
-class WrapPolicy(Section):
+class WrapPolicy(Section, known=known("verl", "wrap_policy")):
     """`wrap_policy`."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "wrap_policy")
 
     min_num_params: Count | None = None
     transformer_layer_cls_to_wrap: Names | None = None
@@ -48,11 +45,8 @@ class MixedPrecision(Section):
     buffer_dtype: Dtype | None = None
 
 
-class Fsdp(Section):
+class Fsdp(Section, known=known("verl", "fsdp"), unknown="error"):  # a dataclass is made of it
     """`fsdp_config`, or `engine` of the SFT trainer."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "fsdp")
-    unknown: ClassVar[Severity | None] = "error"  # a dataclass is made of it
 
     strategy: Strategy | None = None
     fsdp_size: Count | None = None
@@ -67,20 +61,14 @@ class Fsdp(Section):
     ulysses_sequence_parallel_size: Count | None = None
 
 
-class Optimizer(Section):
+class Optimizer(Section, known=known("verl", "optim"), unknown="error"):
     """`optim`; its other options depend on the engine."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "optim")
-    unknown: ClassVar[Severity | None] = "error"
 
     optimizer: Word | None = None
 
 
-class Actor(Section):
+class Actor(Section, known=known("verl", "actor"), unknown="error"):
     """`actor_rollout_ref.actor`."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "actor")
-    unknown: ClassVar[Severity | None] = "error"
 
     strategy: Strategy | None = None
     ppo_micro_batch_size_per_gpu: Positive | None = None
@@ -89,11 +77,8 @@ class Actor(Section):
     optim: Optimizer = Optimizer()
 
 
-class Model(Section):
+class Model(Section, known=known("verl", "model"), unknown="error"):
     """`actor_rollout_ref.model`, or `model` for SFT."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "model")
-    unknown: ClassVar[Severity | None] = "error"
 
     path: Word | None = None
     enable_gradient_checkpointing: Truth | None = None
@@ -103,19 +88,15 @@ class Model(Section):
     target_modules: Names | None = None
 
 
-class ActorRolloutRef(Section):
+class ActorRolloutRef(Section, known=known("verl", "actor_rollout_ref")):
     """`actor_rollout_ref`."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "actor_rollout_ref")
 
     model: Model = Model()
     actor: Actor = Actor()
 
 
-class Data(Section):
+class Data(Section, unknown=None):
     """`data`, which scripts extend."""
-
-    unknown: ClassVar[Severity | None] = None
 
     max_prompt_length: Positive | None = None
     max_response_length: Positive | None = None
@@ -123,30 +104,24 @@ class Data(Section):
     micro_batch_size_per_gpu: Positive | None = None
 
 
-class Runner(Section):
+class Runner(Section, known=known("verl", "trainer")):
     """`trainer`."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "trainer")
 
     nnodes: Positive | None = None
     n_gpus_per_node: Positive | None = None
     resume_from_path: Word | None = None
 
 
-class Ppo(Section):
+class Ppo(Section, known=known("verl", "ppo")):
     """A file for PPO, GRPO and the like."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "ppo")
 
     actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
     data: Data = Data()
     trainer: Runner = Runner()
 
 
-class SftFsdp(Fsdp):
+class SftFsdp(Fsdp, known=known("verl", "fsdp", "sft_fsdp")):
     """`model.fsdp_config` of the SFT trainer before verl 0.7."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "fsdp", "sft_fsdp")
 
     offload_params: Truth | None = None
 
@@ -159,10 +134,8 @@ class SftModel(Model):
     fsdp_config: SftFsdp = SftFsdp()
 
 
-class SftOther(Section):
+class SftOther(Section, known=known("verl", "sft") | {"engine", "optim"}):
     """A file for the SFT trainer with an engine that is not FSDP: the engine's options are passed over."""
-
-    known: ClassVar[frozenset[str]] = known("verl", "sft") | {"engine", "optim"}
 
     model: SftModel = SftModel()
     data: Data = Data()
@@ -188,12 +161,7 @@ def _engine_row(option: str, default: str) -> Row[Any]:
 
 
 def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
-    """Return the rows of what FSDP is told.
-
-    Args:
-        at: Where its options lie.
-        model: Where those of the model lie.
-    """
+    """Return the rows of what FSDP is told below `at`, of a model whose options lie at `model`."""
 
     def options(given: Given[Any]) -> Fsdp:
         found = value_at(given.raw, at)
@@ -212,15 +180,12 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
 
     def strategy(given: Given[Any]) -> tuple[str, bool]:
         reshards = options(given).reshard_after_forward is not False
-        return sharding_strategy(given.spec.axes, given.spec.mesh, reshards=reshards), reshards
+        return sharding_strategy(given.spec, reshards=reshards), reshards
 
     def compute(given: Given[Any]) -> str:
         fsdp = options(given)
         is_mixed = "mixed_precision" in fsdp.model_fields_set  # it wins over `dtype`
         return (fsdp.mixed_precision.param_dtype if is_mixed else fsdp.dtype) or "bf16"
-
-    def min_num_params(given: Given[Any]) -> int | None:
-        return options(given).wrap_policy.min_num_params or None
 
     def adapter(given: Given[Any]) -> AdapterSpec | None:
         trained = value_at(given.raw, model)
@@ -242,7 +207,11 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
         "offload_params": row(f"{at}.offload_policy", default=False, engines=("fsdp2",)),
         "activation_checkpointing": row(f"{model}.enable_gradient_checkpointing", default=True),
         "wrap_classes": row(f"{at}.wrap_policy.transformer_layer_cls_to_wrap", default=()),
-        "wrap_min_num_params": row(f"{at}.wrap_policy.min_num_params", value=min_num_params, engines=("fsdp1",)),
+        "wrap_min_num_params": row(
+            f"{at}.wrap_policy.min_num_params",
+            value=lambda given: options(given).wrap_policy.min_num_params or None,
+            engines=("fsdp1",),
+        ),
         "adapter": row(f"{model}.lora_rank", f"{model}.lora_adapter_path", value=adapter),
         "state_dict_type": row(default="SHARDED_STATE_DICT"),
         "resume_from": row("trainer.resume_from_path"),
@@ -254,11 +223,8 @@ _ALL_LINEAR = ("all-linear",)
 
 def _world_size(given: Given[Ppo]) -> int | None:
     """Return the ranks that verl starts; its own defaults are one node of 8."""
-    runner = given.raw.trainer
-    nodes = 1 if runner.nnodes is None else runner.nnodes
-    gpus = 8 if runner.n_gpus_per_node is None else runner.n_gpus_per_node
     is_known = given.has_value("trainer.nnodes") and given.has_value("trainer.n_gpus_per_node")
-    return nodes * gpus if is_known and nodes > 0 and gpus > 0 else None
+    return (given.raw.trainer.nnodes or 1) * (given.raw.trainer.n_gpus_per_node or 8) if is_known else None
 
 
 def _ulysses(given: Given[Ppo]) -> int:
@@ -268,8 +234,7 @@ def _ulysses(given: Given[Ppo]) -> int:
 
 
 def _prompt_and_response(given: Given[Ppo]) -> int:
-    lengths = (given.raw.data.max_prompt_length, given.raw.data.max_response_length)
-    return sum(512 if tokens is None else tokens for tokens in lengths)
+    return (given.raw.data.max_prompt_length or 512) + (given.raw.data.max_response_length or 512)
 
 
 _PPO: Table[Ppo] = {
@@ -306,7 +271,7 @@ _FSDP_SFT: Table[Sft] = {
     "axes": row(value=lambda _: {"dp_shard": -1}),
     "axes.sp": row("ulysses_sequence_parallel_size", default=1),
     "strategy reshard_after_forward": row(
-        value=lambda given: (sharding_strategy(given.spec.axes, given.spec.mesh, reshards=True), True), engines=FSDP
+        value=lambda given: (sharding_strategy(given.spec, reshards=True), True), engines=FSDP
     ),
     "param_dtype": row(default="bf16"),
     "reduce_dtype": row(default="f32"),
@@ -342,4 +307,13 @@ def _chosen(tree: Tree, document: Document) -> tuple[type[Section], Table[Any]]:
     return Sft if chosen == "fsdp" else SftOther, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
 
 
-READER = Reader(name="verl", looks_like=looks_like, prepare=_prepare)
+READER = Reader(
+    name="verl",
+    looks_like=looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "model.enable_gradient_checkpointing: true",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.offload_policy: true",
+    },
+)

@@ -28,17 +28,14 @@ class Tree:
     values: Mapping[str, object]
     """The tree, with what it points at in place of `${…}`."""
     findings: tuple[Finding, ...] = ()
-    """What is wrong with the command line."""
     words: tuple[str, ...] = ()
     """What may hold any options: other configs than verl's own, `$@`, programs of others."""
     is_command: bool = False
-    """Is it made of overrides?"""
     added: frozenset[str] = frozenset()
     """Paths of overrides with a `+`."""
     groups: Mapping[str, str] = field(default_factory=dict)
     """Group → the file that is chosen for it."""
     configs: Collection[str] = ()
-    """Names of the configs below it."""
 
     def engine(self, group: str) -> str:
         """Return the engine that a group chooses; FSDP by default."""
@@ -55,15 +52,18 @@ def read_tree(document: Document) -> Tree:
     if document.values is not None:
         values = _resolved(document.values, document)
         return Tree(values=values, words=_foreign(values), configs=bases_of(values))
-    command = _command(document)
+    started = [at for at, command in enumerate(document.commands) if _arguments(command) is not None]
+    command = _arguments(document.commands[started[0]]) or () if started else document.words
     overrides = read_overrides(command, configs=_CONFIGS, groups=_GROUPS)
     values, findings = _resolved(overrides.values, document), overrides.findings
-    if sum(_arguments(words) is not None for words in document.commands) > 1:
+    if len(started) > 1:
         findings += (several_commands(document.path),)
+    if started:
+        findings += lost_options(document.commands[started[0] + 1 :], is_override)
     return Tree(
         values=values,
-        findings=findings + _lost_options(document),
-        words=(*_own_programs(document), *overrides.unread, *_foreign(values)),
+        findings=findings,
+        words=(*(() if started else _own_programs(document)), *overrides.unread, *_foreign(values)),
         is_command=True,
         added=overrides.added,
         groups=overrides.groups,
@@ -74,12 +74,8 @@ def read_tree(document: Document) -> Tree:
 def looks_like(document: Document) -> bool:
     """Is this verl's?"""
     if document.values is not None:
-        return _is_ppo(document.values) or is_sft(document.values)
+        return isinstance(document.values.get("actor_rollout_ref"), Mapping) or is_sft(document.values)
     return any("verl.trainer" in word or word.lstrip("+~").startswith("actor_rollout_ref.") for word in document.words)
-
-
-def _is_ppo(values: Mapping[str, object]) -> bool:
-    return isinstance(values.get("actor_rollout_ref"), Mapping)
 
 
 def is_sft(values: Mapping[str, object]) -> bool:
@@ -95,7 +91,7 @@ def is_fsdp_sft(values: Mapping[str, object]) -> bool:
 
 def _resolved(tree: Mapping[str, object], document: Document) -> Mapping[str, object]:
     try:
-        return resolve(tree)[0]
+        return resolve(tree)
     except ValueError as error:
         raise LimitError(str(error), where=document.path) from None
 
@@ -124,22 +120,8 @@ def _arguments(command: Sequence[str]) -> Sequence[str] | None:
     return None
 
 
-def _command(document: Document) -> Sequence[str]:
-    """Return the arguments of the first command that starts verl; all words where none does."""
-    found = (arguments for command in document.commands if (arguments := _arguments(command)) is not None)
-    return next(found, document.words)
-
-
-def _lost_options(document: Document) -> tuple[Finding, ...]:
-    """Return the finding on overrides that come after the end of verl's command."""
-    at = next((at for at, command in enumerate(document.commands) if _arguments(command) is not None), None)
-    return () if at is None else lost_options(document.commands[at + 1 :], is_override)
-
-
 def _own_programs(document: Document) -> tuple[str, ...]:
     """Return the programs that are started with verl's options and are not verl's: their defaults are not known."""
-    if any(_arguments(command) is not None for command in document.commands):
-        return ()
     with_options = (
         command
         for command in document.commands

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.engines import ai_option, ai_wants_fsdp
-from ckpt_tools.preflight.rules.flags import flag
 from ckpt_tools.preflight.rules.precision import short
-from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule, shown
+from ckpt_tools.preflight.rules.rule import HF, Case, Violation, enabled, error_rule, shown, warning_rule
 from ckpt_tools.preflight.spec import Framework
 
 _LONG = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -22,10 +20,8 @@ _PREFERENCE = ("dpo", "kto", "orpo", "ipo")
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
-@rule(
-    "CKPT070",
-    "error",
-    "4-bit weights stored as another dtype than the one that computes",
+@error_rule(
+    "CKPT070: 4-bit weights stored as another dtype than the one that computes",
     why="FSDP2 gathers a block's parameters in one original dtype: packed bytes that pretend to be another float"
     " cannot join them",
     fix="bnb_4bit_quant_storage equal to the compute dtype",
@@ -42,23 +38,21 @@ def storage_dtype(case: Case) -> Iterator[Violation]:
         storage, key = found.text, found.key
     elif packed is not None and packed.is_on and case.framework == "axolotl":
         storage, key = "bfloat16", packed.key  # axolotl's own default
-    elif case.facts is not None and case.facts.quantization is not None and case.facts.quantization.bits == 4:
+    elif case.facts.quantization is not None and case.facts.quantization.bits == 4:
         storage, key = case.facts.quantization.storage or "", f"{case.facts.where}: quantization_config"
     else:
         return
     compute = case.spec.param_dtype
     if case.is_fsdp and compute in _LONG and short(storage) is not None and short(storage) != compute:
         yield Violation(
-            key=key,
-            what=f"4-bit weights are stored as {short(storage)}, {compute} computes",
-            fix=f"bnb_4bit_quant_storage: {_LONG[compute]}",
+            key,
+            f"4-bit weights are stored as {short(storage)}, {compute} computes",
+            f"bnb_4bit_quant_storage: {_LONG[compute]}",
         )
 
 
-@rule(
-    "CKPT071",
-    "warning",
-    "4-bit weights stored as bytes",
+@warning_rule(
+    "CKPT071: 4-bit weights stored as bytes",
     why="accelerate leaves parameters that are not floating out of FSDP2: every rank keeps the whole base model",
     fix="bnb_4bit_quant_storage: bfloat16",
     frameworks=HF,
@@ -70,25 +64,21 @@ def storage_bytes(case: Case) -> Iterator[Violation]:
     found = case.get(_STORAGE[case.framework])
     if found is not None or case.framework == "axolotl":
         if found is not None and found.text.endswith("int8"):
-            yield Violation(
-                key=found.key, what=f"{found}: 4-bit weights stay on every rank", fix=f"{found.key}: bfloat16"
-            )
+            yield Violation(found.key, f"{found}: 4-bit weights stay on every rank", f"{found.key}: bfloat16")
         return
-    packed = case.facts.quantization if case.facts is not None else None
-    if case.facts is None or packed is None or packed.method != "bitsandbytes" or packed.bits != 4:
+    packed = case.facts.quantization
+    if packed is None or (packed.method, packed.bits) != ("bitsandbytes", 4):
         return
     if packed.storage in (None, "uint8"):
         yield Violation(
-            key=f"{case.facts.where}: quantization_config",
-            what="4-bit weights are stored as uint8, and stay whole on every rank",
-            fix='"bnb_4bit_quant_storage": "bfloat16"',
+            f"{case.facts.where}: quantization_config",
+            "4-bit weights are stored as uint8, and stay whole on every rank",
+            '"bnb_4bit_quant_storage": "bfloat16"',
         )
 
 
-@rule(
-    "CKPT072",
-    "error",
-    "FSDP2 with a quantised base model in preference training",
+@error_rule(
+    "CKPT072: FSDP2 with a quantised base model in preference training",
     why="axolotl refuses it",
     fix="DeepSpeed, or FSDP1, or no quantisation",
     frameworks=("axolotl",),
@@ -99,15 +89,12 @@ def quantised_preferences(case: Case) -> Iterator[Violation]:
     if rl is None or rl.text not in _PREFERENCE or version is None or version.value != 2:
         return
     for name in ("load_in_8bit", "load_in_4bit"):
-        found = case.get(name)
-        if found is not None and found.is_on:
-            yield Violation(key=name, what=f"{found} with {rl} and FSDP2", fix=f"{name}: false")
+        if found := enabled(case.get(name)):
+            yield Violation(name, f"{found} with {rl} and FSDP2", f"{name}: false")
 
 
-@rule(
-    "CKPT073",
-    "error",
-    "quantised weights, and no adapter to train",
+@error_rule(
+    "CKPT073: quantised weights, and no adapter to train",
     why="Integers have no gradient: there is nothing that the optimizer could change",
     fix="add an adapter, or load the weights unquantised",
     frameworks=("trainer", "axolotl", "openrlhf"),
@@ -117,21 +104,17 @@ def nothing_to_train(case: Case) -> Iterator[Violation]:
     if case.spec.adapter is not None:
         return
     if case.framework == "openrlhf":
-        found = flag(case, "load_in_4bit")
-        if found is not None and found.is_on:
-            yield Violation(key=found.key, what=f"{found.key} without LoRA", fix="--lora_rank 16")
+        if found := enabled(case.flag("load_in_4bit")):
+            yield Violation(found.key, f"{found.key} without LoRA", "--lora_rank 16")
         return
     adapter = "adapter: lora" if case.framework == "axolotl" else "use_peft: true"
     for name in ("load_in_8bit", "load_in_4bit"):
-        found = case.get(name)
-        if found is not None and found.is_on:
-            yield Violation(key=name, what=f"{found}, but no adapter", fix=f"{adapter}, or {name}: false")
+        if found := enabled(case.get(name)):
+            yield Violation(name, f"{found}, but no adapter", f"{adapter}, or {name}: false")
 
 
-@rule(
-    "CKPT074",
-    "error",
-    "LoRA kernels under FSDP1",
+@error_rule(
+    "CKPT074: LoRA kernels under FSDP1",
     why="axolotl refuses them: they read parameters that FSDP1 has flattened",
     fix="fsdp_version: 2, or the kernels off",
     frameworks=("axolotl",),
@@ -141,31 +124,26 @@ def lora_kernels(case: Case) -> Iterator[Violation]:
     if case.spec.engine != "fsdp1" or case.get("fsdp_config") is None or case.spec.world_size == 1:
         return
     for name in _LORA_KERNELS:
-        found = case.get(name)
-        if found is not None and found.is_on:
-            yield Violation(key=name, what=f"{found} with FSDP1", fix=f"fsdp_version: 2, or {name}: false")
+        if found := enabled(case.get(name)):
+            yield Violation(name, f"{found} with FSDP1", f"fsdp_version: 2, or {name}: false")
             return
 
 
-@rule(
-    "CKPT075",
-    "error",
-    "4-bit weights with fp16 computation",
+@error_rule(
+    "CKPT075: 4-bit weights with fp16 computation",
     why="OpenRLHF stops: it computes 4-bit models in bf16 only",
     fix="--param_dtype bf16",
     frameworks=("openrlhf",),
 )
 def four_bit_half(case: Case) -> Iterator[Violation]:
     """Source: OpenRLHF `models/actor.py`."""
-    packed, dtype = flag(case, "load_in_4bit"), flag(case, "param_dtype")
-    if packed is not None and packed.is_on and dtype is not None and short(dtype.text) != "bf16":
-        yield Violation(key=dtype.key, what=f"{dtype.key} {dtype.text} with {packed.key}", fix=f"{dtype.key} bf16")
+    packed, dtype = enabled(case.flag("load_in_4bit")), case.flag("param_dtype")
+    if packed is not None and dtype is not None and short(dtype.text) != "bf16":
+        yield Violation(dtype.key, f"{dtype.key} {dtype.text} with {packed.key}", f"{dtype.key} bf16")
 
 
-@rule(
-    "CKPT076",
-    "error",
-    "Mxfp4 weights with cpu_ram_efficient_loading",
+@error_rule(
+    "CKPT076: Mxfp4 weights with cpu_ram_efficient_loading",
     why="axolotl refuses it",
     fix="cpu_ram_efficient_loading: false",
     frameworks=("axolotl",),
@@ -174,13 +152,11 @@ def mxfp4_loading(case: Case) -> Iterator[Violation]:
     """Source: axolotl `check_gpt_oss_fsdp_loading`."""
     method, loading = case.get("model_quantization_config"), case.fsdp_option("cpu_ram_efficient_loading")
     if method is not None and method.text == "Mxfp4Config" and loading is not None and loading.value is True:
-        yield Violation(key=loading.key, what=f"{loading} with {method}", fix=f"{loading.key}: false")
+        yield Violation(loading.key, f"{loading} with {method}", f"{loading.key}: false")
 
 
-@rule(
-    "CKPT077",
-    "error",
-    "an adapter named, but no rank",
+@error_rule(
+    "CKPT077: an adapter named, but no rank",
     why="A rank below 1 has no weights to train",
     fix="the rank that the adapter should have",
 )
@@ -189,32 +165,26 @@ def adapter_rank(case: Case) -> Iterator[Violation]:
     adapter = case.spec.adapter
     if adapter is not None and adapter.rank is not None and adapter.rank < 1:
         key = case.key("adapter")
-        yield Violation(key=key, what=f"an adapter of rank {adapter.rank}", fix=f"{key}: 16")
+        yield Violation(key, f"an adapter of rank {adapter.rank}", f"{key}: 16")
 
 
-@rule(
-    "CKPT078",
-    "warning",
-    "quanto weights under FSDP",
+@warning_rule(
+    "CKPT078: quanto weights under FSDP",
     why="ai-toolkit quantises into tensor subclasses, which FSDP cannot cut into shards as it cuts plain tensors",
     fix="model.quantize: false; sharding frees the memory",
     frameworks=("ai-toolkit",),
 )
 def quanto_shards(case: Case) -> Iterator[Violation]:
     """Source: ai-toolkit `toolkit/util/quantize.py` (optimum-quanto), PyTorch `FSDPParam`."""
-    found = ai_option(case, "model.quantize")
-    if found is not None and found.is_on and ai_wants_fsdp(case):
+    found = enabled(case.ai_option("model.quantize"))
+    if found is not None and case.wants_ai_fsdp:
         yield Violation(
-            key=found.key,
-            what=f"{found} with dist_mode: fsdp: quantised tensors are not cut",
-            fix=f"{found.key}: false",
+            found.key, f"{found} with dist_mode: fsdp: quantised tensors are not cut", f"{found.key}: false"
         )
 
 
-@rule(
-    "CKPT079",
-    "error",
-    "an adapter for modules that the model does not have",
+@error_rule(
+    "CKPT079: an adapter for modules that the model does not have",
     why="PEFT stops when it finds none of the modules that are to be adapted",
     fix="names of the model's own linear modules, or all-linear",
     frameworks=("trainer", "axolotl", "verl", "openrlhf"),
@@ -225,7 +195,7 @@ def targets_exist(case: Case) -> Iterator[Violation]:
     Source: `peft/tuners/tuners_utils.py:BaseTuner.inject_adapter`, `check_target_module_exists`.
     """
     adapter, facts = case.spec.adapter, case.facts
-    if adapter is None or facts is None or facts.module_classes is None or not adapter.targets:
+    if adapter is None or facts.module_classes is None or not adapter.targets:
         return
     if any(target == "all-linear" or not _PLAIN_NAME.fullmatch(target) for target in adapter.targets):
         return
@@ -235,9 +205,9 @@ def targets_exist(case: Case) -> Iterator[Violation]:
     linear = sorted({module.rpartition(".")[2] for module in modules if module.endswith(("_proj", "_lin", "dense"))})
     found = case.first(*_TARGETS)
     yield Violation(
-        key=case.key("adapter") if found is None else found.key,
-        what=f"{facts.architecture} has no module {' or '.join(map(shown, adapter.targets[:_NAMED]))}",
-        fix=f"for example {', '.join(linear[:_NAMED])}" if linear else "names of its linear modules",
+        case.key("adapter") if found is None else found.key,
+        f"{facts.architecture} has no module {' or '.join(map(shown, adapter.targets[:_NAMED]))}",
+        f"for example {', '.join(linear[:_NAMED])}" if linear else "names of its linear modules",
     )
 
 
@@ -256,17 +226,3 @@ def _modules_around(name: str) -> Iterator[str]:
     """Yield the modules that a parameter is in, each with a dot in front."""
     parts = name.split(".")[:-1]
     return ("." + ".".join(parts[: i + 1]) for i in range(len(parts)))
-
-
-RULES: tuple[Rule, ...] = (
-    storage_dtype,
-    storage_bytes,
-    quantised_preferences,
-    nothing_to_train,
-    lora_kernels,
-    four_bit_half,
-    mxfp4_loading,
-    adapter_rank,
-    quanto_shards,
-    targets_exist,
-)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import Finding
@@ -26,22 +26,27 @@ from ckpt_tools.preflight.rules.rule import ALL, Case, Rule, apply
 if TYPE_CHECKING:
     from ckpt_tools.preflight.configs.config import Config
 
+_MODULES: Mapping[str, ModuleType] = {
+    "Ranks and mesh": world,
+    "Engines and what they exclude": engines,
+    "Options of FSDP1 and FSDP2": options,
+    "Tensor, sequence, expert and pipeline parallelism": parallel,
+    "The model": model,
+    "Dtypes": precision,
+    "Saving, loading and memory": saving,
+    "Adapters and quantisation": adapters,
+    "Optimizers": optimizers,
+    "What only one framework does": oddities,
+    "Sizes": sizes,
+}
+"""Heading → the file of its rules; the tens of an id are its heading."""
 GROUPS: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
-        "Ranks and mesh": world.RULES,
-        "Engines and what they exclude": engines.RULES,
-        "Options of FSDP1 and FSDP2": options.RULES,
-        "Tensor, sequence, expert and pipeline parallelism": parallel.RULES,
-        "The model": model.RULES,
-        "Dtypes": precision.RULES,
-        "Saving, loading and memory": saving.RULES,
-        "Adapters and quantisation": adapters.RULES,
-        "Optimizers": optimizers.RULES,
-        "What only one framework does": oddities.RULES,
-        "Sizes": sizes.RULES,
+        heading: tuple(one for one in vars(module).values() if isinstance(one, Rule))
+        for heading, module in _MODULES.items()
     }
 )
-"""Heading → its rules; the tens of an id are its heading."""
+"""Heading → its rules, in the order in which they stand in their file."""
 
 RULES: tuple[Rule, ...] = tuple(one for rules in GROUPS.values() for one in rules)
 """Every rule, by id."""
@@ -50,17 +55,13 @@ CATALOGUE: Mapping[str, Rule] = MappingProxyType({one.id: one for one in RULES})
 
 
 def check_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
-    """Return what is wrong with a config.
-
-    Args:
-        config: The config that was read.
-        facts: What is known of its model; without it, the rules on the model are silent.
+    """Return what is wrong with a config; without facts, the rules on the model are silent.
 
     Returns:
         Findings in the order of the rules' ids: `code` is the id, `where` the key path in the user's file, `hint` what
         to write instead.
     """
-    return apply(RULES, Case(config=config, facts=facts))
+    return apply(RULES, Case(config=config, facts=facts or ModelFacts(where="")))
 
 
 def render_rules(groups: Mapping[str, Iterable[Rule]] = GROUPS) -> str:

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.rule import Case, Rule, Setting, Violation, rule
+from ckpt_tools.preflight.rules.rule import AI_PROCESS, Case, Setting, Violation, enabled, error_rule, warning_rule
 
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Section of an accelerate config → the distributed_type that reads it."""
 
 _STAGES = "distributed_config.pp_size"
 """How arguments for transformers ask for pipeline stages."""
-
-AI_PROCESS = "config.process[0]"
-
-
-def ai_option(case: Case, path: str) -> Setting | None:
-    """Return an option of ai-toolkit's first process (`train.dist_mode`)."""
-    return case.first(f"{AI_PROCESS}.{path}")
-
-
-def ai_wants_fsdp(case: Case) -> bool:
-    """Does the plan's `train.dist_mode` say fsdp?"""
-    mode = ai_option(case, "train.dist_mode")
-    return mode is not None and mode.text.lower() in ("fsdp", "fsdp2", "fsdp1")
 
 
 def _has(found: Setting | None) -> bool:
@@ -40,10 +27,8 @@ def wants_fsdp(case: Case) -> Setting | None:
     return None
 
 
-@rule(
-    "CKPT010",
-    "error",
-    "more than one of DDP, FSDP and DeepSpeed",
+@error_rule(
+    "CKPT010: more than one of DDP, FSDP and DeepSpeed",
     why="Each of them owns the gradients and the optimizer step; the trainer refuses the pair or silently drops one",
     fix="keep one of them",
     frameworks=("trainer", "axolotl", "ai-toolkit"),
@@ -60,37 +45,32 @@ def one_engine(case: Case) -> Iterator[Violation]:
     sharded, speed = wants_fsdp(case), case.get("deepspeed")
     if sharded is not None and speed is not None and _has(speed):
         yield Violation(
-            key="deepspeed",
-            what=f"both {sharded.key} and deepspeed are set, one engine can be used",
-            fix=f"remove deepspeed to train with FSDP, or {sharded.key} to train with DeepSpeed",
+            "deepspeed",
+            f"both {sharded.key} and deepspeed are set, one engine can be used",
+            f"remove deepspeed to train with FSDP, or {sharded.key} to train with DeepSpeed",
         )
 
 
 def _ai_engines(case: Case) -> Iterator[Violation]:
-    mode = ai_option(case, "train.dist_mode")
-    if ai_wants_fsdp(case):
+    mode = case.ai_option("train.dist_mode")
+    if case.wants_ai_fsdp:
         for name in ("ddp", "use_ddp"):
-            ddp = ai_option(case, f"train.{name}")
-            if ddp is not None and ddp.is_on:
-                yield Violation(
-                    key=ddp.key, what="DDP beside dist_mode: fsdp; one of them can be used", fix=f"remove {ddp.key}"
-                )
+            if ddp := enabled(case.ai_option(f"train.{name}")):
+                yield Violation(ddp.key, "DDP beside dist_mode: fsdp; one of them can be used", f"remove {ddp.key}")
     elif mode is not None and mode.text.lower() == "ddp":
         for name in ("fsdp_auto_wrap", "fsdp_sharding", "fsdp_cpu_offload"):
-            found = ai_option(case, f"train.{name}")
+            found = case.ai_option(f"train.{name}")
             if found is not None and _has(found):
                 yield Violation(
-                    key=found.key,
-                    what=f"{name} beside dist_mode: ddp; one engine can be used",
-                    fix=f"{mode.key}: fsdp, or remove the fsdp_ options",
+                    found.key,
+                    f"{name} beside dist_mode: ddp; one engine can be used",
+                    f"{mode.key}: fsdp, or remove the fsdp_ options",
                 )
                 return
 
 
-@rule(
-    "CKPT011",
-    "warning",
-    "the options of an engine that is not used",
+@warning_rule(
+    "CKPT011: the options of an engine that is not used",
     why="Nothing reads them: the run starts as if they were not there",
     fix="remove them, or choose that engine",
     frameworks=("accelerate", "trainer", "openrlhf"),
@@ -109,31 +89,27 @@ def unused_engine(case: Case) -> Iterator[Violation]:
                 continue
             if kind.text.upper() != reader:
                 yield Violation(
-                    key=section,
-                    what=f"{section} is only read with distributed_type: {reader}, the config has {kind.text}",
-                    fix=f"distributed_type: {reader}, or remove {section}",
+                    section,
+                    f"{section} is only read with distributed_type: {reader}, the config has {kind.text}",
+                    f"distributed_type: {reader}, or remove {section}",
                 )
     elif case.framework == "trainer":
         options = case.get("fsdp_config")
         if options is not None and _has(options) and wants_fsdp(case) is None:
-            yield Violation(
-                key="fsdp_config", what="fsdp_config is only read when fsdp is on, and it is not", fix="fsdp: true"
-            )
+            yield Violation("fsdp_config", "fsdp_config is only read when fsdp is on, and it is not", "fsdp: true")
     elif case.is_fsdp2:
         for name in ("zero_stage", "zpg", "deepcompile", "ds.zero_stage", "ds.zpg", "ds.deepcompile"):
             found = case.get(name)
             if found is not None and found.value is not False:
                 yield Violation(
-                    key=f"--{name}",
-                    what=f"--{name} is an option of DeepSpeed, --backend is fsdp2",
-                    fix=f"remove --{name}, or --backend deepspeed",
+                    f"--{name}",
+                    f"--{name} is an option of DeepSpeed, --backend is fsdp2",
+                    f"remove --{name}, or --backend deepspeed",
                 )
 
 
-@rule(
-    "CKPT012",
-    "error",
-    "FSDP with pipeline parallelism",
+@error_rule(
+    "CKPT012: FSDP with pipeline parallelism",
     why="Transformers has no pipeline of FSDP stages: it refuses the pair",
     fix="pp_size 1, and shard over those ranks; or TP with PP and without FSDP",
     frameworks=("accelerate", "trainer", "axolotl"),
@@ -147,21 +123,17 @@ def no_pipeline(case: Case) -> Iterator[Violation]:
     if size <= 1 and found is not None and found.count is not None:
         size, key = found.count, found.key
     if size > 1:
-        yield Violation(key=key, what=f"FSDP with {size} pipeline stages", fix=f"{key}: 1")
+        yield Violation(key, f"FSDP with {size} pipeline stages", f"{key}: 1")
 
 
 def _ai_exclusion(case: Case, name: str, because: str) -> Iterator[Violation]:
-    found = ai_option(case, f"model.{name}")
-    if found is not None and found.is_on and ai_wants_fsdp(case):
-        yield Violation(
-            key=found.key, what=f"{name} with dist_mode: fsdp: {because}", fix=f"{found.key}: false, or dist_mode: none"
-        )
+    found = enabled(case.ai_option(f"model.{name}"))
+    if found is not None and case.wants_ai_fsdp:
+        yield Violation(found.key, f"{name} with dist_mode: fsdp: {because}", f"{found.key}: false, or dist_mode: none")
 
 
-@rule(
-    "CKPT013",
-    "error",
-    "FSDP with a model that is split over the GPUs",
+@error_rule(
+    "CKPT013: FSDP with a model that is split over the GPUs",
     why="The splitter puts whole layers on different GPUs of one process; FSDP has one process for every GPU",
     fix="model.split_model_over_gpus: false",
     frameworks=("ai-toolkit",),
@@ -171,10 +143,8 @@ def no_splitter(case: Case) -> Iterator[Violation]:
     yield from _ai_exclusion(case, "split_model_over_gpus", "layers on several GPUs of one process cannot be sharded")
 
 
-@rule(
-    "CKPT014",
-    "error",
-    "FSDP with layer offloading",
+@error_rule(
+    "CKPT014: FSDP with layer offloading",
     why="Both move parameters between host and GPU around each layer, and free each other's memory",
     fix="model.layer_offloading: false; train.fsdp_cpu_offload: true does it with FSDP",
     frameworks=("ai-toolkit",),
@@ -185,10 +155,8 @@ def no_layer_offloading(case: Case) -> Iterator[Violation]:
     yield from _ai_exclusion(case, "auto_memory", "it means layer_offloading, and both move the parameters of a layer")
 
 
-@rule(
-    "CKPT015",
-    "error",
-    "FSDP with low_vram",
+@error_rule(
+    "CKPT015: FSDP with low_vram",
     why="low_vram replaces .to() and leaves parts on the host, where FSDP expects them on its mesh",
     fix="model.low_vram: false",
     frameworks=("ai-toolkit",),
@@ -198,10 +166,8 @@ def no_low_vram(case: Case) -> Iterator[Violation]:
     yield from _ai_exclusion(case, "low_vram", "it replaces .to(), which FSDP relies on")
 
 
-@rule(
-    "CKPT016",
-    "error",
-    "dp_shard_size without fsdp_config",
+@error_rule(
+    "CKPT016: dp_shard_size without fsdp_config",
     why="axolotl refuses to shard when no FSDP is configured",
     fix="add fsdp_version: 2 and an fsdp_config, or remove dp_shard_size",
     frameworks=("axolotl",),
@@ -211,54 +177,37 @@ def shard_without_fsdp(case: Case) -> Iterator[Violation]:
     size = case.get("dp_shard_size")
     if size is not None and case.count("dp_shard_size") > 1 and wants_fsdp(case) is None:
         yield Violation(
-            key="dp_shard_size",
-            what=f"dp_shard_size: {size.value}, but there is no fsdp_config",
-            fix="fsdp_version: 2 and fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP, …}",
+            "dp_shard_size",
+            f"dp_shard_size: {size.value}, but there is no fsdp_config",
+            "fsdp_version: 2 and fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP, …}",
         )
 
 
-@rule(
-    "CKPT017",
-    "warning",
-    "dist_mode without distributed",
+@warning_rule(
+    "CKPT017: dist_mode without distributed",
     why="dist_mode says how a distributed run is done; without distributed it is a run of one process",
     fix="train.distributed: true",
     frameworks=("ai-toolkit",),
 )
 def switched_on(case: Case) -> Iterator[Violation]:
     """Source: the example of ai-toolkit's FSDP plan."""
-    mode, distributed = ai_option(case, "train.dist_mode"), ai_option(case, "train.distributed")
-    if mode is not None and ai_wants_fsdp(case) and (distributed is None or not distributed.is_on):
+    mode, distributed = case.ai_option("train.dist_mode"), case.ai_option("train.distributed")
+    if mode is not None and case.wants_ai_fsdp and (distributed is None or not distributed.is_on):
         yield Violation(
-            key=mode.key,
-            what=f"{mode}, but {distributed or 'train.distributed is missing'}",
-            fix=f"{AI_PROCESS}.train.distributed: true",
+            mode.key,
+            f"{mode}, but {distributed or 'train.distributed is missing'}",
+            f"{AI_PROCESS}.train.distributed: true",
         )
 
 
-@rule(
-    "CKPT018",
-    "warning",
-    "FSDP on GPUs without NCCL",
+@warning_rule(
+    "CKPT018: FSDP on GPUs without NCCL",
     why="gloo moves every shard through host memory: each layer waits for it",
     fix="train.dist_backend: nccl",
     frameworks=("ai-toolkit",),
 )
 def wants_nccl(case: Case) -> Iterator[Violation]:
     """Source: the notes of ai-toolkit's FSDP plan."""
-    backend = ai_option(case, "train.dist_backend")
-    if backend is not None and ai_wants_fsdp(case) and "nccl" not in backend.text.lower():
-        yield Violation(key=backend.key, what=f"{backend}; GPUs need nccl", fix=f"{backend.key}: nccl")
-
-
-RULES: tuple[Rule, ...] = (
-    one_engine,
-    unused_engine,
-    no_pipeline,
-    no_splitter,
-    no_layer_offloading,
-    no_low_vram,
-    shard_without_fsdp,
-    switched_on,
-    wants_nccl,
-)
+    backend = case.ai_option("train.dist_backend")
+    if backend is not None and case.wants_ai_fsdp and "nccl" not in backend.text.lower():
+        yield Violation(backend.key, f"{backend}; GPUs need nccl", f"{backend.key}: nccl")

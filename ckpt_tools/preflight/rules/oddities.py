@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.flags import flag
-from ckpt_tools.preflight.rules.rule import Case, Rule, Violation, rule
+from ckpt_tools.preflight.rules.rule import Case, Violation, enabled, error_rule, warning_rule
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5")
 
 
-@rule(
-    "CKPT090",
-    "error",
-    "reshard_after_forward is not a strategy's name under FSDP1",
+@error_rule(
+    "CKPT090: reshard_after_forward is not a strategy's name under FSDP1",
     why="Trainer hands it to FSDP1 as the name of a sharding strategy, and true is none: a KeyError",
     fix="full_shard or shard_grad_op, or FSDP2",
     frameworks=("trainer", "axolotl"),
@@ -24,13 +21,11 @@ def strategy_name(case: Case) -> Iterator[Violation]:
     if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in _STRATEGIES:
         name = "shard_grad_op" if found.is_off else "full_shard"
         fix = "fsdp_version: 2" if case.framework == "axolotl" else f"{found.key}: {name}, or fsdp_config.version: 2"
-        yield Violation(key=found.key, what=f"{found} under FSDP1, which takes the name of a strategy", fix=fix)
+        yield Violation(found.key, f"{found} under FSDP1, which takes the name of a strategy", fix)
 
 
-@rule(
-    "CKPT091",
-    "warning",
-    "`fsdp` as text",
+@warning_rule(
+    "CKPT091: `fsdp` as text",
     why="Trainer is about to take true only; the words belong into fsdp_config",
     fix="fsdp: true",
     frameworks=("trainer",),
@@ -47,13 +42,11 @@ def fsdp_words(case: Case) -> Iterator[Violation]:
     if "offload" in words:
         said.append("cpu_offload: true")
     more = f" and fsdp_config: {{{', '.join(said)}}}" if said else ""
-    yield Violation(key="fsdp", what=f"{found} is deprecated", fix=f"fsdp: true{more}")
+    yield Violation("fsdp", f"{found} is deprecated", f"fsdp: true{more}")
 
 
-@rule(
-    "CKPT092",
-    "warning",
-    "keys of fsdp_config with the prefix `fsdp_`",
+@warning_rule(
+    "CKPT092: keys of fsdp_config with the prefix `fsdp_`",
     why="axolotl takes them without it and is about to refuse the prefix",
     fix="remove the prefix (fsdp_version keeps it)",
     frameworks=("axolotl",),
@@ -66,16 +59,14 @@ def prefixed_keys(case: Case) -> Iterator[Violation]:
     old = [str(key) for key in section.value if str(key).startswith("fsdp_") and key != "fsdp_version"]
     if old:
         yield Violation(
-            key=f"fsdp_config.{old[0]}",
-            what=f"{len(old)} keys of fsdp_config have the old prefix",
-            fix=f"fsdp_config.{old[0].removeprefix('fsdp_')}",
+            f"fsdp_config.{old[0]}",
+            f"{len(old)} keys of fsdp_config have the old prefix",
+            f"fsdp_config.{old[0].removeprefix('fsdp_')}",
         )
 
 
-@rule(
-    "CKPT093",
-    "error",
-    "a pinned-memory option without what it belongs to",
+@error_rule(
+    "CKPT093: a pinned-memory option without what it belongs to",
     why="axolotl refuses cpu_offload_pin_memory: false under FSDP1, and without offload_params",
     fix="fsdp_version: 2 and offload_params: true",
     frameworks=("axolotl",),
@@ -86,15 +77,13 @@ def pinned_memory(case: Case) -> Iterator[Violation]:
     if found is None or found.value is not False:
         return
     if not case.is_fsdp2:
-        yield Violation(key=found.key, what=f"{found} needs FSDP2", fix="fsdp_version: 2")
-    elif offload is None or not offload.is_on:
-        yield Violation(key=found.key, what=f"{found} without offload_params", fix="fsdp_config.offload_params: true")
+        yield Violation(found.key, f"{found} needs FSDP2", "fsdp_version: 2")
+    elif not enabled(offload):
+        yield Violation(found.key, f"{found} without offload_params", "fsdp_config.offload_params: true")
 
 
-@rule(
-    "CKPT094",
-    "error",
-    "Ulysses ranks that do not divide the world",
+@error_rule(
+    "CKPT094: Ulysses ranks that do not divide the world",
     why="verl puts all ranks on a mesh of dp × sp",
     fix="a size that divides the world size",
     frameworks=("verl",),
@@ -103,36 +92,28 @@ def ulysses_world(case: Case) -> Iterator[Violation]:
     """Source: verl `workers/fsdp_workers.py:ActorRolloutRefWorker.__init__`."""
     size, world = case.axis("sp"), case.spec.world_size
     if size > 1 and world is not None and world % size:
-        yield Violation(
-            key=case.axis_key("sp"),
-            what=f"sp={size} does not divide the {world} ranks",
-            fix=f"{case.axis_key('sp')}: a divisor of {world}",
-        )
+        yield case.on_axis("sp", f"sp={size} does not divide the {world} ranks", f"a divisor of {world}")
 
 
-@rule(
-    "CKPT095",
-    "warning",
-    "sequence parallelism without tensor parallelism",
+@warning_rule(
+    "CKPT095: sequence parallelism without tensor parallelism",
     why="OpenRLHF's --sequence_parallel spreads activations over the TP ranks; with one rank it does nothing",
     fix="--fsdp_tensor_parallel_size 2, or remove it",
     frameworks=("openrlhf",),
 )
 def sequence_without_tp(case: Case) -> Iterator[Violation]:
     """Source: OpenRLHF's FSDP2 strategy."""
-    found = flag(case, "sequence_parallel")
-    if found is not None and found.is_on and case.axis("tp") == 1:
+    found = enabled(case.flag("sequence_parallel"))
+    if found is not None and case.axis("tp") == 1:
         yield Violation(
-            key=found.key,
-            what=f"{found.key} with tp=1",
-            fix=f"{case.axis_key('tp')} 2" if "axes.tp" in case.spec.keys else "--fsdp_tensor_parallel_size 2",
+            found.key,
+            f"{found.key} with tp=1",
+            f"{case.axis_key('tp')} 2" if "axes.tp" in case.spec.keys else "--fsdp_tensor_parallel_size 2",
         )
 
 
-@rule(
-    "CKPT096",
-    "error",
-    "SIZE_BASED_WRAP without a size",
+@error_rule(
+    "CKPT096: SIZE_BASED_WRAP without a size",
     why="axolotl refuses it",
     fix="fsdp_config.min_num_params",
     frameworks=("axolotl",),
@@ -141,49 +122,37 @@ def size_based_needs_size(case: Case) -> Iterator[Violation]:
     """Source: axolotl `FSDPConfig.validate_size_based_wrap`."""
     policy = case.fsdp_option("auto_wrap_policy")
     if policy is not None and policy.text == "SIZE_BASED_WRAP" and case.fsdp_option("min_num_params") is None:
-        yield Violation(
-            key=policy.key,
-            what="SIZE_BASED_WRAP without min_num_params",
-            fix="fsdp_config.min_num_params: 100000000",
-        )
+        yield Violation(policy.key, "SIZE_BASED_WRAP without min_num_params", "fsdp_config.min_num_params: 100000000")
 
 
-@rule(
-    "CKPT097",
-    "error",
-    "f32 norms without FSDP2",
+@error_rule(
+    "CKPT097: f32 norms without FSDP2",
     why="axolotl refuses fp32_norms without an fsdp_config of version 2",
     fix="fsdp_version: 2",
     frameworks=("axolotl",),
 )
 def f32_norms(case: Case) -> Iterator[Violation]:
     """Source: axolotl `check_fp32_norms`."""
-    found = case.get("fp32_norms")
-    if found is not None and found.is_on and (case.get("fsdp_config") is None or not case.is_fsdp2):
-        yield Violation(key="fp32_norms", what=f"{found} needs fsdp_config with version 2", fix="fsdp_version: 2")
+    found = enabled(case.get("fp32_norms"))
+    if found is not None and (case.get("fsdp_config") is None or not case.is_fsdp2):
+        yield Violation("fp32_norms", f"{found} needs fsdp_config with version 2", "fsdp_version: 2")
 
 
-@rule(
-    "CKPT098",
-    "error",
-    "tensor parallelism of DeepSpeed in fp16",
+@error_rule(
+    "CKPT098: tensor parallelism of DeepSpeed in fp16",
     why="OpenRLHF stops: it takes bf16 for it only",
     fix="--param_dtype bf16",
     frameworks=("openrlhf",),
 )
 def speed_tp_dtype(case: Case) -> Iterator[Violation]:
     """Source: OpenRLHF `utils/deepspeed/deepspeed.py`."""
-    dtype = flag(case, "param_dtype")
+    dtype = case.flag("param_dtype")
     if case.spec.engine == "deepspeed" and case.axis("tp") > 1 and dtype is not None and dtype.text != "bf16":
-        yield Violation(
-            key=dtype.key, what=f"{dtype.key} {dtype.text} with tp={case.axis('tp')}", fix=f"{dtype.key} bf16"
-        )
+        yield Violation(dtype.key, f"{dtype.key} {dtype.text} with tp={case.axis('tp')}", f"{dtype.key} bf16")
 
 
-@rule(
-    "CKPT099",
-    "warning",
-    "activation checkpointing set twice",
+@warning_rule(
+    "CKPT099: activation checkpointing set twice",
     why="axolotl hands both to Trainer: blocks are recomputed twice, or Trainer refuses the pair",
     fix="fsdp_config.activation_checkpointing alone",
     frameworks=("axolotl",),
@@ -192,18 +161,4 @@ def checkpointing_twice(case: Case) -> Iterator[Violation]:
     """Source: axolotl `core/builders/base.py:_configure_gradient_checkpointing`."""
     outer, inner = case.get("gradient_checkpointing"), case.fsdp_option("activation_checkpointing")
     if case.is_fsdp and outer is not None and not outer.is_off and inner is not None and inner.is_on:
-        yield Violation(key=outer.key, what=f"both {outer} and {inner}", fix=f"{outer.key}: false")
-
-
-RULES: tuple[Rule, ...] = (
-    strategy_name,
-    fsdp_words,
-    prefixed_keys,
-    pinned_memory,
-    ulysses_world,
-    sequence_without_tp,
-    size_based_needs_size,
-    f32_norms,
-    speed_tp_dtype,
-    checkpointing_twice,
-)
+        yield Violation(outer.key, f"both {outer} and {inner}", f"{outer.key}: false")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tools.preflight.rules.engines import wants_fsdp
-from ckpt_tools.preflight.rules.rule import Case, Rule, Setting, Violation, rule
+from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, error_rule
 
 _BNB_TP = ("paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit")
 _BNB = (
@@ -30,10 +30,8 @@ def _optimizer(case: Case) -> Setting | None:
     return case.get("optimizer") if case.framework == "axolotl" else case.get("optim")
 
 
-@rule(
-    "CKPT080",
-    "error",
-    "an optimizer of bitsandbytes under FSDP2",
+@error_rule(
+    "CKPT080: an optimizer of bitsandbytes under FSDP2",
     why="Its kernels refuse DTensors in the first step: they have no sharding rule",
     fix="adamw_torch_fused, or torchao's adamw_torch_8bit",
     frameworks=("axolotl", "trainer"),
@@ -43,13 +41,11 @@ def bitsandbytes_fsdp2(case: Case) -> Iterator[Violation]:
     found = _optimizer(case)
     if found is not None and case.is_fsdp2 and found.text in _BNB:
         fix = f"{found.key}: adamw_torch_8bit" if "8bit" in found.text else f"{found.key}: adamw_torch_fused"
-        yield Violation(key=found.key, what=f"{found} under FSDP2", fix=fix)
+        yield Violation(found.key, f"{found} under FSDP2", fix)
 
 
-@rule(
-    "CKPT081",
-    "error",
-    "an 8-bit optimizer on offloaded parameters",
+@error_rule(
+    "CKPT081: an 8-bit optimizer on offloaded parameters",
     why="Its kernels run on the GPU alone, and FSDP1 keeps the parameters on the host",
     fix="offload_params: false, or another optimizer",
     frameworks=("axolotl",),
@@ -60,13 +56,11 @@ def eight_bit_offload(case: Case) -> Iterator[Violation]:
     if found is None or case.spec.engine != "fsdp1" or offload is None or not offload.is_on:
         return
     if "8bit" in found.text:
-        yield Violation(key=found.key, what=f"{found} with {offload}", fix=f"{offload.key}: false")
+        yield Violation(found.key, f"{found} with {offload}", f"{offload.key}: false")
 
 
-@rule(
-    "CKPT082",
-    "error",
-    "bitsandbytes' 8-bit AdamW with tensor parallelism",
+@error_rule(
+    "CKPT082: bitsandbytes' 8-bit AdamW with tensor parallelism",
     why="axolotl refuses it",
     fix="adamw_torch_fused",
     frameworks=("axolotl",),
@@ -77,13 +71,11 @@ def eight_bit_tp(case: Case) -> Iterator[Violation]:
     if found is None or tp is None or case.count(tp.key) <= 1 or found.text not in _BNB_TP:
         return
     if not case.is_fsdp2:  # CKPT080 has it
-        yield Violation(key=found.key, what=f"{found} with {tp}", fix=f"{found.key}: adamw_torch_fused")
+        yield Violation(found.key, f"{found} with {tp}", f"{found.key}: adamw_torch_fused")
 
 
-@rule(
-    "CKPT083",
-    "error",
-    "an optimizer that this engine does not have",
+@error_rule(
+    "CKPT083: an optimizer that this engine does not have",
     why="axolotl refuses Muon, GaLore and the flash optimizers under DeepSpeed and FSDP1",
     fix="fsdp_version: 2, or another optimizer",
     frameworks=("axolotl",),
@@ -94,15 +86,13 @@ def engine_has_optimizer(case: Case) -> Iterator[Violation]:
     if found is None or not (found.text in ("muon", "q_galore_adamw8bit") or found.text.startswith("flash_")):
         return
     if speed is not None and speed.value:
-        yield Violation(key=found.key, what=f"{found} with DeepSpeed", fix="FSDP2 instead of deepspeed")
+        yield Violation(found.key, f"{found} with DeepSpeed", "FSDP2 instead of deepspeed")
     elif wants_fsdp(case) is not None and not case.is_fsdp2:
-        yield Violation(key=found.key, what=f"{found} with FSDP1", fix="fsdp_version: 2")
+        yield Violation(found.key, f"{found} with FSDP1", "fsdp_version: 2")
 
 
-@rule(
-    "CKPT084",
-    "error",
-    "GaLore with what it cannot be combined with",
+@error_rule(
+    "CKPT084: GaLore with what it cannot be combined with",
     why="axolotl refuses it: it projects whole parameters",
     fix="no adapter, and fsdp_config.use_orig_params: true",
     frameworks=("axolotl",),
@@ -113,14 +103,11 @@ def galore(case: Case) -> Iterator[Violation]:
     if found is None or found.text != "q_galore_adamw8bit":
         return
     if adapter is not None:
-        yield Violation(key=found.key, what=f"{found} with {adapter}", fix="remove adapter, or another optimizer")
+        yield Violation(found.key, f"{found} with {adapter}", "remove adapter, or another optimizer")
     kept = case.fsdp_option("use_orig_params")
     if case.is_fsdp2 and (kept is None or kept.value is not True):
         yield Violation(
-            key="fsdp_config.use_orig_params",
-            what=f"{found} wants fsdp_config.use_orig_params: true",
-            fix="fsdp_config.use_orig_params: true",
+            "fsdp_config.use_orig_params",
+            f"{found} wants fsdp_config.use_orig_params: true",
+            "fsdp_config.use_orig_params: true",
         )
-
-
-RULES: tuple[Rule, ...] = (bitsandbytes_fsdp2, eight_bit_offload, eight_bit_tp, engine_has_optimizer, galore)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.rules.engines import wants_fsdp
-from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Violation, rule, shown
+from ckpt_tools.preflight.rules.rule import HF, Case, Violation, enabled, error_rule, shown, warning_rule
 from ckpt_tools.preflight.spec import Framework
 
 _V1_STRATEGIES = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -39,10 +39,8 @@ def default_version(framework: Framework) -> int:
     return 1 if framework == "accelerate" else 2
 
 
-@rule(
-    "CKPT020",
-    "error",
-    "reshard_after_forward is not a bool under FSDP2",
+@error_rule(
+    "CKPT020: reshard_after_forward is not a bool under FSDP2",
     why="FSDP1's strategy names cannot be read as one: the trainer stops while it parses its options",
     fix="true for FULL_SHARD, false for SHARD_GRAD_OP; a replicated axis for HYBRID_SHARD",
     frameworks=HF,
@@ -54,16 +52,12 @@ def reshard_is_bool(case: Case) -> Iterator[Violation]:
         return
     means = {"FULL_SHARD": "true", "1": "true", "SHARD_GRAD_OP": "false", "2": "false"}.get(found.text.upper())
     yield Violation(
-        key=found.key,
-        what=f"{found}; FSDP2 takes true or false",
-        fix=f"{found.key}: {means}" if means else f"{found.key}: true",
+        found.key, f"{found}; FSDP2 takes true or false", f"{found.key}: {means}" if means else f"{found.key}: true"
     )
 
 
-@rule(
-    "CKPT021",
-    "error",
-    "a word in `fsdp` that Trainer does not take, or takes under FSDP1 only",
+@error_rule(
+    "CKPT021: a word in `fsdp` that Trainer does not take, or takes under FSDP1 only",
     why='Trainer stops while it parses its arguments; the text "true" is an unknown word to it',
     fix="fsdp: true, and the strategy in fsdp_config",
     frameworks=("trainer",),
@@ -78,22 +72,20 @@ def v1_strategy(case: Case) -> Iterator[Violation]:
         return
     if isinstance(found.value, str) and as_truth(found.text) is not None:
         plain = "true" if found.is_on else "false"
-        yield Violation(key="fsdp", what=f'"{shown(found.value)}" as text is an unknown option', fix=f"fsdp: {plain}")
+        yield Violation("fsdp", f'"{shown(found.value)}" as text is an unknown option', f"fsdp: {plain}")
         return
     words = found.value.split() if isinstance(found.value, str) else [str(item) for item in found.value]
     for word in words:
         if word.lower() in _V1_STRATEGIES and case.is_fsdp2:
             yield Violation(
-                key="fsdp",
-                what=f"{word} is a strategy of FSDP1, the config has FSDP2",
-                fix="fsdp: true with fsdp_config.reshard_after_forward: true",
+                "fsdp",
+                f"{word} is a strategy of FSDP1, the config has FSDP2",
+                "fsdp: true with fsdp_config.reshard_after_forward: true",
             )
 
 
-@rule(
-    "CKPT022",
-    "warning",
-    "an option of FSDP1 under FSDP2",
+@warning_rule(
+    "CKPT022: an option of FSDP1 under FSDP2",
     why="It is ignored (accelerate's plugin even refuses forward_prefetch when it is passed directly)",
     fix="remove it",
     frameworks=(*HF, "verl"),
@@ -104,11 +96,8 @@ def obsolete_options(case: Case) -> Iterator[Violation]:
         return
     if case.framework == "verl":
         for name in ("forward_prefetch", "use_orig_params"):
-            found = case.get(f"actor_rollout_ref.actor.fsdp_config.{name}")
-            if found is not None and found.is_on:
-                yield Violation(
-                    key=found.key, what=f"{name} is ignored under strategy fsdp2: {_OBSOLETE[name]}", fix="remove it"
-                )
+            if found := enabled(case.get(f"actor_rollout_ref.actor.fsdp_config.{name}")):
+                yield Violation(found.key, f"{name} is ignored under strategy fsdp2: {_OBSOLETE[name]}", "remove it")
         return
     needed = case.get("optimizer") if case.framework == "axolotl" else None
     for name, reason in _OBSOLETE.items():
@@ -117,13 +106,11 @@ def obsolete_options(case: Case) -> Iterator[Violation]:
             continue
         if name == "use_orig_params" and needed is not None and needed.text == "q_galore_adamw8bit":
             continue  # axolotl asks for it there
-        yield Violation(key=found.key, what=f"{name} is ignored under FSDP2: {reason}", fix=f"remove {found.key}")
+        yield Violation(found.key, f"{name} is ignored under FSDP2: {reason}", f"remove {found.key}")
 
 
-@rule(
-    "CKPT023",
-    "warning",
-    "the config does not say which FSDP it means",
+@warning_rule(
+    "CKPT023: the config does not say which FSDP it means",
     why="A missing version is FSDP1 in accelerate and in axolotl before 0.20, and FSDP2 in Trainer and newer axolotl: "
     "the same options, other meanings",
     fix="write the version",
@@ -138,7 +125,7 @@ def version_missing(case: Case) -> Iterator[Violation]:
     means = f"FSDP{default_version(case.framework)} in {case.framework}"
     means += " 0.20 and later, and FSDP1 before" if case.framework == "axolotl" else ""
     key = "fsdp_version" if case.framework == "axolotl" else _spelling(case, "version")
-    yield Violation(key=key, what=f"{key} is missing, which means {means}", fix=f"{key}: 2")
+    yield Violation(key, f"{key} is missing, which means {means}", f"{key}: 2")
 
 
 def _spelling(case: Case, name: str) -> str:
@@ -149,10 +136,8 @@ def _spelling(case: Case, name: str) -> str:
     return f"fsdp_config.{'fsdp_' if prefixed else ''}{name}"
 
 
-@rule(
-    "CKPT024",
-    "warning",
-    "reshard_after_forward under FSDP1",
+@warning_rule(
+    "CKPT024: reshard_after_forward under FSDP1",
     why="FSDP1 takes its strategy from sharding_strategy, whose default is FULL_SHARD: this option is not read",
     fix="fsdp_sharding_strategy, or FSDP2",
     frameworks=("accelerate",),
@@ -162,16 +147,14 @@ def reshard_under_v1(case: Case) -> Iterator[Violation]:
     found = case.fsdp_option("reshard_after_forward")
     if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in ("FULL_SHARD", "TRUE", "1"):
         yield Violation(
-            key=found.key,
-            what=f"{found} is not read under FSDP1, whose sharding_strategy is FULL_SHARD by default",
-            fix=f"{_spelling(case, 'sharding_strategy')}: {found.text}, or {_spelling(case, 'version')}: 2",
+            found.key,
+            f"{found} is not read under FSDP1, whose sharding_strategy is FULL_SHARD by default",
+            f"{_spelling(case, 'sharding_strategy')}: {found.text}, or {_spelling(case, 'version')}: 2",
         )
 
 
-@rule(
-    "CKPT025",
-    "warning",
-    "FSDP1",
+@warning_rule(
+    "CKPT025: FSDP1",
     why="Axolotl 0.20 and later refuse it, transformers is about to remove it; its checkpoints and options are others",
     fix="move to FSDP2",
     frameworks=("trainer", "axolotl"),
@@ -183,15 +166,13 @@ def deprecated_version(case: Case) -> Iterator[Violation]:
         return
     if case.framework == "axolotl":
         key = found.key if found is not None else "fsdp"
-        yield Violation(key=key, what="this is FSDP1, which axolotl 0.20 and later refuse", fix="fsdp_version: 2")
+        yield Violation(key, "this is FSDP1, which axolotl 0.20 and later refuse", "fsdp_version: 2")
     elif found is not None:  # without one, CKPT023 says it
-        yield Violation(key=found.key, what=f"{found}: FSDP1 is deprecated", fix=f"{found.key}: 2")
+        yield Violation(found.key, f"{found}: FSDP1 is deprecated", f"{found.key}: 2")
 
 
-@rule(
-    "CKPT026",
-    "error",
-    "an auto_wrap_policy that does not exist",
+@error_rule(
+    "CKPT026: an auto_wrap_policy that does not exist",
     why="The trainer stops while it parses its options",
     fix="TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
     frameworks=HF,
@@ -205,7 +186,7 @@ def known_policy(case: Case) -> Iterator[Violation]:
     known = _POLICIES[:2] if case.framework == "axolotl" else _POLICIES
     if text not in known:
         near = found.text.upper() if found.text.upper() in known else known[0]
-        yield Violation(key=found.key, what=f"{found}; it is one of {', '.join(known)}", fix=f"{found.key}: {near}")
+        yield Violation(found.key, f"{found}; it is one of {', '.join(known)}", f"{found.key}: {near}")
 
 
 def _policy(case: Case) -> str | None:
@@ -217,10 +198,8 @@ def _policy(case: Case) -> str | None:
     return None if case.framework == "accelerate" else "TRANSFORMER_BASED_WRAP"
 
 
-@rule(
-    "CKPT027",
-    "warning",
-    "an option of another wrap policy",
+@warning_rule(
+    "CKPT027: an option of another wrap policy",
     why="Classes are read under TRANSFORMER_BASED_WRAP only, min_num_params under SIZE_BASED_WRAP only",
     fix="remove it, or change auto_wrap_policy",
     frameworks=HF,
@@ -235,16 +214,14 @@ def matching_policy(case: Case) -> Iterator[Violation]:
         found = case.fsdp_option(name)
         if found is not None and policy != reader and found.value not in (0, "", []):
             yield Violation(
-                key=found.key,
-                what=f"{name} is read under {reader} only, the policy is {policy}",
-                fix=f"{_spelling(case, 'auto_wrap_policy')}: {reader}, or remove {found.key}",
+                found.key,
+                f"{name} is read under {reader} only, the policy is {policy}",
+                f"{_spelling(case, 'auto_wrap_policy')}: {reader}, or remove {found.key}",
             )
 
 
-@rule(
-    "CKPT028",
-    "warning",
-    "nothing wraps the blocks of the model",
+@warning_rule(
+    "CKPT028: nothing wraps the blocks of the model",
     why="All blocks are one group: every rank gathers the whole model in forward, and keeps it until backward",
     fix="auto_wrap_policy: TRANSFORMER_BASED_WRAP",
     frameworks=HF,
@@ -257,14 +234,14 @@ def blocks_are_wrapped(case: Case) -> Iterator[Violation]:
     smallest = case.fsdp_option("min_num_params")
     key = found.key if found is not None else _spelling(case, "auto_wrap_policy")
     if policy is None:
-        yield Violation(key=key, what=f"no {key}: all blocks are one FSDP group", fix=f"{key}: {_POLICIES[0]}")
+        yield Violation(key, f"no {key}: all blocks are one FSDP group", f"{key}: {_POLICIES[0]}")
     elif policy == "NO_WRAP":
-        yield Violation(key=key, what="NO_WRAP: all blocks are one FSDP group", fix=f"{key}: {_POLICIES[0]}")
+        yield Violation(key, "NO_WRAP: all blocks are one FSDP group", f"{key}: {_POLICIES[0]}")
     elif policy == "SIZE_BASED_WRAP" and case.framework == "trainer" and (smallest is None or smallest.value == 0):
         yield Violation(
-            key=key,
-            what="SIZE_BASED_WRAP with min_num_params 0 wraps nothing in Trainer",
-            fix=f"{_spelling(case, 'min_num_params')}: 100000000",
+            key,
+            "SIZE_BASED_WRAP with min_num_params 0 wraps nothing in Trainer",
+            f"{_spelling(case, 'min_num_params')}: 100000000",
         )
 
 
@@ -277,10 +254,8 @@ def _stops_launch(case: Case) -> bool:
     return loading is None or bool(loading.value)
 
 
-@rule(
-    "CKPT029",
-    "error",
-    "cpu_ram_efficient_loading without sync_module_states",
+@error_rule(
+    "CKPT029: cpu_ram_efficient_loading without sync_module_states",
     why="Only rank 0 would read the weights and nobody would send them on: the launcher refuses it, in FSDP2 too",
     fix="sync_module_states: true, or remove it; it defaults to true",
     frameworks=("accelerate",),
@@ -292,22 +267,4 @@ def loading_needs_sync(case: Case) -> Iterator[Violation]:
         return
     loading = case.fsdp_option("cpu_ram_efficient_loading")
     said = f"{loading}" if loading is not None else "cpu_ram_efficient_loading is missing, which means true"
-    yield Violation(
-        key=sync.key,
-        what=f"{sync}, but {said}",
-        fix=f"remove {sync.key}" if case.is_fsdp2 else f"{sync.key}: true",
-    )
-
-
-RULES: tuple[Rule, ...] = (
-    reshard_is_bool,
-    v1_strategy,
-    obsolete_options,
-    version_missing,
-    reshard_under_v1,
-    deprecated_version,
-    known_policy,
-    matching_policy,
-    blocks_are_wrapped,
-    loading_needs_sync,
-)
+    yield Violation(sync.key, f"{sync}, but {said}", f"remove {sync.key}" if case.is_fsdp2 else f"{sync.key}: true")

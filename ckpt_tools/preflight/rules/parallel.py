@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt_tools.preflight.rules.flags import flag, option
-from ckpt_tools.preflight.rules.rule import ALL, Case, Rule, Violation, rule
+from ckpt_tools.preflight.rules.rule import ALL, Case, Violation, enabled, error_rule, warning_rule
 
 
 def _divisors(number: int, limit: int) -> str:
@@ -13,32 +12,26 @@ def _divisors(number: int, limit: int) -> str:
     return ", ".join(str(size) for size in range(1, min(number, limit) + 1) if number % size == 0)
 
 
-@rule(
-    "CKPT030",
-    "error",
-    "tp does not divide the attention heads",
+@error_rule(
+    "CKPT030: tp does not divide the attention heads",
     why="Each rank computes whole heads; with a remainder, reshaping the projections fails in the first forward",
     fix="a tp that divides both the heads and the key and value heads",
 )
 def tp_divides_heads(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`; transformers' attention views (…, -1, head_dim) of each shard."""
     tp = case.axis("tp")
-    if case.facts is None or tp <= 1:
-        return
     for what, heads in (("attention heads", case.facts.num_heads), ("key and value heads", case.facts.num_kv_heads)):
-        if heads is not None and heads % tp:
-            yield Violation(
-                key=case.axis_key("tp"),
-                what=f"tp={tp} does not divide the {heads} {what} of {case.facts.where}",
-                fix=f"{case.axis_key('tp')}: one of {_divisors(heads, 64)}",
+        if heads is not None and tp > 1 and heads % tp:
+            yield case.on_axis(
+                "tp",
+                f"tp={tp} does not divide the {heads} {what} of {case.facts.where}",
+                f"one of {_divisors(heads, 64)}",
             )
             return
 
 
-@rule(
-    "CKPT031",
-    "error",
-    "sequence parallelism does not divide the attention heads",
+@error_rule(
+    "CKPT031: sequence parallelism does not divide the attention heads",
     why="Ulysses gives each rank some heads of the whole sequence; the trainer refuses a remainder",
     fix="a size that divides the heads, and divides the key and value heads or is a multiple of them",
     frameworks=("accelerate", "verl"),
@@ -46,46 +39,41 @@ def tp_divides_heads(case: Case) -> Iterator[Violation]:
 def sp_divides_heads(case: Case) -> Iterator[Violation]:
     """Source: verl `models/transformers/monkey_patch.py:apply_monkey_patch`; DeepSpeed's UlyssesSPAttentionHF."""
     size = case.axis("sp")
-    if case.facts is None or size <= 1:
+    if size <= 1:
         return
     heads, kv_heads = case.facts.num_heads, case.facts.num_kv_heads
     if heads is not None and heads % size:
-        yield Violation(
-            key=case.axis_key("sp"),
-            what=f"sp={size} does not divide the {heads} attention heads of {case.facts.where}",
-            fix=f"{case.axis_key('sp')}: one of {_divisors(heads, 64)}",
+        yield case.on_axis(
+            "sp",
+            f"sp={size} does not divide the {heads} attention heads of {case.facts.where}",
+            f"one of {_divisors(heads, 64)}",
         )
     elif kv_heads is not None and kv_heads % size and size % kv_heads:
-        yield Violation(
-            key=case.axis_key("sp"),
-            what=f"sp={size} neither divides the {kv_heads} key and value heads nor is a multiple of them",
-            fix=f"{case.axis_key('sp')}: one of {_divisors(kv_heads, 64)}",
+        yield case.on_axis(
+            "sp",
+            f"sp={size} neither divides the {kv_heads} key and value heads nor is a multiple of them",
+            f"one of {_divisors(kv_heads, 64)}",
         )
 
 
-@rule(
-    "CKPT032",
-    "error",
-    "ep does not divide the experts",
+@error_rule(
+    "CKPT032: ep does not divide the experts",
     why="Each rank of the axis owns the same number of experts",
     fix="an ep that divides the number of experts",
 )
 def ep_divides_experts(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`, transformers `integrations/tensor_parallel.py`."""
-    ep = case.axis("ep")
-    experts = case.facts.num_experts if case.facts is not None else None
-    if case.facts is not None and ep > 1 and experts is not None and experts % ep:
-        yield Violation(
-            key=case.axis_key("ep"),
-            what=f"ep={ep} does not divide the {experts} experts of {case.facts.where}",
-            fix=f"{case.axis_key('ep')}: one of {_divisors(experts, 256)}",
+    ep, experts = case.axis("ep"), case.facts.num_experts
+    if ep > 1 and experts is not None and experts % ep:
+        yield case.on_axis(
+            "ep",
+            f"ep={ep} does not divide the {experts} experts of {case.facts.where}",
+            f"one of {_divisors(experts, 256)}",
         )
 
 
-@rule(
-    "CKPT033",
-    "error",
-    "ep does not divide the ranks that it borrows",
+@error_rule(
+    "CKPT033: ep does not divide the ranks that it borrows",
     why="Experts are spread over the ranks of dp_shard, cp and tp: ep must divide their product",
     fix="an ep that divides dp_shard × cp × tp",
     frameworks=("torchtitan", "trainer"),
@@ -97,34 +85,24 @@ def ep_divides_ranks(case: Case) -> Iterator[Violation]:
         return
     ranks = shard * case.axis("cp") * case.axis("tp")
     if ranks % ep:
-        yield Violation(
-            key=case.axis_key("ep"),
-            what=f"ep={ep} does not divide dp_shard × cp × tp = {ranks}",
-            fix=f"{case.axis_key('ep')}: one of {_divisors(ranks, 256)}",
+        yield case.on_axis(
+            "ep", f"ep={ep} does not divide dp_shard × cp × tp = {ranks}", f"one of {_divisors(ranks, 256)}"
         )
 
 
-@rule(
-    "CKPT034",
-    "warning",
-    "expert parallelism for a model without experts",
+@warning_rule(
+    "CKPT034: expert parallelism for a model without experts",
     why="The axis does nothing for a dense model; in axolotl it takes its ranks away all the same",
     fix="set it to 1",
 )
 def ep_without_experts(case: Case) -> Iterator[Violation]:
     """Look for an ep axis that no layer uses."""
-    if case.facts is not None and case.axis("ep") > 1 and case.facts.num_layers and not case.facts.is_moe:
-        yield Violation(
-            key=case.axis_key("ep"),
-            what=f"ep={case.axis('ep')}, but {case.facts.where} has no experts",
-            fix=f"{case.axis_key('ep')}: 1",
-        )
+    if case.axis("ep") > 1 and case.facts.num_layers and not case.facts.is_moe:
+        yield case.on_axis("ep", f"ep={case.axis('ep')}, but {case.facts.where} has no experts", "1")
 
 
-@rule(
-    "CKPT035",
-    "warning",
-    "expert parallelism that takes ranks of its own",
+@warning_rule(
+    "CKPT035: expert parallelism that takes ranks of its own",
     why="In axolotl ep is an axis of the mesh, and dp_shard_size counts the ranks beside it: an expert is sharded over"
     " dp_shard ranks, everything else over ep × dp_shard × cp (in older versions over dp_shard × cp, and kept ep"
     " times); torchtitan and transformers fold ep into dp_shard × cp × tp",
@@ -141,17 +119,15 @@ def ep_is_an_axis(case: Case) -> Iterator[Violation]:
     if ep > 1:
         left = f"{world // ep} of {world}" if world else f"1/{ep} of the"
         yield Violation(
-            key=case.axis_key("ep"),
-            what=f"ep={ep} takes ranks of its own: {left} are left for dp_shard_size, and an expert is sharded over"
+            case.axis_key("ep"),
+            f"ep={ep} takes ranks of its own: {left} are left for dp_shard_size, and an expert is sharded over"
             " those; everything else is sharded over the ranks of ep as well",
-            fix="nothing if that is meant; else a smaller expert_parallel_size",
+            "nothing if that is meant; else a smaller expert_parallel_size",
         )
 
 
-@rule(
-    "CKPT036",
-    "error",
-    "expert parallelism beside axes that it cannot be combined with",
+@error_rule(
+    "CKPT036: expert parallelism beside axes that it cannot be combined with",
     why="axolotl's plugin has no EP with TP, and wants dp_shard_size or context_parallel_size to name the other ranks",
     fix="ep × cp × dp_shard = world size, and tensor_parallel_size 1",
     frameworks=("axolotl",),
@@ -164,40 +140,30 @@ def ep_combination(case: Case) -> Iterator[Violation]:
     sizes = {name: case.count(name) for name in ("dp_shard_size", "context_parallel_size", "tensor_parallel_size")}
     shard, cp, tp = sizes.values()
     if tp > 1:
-        yield Violation(
-            key="tensor_parallel_size", what=f"ep={ep} with tp={tp} is not supported", fix="tensor_parallel_size: 1"
-        )
+        yield Violation("tensor_parallel_size", f"ep={ep} with tp={tp} is not supported", "tensor_parallel_size: 1")
     elif ep * shard * cp * tp != world:
         rest = world // (ep * cp) if world % (ep * cp) == 0 else None
         yield Violation(
-            key="expert_parallel_size",
-            what=f"ep={ep} × dp_shard_size={shard} × context_parallel_size={cp} is not the world of {world} ranks",
-            fix=f"dp_shard_size: {rest}" if rest else "sizes whose product is the world size",
+            "expert_parallel_size",
+            f"ep={ep} × dp_shard_size={shard} × context_parallel_size={cp} is not the world of {world} ranks",
+            f"dp_shard_size: {rest}" if rest else "sizes whose product is the world size",
         )
 
 
-@rule(
-    "CKPT037",
-    "error",
-    "tied embeddings with pipeline parallelism",
+@error_rule(
+    "CKPT037: tied embeddings with pipeline parallelism",
     why="Embeddings and head are one tensor, and would lie in the first and in the last stage",
     fix="pipeline_parallel_degree 1, or a model with its own head",
     frameworks=ALL,
 )
 def tied_and_pipelined(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`."""
-    if case.facts is not None and case.facts.tied_embeddings and case.axis("pp") > 1:
-        yield Violation(
-            key=case.axis_key("pp"),
-            what=f"pp={case.axis('pp')}, and {case.facts.where} ties its embeddings to its head",
-            fix=f"{case.axis_key('pp')}: 1",
-        )
+    if case.facts.tied_embeddings and case.axis("pp") > 1:
+        yield case.on_axis("pp", f"pp={case.axis('pp')}, and {case.facts.where} ties its embeddings to its head", "1")
 
 
-@rule(
-    "CKPT038",
-    "error",
-    "the sequence is cut, but what that needs is off",
+@error_rule(
+    "CKPT038: the sequence is cut, but what that needs is off",
     why="The trainer refuses it, or computes attention over pieces as if they were whole sequences",
     fix="switch on what the message names",
     frameworks=("axolotl", "verl", "openrlhf"),
@@ -213,12 +179,12 @@ def sequence_parts(case: Case) -> Iterator[Violation]:
     elif case.framework == "verl":
         yield from _verl_sequence(case)
     else:
-        ring, packing = flag(case, "ring_attn_size"), flag(case, "packing_samples")
-        if ring is not None and case.axis("sp") > 1 and (packing is None or not packing.is_on):
+        ring, packing = case.flag("ring_attn_size"), case.flag("packing_samples")
+        if ring is not None and case.axis("sp") > 1 and not enabled(packing):
             yield Violation(
-                key=ring.key,
-                what=f"{ring.key} {ring.value} needs packed samples",
-                fix=option(ring, "packing_samples"),
+                ring.key,
+                f"{ring.key} {ring.value} needs packed samples",
+                "--ds.packing_samples" if "." in ring.key else "--packing_samples",
             )
 
 
@@ -230,9 +196,7 @@ def _verl_sequence(case: Case) -> Iterator[Violation]:
     is_off = padding.is_off if padding is not None else is_sft
     if size > 1 and is_off:
         yield Violation(
-            key=case.axis_key("sp"),
-            what=f"ulysses_sequence_parallel_size={size} needs use_remove_padding",
-            fix=f"{path}: true",
+            case.axis_key("sp"), f"ulysses_sequence_parallel_size={size} needs use_remove_padding", f"{path}: true"
         )
 
 
@@ -241,54 +205,33 @@ def _axolotl_sequence(case: Case) -> Iterator[Violation]:
     if size is None or (size.count or 1) <= 1:
         return
     kernel, old = case.get("attn_implementation"), case.get("flash_attention")
-    dsa = case.get("use_glm_dsa_kernels")
-    if dsa is not None and dsa.is_on:
+    if enabled(case.get("use_glm_dsa_kernels")):
         return
-    is_flash = (kernel is not None and "flash" in kernel.text) or (kernel is None and old is not None and old.is_on)
+    is_flash = (kernel is not None and "flash" in kernel.text) or (kernel is None and enabled(old) is not None)
     if not is_flash:
+        yield Violation(size.key, f"{size} needs flash attention", "attn_implementation: flash_attention_2")
+    packing, batch = enabled(case.get("sample_packing")), case.get("micro_batch_size")
+    if packing is not None and batch is not None and (batch.count or 1) > 1:
         yield Violation(
-            key=size.key, what=f"{size} needs flash attention", fix="attn_implementation: flash_attention_2"
-        )
-    packing, batch = case.get("sample_packing"), case.get("micro_batch_size")
-    if packing is not None and packing.is_on and batch is not None and (batch.count or 1) > 1:
-        yield Violation(
-            key="micro_batch_size",
-            what=f"{size} with packed samples takes one sample at a time, the config has {batch}",
-            fix="micro_batch_size: 1",
+            "micro_batch_size",
+            f"{size} with packed samples takes one sample at a time, the config has {batch}",
+            "micro_batch_size: 1",
         )
 
 
-@rule(
-    "CKPT039",
-    "error",
-    "more pipeline stages than layers",
+@error_rule(
+    "CKPT039: more pipeline stages than layers",
     why="Some stage would be empty",
     fix="fewer stages",
     frameworks=("torchtitan",),
 )
 def stages_have_layers(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `distributed/pipeline_parallel.py`: the embedding and the head count as a layer each."""
-    pp, layers = case.axis("pp"), case.facts.num_layers if case.facts is not None else None
+    pp, layers = case.axis("pp"), case.facts.num_layers
     if pp <= 1 or layers is None:
         return
     weights = 0
     for name in ("first_stage_less_layers", "last_stage_less_layers"):
         weights += case.count(f"parallelism.pipeline_parallel_{name}")
     if pp > layers + weights:
-        yield Violation(
-            key=case.axis_key("pp"), what=f"pp={pp} stages for {layers} layers", fix=f"{case.axis_key('pp')}: {layers}"
-        )
-
-
-RULES: tuple[Rule, ...] = (
-    tp_divides_heads,
-    sp_divides_heads,
-    ep_divides_experts,
-    ep_divides_ranks,
-    ep_without_experts,
-    ep_is_an_axis,
-    ep_combination,
-    tied_and_pipelined,
-    sequence_parts,
-    stages_have_layers,
-)
+        yield case.on_axis("pp", f"pp={pp} stages for {layers} layers", f"{layers}")

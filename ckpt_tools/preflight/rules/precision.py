@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt_tools.preflight.rules.engines import ai_option, ai_wants_fsdp
-from ckpt_tools.preflight.rules.flags import flag
-from ckpt_tools.preflight.rules.rule import Case, Rule, Violation, rule
+from ckpt_tools.preflight.rules.rule import Case, Violation, enabled, error_rule, warning_rule
 
 _SHORT = {
     "bfloat16": "bf16",
@@ -30,10 +28,8 @@ def short(name: str) -> str | None:
     return _SHORT.get(name.strip().lower().removeprefix("torch."))
 
 
-@rule(
-    "CKPT050",
-    "error",
-    "fp16 and bf16 at once",
+@error_rule(
+    "CKPT050: fp16 and bf16 at once",
     why="One dtype computes; the trainer refuses two",
     fix="keep bf16 where the GPUs have it",
     frameworks=("trainer", "axolotl"),
@@ -41,14 +37,12 @@ def short(name: str) -> str | None:
 def one_half(case: Case) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_validate_args`; axolotl hands both on to it."""
     half = [case.first("fp16", "float16"), case.first("bf16", "bfloat16")]
-    if all(one is not None and one.is_on for one in half):
-        yield Violation(key="fp16", what="fp16 and bf16 are both on, one can be", fix="fp16: false")
+    if all(map(enabled, half)):
+        yield Violation("fp16", "fp16 and bf16 are both on, one can be", "fp16: false")
 
 
-@rule(
-    "CKPT051",
-    "warning",
-    "fp16 without loss scaling",
+@warning_rule(
+    "CKPT051: fp16 without loss scaling",
     why="Small gradients become zero in fp16: FSDP's mixed precision scales nothing, and this trainer has no scaler",
     fix="bf16",
     frameworks=("openrlhf", "ai-toolkit"),
@@ -59,18 +53,16 @@ def needs_scaler(case: Case) -> Iterator[Violation]:
     Source: OpenRLHF's FSDP2 notes, ai-toolkit's FSDP plan.
     """
     if case.framework == "openrlhf":
-        found = flag(case, "param_dtype")
+        found = case.flag("param_dtype")
         wants = case.is_fsdp2
     else:
-        found, wants = ai_option(case, "train.fsdp_mixed_precision"), ai_wants_fsdp(case)
+        found, wants = case.ai_option("train.fsdp_mixed_precision"), case.wants_ai_fsdp
     if found is not None and wants and short(found.text) == "f16":
-        yield Violation(key=found.key, what=f"{found} under FSDP, without loss scaling", fix=f"{found.key} bf16")
+        yield Violation(found.key, f"{found} under FSDP, without loss scaling", f"{found.key} bf16")
 
 
-@rule(
-    "CKPT052",
-    "warning",
-    "gradients are averaged in a narrower dtype than they were computed in",
+@warning_rule(
+    "CKPT052: gradients are averaged in a narrower dtype than they were computed in",
     why="The sum over ranks loses what the single rank kept",
     fix="reduce in the compute dtype, or in f32",
 )
@@ -81,13 +73,11 @@ def reduce_width(case: Case) -> Iterator[Violation]:
         return
     if _BITS.get(reduce, 0) < _BITS.get(compute, 0):
         key = case.key("reduce_dtype", case.key("param_dtype"))
-        yield Violation(key=key, what=f"computed in {compute}, averaged in {reduce}", fix=f"{key}: {compute}")
+        yield Violation(key, f"computed in {compute}, averaged in {reduce}", f"{key}: {compute}")
 
 
-@rule(
-    "CKPT053",
-    "warning",
-    "no f32 copy of the weights that are trained",
+@warning_rule(
+    "CKPT053: no f32 copy of the weights that are trained",
     why="An update smaller than the spacing of 16-bit numbers is rounded away: training stalls at small learning rates",
     fix="f32 weights with bf16 computation",
     frameworks=("torchtitan", "verl"),
@@ -97,16 +87,14 @@ def master_weights(case: Case) -> Iterator[Violation]:
     if case.spec.master_dtype in ("bf16", "f16") and case.spec.adapter is None:
         key = case.key("master_dtype")
         yield Violation(
-            key=key,
-            what=f"weights and optimizer state are in {case.spec.master_dtype} alone",
-            fix=f"{key}: {'float32' if case.framework == 'torchtitan' else 'fp32'}",
+            key,
+            f"weights and optimizer state are in {case.spec.master_dtype} alone",
+            f"{key}: {'float32' if case.framework == 'torchtitan' else 'fp32'}",
         )
 
 
-@rule(
-    "CKPT054",
-    "warning",
-    "two options name different dtypes for the same thing",
+@warning_rule(
+    "CKPT054: two options name different dtypes for the same thing",
     why="One of them wins, and it may not be the one that was meant",
     fix="the same dtype in both",
     frameworks=("axolotl", "ai-toolkit", "verl", "torchtitan"),
@@ -118,39 +106,37 @@ def same_dtype(case: Case) -> Iterator[Violation]:
     torchtitan `TrainingConfig`, ai-toolkit's FSDP plan.
     """
     if case.framework == "axolotl":
-        policy, half = case.fsdp_option("mixed_precision_policy"), case.first("bf16", "fp16")
-        flags = [one for one in (case.get("bf16"), case.get("fp16")) if one is not None and one.is_on]
-        if policy is None or half is None or len(flags) != 1 or short(policy.text) is None:
+        policy = case.fsdp_option("mixed_precision_policy")
+        flags = [one for path in ("bf16", "fp16") if (one := enabled(case.get(path)))]
+        if policy is None or len(flags) != 1 or short(policy.text) is None:
             return
         if short(policy.text) != short(flags[0].key):
-            yield Violation(key=policy.key, what=f"{policy}, but {flags[0]}", fix=f"{policy.key}: {flags[0].key}")
+            yield Violation(policy.key, f"{policy}, but {flags[0]}", f"{policy.key}: {flags[0].key}")
         return
     pairs = {
         "verl": (case.get(f"{_VERL}.mixed_precision.param_dtype"), case.get(f"{_VERL}.dtype")),
-        "ai-toolkit": (ai_option(case, "train.fsdp_mixed_precision"), ai_option(case, "train.dtype")),
+        "ai-toolkit": (case.ai_option("train.fsdp_mixed_precision"), case.ai_option("train.dtype")),
     }
     if case.framework in pairs:
         first, second = pairs[case.framework]
-        if case.framework == "ai-toolkit" and not ai_wants_fsdp(case):
+        if case.framework == "ai-toolkit" and not case.wants_ai_fsdp:
             return
         if first is None or second is None or None in (short(first.text), short(second.text)):
             return
         if short(first.text) != short(second.text):
-            yield Violation(key=first.key, what=f"{first}, but {second}", fix=f"{second.key}: {first.text}")
+            yield Violation(first.key, f"{first}, but {second}", f"{second.key}: {first.text}")
         return
     stored, computed = case.get("training.dtype"), case.get("training.mixed_precision_param")
     if stored is not None and computed is not None and (short(stored.text), short(computed.text)) == ("bf16", "f32"):
         yield Violation(
-            key=computed.key,
-            what=f"{stored}, but {computed}: bf16 weights are widened for each layer, which gains no precision",
-            fix=f"{computed.key}: bfloat16",
+            computed.key,
+            f"{stored}, but {computed}: bf16 weights are widened for each layer, which gains no precision",
+            f"{computed.key}: bfloat16",
         )
 
 
-@rule(
-    "CKPT055",
-    "error",
-    "torchao's fp8 with cpu_ram_efficient_loading",
+@error_rule(
+    "CKPT055: torchao's fp8 with cpu_ram_efficient_loading",
     why="accelerate refuses it",
     fix="fsdp_cpu_ram_efficient_loading: false",
     frameworks=("accelerate",),
@@ -164,16 +150,14 @@ def fp8_loading(case: Case) -> Iterator[Violation]:
     if loading is None or loading.is_on:
         key = loading.key if loading is not None else "fsdp_config.fsdp_cpu_ram_efficient_loading"
         yield Violation(
-            key=key,
-            what=f"{loading or key + ' is missing, which means true'}, with {backend} and mixed_precision: fp8",
-            fix=f"{key}: false",
+            key,
+            f"{loading or key + ' is missing, which means true'}, with {backend} and mixed_precision: fp8",
+            f"{key}: false",
         )
 
 
-@rule(
-    "CKPT056",
-    "error",
-    "a mixed_precision that does not exist",
+@error_rule(
+    "CKPT056: a mixed_precision that does not exist",
     why="The launcher stops",
     fix="no, fp16, bf16 or fp8",
     frameworks=("accelerate",),
@@ -184,33 +168,17 @@ def known_precision(case: Case) -> Iterator[Violation]:
     if mixed is None or mixed.is_off or mixed.text.lower() in _MIXES:  # a bare `no` in YAML is False
         return
     near = {"bf16": "bf16", "f16": "fp16", "f32": "'no'"}.get(short(mixed.text) or "", "bf16")
-    yield Violation(
-        key="mixed_precision", what=f"{mixed}; it is one of {', '.join(_MIXES)}", fix=f"mixed_precision: {near}"
-    )
+    yield Violation("mixed_precision", f"{mixed}; it is one of {', '.join(_MIXES)}", f"mixed_precision: {near}")
 
 
-@rule(
-    "CKPT057",
-    "error",
-    "fp8 all-gather without FSDP2",
+@error_rule(
+    "CKPT057: fp8 all-gather without FSDP2",
     why="axolotl refuses it: FSDP1's flat parameters cannot be gathered in fp8",
     fix="fsdp_version: 2",
     frameworks=("axolotl",),
 )
 def fp8_gather(case: Case) -> Iterator[Violation]:
     """Source: axolotl `check_fp8_config`, which reads the top-level fsdp_version alone."""
-    found, version = case.get("fp8_enable_fsdp_float8_all_gather"), case.get("fsdp_version")
-    if found is not None and found.is_on and (version is None or version.text != "2"):
-        yield Violation(key=found.key, what=f"{found}, but {version or 'no fsdp_version'}", fix="fsdp_version: 2")
-
-
-RULES: tuple[Rule, ...] = (
-    one_half,
-    needs_scaler,
-    reduce_width,
-    master_weights,
-    same_dtype,
-    fp8_loading,
-    known_precision,
-    fp8_gather,
-)
+    found, version = enabled(case.get("fp8_enable_fsdp_float8_all_gather")), case.get("fsdp_version")
+    if found is not None and (version is None or version.text != "2"):
+        yield Violation(found.key, f"{found}, but {version or 'no fsdp_version'}", "fsdp_version: 2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast, get_args
 
 from ckpt_tools.description.checkpoint import Finding, Severity
@@ -20,6 +21,23 @@ ALL: tuple[Framework, ...] = get_args(Framework)
 """Every framework whose configs are read."""
 HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
 """Those that end in accelerate's `FullyShardedDataParallelPlugin`."""
+
+
+AI_PROCESS = "config.process[0]"
+"""ai-toolkit's first process, the one that is checked."""
+_NEW_NAMES = {
+    "zero_stage": "ds.zero_stage",
+    "ring_attn_size": "ds.ring_attn_size",
+    "packing_samples": "ds.packing_samples",
+    "param_dtype": "ds.param_dtype",
+    "adam_offload": "ds.adam_offload",
+    "load_in_4bit": "ds.load_in_4bit",
+    "lora_rank": "ds.lora.rank",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "load_checkpoint": "ckpt.load_enable",
+    "gradient_checkpointing": "model.gradient_checkpointing_enable",
+}
+"""OpenRLHF's options before and since they got dots."""
 
 
 class NotKnownError(Exception):
@@ -45,12 +63,10 @@ _MAX_DIGITS = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One option as the file says it."""
+    """One option as the file says it, under its key path in the user's spelling."""
 
     key: str
-    """Its key path, in the user's spelling."""
     value: object
-    """Its value."""
 
     @property
     def is_on(self) -> bool:
@@ -84,26 +100,21 @@ class Setting:
         return f"{self.key}: {shown(self.value)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Violation:
-    """One place where a config breaks a rule."""
+    """One place where a config breaks a rule: its key path, what is wrong there, and what to write instead."""
 
     key: str
-    """Key path in the user's file."""
     what: str
-    """What is wrong, with the found and the expected value."""
     fix: str
-    """What to write instead, in the config's own spelling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What a check looks at."""
+    """What a check looks at: a config, and what is known of the model."""
 
     config: Config
-    """The config."""
-    facts: ModelFacts | None = None
-    """What is known of the model."""
+    facts: ModelFacts
 
     @property
     def spec(self) -> ParallelSpec:
@@ -133,6 +144,11 @@ class Case:
     def axis_key(self, axis: str) -> str:
         """Return the key path that set an axis."""
         return self.spec.keys.get(f"axes.{axis}") or self.spec.keys.get(axis) or axis
+
+    def on_axis(self, axis: str, what: str, size: str) -> Violation:
+        """Return what is wrong with an axis, and the size that it should have."""
+        key = self.axis_key(axis)
+        return Violation(key, what, f"{key}: {size}")
 
     def axis(self, name: str) -> int:
         """Return the size of a mesh axis, 1 where the config has none; -1 only where the rest is not known."""
@@ -175,71 +191,72 @@ class Case:
         """
         return self.first(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
 
+    def flag(self, name: str) -> Setting | None:
+        """Return an option of an OpenRLHF command line by its old name, in whichever spelling the line has."""
+        found = self.first(name, _NEW_NAMES.get(name, name))
+        return None if found is None else Setting(key=f"--{found.key}", value=found.value)
+
+    def ai_option(self, path: str) -> Setting | None:
+        """Return an option of ai-toolkit's first process (`train.dist_mode`)."""
+        return self.get(f"{AI_PROCESS}.{path}")
+
+    @property
+    def wants_ai_fsdp(self) -> bool:
+        """Does the `train.dist_mode` of ai-toolkit's plan say fsdp?"""
+        mode = self.ai_option("train.dist_mode")
+        return mode is not None and mode.text.lower() in ("fsdp", "fsdp2", "fsdp1")
+
+
+def enabled(found: Setting | None) -> Setting | None:
+    """Return an option if it switches something on."""
+    return found if found is not None and found.is_on else None
+
 
 Check = Callable[[Case], Iterator[Violation]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that can be wrong with a config."""
+    """One thing that can be wrong with configs of some frameworks, what would happen, and what to change."""
 
     id: str
     """CKPT0xx; never changed, never given to another rule."""
     severity: Severity
-    """error: the run fails, or trains something else. warning: it runs, otherwise than one may think."""
     title: str
-    """What is wrong, in a line."""
     why: str
-    """What would happen."""
     fix: str
-    """What to change."""
     frameworks: tuple[Framework, ...]
-    """Whose configs it looks at."""
     check: Check
-    """Yields what breaks it."""
 
 
-def rule(
-    id: str,  # noqa: A002 - it is one
-    severity: Severity,
-    title: str,
-    *,
-    why: str,
-    fix: str,
-    frameworks: tuple[Framework, ...] = ALL,
+def _rule(
+    severity: Severity, heading: str, *, why: str, fix: str, frameworks: tuple[Framework, ...] = ALL
 ) -> Callable[[Check], Rule]:
-    """Make a rule of the check below it."""
+    """Make a rule of the check below it; its heading is `ID: title`, as in the reference."""
+    id_, _, title = heading.partition(": ")
+    return lambda check: Rule(
+        id=id_, severity=severity, title=title, why=why, fix=fix, frameworks=frameworks, check=check
+    )
 
-    def make(check: Check) -> Rule:
-        return Rule(id=id, severity=severity, title=title, why=why, fix=fix, frameworks=frameworks, check=check)
 
-    return make
+error_rule = partial(_rule, "error")
+"""Decorator: the run fails, or trains something else."""
+warning_rule = partial(_rule, "warning")
+"""Decorator: it runs, otherwise than one may think."""
 
 
 def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
     """Return what `case` breaks of `rules`, in the order of the rules, each place once.
 
-    A rule that asks for what is not known finds nothing.
+    A rule that asks for what is not known finds nothing more.
     """
     findings: dict[tuple[str, str, str], Finding] = {}
     for one in rules:
-        if case.framework not in one.frameworks:
-            continue
-        for violation in _violations(one, case):
-            finding = Finding(
-                code=one.id,
-                severity=one.severity,
-                where=violation.key,
-                what=violation.what,
-                hint=violation.fix,
-            )
-            findings.setdefault((one.id, finding.where, finding.what), finding)
+        with suppress(NotKnownError):
+            for found in one.check(case) if case.framework in one.frameworks else ():
+                finding = Finding(code=one.id, severity=one.severity, where=found.key, what=found.what, hint=found.fix)
+                findings.setdefault((one.id, finding.where, finding.what), finding)
     return tuple(findings.values())
-
-
-def _violations(one: Rule, case: Case) -> Iterator[Violation]:
-    with suppress(NotKnownError):
-        yield from one.check(case)
 
 
 def look_up(values: Mapping[str, object], path: str) -> Setting | None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpt_tools.preflight.rules.engines import AI_PROCESS, ai_option, ai_wants_fsdp
-from ckpt_tools.preflight.rules.flags import flag
-from ckpt_tools.preflight.rules.rule import HF, Case, Rule, Setting, Violation, rule
+from ckpt_tools.preflight.rules.rule import AI_PROCESS, HF, Case, Setting, Violation, enabled, error_rule, warning_rule
 from ckpt_tools.units import format_size
 
 _MANY_BYTES = 64 * 10**9
@@ -16,14 +14,12 @@ _VERL_SAVES = "actor_rollout_ref.actor.checkpoint"
 
 def _gathered(case: Case) -> int | None:
     """Return the bytes that rank 0 holds when it gathers parameters and Adam's two moments in f32."""
-    params = case.facts.num_params if case.facts is not None else None
+    params = case.facts.num_params
     return None if params is None else params * (4 if case.spec.adapter is not None else 12)
 
 
-@rule(
-    "CKPT060",
-    "warning",
-    "FULL_STATE_DICT, because nothing else was said",
+@warning_rule(
+    "CKPT060: FULL_STATE_DICT, because nothing else was said",
     why="Every save gathers all parameters and the optimizer's state in the host memory of rank 0, while others wait;"
     " resuming needs the same again",
     fix="state_dict_type: SHARDED_STATE_DICT; ckpt gather makes one model of it afterwards",
@@ -49,16 +45,14 @@ def full_by_default(case: Case) -> Iterator[Violation]:
     )
     key = f"fsdp_config.{'fsdp_' if prefixed else ''}state_dict_type"
     yield Violation(
-        key=key,
-        what=f"{key} is missing, which means FULL_STATE_DICT: rank 0 gathers everything{amount}",
-        fix=f"{key}: SHARDED_STATE_DICT",
+        key,
+        f"{key} is missing, which means FULL_STATE_DICT: rank 0 gathers everything{amount}",
+        f"{key}: SHARDED_STATE_DICT",
     )
 
 
-@rule(
-    "CKPT061",
-    "warning",
-    "FULL_STATE_DICT of a large model",
+@warning_rule(
+    "CKPT061: FULL_STATE_DICT of a large model",
     why="Rank 0 gathers all parameters and the optimizer's state in its host memory at every save",
     fix="SHARDED_STATE_DICT; ckpt gather makes one model of it afterwards",
     frameworks=HF,
@@ -70,16 +64,14 @@ def full_and_large(case: Case) -> Iterator[Violation]:
         return
     if nbytes > _MANY_BYTES:
         yield Violation(
-            key=found.key,
-            what=f"{found}: rank 0 gathers {format_size(nbytes)} on its host at every save",
-            fix=f"{found.key}: SHARDED_STATE_DICT",
+            found.key,
+            f"{found}: rank 0 gathers {format_size(nbytes)} on its host at every save",
+            f"{found.key}: SHARDED_STATE_DICT",
         )
 
 
-@rule(
-    "CKPT062",
-    "error",
-    "LOCAL_STATE_DICT under FSDP2",
+@error_rule(
+    "CKPT062: LOCAL_STATE_DICT under FSDP2",
     why="accelerate refuses it",
     fix="SHARDED_STATE_DICT",
     frameworks=HF,
@@ -88,49 +80,37 @@ def no_local(case: Case) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.set_state_dict_type`; 2 is the number of LOCAL_STATE_DICT."""
     found = case.fsdp_option("state_dict_type")
     if found is not None and case.is_fsdp2 and found.text.upper() in ("LOCAL_STATE_DICT", "2"):
-        yield Violation(
-            key=found.key, what=f"{found} does not exist under FSDP2", fix=f"{found.key}: SHARDED_STATE_DICT"
-        )
+        yield Violation(found.key, f"{found} does not exist under FSDP2", f"{found.key}: SHARDED_STATE_DICT")
 
 
-@rule(
-    "CKPT063",
-    "error",
-    "save_only_model with SHARDED_STATE_DICT",
+@error_rule(
+    "CKPT063: save_only_model with SHARDED_STATE_DICT",
     why="Trainer refuses it",
     fix="save_only_model: false",
     frameworks=("trainer", "axolotl"),
 )
 def sharded_model_only(case: Case) -> Iterator[Violation]:
     """Source: `transformers/trainer.py:create_accelerator_and_postprocess`."""
-    found, kind = case.get("save_only_model"), case.fsdp_option("state_dict_type")
-    if found is None or not found.is_on or not case.is_fsdp or kind is None:
-        return
-    if "SHARDED_STATE_DICT" in kind.text.upper():
-        yield Violation(key=found.key, what=f"{found} with {kind}", fix=f"{found.key}: false")
+    found, kind = enabled(case.get("save_only_model")), case.fsdp_option("state_dict_type")
+    if found is not None and case.is_fsdp and kind is not None and "SHARDED_STATE_DICT" in kind.text.upper():
+        yield Violation(found.key, f"{found} with {kind}", f"{found.key}: false")
 
 
-@rule(
-    "CKPT064",
-    "error",
-    "save_only_model with load_best_model_at_end",
+@error_rule(
+    "CKPT064: save_only_model with load_best_model_at_end",
     why="Trainer refuses it under FSDP and DeepSpeed",
     fix="one of the two",
     frameworks=("trainer", "axolotl"),
 )
 def best_model_only(case: Case) -> Iterator[Violation]:
     """Source: `transformers/trainer.py:create_accelerator_and_postprocess`."""
-    found, best = case.get("save_only_model"), case.get("load_best_model_at_end")
-    if not (case.is_fsdp or case.spec.engine == "deepspeed"):
-        return
-    if found is not None and found.is_on and best is not None and best.is_on:
-        yield Violation(key=found.key, what=f"{found} with {best} under FSDP", fix=f"{found.key}: false")
+    found, best = enabled(case.get("save_only_model")), enabled(case.get("load_best_model_at_end"))
+    if found is not None and best is not None and (case.is_fsdp or case.spec.engine == "deepspeed"):
+        yield Violation(found.key, f"{found} with {best} under FSDP", f"{found.key}: false")
 
 
-@rule(
-    "CKPT065",
-    "warning",
-    "a run that resumes from checkpoints without optimizer state",
+@warning_rule(
+    "CKPT065: a run that resumes from checkpoints without optimizer state",
     why="Moments and step count start from zero: the loss jumps, and nothing says why",
     fix="save the optimizer too",
     frameworks=("trainer", "axolotl", "torchtitan", "verl", "openrlhf"),
@@ -140,16 +120,13 @@ def resumes_without_optimizer(case: Case) -> Iterator[Violation]:
     found, resume = _leaves_out(case), _resumes(case)
     if found is not None and resume is not None:
         yield Violation(
-            key=found.key,
-            what=f"{found} leaves out the optimizer, but {resume} goes on from it",
-            fix=_with_optimizer(found),
+            found.key, f"{found} leaves out the optimizer, but {resume} goes on from it", _with_optimizer(found)
         )
 
 
 def _leaves_out(case: Case) -> Setting | None:
     if case.framework in ("trainer", "axolotl"):
-        found = case.get("save_only_model")
-        return found if found is not None and found.is_on else None
+        return enabled(case.get("save_only_model"))
     if case.framework == "torchtitan":
         found = case.get("checkpoint.exclude_from_loading")
         return found if found is not None and "optimizer" in found.text else None
@@ -159,8 +136,7 @@ def _leaves_out(case: Case) -> Setting | None:
             if found is not None and isinstance(found.value, list) and "optimizer" not in found.value:
                 return found
         return None
-    found = flag(case, "disable_ds_ckpt")
-    return found if found is not None and found.is_on else None
+    return enabled(case.flag("disable_ds_ckpt"))
 
 
 def _resumes(case: Case) -> Setting | None:
@@ -168,13 +144,11 @@ def _resumes(case: Case) -> Setting | None:
         found = case.first("resume_from_checkpoint", "auto_resume_from_checkpoints")
         return found if found is not None and not found.is_off else None
     if case.framework == "torchtitan":
-        found = case.first("checkpoint.enable", "checkpoint.enable_checkpoint")
-        return found if found is not None and found.is_on else None
+        return enabled(case.first("checkpoint.enable", "checkpoint.enable_checkpoint"))
     if case.framework == "verl":
         found = case.get("trainer.resume_mode")
         return found if found is not None and found.text != "disable" else None
-    found = flag(case, "load_checkpoint")
-    return found if found is not None and found.is_on else None
+    return enabled(case.flag("load_checkpoint"))
 
 
 def _with_optimizer(found: Setting) -> str:
@@ -185,10 +159,8 @@ def _with_optimizer(found: Setting) -> str:
     return f"remove {found.key}" if found.key.startswith("--") else f"{found.key}: false"
 
 
-@rule(
-    "CKPT066",
-    "error",
-    "offloading of activations that are not recomputed",
+@error_rule(
+    "CKPT066: offloading of activations that are not recomputed",
     why="accelerate and axolotl refuse it: what is offloaded is the input of a checkpointed block",
     fix="switch activation checkpointing on",
     frameworks=("accelerate", "axolotl"),
@@ -198,51 +170,40 @@ def offloaded_activations(case: Case) -> Iterator[Violation]:
     if case.framework == "axolotl":
         found, needed = case.get("activation_offloading"), case.get("gradient_checkpointing")
         if found is not None and not found.is_off and (needed is None or needed.is_off):
-            yield Violation(
-                key=found.key, what=f"{found} without gradient_checkpointing", fix="gradient_checkpointing: true"
-            )
+            yield Violation(found.key, f"{found} without gradient_checkpointing", "gradient_checkpointing: true")
         return
-    found, needed = case.fsdp_option("activation_checkpointing_offload"), case.fsdp_option("activation_checkpointing")
-    if found is None or not found.is_on or not case.is_fsdp:
+    found = enabled(case.fsdp_option("activation_checkpointing_offload"))
+    if found is None or not case.is_fsdp:
         return
-    if needed is None or not needed.is_on:
+    if not enabled(case.fsdp_option("activation_checkpointing")):
         yield Violation(
-            key=found.key,
-            what=f"{found} without activation_checkpointing",
-            fix="fsdp_config.fsdp_activation_checkpointing: true",
+            found.key, f"{found} without activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing: true"
         )
     elif not case.is_fsdp2:
-        yield Violation(key=found.key, what=f"{found} needs FSDP2", fix="fsdp_config.fsdp_version: 2")
+        yield Violation(found.key, f"{found} needs FSDP2", "fsdp_config.fsdp_version: 2")
 
 
-def training_checkpointing(case: Case) -> Setting | None:
+def _own_checkpointing(case: Case) -> Setting | None:
     """Return Trainer's or axolotl's own checkpointing option if it is on (its old name too)."""
-    for path in ("activation_checkpointing", "gradient_checkpointing"):
-        found = case.get(path)
-        if found is not None:
-            return None if found.is_off else found
-    return None
+    found = case.first("activation_checkpointing", "gradient_checkpointing")
+    return found if found is not None and not found.is_off else None
 
 
-@rule(
-    "CKPT067",
-    "error",
-    "activation checkpointing set twice",
+@error_rule(
+    "CKPT067: activation checkpointing set twice",
     why="Trainer refuses it: each block would be recomputed twice",
     fix="fsdp_config.activation_checkpointing alone",
     frameworks=("trainer",),
 )
 def checkpointing_twice(case: Case) -> Iterator[Violation]:
     """Source: `transformers/trainer.py:create_accelerator_and_postprocess`."""
-    outer, inner = training_checkpointing(case), case.fsdp_option("activation_checkpointing")
-    if case.is_fsdp and outer is not None and inner is not None and inner.is_on:
-        yield Violation(key=outer.key, what=f"both {outer} and {inner}", fix=f"{outer.key}: false")
+    outer, inner = _own_checkpointing(case), enabled(case.fsdp_option("activation_checkpointing"))
+    if case.is_fsdp and outer is not None and inner is not None:
+        yield Violation(outer.key, f"both {outer} and {inner}", f"{outer.key}: false")
 
 
-@rule(
-    "CKPT068",
-    "warning",
-    "gradient checkpointing where FSDP does it better, or makes it unnecessary",
+@warning_rule(
+    "CKPT068: gradient checkpointing where FSDP does it better, or makes it unnecessary",
     why="Trainer's own gathers the parameters of every block once more in backward; ai-toolkit's costs a third of the"
     " speed for memory that sharding has freed",
     fix="FSDP's own activation_checkpointing, or none",
@@ -251,58 +212,39 @@ def checkpointing_twice(case: Case) -> Iterator[Violation]:
 def redundant_checkpointing(case: Case) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_process_fsdp_args`; ai-toolkit's FSDP plan."""
     if case.framework == "ai-toolkit":
-        found = ai_option(case, "train.gradient_checkpointing")
-        if found is not None and found.is_on and ai_wants_fsdp(case):
+        found = enabled(case.ai_option("train.gradient_checkpointing"))
+        if found is not None and case.wants_ai_fsdp:
             yield Violation(
-                key=found.key,
-                what=f"{found} beside dist_mode: fsdp, which shards what it would save",
-                fix=f"{AI_PROCESS}.train.gradient_checkpointing: false, if ckpt estimate says that it fits",
+                found.key,
+                f"{found} beside dist_mode: fsdp, which shards what it would save",
+                f"{AI_PROCESS}.train.gradient_checkpointing: false, if ckpt estimate says that it fits",
             )
         return
-    outer, inner = training_checkpointing(case), case.fsdp_option("activation_checkpointing")
-    if case.is_fsdp and outer is not None and (inner is None or not inner.is_on):
+    outer, inner = _own_checkpointing(case), enabled(case.fsdp_option("activation_checkpointing"))
+    if case.is_fsdp and outer is not None and inner is None:
         yield Violation(
-            key=outer.key,
-            what=f"{outer} under FSDP gathers every block once more in backward",
-            fix=f"{outer.key}: false and fsdp_config.activation_checkpointing: true",
+            outer.key,
+            f"{outer} under FSDP gathers every block once more in backward",
+            f"{outer.key}: false and fsdp_config.activation_checkpointing: true",
         )
 
 
-@rule(
-    "CKPT069",
-    "warning",
-    "two ways of offloading",
+@warning_rule(
+    "CKPT069: two ways of offloading",
     why="verl's offload_policy moves parameters, gradients and optimizer itself, and switches the other two off",
     fix="one of them",
     frameworks=("verl",),
 )
 def one_offload(case: Case) -> Iterator[Violation]:
     """Source: verl `workers/fsdp_workers.py:_build_model_optimizer`."""
-    policy = case.get("actor_rollout_ref.actor.fsdp_config.offload_policy")
-    if policy is None or not policy.is_on:
+    policy = enabled(case.get("actor_rollout_ref.actor.fsdp_config.offload_policy"))
+    if policy is None:
         return
     if not case.is_fsdp2:
         yield Violation(
-            key=policy.key,
-            what=f"{policy} is read under strategy fsdp2 only",
-            fix="actor_rollout_ref.actor.strategy: fsdp2",
+            policy.key, f"{policy} is read under strategy fsdp2 only", "actor_rollout_ref.actor.strategy: fsdp2"
         )
         return
     for name in ("param_offload", "optimizer_offload"):
-        found = case.get(f"actor_rollout_ref.actor.fsdp_config.{name}")
-        if found is not None and found.is_on:
-            yield Violation(key=found.key, what=f"{found} is ignored beside {policy}", fix=f"{found.key}: false")
-
-
-RULES: tuple[Rule, ...] = (
-    full_by_default,
-    full_and_large,
-    no_local,
-    sharded_model_only,
-    best_model_only,
-    resumes_without_optimizer,
-    offloaded_activations,
-    checkpointing_twice,
-    redundant_checkpointing,
-    one_offload,
-)
+        if found := enabled(case.get(f"actor_rollout_ref.actor.fsdp_config.{name}")):
+            yield Violation(found.key, f"{found} is ignored beside {policy}", f"{found.key}: false")

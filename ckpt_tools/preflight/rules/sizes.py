@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.rule import Case, Rule, Violation, rule, shown
+from ckpt_tools.preflight.rules.rule import Case, Violation, error_rule, shown
 from ckpt_tools.preflight.spec import Framework
 
 MAX_RANKS = 1_000_000
@@ -67,10 +67,8 @@ _LEARNING_RATES: Mapping[Framework, tuple[str, ...]] = {
 }
 
 
-@rule(
-    "CKPT100",
-    "error",
-    "a size that no run has",
+@error_rule(
+    "CKPT100: a size that no run has",
     why="A digit too many, or another unit: no cluster has these ranks, and no device holds such a sample",
     fix="the size that was meant",
 )
@@ -87,13 +85,11 @@ def absurd_sizes(case: Case) -> Iterator[Violation]:
         sizes.append((case.key("adapter"), adapter.rank, MAX_LORA_RANK, "as the rank of an adapter"))
     for key, size, most, what in sizes:
         if size is not None and size > most:
-            yield Violation(key=key, what=f"{size} {what}, more than {most}", fix=f"{key}: at most {most}")
+            yield Violation(key, f"{size} {what}, more than {most}", f"{key}: at most {most}")
 
 
-@rule(
-    "CKPT101",
-    "error",
-    "a size below what it can be",
+@error_rule(
+    "CKPT101: a size below what it can be",
     why="The trainer stops at it, divides by it, or trains nothing",
     fix="a whole number that is large enough, or no such option at all",
     frameworks=tuple(_AT_LEAST),
@@ -104,13 +100,11 @@ def least_sizes(case: Case) -> Iterator[Violation]:
         found = case.get(path)
         if found is not None and found.count is not None and found.count < least:
             key = f"--{path}" if case.framework == "openrlhf" else path
-            yield Violation(key=key, what=f"{shown(found.value)}, at least {least} is needed", fix=f"{key}: {least}")
+            yield Violation(key, f"{shown(found.value)}, at least {least} is needed", f"{key}: {least}")
 
 
-@rule(
-    "CKPT102",
-    "error",
-    "a learning rate below zero",
+@error_rule(
+    "CKPT102: a learning rate below zero",
     why="torch's optimizers stop at it: Invalid learning rate",
     fix="a learning rate above zero",
     frameworks=tuple(_LEARNING_RATES),
@@ -127,7 +121,4 @@ def learning_rate(case: Case) -> Iterator[Violation]:
             continue
         if rate < 0 or math.isnan(rate):
             key = f"--{path}" if case.framework == "openrlhf" else path
-            yield Violation(key=key, what=f"a learning rate of {shown(found.value)}", fix=f"{key}: above zero")
-
-
-RULES: tuple[Rule, ...] = (absurd_sizes, least_sizes, learning_rate)
+            yield Violation(key, f"a learning rate of {shown(found.value)}", f"{key}: above zero")

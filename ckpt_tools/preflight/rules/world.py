@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.rule import Case, Rule, Violation, rule, shown
+from ckpt_tools.preflight.rules.rule import Case, Violation, error_rule, shown, warning_rule
 from ckpt_tools.preflight.spec import Framework
 
 _OWN_RANKS: Mapping[Framework, tuple[str, ...]] = {
@@ -45,10 +45,8 @@ def parallelism_sizes(case: Case) -> Mapping[str, object] | None:
     return found.value if found is not None and isinstance(found.value, Mapping) and found.value else None
 
 
-@rule(
-    "CKPT001",
-    "error",
-    "the axes of the mesh do not multiply to the world size",
+@error_rule(
+    "CKPT001: the axes of the mesh do not multiply to the world size",
     why="Every rank has one place in the mesh: building it fails on all ranks, after the job was scheduled",
     fix="change one axis, or the number of processes, so that the product is the world size",
 )
@@ -82,16 +80,14 @@ def axis_product(case: Case) -> Iterator[Violation]:
     others = fixed // max(sizes[largest], 1)
     change = f"{case.axis_key(largest)}: {world // others}" if world % others == 0 else "sizes that divide the world"
     yield Violation(
-        key=case.axis_key(largest),
-        what=f"the mesh {product} {relation}, the world has {world} ranks{folded}",
-        fix=f"set {change}, or start {fixed if not rest else math.lcm(fixed, world)} ranks",
+        case.axis_key(largest),
+        f"the mesh {product} {relation}, the world has {world} ranks{folded}",
+        f"set {change}, or start {fixed if not rest else math.lcm(fixed, world)} ranks",
     )
 
 
-@rule(
-    "CKPT002",
-    "error",
-    "a parallel size is not a positive number",
+@error_rule(
+    "CKPT002: a parallel size is not a positive number",
     why="The trainer refuses it when it builds the mesh",
     fix="write 1 to switch an axis off; only torchtitan's data_parallel_shard_degree and verl's fsdp_size may be -1",
     frameworks=("accelerate", "trainer", "torchtitan", "verl"),
@@ -101,9 +97,7 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
     for path in _SIZES.get(case.framework, ()):
         found = case.get(path)
         if found is not None and case.count(path) < 1:
-            yield Violation(
-                key=path, what=f"{shown(found.value)} ranks, at least 1 is needed", fix=f"{path}: 1 switches it off"
-            )
+            yield Violation(path, f"{shown(found.value)} ranks, at least 1 is needed", f"{path}: 1 switches it off")
     lone = {
         "torchtitan": "parallelism.data_parallel_shard_degree",
         "verl": "actor_rollout_ref.actor.fsdp_config.fsdp_size",
@@ -111,16 +105,12 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
     found = case.get(lone) if lone else None
     if found is not None and (case.count(found.key) == 0 or case.count(found.key) < -1):
         yield Violation(
-            key=found.key,
-            what=f"{shown(found.value)} ranks, -1 or at least 1 is needed",
-            fix=f"{found.key}: -1 takes the rest",
+            found.key, f"{shown(found.value)} ranks, -1 or at least 1 is needed", f"{found.key}: -1 takes the rest"
         )
 
 
-@rule(
-    "CKPT003",
-    "error",
-    "`parallelism_config` without FSDP2",
+@error_rule(
+    "CKPT003: `parallelism_config` without FSDP2",
     why="accelerate builds the mesh and then refuses it, or, under DDP, shards nothing on the axes that ask for it",
     fix="distributed_type: FSDP and fsdp_config.fsdp_version: 2, or remove parallelism_config",
     frameworks=("accelerate", "trainer"),
@@ -137,24 +127,22 @@ def needs_fsdp2(case: Case) -> Iterator[Violation]:
     if case.spec.engine == "fsdp1":
         version = case.fsdp_option("version")
         yield Violation(
-            key="parallelism_config",
-            what=f"it needs FSDP2, the config has FSDP1 ({version or 'no fsdp_version, which means 1'})",
-            fix=f"{'fsdp_config.fsdp_version' if version is None else version.key}: 2",
+            "parallelism_config",
+            f"it needs FSDP2, the config has FSDP1 ({version or 'no fsdp_version, which means 1'})",
+            f"{'fsdp_config.fsdp_version' if version is None else version.key}: 2",
         )
     elif case.spec.engine in ("ddp", "none") and sharded:
         is_trainer = case.framework == "trainer"
         switch = case.get("fsdp" if is_trainer else "distributed_type")
         yield Violation(
-            key=case.axis_key(sharded[0]),
-            what=f"{sharded[0]}={case.axis(sharded[0])} needs FSDP2, the config has {switch or 'no FSDP'}",
-            fix="fsdp: true" if is_trainer else "distributed_type: FSDP and fsdp_config: {fsdp_version: 2}",
+            case.axis_key(sharded[0]),
+            f"{sharded[0]}={case.axis(sharded[0])} needs FSDP2, the config has {switch or 'no FSDP'}",
+            "fsdp: true" if is_trainer else "distributed_type: FSDP and fsdp_config: {fsdp_version: 2}",
         )
 
 
-@rule(
-    "CKPT004",
-    "error",
-    "FSDP2 has no axis to shard over",
+@error_rule(
+    "CKPT004: FSDP2 has no axis to shard over",
     why="Parameters are sharded over dp_shard and cp; with both at 1 accelerate refuses to prepare the model",
     fix="dp_shard_size greater than 1, or no parallelism_config at all: then FSDP shards over all ranks",
     frameworks=("accelerate", "trainer"),
@@ -169,16 +157,14 @@ def something_to_shard_over(case: Case) -> Iterator[Violation]:
     if case.axis("dp_shard") == 1 and case.axis("cp") == 1:
         sizes = ", ".join(f"{axis}={case.axis(axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
         yield Violation(
-            key=case.key("axes.dp_shard", "parallelism_config"),
-            what=f"FSDP2 with {sizes}: dp_shard or cp must be greater than 1",
-            fix="dp_shard_size: the ranks that are left, or a smaller tp_size",
+            case.key("axes.dp_shard", "parallelism_config"),
+            f"FSDP2 with {sizes}: dp_shard or cp must be greater than 1",
+            "dp_shard_size: the ranks that are left, or a smaller tp_size",
         )
 
 
-@rule(
-    "CKPT005",
-    "error",
-    "context parallelism and sequence parallelism together",
+@error_rule(
+    "CKPT005: context parallelism and sequence parallelism together",
     why="Both cut the sequence, one through FSDP2 and one through DeepSpeed; accelerate refuses the pair",
     fix="set one of the two to 1",
     frameworks=("accelerate", "trainer"),
@@ -186,10 +172,10 @@ def something_to_shard_over(case: Case) -> Iterator[Violation]:
 def cp_or_sp(case: Case) -> Iterator[Violation]:
     """Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`."""
     if case.axis("cp") > 1 and case.axis("sp") > 1:
-        yield Violation(
-            key=case.axis_key("sp"),
-            what=f"cp={case.axis('cp')} and sp={case.axis('sp')} exclude each other",
-            fix=f"{case.axis_key('sp')}: 1 (or {case.axis_key('cp')}: 1)",
+        yield case.on_axis(
+            "sp",
+            f"cp={case.axis('cp')} and sp={case.axis('sp')} exclude each other",
+            f"1 (or {case.axis_key('cp')}: 1)",
         )
 
 
@@ -197,10 +183,8 @@ def _is_ddp_with_model(case: Case) -> bool:
     return (case.axis("tp") > 1 or case.axis("cp") > 1) and case.axis("dp_replicate") > 1 and case.axis("dp_shard") == 1
 
 
-@rule(
-    "CKPT006",
-    "error",
-    "tensor or context parallelism over replicas that are not sharded",
+@error_rule(
+    "CKPT006: tensor or context parallelism over replicas that are not sharded",
     why="accelerate has no DDP with TP or CP: dp_replicate > 1 needs dp_shard > 1 beside tp or cp",
     fix="shard instead of replicating (dp_replicate 1, dp_shard > 1), or do both",
     frameworks=("accelerate", "trainer", "axolotl"),
@@ -215,17 +199,15 @@ def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
     if _is_ddp_with_model(case):
         replicas = case.axis("dp_replicate")
         axis = "tp" if case.axis("tp") > 1 else "cp"
-        yield Violation(
-            key=case.axis_key("dp_replicate"),
-            what=f"dp_replicate={replicas} and {axis}={case.axis(axis)} with dp_shard=1",
-            fix=f"{case.axis_key('dp_replicate')}: 1 and {case.axis_key('dp_shard')}: {replicas}",
+        yield case.on_axis(
+            "dp_replicate",
+            f"dp_replicate={replicas} and {axis}={case.axis(axis)} with dp_shard=1",
+            f"1 and {case.axis_key('dp_shard')}: {replicas}",
         )
 
 
-@rule(
-    "CKPT007",
-    "error",
-    "FSDP in a run of one process",
+@error_rule(
+    "CKPT007: FSDP in a run of one process",
     why="Trainer refuses `fsdp` outside of distributed training",
     fix="start more ranks, or remove fsdp",
     frameworks=("trainer",),
@@ -233,13 +215,11 @@ def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
 def needs_ranks(case: Case) -> Iterator[Violation]:
     """Source: `transformers/trainer.py:Trainer.__init__`."""
     if case.is_fsdp and case.spec.world_size == 1:
-        yield Violation(key="fsdp", what="FSDP with 1 rank", fix="start 2 ranks or more, or remove fsdp")
+        yield Violation("fsdp", "FSDP with 1 rank", "start 2 ranks or more, or remove fsdp")
 
 
-@rule(
-    "CKPT008",
-    "warning",
-    "the processes do not spread evenly over the machines",
+@warning_rule(
+    "CKPT008: the processes do not spread evenly over the machines",
     why="`accelerate launch` starts num_processes // num_machines on each machine: fewer ranks than the config says",
     fix="make num_processes (of all machines together) a multiple of num_machines",
     frameworks=("accelerate",),
@@ -249,16 +229,14 @@ def even_machines(case: Case) -> Iterator[Violation]:
     ranks, count = case.count("num_processes", 0), case.count("num_machines")
     if count > 0 and ranks > 0 and ranks % count:
         yield Violation(
-            key="num_processes",
-            what=f"{ranks} processes on {count} machines: {ranks // count} start on each, and {ranks % count} never",
-            fix=f"num_processes: {-(-ranks // count) * count}",
+            "num_processes",
+            f"{ranks} processes on {count} machines: {ranks // count} start on each, and {ranks % count} never",
+            f"num_processes: {-(-ranks // count) * count}",
         )
 
 
-@rule(
-    "CKPT009",
-    "warning",
-    "the world size that was asked about is not that of the config",
+@warning_rule(
+    "CKPT009: the world size that was asked about is not that of the config",
     why="The config would start another number of ranks than was checked",
     fix="change the config, or pass its number to --world-size",
     frameworks=("accelerate", "verl"),
@@ -272,20 +250,7 @@ def other_world(case: Case) -> Iterator[Violation]:
     ranks = math.prod(case.count(key, 0) for key in keys)  # 0 where the file does not say
     if ranks > 0 and case.spec.world_size not in (None, ranks):
         yield Violation(
-            key=keys[0],
-            what=f"the config starts {ranks} ranks, {case.spec.world_size} were checked",
-            fix=f"{' × '.join(keys)} = {shown(case.spec.world_size)}, or --world-size {ranks}",
+            keys[0],
+            f"the config starts {ranks} ranks, {case.spec.world_size} were checked",
+            f"{' × '.join(keys)} = {shown(case.spec.world_size)}, or --world-size {ranks}",
         )
-
-
-RULES: tuple[Rule, ...] = (
-    axis_product,
-    positive_sizes,
-    needs_fsdp2,
-    something_to_shard_over,
-    cp_or_sp,
-    ddp_with_model_axes,
-    needs_ranks,
-    even_machines,
-    other_world,
-)
