@@ -32,7 +32,8 @@ TESTS = (
     "tests/fsdp2/test_save.py",
     "tests/adapters/test_export.py",
 )
-TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "diffusers", "lycoris-lora")
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "diffusers", "lycoris-lora", "setuptools")
+"""setuptools is PEFT's, for BOFT; some releases of torch bring it along."""
 EXTRAS = "hf,demo"
 BITSANDBYTES = "bitsandbytes>=0.50,<0.51"
 """Not by the extra, which needs a newer torch than the oldest: 4-bit weights have to be refused, not to be missing."""

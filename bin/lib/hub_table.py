@@ -9,6 +9,7 @@ from functools import cache
 import transformers
 from hub_models import AUTO, Architecture, Observed
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightTransform
 
 from ckpt_tools.maps import patterns
 from ckpt_tools.maps.patterns import Node, find, is_number, merge, prune
@@ -350,25 +351,42 @@ def _lines(node: dict) -> list[str]:
 
 
 def rule_lines(key: str) -> list[str]:
-    """Return the section of one entry of transformers' conversion mapping."""
-    lines = []
-    for transform in get_checkpoint_conversion_mapping(key):
-        kind = type(transform).__name__
-        word = {"WeightRenaming": "rename", "PrefixChange": "rename", "GroupWeightRename": "group"}.get(kind)
-        if kind == "Inkling2IndexOffsetWeightRename":
-            word = f"shift{transform.offset:+d}"
-        if hasattr(transform, "operations"):
-            word = "convert " + ",".join(map(_operation, transform.operations))
-        if word is None:
-            raise ValueError(f"{key}: transformers has a new kind of renaming: {kind}")
-        sources, targets = " + ".join(transform.source_patterns), " + ".join(transform.target_patterns)
-        lines.append(f"{word} {sources} -> {targets}")
-    return lines
+    """Return the section of one entry of transformers' conversion mapping: what loading does."""
+    return [_rule_line(key, transform) for transform in get_checkpoint_conversion_mapping(key)]
+
+
+def save_lines(key: str) -> list[str]:
+    """Return what saving does, in its order; a prefix that loading drops is not known to have been there."""
+    transforms = reversed(get_checkpoint_conversion_mapping(key))
+    return [
+        _rule_line(key, transform.reverse_transform())
+        for transform in transforms
+        if type(transform).__name__ != "PrefixChange"
+    ]
+
+
+def _rule_line(key: str, transform: WeightTransform) -> str:
+    kind = type(transform).__name__
+    word = {"WeightRenaming": "rename", "PrefixChange": "rename", "GroupWeightRename": "group"}.get(kind)
+    if kind == "Inkling2IndexOffsetWeightRename":
+        word = f"shift{transform.offset:+d}"
+    if hasattr(transform, "operations"):
+        word = "convert " + ",".join(map(_operation, transform.operations))
+    if word is None:
+        raise ValueError(f"{key}: transformers has a new kind of renaming: {kind}")
+    sources, targets = " + ".join(transform.source_patterns), " + ".join(transform.target_patterns)
+    return f"{word} {sources} -> {targets}"
 
 
 def _operation(operation: object) -> str:
-    dim = getattr(operation, "dim", None)
-    return type(operation).__name__ + ("" if dim is None else f"({dim})")
+    """Return an operation with what it is told: ``Chunk(dim=0)``."""
+    told = []
+    for name, value in vars(operation).items():
+        if value is None or value is False or name.endswith("_op"):
+            continue
+        text = "|".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        told.append(f"{name}={text}")
+    return type(operation).__name__ + (f"({';'.join(told)})" if told else "")
 
 
 def render(observed: dict[str, Architecture]) -> str:
@@ -378,6 +396,7 @@ def render(observed: dict[str, Architecture]) -> str:
         compiler.compile(name)
     keys = sorted({key for one in observed.values() for _, key in one.rules})
     sections = {f"rules {key}": rule_lines(key) for key in keys}
+    sections |= {f"save {key}": lines for key in keys if key != "legacy" and (lines := save_lines(key))}
     for auto, mapping in AUTO.items():
         types = []
         for model_type, kinds in mapping.items():

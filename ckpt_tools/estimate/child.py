@@ -30,6 +30,7 @@ def estimate(options: EstimateOptions, here: Here) -> Estimate:
 
 
 def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
+    found = read_config(config, hint=SIZES_HINT)
     import torch
 
     from ckpt_tools.estimate.evaluate import evaluate, propose
@@ -38,7 +39,6 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
     from ckpt_tools.models.hf_recipe import HfRecipe
 
     torch.set_num_threads(1)
-    found = read_config(config, hint=SIZES_HINT)
     recipe = HfRecipe(found.values, found.where, otherwise=SIZES_HINT)
     build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     figures = figures_of(recipe)

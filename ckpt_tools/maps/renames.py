@@ -8,8 +8,8 @@ name has several targets fills them all; one with several sources needs them all
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,78 @@ def _compile(rule: Rule) -> _Compiled:
     return _Compiled(rule, re.compile("|".join(branches)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where one name goes."""
+
+    name: str
+    """In the file."""
+    new: str
+    """In the live model; of a conversion, the first of its results, with ``*`` for the number where it gives a list."""
+    rule: Rule | None = None
+    """The conversion that it takes part in."""
+    source: str = ""
+    """Which of the conversion's sources it is."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All names that come of it."""
+        if self.rule is None:
+            return (self.new,)
+        first, *others = self.rule.targets
+        return (self.new, *(self.new.replace(first, other, 1) for other in others))
+
+
+def routes(names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable[[str], bool]) -> Iterator[Route]:
+    """Yield where loading puts every name, in natural order: first renamings, then at most one conversion.
+
+    Args:
+        names: Those of the file.
+        rules: In the order in which transformers applies them.
+        base: The model's base prefix, which names may have or lack.
+        has: Does the live model have this name? Where a name goes that it has not, is yielded all the same.
+    """
+    renamings = [_compile(rule) for rule in rules if rule.kind != "convert"]
+    converters = [_compile(rule) for rule in rules if rule.kind == "convert"]
+    for name in sorted(names, key=_natural):
+        new = name
+        for renaming in renamings:
+            new, _ = renaming.apply(new)
+        route = _converted(name, new, converters)
+        route = replace(route, new=_with_base(route.new, base, has))
+        if not has(route.new) and has(plain := _with_base(name, base, has)):
+            route = Route(name=name, new=plain)
+        yield route
+
+
+def routes_back(names: Iterable[str], rules: Sequence[Rule]) -> Iterator[Route]:
+    """Yield where saving puts every name of a live model: at most one conversion; `saved_name` does the renamings.
+
+    Args:
+        names: Those of the model.
+        rules: What saving does, in its order.
+    """
+    converters = [_compile(rule) for rule in rules if rule.kind == "convert"]
+    for name in sorted(names, key=_natural):
+        yield _converted(name, name, converters)
+
+
+def renamed(name: str, rules: Sequence[Rule]) -> str:
+    """Return a name after all renamings, one after another."""
+    for rule in rules:
+        if rule.kind != "convert":
+            name, _ = _compile(rule).apply(name)
+    return name
+
+
+def _converted(name: str, new: str, converters: Iterable[_Compiled]) -> Route:
+    for converter in converters:
+        found, source = converter.apply(new)
+        if source is not None:
+            return Route(name=name, new=found, rule=converter.rule, source=source)
+    return Route(name=name, new=new)
+
+
 @dataclass(slots=True, kw_only=True)
 class Renamed:
     """Where the names of a file go."""
@@ -94,43 +166,19 @@ class Renamed:
 
 
 def rename(names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable[[str], bool]) -> Renamed:
-    """Return where transformers would put every name.
-
-    Args:
-        names: Those of the file.
-        rules: In the order in which transformers applies them.
-        base: The model's base prefix, which names may have or lack.
-        has: Does the live model have this name?
-    """
-    renamings = [_compile(rule) for rule in rules if rule.kind != "convert"]
-    converters = [_compile(rule) for rule in rules if rule.kind == "convert"]
+    """Return where transformers would put every name; arguments as those of `routes`."""
     result = Renamed()
-    parts: dict[str, tuple[Rule, dict[str, int]]] = {}
-    for name in sorted(names, key=_natural):
-        new, rule, source = name, None, None
-        for renaming in renamings:
-            new, _ = renaming.apply(new)
-        for converter in converters:
-            new, source = converter.apply(new)
-            if source is not None:
-                rule = converter.rule
-                break
-        new = _with_base(new, base, has)
-        if not has(new) and has(plain := _with_base(name, base, has)):
-            new, rule, source = plain, None, None
-        if not has(new):
-            result.foreign.append(name)
+    parts: dict[str, dict[str, int]] = {}
+    for route in routes(names, rules, base, has):
+        if not has(route.new):
+            result.foreign.append(route.name)
             continue
-        targets = [new]
-        if rule is not None and source is not None:
-            _, counts = parts.setdefault(new, (rule, dict.fromkeys(rule.sources, 0)))
-            counts[source] += 1
-            targets += [new.replace(rule.targets[0], other, 1) for other in rule.targets[1:]]
-        for target in targets:
-            result.live.setdefault(target, []).append(name)
-    for new, (_, counts) in parts.items():
-        most = max(counts.values())
-        lacking = tuple(source for source, count in counts.items() if count < most)
+        if route.rule is not None:
+            parts.setdefault(route.new, dict.fromkeys(route.rule.sources, 0))[route.source] += 1
+        for target in route.targets:
+            result.live.setdefault(target, []).append(route.name)
+    for new, counts in parts.items():
+        lacking = tuple(source for source, count in counts.items() if count < max(counts.values()))
         if lacking:
             result.incomplete[new] = lacking
     return result

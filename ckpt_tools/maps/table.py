@@ -41,6 +41,9 @@ class Expected:
     """The same paths → the config's key."""
     ties: list[Tie] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
+    """What loading does, in its order."""
+    save_rules: list[Rule] = field(default_factory=list)
+    """What saving does, in its order."""
     ignored: list[str] = field(default_factory=list)
     may_miss: list[str] = field(default_factory=list)
 
@@ -98,6 +101,11 @@ class Table:
             rule
             for scope, key in wanted
             for rule in parse_rules(self._lines.get(f"rules {key}", ()), scope, expected.base)
+        ]
+        expected.save_rules = [
+            rule
+            for scope, key in reversed(wanted)
+            for rule in parse_rules(self._lines.get(f"save {key}", ()), scope, expected.base)
         ]
         return expected
 

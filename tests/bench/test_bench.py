@@ -100,6 +100,7 @@ def test_generate_directory_is_an_indexed_safetensors_checkpoint_of_about_the_si
             assert set(opened.keys()) == {name for name, at in index["weight_map"].items() if at == file}
 
 
+@pytest.mark.full
 def test_bench_small_run_prints_every_job_and_leaves_nothing(tmp_path: Path) -> None:
     options = "--size 2MB --hidden 64 --files 2 --ranks 4 --repeats 1 --no-peers --json"
     done = subprocess.run(

@@ -66,6 +66,7 @@ def run(tmp_path, *argv, timeout=120, command=CKPT):
 LIGHT = "import sys; from ckpt_tools.cli import main; sys.exit(main(sys.argv[1:]) or 100 * ('torch' in sys.modules))"
 
 
+@pytest.mark.full
 def test_smoke_of_sound_weights_prints_one_document_and_imports_no_torch_itself(small, tmp_path):
     done = run(tmp_path, "smoke", small, "--json", "--steps", "2", command=[sys.executable, "-c", LIGHT])
     assert done.returncode == 0, done.stderr

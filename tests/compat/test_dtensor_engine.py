@@ -126,6 +126,7 @@ def test_save_with_dtensor_hsdp_loads_and_has_the_predicted_table(model, tmp_pat
     assert_saved(source, tmp_path / "out", mesh, placements, expected)
 
 
+@pytest.mark.full
 def test_save_with_dtensor_fsdp_tp_loads_and_has_the_predicted_table(model, tmp_path):
     source, expected = model
     mesh = Mesh((("dp_shard", 2), ("tp", 2)))

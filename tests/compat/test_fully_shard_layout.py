@@ -198,6 +198,7 @@ def test_fully_shard_and_tensor_parallel_model_has_the_planned_chunks(build, mes
     assert {str(axes.get("tp")) for axes in placed.values()} == {"S(0)", "S(1)", "None"}
 
 
+@pytest.mark.full
 def test_fully_shard_with_the_automatic_plan_has_the_planned_chunks():
     mesh = mesh_of(dp_shard=2, tp=2)
     metadata, owners = plan_of(llama, mesh, plan=LLAMA_TP)

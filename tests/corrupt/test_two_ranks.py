@@ -28,6 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SOUND)
 def test_stock_save_is_sound(saved: Path, name: str) -> None:
     assert api.verify(saved / name).findings == ()

@@ -99,6 +99,7 @@ def shard(server: Server, world: Path) -> Runs:
     return Runs(server, world, "shard")
 
 
+@pytest.mark.full(but=["gather"])
 def test_resume_after_a_kill_at_any_write_continues(runs, case):
     kept, continued = [], 0
     for nth in range(1, 2000, 4):
@@ -119,6 +120,7 @@ def test_resume_after_a_kill_at_any_write_continues(runs, case):
     assert max(kept) >= 0.99 * NBYTES
 
 
+@pytest.mark.full
 def test_resume_loses_at_most_one_block_per_thread(server, world, case):
     runs = Runs(server, world, "gather")
     for nth in range(3, 65, 2):
@@ -133,6 +135,7 @@ def test_resume_loses_at_most_one_block_per_thread(server, world, case):
         assert 0 <= max(0, len(data) - 2) - records <= 2
 
 
+@pytest.mark.full(but=["gather"])
 def test_resume_that_is_killed_again_and_again_ends(runs, case):
     # Every attempt gets a little further: reading back what is there writes nothing.
     attempts = 0
@@ -145,6 +148,7 @@ def test_resume_that_is_killed_again_and_again_ends(runs, case):
     assert_clean(case)
 
 
+@pytest.mark.full(but=["gather"])
 def test_resume_detects_staged_bytes_that_changed(runs, case):
     killed = case / "killed"
     killed.mkdir()

@@ -123,7 +123,7 @@ class Sweep:
         assert staging_left(case) == []
 
 
-@pytest.mark.full(but=["fails-gather-true"])
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "verb", "overwrite"), SWEEPS, ids=lambda value: str(value).lower())
 def test_sweep_every_call_nothing_is_lost(server, sources, references, case, kind, verb, overwrite, record_property):
     sweep = Sweep(server, sources, references, verb)

@@ -300,6 +300,7 @@ print(json.dumps(model.eval()(torch.arange(8)[None]).logits.flatten().tolist()))
 """Saves a base model and an adapter that does something, and prints the adapter's outputs."""
 
 
+@pytest.mark.full
 def test_pushed_adapter_loads_by_the_code_of_its_card(hub: Hub, push_json, environment, tmp_path: Path):
     """Base and adapter go to the hub; the card's code block, as it is, gives the adapter's outputs."""
     made = subprocess.run([sys.executable, "-c", MAKE], cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -582,6 +582,7 @@ def test_push_process_wrong_token_is_refused_and_not_shown(hub: Hub, push_proces
     assert "hf_WrongWrong" not in done.stderr + done.stdout
 
 
+@pytest.mark.full
 def test_push_process_hub_that_is_away_is_a_clear_error(push_process, model: Path):
     done = push_process(model, "me/model", "--endpoint", "http://127.0.0.1:9", HF_HUB_OFFLINE=None)
     assert done.returncode == 1
@@ -589,6 +590,7 @@ def test_push_process_hub_that_is_away_is_a_clear_error(push_process, model: Pat
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("setting", "value", "what"),
     [

@@ -76,6 +76,7 @@ def test_any_value_anywhere_gives_a_config_or_a_clear_refusal(name: str, data: s
         assert (finding.where + finding.what + str(finding.hint)).isprintable()
 
 
+@pytest.mark.full
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     words=st.lists(

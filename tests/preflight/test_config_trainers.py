@@ -152,12 +152,14 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Config
     return pairs | {"names": (configs["args-0"], names)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in launch_configs() if name.startswith("fsdp")])
 def test_accelerate_makes_the_same_of_its_config(name: str, launched: Mapping[str, Any]) -> None:
     config, answer = launched[name]
     assert as_the_plugin_says(config.spec) == of_the_plugin(answer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", range(len(MESHES)), ids=[str(sizes) for sizes in MESHES])
 def test_accelerate_builds_the_same_mesh(at: int, launched: Mapping[str, Any]) -> None:
     config, answer = launched[f"mesh-{at}"]
@@ -165,6 +167,7 @@ def test_accelerate_builds_the_same_mesh(at: int, launched: Mapping[str, Any]) -
     assert config.spec.world_size == answer["num_processes"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", range(len(ARGUMENTS)))
 def test_trainer_makes_the_same_of_its_arguments(at: int, launched: Mapping[str, Any]) -> None:
     config, answer = launched[f"args-{at}"]
@@ -172,6 +175,7 @@ def test_trainer_makes_the_same_of_its_arguments(at: int, launched: Mapping[str,
     assert (config.spec.optimizer, config.spec.batch_size) == (answer["optim"], answer["batch_size"])
 
 
+@pytest.mark.full
 def test_option_that_accelerate_or_trainer_has_is_known(launched: Mapping[str, Any]) -> None:
     from ckpt_tools.preflight.configs import accelerate, trainer
 

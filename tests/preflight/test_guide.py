@@ -37,6 +37,7 @@ def shown(command):
     return re.search(rf"```console\n\$ {re.escape(command)}\n(.*?)```", GUIDE, re.DOTALL)[1]
 
 
+@pytest.mark.full
 def test_guide_shows_what_is_wrong_with_the_wrong_config(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-8b").mkdir()

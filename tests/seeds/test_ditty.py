@@ -10,6 +10,8 @@ from fsdp2.ranks import run_ranks
 from safetensors.torch import save_file
 from seeds import ditty_model as small, guide
 
+pytestmark = pytest.mark.full
+
 CLASSES = {"Ditty": small.Ditty, "ResidualBlock": small.ResidualBlock, "TransformerBlock": small.TransformerBlock}
 BLOCKS = ("decoder.0", "encoder.0", "encoder.1", "trunk.0", "trunk.1")
 

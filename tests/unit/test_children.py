@@ -233,6 +233,7 @@ def test_silent_child_past_its_deadline_is_ended():
         assert not is_alive(started._process.pid)
 
 
+@pytest.mark.full
 def test_deaf_child_past_its_deadline_is_killed():
     with child(sleep_deaf) as started:
         wait_for(Path(started.directory, "ready").exists)

@@ -1,0 +1,150 @@
+"""The tensors of a file as those of the live model, and back: names and shapes in, mosaics out.
+
+What loading and saving do are rules of the table (`renames`, `operations`). Nothing is guessed: a name that goes
+nowhere, a part that is not there or an operation that needs the model is an error, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.maps.hold import hold
+from ckpt_tools.maps.mosaic import Mosaic
+from ckpt_tools.maps.operations import run
+from ckpt_tools.maps.patterns import matches
+from ckpt_tools.maps.renames import Route, renamed, routes, routes_back
+from ckpt_tools.maps.table import Expected
+from ckpt_tools.text import first_few
+
+Config = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """A model's tensors by the names of the other side."""
+
+    mosaics: Mapping[str, Mosaic]
+    """Name on the other side → what it is put together from."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further name of a tensor that has several → the one under which it is in `mosaics`."""
+    dropped: tuple[str, ...] = ()
+    """Names that the other side does not have and does not want."""
+
+
+def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -> Converted:
+    """Return what loading makes of a file's tensors.
+
+    Args:
+        tensors: Name in the file → it, whole.
+        expected: The architecture's (`Table.expected`).
+        config: The model's config.json.
+
+    Raises:
+        UsageError: Not everything has a place in the model, or the model has not got everything.
+    """
+    held = hold(tensors, expected, config)
+    if not held.is_whole:
+        lacking = [*held.foreign, *held.missing, *held.incomplete]
+        raise UsageError(f"its tensors are not those of a {expected.architecture}: {first_few(lacking, 4)}")
+
+    def has(name: str) -> bool:
+        return matches(expected.names, name, expected.counts)
+
+    found = list(routes(tensors, expected.rules, expected.base, has))
+    made = _run(found, tensors, config)
+    live = {name: tensor for name, tensor in made.items() if has(name)}
+    return Converted(
+        mosaics=live,
+        aliases=dict(_aliases(live, expected)),
+        dropped=tuple(route.name for route in found if not any(target in live for target in route.targets)),
+    )
+
+
+def to_hub(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -> Converted:
+    """Return what saving makes of a live model's tensors; of those that are tied, one stays.
+
+    Args:
+        tensors: Name in the model → it, whole.
+        expected: The architecture's.
+        config: The model's config.json.
+
+    Raises:
+        UsageError: An operation is not known, or the tensors are not as it needs them.
+    """
+    aliases = dict(_tied(tensors, expected))
+    kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    made = _run(list(routes_back(kept, expected.save_rules)), kept, config)
+    hub = {renamed(name, expected.save_rules): tensor for name, tensor in made.items()}
+    if len(hub) < len(made):
+        raise UsageError("several tensors would be saved under one name")
+    return Converted(mosaics=hub, aliases=aliases)
+
+
+def _run(found: Iterable[Route], tensors: Mapping[str, Mosaic], config: Config) -> dict[str, Mosaic]:
+    """Do the conversions of some routes; tensors without one keep what they are."""
+    made: dict[str, Mosaic] = {}
+    groups: dict[str, tuple[Route, dict[str, list[Mosaic]]]] = {}
+    for route in found:
+        if route.rule is None:
+            made[route.new] = tensors[route.name]
+            continue
+        _, columns = groups.setdefault(route.new, (route, {source: [] for source in route.rule.sources}))
+        columns[route.source].append(tensors[route.name])
+    for route, columns in groups.values():
+        try:
+            made |= run(route.rule.operations if route.rule else "", columns, route.targets, config)
+        except ValueError as error:
+            raise UsageError(f"{first_few(route.targets, 2)}: {error}") from error
+    return made
+
+
+def _aliases(live: Mapping[str, Mosaic], expected: Expected) -> Iterator[tuple[str, str]]:
+    """Yield (name that the model has and the file has not, name of the same tensor that is there)."""
+    for tie in expected.ties:
+        for wanted, there in ((tie.target, tie.source), (tie.source, tie.target)):
+            for name in _names_like(wanted, expected):
+                if name not in live and (other := _partner(name, wanted, there, live)) is not None:
+                    yield name, other
+
+
+def _tied(tensors: Mapping[str, Mosaic], expected: Expected) -> Iterator[tuple[str, str]]:
+    """Yield (name that saving leaves out, name under which the tensor is saved)."""
+    for tie in expected.ties:
+        for name in tensors:
+            other = _partner(name, tie.target, tie.source, tensors)
+            if other is not None and other != name:
+                yield name, other
+
+
+def _partner(name: str, pattern: str, other: str, there: Mapping[str, Mosaic]) -> str | None:
+    """Return the name beside a tied one, when both are of one shape."""
+    match = re.match(pattern, name)
+    if match is None:
+        return None
+    rest = name[match.end() :]
+    if not rest.startswith(".") and rest:
+        return None
+    matching = [one for one in there if (found := re.match(other, one)) and one[found.end() :] == rest]
+    return matching[0] if matching else None
+
+
+def _names_like(pattern: str, expected: Expected) -> Iterator[str]:
+    """Yield the model's own names that begin as a tie says; only ties of plain names are found this way."""
+    plain = re.sub(r"\\(.)", r"\1", pattern)
+    if re.search(r"[\[\](){}|?*+^$]", plain):
+        return
+    node = expected.names
+    for component in plain.split("."):
+        following = node.step(component)
+        if following is None:
+            return
+        node = following
+    stack = [(plain, node)]
+    while stack:
+        path, node = stack.pop()
+        if node.is_name:
+            yield path
+        stack += [(f"{path}.{component}", child) for component, child in node.children.items()]

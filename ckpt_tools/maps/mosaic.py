@@ -1,0 +1,368 @@
+"""Tensors put together from parts of others, as descriptions: no byte is read, and any of it can be turned around.
+
+A mosaic says of every element of a tensor which element of which other tensor it is: the tensor is tiled by pieces,
+and a piece is a box whose dims walk along dims of the other tensor. Renaming, stacking, cutting, joining, reordering
+axes and interleaving are all of that kind; none of them computes. So bytes are moved as they lie, and the way back
+needs no second table: it is the same pieces, seen from the other side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.layout import Box, BoxIndex
+from ckpt_tools.description.tiling import check_tiling
+
+STACKED = -1
+"""A dim of size 1 that the other tensor does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of one tensor, and where its elements are in another."""
+
+    box: Box
+    """In the tensor that is put together."""
+    source: str
+    """FQN of the other."""
+    axes: tuple[int, ...]
+    """Dim of the box → dim of the source, or `STACKED`. Dims of the source that are not named stay at `starts`."""
+    starts: tuple[int, ...]
+    """Where the piece begins in the source, by dim of the source."""
+    steps: tuple[int, ...]
+    """How far one element of the box is from the next one in the source, by dim of the source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mosaic:
+    """One tensor that is put together."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    """They tile the shape."""
+
+    def is_only(self, shape: tuple[int, ...]) -> bool:
+        """Is it one other tensor, of this shape, as it is?"""
+        if len(self.pieces) != 1 or self.shape != shape:
+            return False
+        return self.pieces[0].axes == tuple(range(len(shape))) and set(self.pieces[0].steps) <= {1}
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The tensors that it is made of."""
+        return tuple(dict.fromkeys(piece.source for piece in self.pieces))
+
+
+def whole(fqn: str, dtype: DType, shape: tuple[int, ...]) -> Mosaic:
+    """Return the mosaic that is another tensor as it is."""
+    dims = len(shape)
+    piece = Piece(
+        box=Box((0,) * dims, shape), source=fqn, axes=tuple(range(dims)), starts=(0,) * dims, steps=(1,) * dims
+    )
+    return Mosaic(dtype=dtype, shape=shape, pieces=(piece,))
+
+
+def stack(parts: Sequence[Mosaic], dim: int) -> Mosaic:
+    """Return the tensors on top of each other along a new dim, as `torch.stack` does.
+
+    Raises:
+        ValueError: They differ in shape or dtype.
+    """
+    first = parts[0]
+    if any(part.shape != first.shape or part.dtype is not first.dtype for part in parts):
+        raise ValueError("tensors that are stacked differ in shape or dtype")
+    pieces = (
+        replace(piece, box=_with_dim(piece.box, dim, at), axes=(*piece.axes[:dim], STACKED, *piece.axes[dim:]))
+        for at, part in enumerate(parts)
+        for piece in part.pieces
+    )
+    shape = (*first.shape[:dim], len(parts), *first.shape[dim:])
+    return Mosaic(dtype=first.dtype, shape=shape, pieces=tuple(pieces))
+
+
+def join(parts: Sequence[Mosaic], dim: int) -> Mosaic:
+    """Return the tensors one after another along a dim, as `torch.cat` does.
+
+    Raises:
+        ValueError: They differ in another dim, or in dtype, or have no such dim.
+    """
+    first = parts[0]
+    pieces: list[Piece] = []
+    length = 0
+    for part in parts:
+        if part.dtype is not first.dtype or len(part.shape) <= dim or _without(part, dim) != _without(first, dim):
+            raise ValueError("tensors that are joined differ in shape or dtype")
+        pieces += (replace(piece, box=_moved(piece.box, dim, length)) for piece in part.pieces)
+        length += part.shape[dim]
+    return Mosaic(dtype=first.dtype, shape=_resized(first.shape, dim, length), pieces=tuple(pieces))
+
+
+def part_of(tensor: Mosaic, dim: int, start: int, length: int) -> Mosaic:
+    """Return elements [start, start + length) along one dim.
+
+    Raises:
+        ValueError: There are not as many.
+    """
+    if dim >= len(tensor.shape) or start < 0 or start + length > tensor.shape[dim]:
+        raise ValueError("a tensor that is cut is too short")
+    window = Box(_resized((0,) * len(tensor.shape), dim, start), _resized(tensor.shape, dim, length))
+    pieces = []
+    for piece in tensor.pieces:
+        inside = piece.box.intersect(window)
+        if inside is not None:
+            pieces.append(_moved_piece(_narrowed(piece, inside), dim, -start))
+    return Mosaic(dtype=tensor.dtype, shape=window.sizes, pieces=tuple(pieces))
+
+
+def chunk(tensor: Mosaic, dim: int, count: int) -> list[Mosaic]:
+    """Return `count` equal parts along one dim.
+
+    Raises:
+        ValueError: They would not be equal: `torch.chunk` would give other parts than the names say.
+    """
+    if dim >= len(tensor.shape) or tensor.shape[dim] % count:
+        raise ValueError(f"a tensor cannot be cut into {count} equal parts")
+    length = tensor.shape[dim] // count
+    return [part_of(tensor, dim, length * at, length) for at in range(count)]
+
+
+def unstack(tensor: Mosaic, dim: int) -> list[Mosaic]:
+    """Return the tensors along one dim, without that dim."""
+    found = []
+    for at in range(tensor.shape[dim]):
+        layer = part_of(tensor, dim, at, 1)
+        pieces = tuple(
+            replace(piece, box=_without_dim(piece.box, dim), axes=(*piece.axes[:dim], *piece.axes[dim + 1 :]))
+            for piece in layer.pieces
+        )
+        found.append(Mosaic(dtype=tensor.dtype, shape=_without_at(tensor.shape, dim), pieces=pieces))
+    return found
+
+
+def transpose(tensor: Mosaic, one: int, other: int) -> Mosaic:
+    """Return the tensor with two dims in each other's place."""
+    order = list(range(len(tensor.shape)))
+    order[one], order[other] = order[other], order[one]
+
+    def ordered(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[dim] for dim in order)
+
+    pieces = tuple(
+        replace(piece, box=Box(ordered(piece.box.offsets), ordered(piece.box.sizes)), axes=ordered(piece.axes))
+        for piece in tensor.pieces
+    )
+    return Mosaic(dtype=tensor.dtype, shape=ordered(tensor.shape), pieces=pieces)
+
+
+def regroup(tensor: Mosaic, dim: int, groups: int, outer: int, inner: int) -> Mosaic:
+    """Return the tensor with one dim seen as (groups, outer, inner), and the last two of them exchanged.
+
+    That is ``view(groups, outer, inner).transpose(1, 2).reshape(-1)`` along the dim, as rotary embeddings and
+    interleaved halves need it.
+
+    Raises:
+        ValueError: The dim is not as long.
+    """
+    if dim >= len(tensor.shape) or tensor.shape[dim] != groups * outer * inner:
+        raise ValueError(f"a dim is not {groups} x {outer} x {inner} long")
+    runs = [
+        _every(tensor, dim, group * outer * inner + at, inner, outer) for group in range(groups) for at in range(inner)
+    ]
+    return join(runs, dim)
+
+
+def _every(tensor: Mosaic, dim: int, start: int, step: int, count: int) -> Mosaic:
+    """Return every `step`-th element along one dim, `count` of them."""
+    pieces = []
+    for piece in tensor.pieces:
+        offset, size = piece.box.offsets[dim], piece.box.sizes[dim]
+        first = max(0, -(-(offset - start) // step))
+        last = min(count, -(-(offset + size - start) // step))
+        if first >= last:
+            continue
+        axis = piece.axes[dim]
+        starts, steps = list(piece.starts), list(piece.steps)
+        if axis != STACKED:
+            starts[axis] += (start + step * first - offset) * steps[axis]
+            steps[axis] *= step
+        elif last - first > 1:
+            raise ValueError("a stacked dim cannot be regrouped")  # its pieces have one element: never with step > 0
+        box = Box(_resized(piece.box.offsets, dim, first), _resized(piece.box.sizes, dim, last - first))
+        pieces.append(replace(piece, box=box, starts=tuple(starts), steps=tuple(steps)))
+    return Mosaic(dtype=tensor.dtype, shape=_resized(tensor.shape, dim, count), pieces=tuple(pieces))
+
+
+def invert(mosaics: Mapping[str, Mosaic], sources: Mapping[str, tuple[int, ...]]) -> dict[str, Mosaic]:
+    """Return the sources as mosaics of what was made of them.
+
+    Args:
+        mosaics: FQN → how it is put together.
+        sources: FQN → shape of everything that they are made of.
+
+    Raises:
+        ValueError: An element of a source was left out, or stands in two places: there is no way back.
+    """
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    dtypes = {}
+    for fqn, mosaic in mosaics.items():
+        for piece in mosaic.pieces:
+            dtypes[piece.source] = mosaic.dtype
+            pieces[piece.source] += _inverted(fqn, piece)
+    for source, shape in sources.items():
+        boxes = [piece.box for piece in pieces[source]]
+        if len(set(boxes)) < len(boxes) or check_tiling(shape, boxes) is not None:
+            raise ValueError(f"not every element of {source!r} has one place")
+    return {
+        source: Mosaic(dtype=dtypes[source], shape=shape, pieces=tuple(pieces[source]))
+        for source, shape in sources.items()
+    }
+
+
+def _inverted(fqn: str, piece: Piece) -> Iterator[Piece]:
+    """Yield a piece from the other side; where it takes every n-th element, element by element."""
+    dims = {axis: dim for dim, axis in enumerate(piece.axes) if axis != STACKED}
+    stepped = [dim for axis, dim in dims.items() if piece.steps[axis] != 1 and piece.box.sizes[dim] > 1]
+    for at in product(*(range(piece.box.sizes[dim]) for dim in stepped)):
+        offsets, sizes = list(piece.box.offsets), list(piece.box.sizes)
+        starts, lengths = list(piece.starts), [1] * len(piece.starts)
+        for dim, index in zip(stepped, at, strict=True):
+            offsets[dim], sizes[dim] = offsets[dim] + index, 1
+            starts[piece.axes[dim]] += index * piece.steps[piece.axes[dim]]
+        for axis, dim in dims.items():
+            lengths[axis] = sizes[dim]
+        yield Piece(
+            box=Box(tuple(starts), tuple(lengths)),
+            source=fqn,
+            axes=tuple(dims.get(axis, STACKED) for axis in range(len(piece.starts))),
+            starts=tuple(offsets),
+            steps=(1,) * len(offsets),
+        )
+
+
+def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> TensorEntry:
+    """Return the entry of a tensor: the chunks of what it is made of, seen through its pieces.
+
+    Args:
+        fqn: Its name.
+        mosaic: How it is put together.
+        sources: FQN → entry, with raw chunks; replicas count once.
+
+    Raises:
+        ValueError: A tensor of less than a byte per element is not taken whole.
+    """
+    entry = sources[mosaic.pieces[0].source]
+    if mosaic.is_only(entry.shape):
+        return entry if entry.fqn == fqn else replace(entry, fqn=fqn, path=())
+    if mosaic.dtype.bits % 8:
+        raise ValueError(f"elements of {mosaic.dtype.name} do not begin at bytes")
+    indexes = {source: _index(sources[source]) for source in mosaic.sources}
+    chunks = [laid for piece in mosaic.pieces for laid in _lay(piece, indexes[piece.source], mosaic.dtype)]
+    return TensorEntry(fqn=fqn, dtype=mosaic.dtype, shape=mosaic.shape, chunks=tuple(chunks))
+
+
+def _index(entry: TensorEntry) -> BoxIndex[Chunk]:
+    distinct: dict[Box, Chunk] = {}
+    for one in entry.chunks:
+        distinct.setdefault(one.box, one)
+    return BoxIndex((one, box) for box, one in distinct.items())
+
+
+def _lay(piece: Piece, index: BoxIndex[Chunk], dtype: DType) -> Iterator[Chunk]:
+    counts = [1] * len(piece.starts)
+    for dim, axis in enumerate(piece.axes):
+        if axis != STACKED:
+            counts[axis] = piece.box.sizes[dim]
+    reach = tuple((count - 1) * step + 1 for count, step in zip(counts, piece.steps, strict=True))
+    for one, _ in index.overlaps(Box(piece.starts, reach)):
+        strides = one.strides or _row_major(one.box.sizes)
+        position = 0
+        begins, lengths = [], []
+        for axis, (start, step, count) in enumerate(zip(piece.starts, piece.steps, counts, strict=True)):
+            offset, size = one.box.offsets[axis], one.box.sizes[axis]
+            first = max(0, -(-(offset - start) // step))
+            last = min(count, -(-(offset + size - start) // step))
+            begins.append(first)
+            lengths.append(last - first)
+            position += (start + step * first - offset) * strides[axis]
+        if min(lengths, default=1) <= 0:
+            continue
+        sizes = tuple(1 if axis == STACKED else lengths[axis] for axis in piece.axes)
+        moved = (0 if axis == STACKED else begins[axis] for axis in piece.axes)
+        offsets = tuple(offset + by for offset, by in zip(piece.box.offsets, moved, strict=True))
+        seen = tuple(1 if axis == STACKED else strides[axis] * piece.steps[axis] for axis in piece.axes)
+        yield _chunk(one, Box(offsets, sizes), seen, position, dtype)
+
+
+def _chunk(one: Chunk, box: Box, strides: tuple[int, ...], position: int, dtype: DType) -> Chunk:
+    """Return a view of a chunk; its CRC-32 is that of the view when it is all of the bytes, in their order."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
+    plain = all(
+        size == 1 or stride == wanted
+        for size, stride, wanted in zip(box.sizes, strides, _row_major(box.sizes), strict=True)
+    )
+    span = ByteSpan(
+        file=one.span.file, offset=one.span.offset + dtype.num_bytes(position), nbytes=dtype.num_bytes(length)
+    )
+    return Chunk(
+        box=box,
+        span=span,
+        strides=None if plain else strides,
+        crc32=one.crc32 if plain and span == one.span else None,
+    )
+
+
+def is_seen_whole(entry: TensorEntry, laid_out: Iterable[Chunk]) -> bool:
+    """Do the views keep every recorded CRC-32 of an entry's chunks?"""
+    kept = {(view.span, view.crc32) for view in laid_out}
+    return all(one.crc32 is None or (one.span, one.crc32) in kept for one in entry.chunks)
+
+
+def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _resized(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _without_at(values: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*values[:dim], *values[dim + 1 :])
+
+
+def _without(tensor: Mosaic, dim: int) -> tuple[int, ...]:
+    return _without_at(tensor.shape, dim)
+
+
+def _with_dim(box: Box, dim: int, at: int) -> Box:
+    return Box(
+        (*box.offsets[:dim], at, *box.offsets[dim:]),
+        (*box.sizes[:dim], 1, *box.sizes[dim:]),
+    )
+
+
+def _without_dim(box: Box, dim: int) -> Box:
+    return Box(_without_at(box.offsets, dim), _without_at(box.sizes, dim))
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    return Box(_resized(box.offsets, dim, box.offsets[dim] + by), box.sizes)
+
+
+def _moved_piece(piece: Piece, dim: int, by: int) -> Piece:
+    return replace(piece, box=_moved(piece.box, dim, by))
+
+
+def _narrowed(piece: Piece, inside: Box) -> Piece:
+    """Return the part of a piece that lies in a box inside its own."""
+    starts = list(piece.starts)
+    for dim, axis in enumerate(piece.axes):
+        if axis != STACKED:
+            starts[axis] += (inside.offsets[dim] - piece.box.offsets[dim]) * piece.steps[axis]
+    return replace(piece, box=inside, starts=tuple(starts))

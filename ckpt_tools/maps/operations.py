@@ -1,0 +1,151 @@
+"""What a conversion does to tensors, by the names that transformers gives its operations; each is a step of mosaics.
+
+An operation is written ``Name(key=value;…)``, several with commas between them (`sections`). Sources:
+`ConversionOps` of transformers 5.23 (`core_model_loading.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from ckpt_tools.maps import mosaic
+from ckpt_tools.maps.mosaic import Mosaic
+
+Config = Mapping[str, object]
+Groups = dict[str, list[Mosaic]]
+"""Name or pattern → its tensors, in the order in which they belong together."""
+Arguments = Mapping[str, str]
+_OPERATION = re.compile(r"(\w+)(?:\(([^)]*)\))?(?:,|$)")
+
+
+class UnknownOperationError(ValueError):
+    """An operation that ckpt does not do, or cannot do without the model."""
+
+
+def run(operations: str, groups: Groups, targets: Sequence[str], config: Config) -> dict[str, Mosaic]:
+    """Do operations, one after another.
+
+    Args:
+        operations: As the table writes them.
+        groups: Source pattern → its tensors.
+        targets: Full names of the results; with ``*`` for a number where a list comes out.
+        config: The model's config.json.
+
+    Raises:
+        UnknownOperationError: One of them is not known.
+        ValueError: The tensors are not as the operations need them.
+    """
+    for name, arguments in _OPERATION.findall(operations):
+        told = dict(part.split("=", 1) for part in arguments.split(";") if part)
+        if name not in _OPERATIONS:
+            raise UnknownOperationError(f"the operation {name} is not known")
+        groups = _OPERATIONS[name](groups, targets, told, config)
+    results: dict[str, Mosaic] = {}
+    if len(groups) == 1 and len(targets) == 1:
+        groups = {targets[0]: next(iter(groups.values()))}
+    for target, tensors in groups.items():
+        if target not in targets:
+            raise UnknownOperationError(f"{operations} leaves {len(groups)} results for {len(targets)} names")
+        if "*" in target:
+            results |= {target.replace("*", str(at)): tensor for at, tensor in enumerate(tensors)}
+        elif len(tensors) == 1:
+            results[target] = tensors[0]
+        else:
+            raise ValueError(f"{len(tensors)} tensors would have one name")
+    return results
+
+
+def _merge(groups: Groups, _targets: Sequence[str], told: Arguments, _config: Config) -> Groups:
+    return {key: [mosaic.stack(tensors, int(told["dim"]))] for key, tensors in groups.items()}
+
+
+def _concatenate(groups: Groups, targets: Sequence[str], told: Arguments, _config: Config) -> Groups:
+    (target,) = targets
+    return {target: [mosaic.join([one for tensors in groups.values() for one in tensors], int(told["dim"]))]}
+
+
+def _chunk(groups: Groups, targets: Sequence[str], told: Arguments, _config: Config) -> Groups:
+    if "num_shards_attribute" in told:
+        raise UnknownOperationError("a number of parts that a class computes is not known")
+    parts = mosaic.chunk(_only(groups), int(told["dim"]), len(targets))
+    return {target: [part] for target, part in zip(targets, parts, strict=True)}
+
+
+def _split_list(groups: Groups, targets: Sequence[str], told: Arguments, _config: Config) -> Groups:
+    keys = list(groups) if len(groups) > 1 else targets
+    columns = zip(keys, groups.values(), strict=True)
+    return {key: mosaic.unstack(tensor, int(told["dim"])) for key, (tensor,) in columns}
+
+
+def _transpose(groups: Groups, _targets: Sequence[str], told: Arguments, _config: Config) -> Groups:
+    if "check_dims" in told:
+        raise UnknownOperationError("whether a transpose is needed, the shape in the model says")
+    dims = int(told.get("dim0", 0)), int(told.get("dim1", 1))
+    return {key: [mosaic.transpose(one, *dims) for one in tensors] for key, tensors in groups.items()}
+
+
+def _interleave(groups: Groups, _targets: Sequence[str], told: Arguments, _config: Config) -> Groups:
+    dim, tensor = int(told.get("dim", 0)), _only(groups)
+    half = tensor.shape[dim] // 2
+    ways = (1, 2, half) if "inverse" in told else (1, half, 2)
+    return {next(iter(groups)): [mosaic.regroup(tensor, dim, *ways)]}
+
+
+def _permute_for_rope(groups: Groups, _targets: Sequence[str], told: Arguments, config: Config) -> Groups:
+    own = config.get(told.get("subconfig_key", ""), config)
+    heads = own.get("num_attention_heads", own.get("num_heads")) if isinstance(own, Mapping) else None
+    if type(heads) is not int or heads < 1:
+        raise UnknownOperationError("the number of heads is not in the config")
+    names = told["permute_layer_names"].split("|") if "permute_layer_names" in told else [""]
+
+    def permuted(tensor: Mosaic) -> Mosaic:
+        half = tensor.shape[0] // heads // 2
+        return mosaic.regroup(tensor, 0, heads, *((2, half) if "inverse" in told else (half, 2)))
+
+    return {
+        key: list(map(permuted, tensors)) if any(name in key for name in names) else tensors
+        for key, tensors in groups.items()
+    }
+
+
+def _fuse_and_split_experts(groups: Groups, targets: Sequence[str], told: Arguments, _config: Config) -> Groups:
+    stack, join = int(told["stack_dim"]), int(told["concat_dim"])
+    results: Groups = {}
+    for at, target in enumerate(targets):
+        parts = []
+        for tensors in groups.values():
+            count = math.ceil(len(tensors) / len(targets))
+            parts.append(mosaic.stack(tensors[at * count : (at + 1) * count], stack))
+        results[target] = [mosaic.join(parts, join)]
+    return results
+
+
+def _split_and_decouple_experts(groups: Groups, targets: Sequence[str], told: Arguments, _config: Config) -> Groups:
+    stack, join = int(told["stack_dim"]), int(told["concat_dim"])
+    results: Groups = {target: [] for target in targets}
+    for (tensor,) in groups.values():
+        for target, part in zip(targets, mosaic.chunk(tensor, join, len(targets)), strict=True):
+            results[target] += mosaic.unstack(part, stack)
+    return results
+
+
+def _only(groups: Groups) -> Mosaic:
+    tensors = [one for group in groups.values() for one in group]
+    if len(tensors) != 1:
+        raise ValueError(f"{len(tensors)} tensors stand where one is taken apart")
+    return tensors[0]
+
+
+_OPERATIONS: Mapping[str, Callable[[Groups, Sequence[str], Arguments, Config], Groups]] = {
+    "MergeModulelist": _merge,
+    "SplitModulelist": _split_list,
+    "Concatenate": _concatenate,
+    "Chunk": _chunk,
+    "Transpose": _transpose,
+    "Interleave": _interleave,
+    "PermuteForRope": _permute_for_rope,
+    "ErnieFuseAndSplitTextVisionExperts": _fuse_and_split_experts,
+    "ErnieSplitAndDecoupleTextVisionExperts": _split_and_decouple_experts,
+}
