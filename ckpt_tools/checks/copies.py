@@ -55,21 +55,17 @@ def check_copies(tensors: Iterable[TensorEntry], source: Source) -> Iterator[Fin
         shown = first_few(sorted(others), limit=4)
         what = f"all of its {len(prints[file])} chunks are equal, place by place, to those of {shown}"
         if any(_are_parts(prints[file][key], prints[other][key]) for key in varied for other in others):
-            yield Finding.error(
-                "copied-file",
-                file,
-                what,
+            hint = (
                 "one file was copied over the other: restore it. If they are meant to be equal, `ckpt reshard` writes "
-                "a checkpoint with a manifest that says so",
+                "a checkpoint with a manifest that says so"
             )
+            yield Finding.error("copied-file", file, what, hint)
         else:
-            yield Finding.warning(
-                "copied-file",
-                file,
-                what,
+            hint = (
                 "tied weights and the experts of an upcycled model are equal; anything else means that one file was "
-                "copied over the other: --against another copy tells",
+                "copied over the other: --against another copy tells"
             )
+            yield Finding.warning("copied-file", file, what, hint)
 
 
 def _are_parts(one: tuple[TensorEntry, Chunk], other: tuple[TensorEntry, Chunk]) -> bool:

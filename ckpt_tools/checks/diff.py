@@ -68,25 +68,31 @@ def diff(
         UnreadableError: One of them is incomplete or damaged.
     """
     ours, theirs = _match_names(a.checkpoint, b.checkpoint)
-    changed: dict[str, str] = {}
-    common = []
-    for fqn, entry in ours.items():
-        other = theirs.get(fqn)
-        if other is None:
-            continue
-        if entry.shape != other.shape:
-            changed[fqn] = f"shape {list(entry.shape)} and {list(other.shape)}"
-        elif entry.dtype != other.dtype:
-            changed[fqn] = f"dtype {entry.dtype.name} and {other.dtype.name}"
-        else:
-            common.append(fqn)
+    shared = [fqn for fqn in ours if fqn in theirs]
+    changed = {fqn: what for fqn in shared if (what := _compare_kinds(ours[fqn], theirs[fqn])) is not None}
     if not keys_only:
-        changed |= _compare_values(a, b, ours, theirs, common, atol, rtol, num_workers, progress)
+        alike = [fqn for fqn in shared if fqn not in changed]
+        left, right = _resolve(a, ours, alike), _resolve(b, theirs, alike)
+        digests = [
+            scan(list(side.values()), opened.source, num_workers=num_workers, progress=progress).digests
+            for opened, side in ((a, left), (b, right))
+        ]
+        is_tolerant = atol is not None or rtol is not None
+        for fqn in alike:
+            if digests[0][fqn] == digests[1][fqn]:
+                continue
+            sides = (left[fqn], a.source, right[fqn], b.source)
+            if is_tolerant and left[fqn].dtype.is_float:
+                difference = _compare_numbers(*sides, atol or 0.0, rtol or 0.0)
+            else:
+                difference = _compare_bytes(*sides)
+            if difference is not None:
+                changed[fqn] = difference
     return Difference(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
         changed=tuple(Change(fqn=fqn, what=changed[fqn]) for fqn in ours if fqn in changed),
-        num_equal=len(ours.keys() & theirs.keys()) - len(changed),
+        num_equal=len(shared) - len(changed),
     )
 
 
@@ -102,35 +108,13 @@ def _match_names(a: Checkpoint, b: Checkpoint) -> tuple[dict[str, TensorEntry], 
     return best
 
 
-def _compare_values(
-    a: Opened,
-    b: Opened,
-    ours: Mapping[str, TensorEntry],
-    theirs: Mapping[str, TensorEntry],
-    common: list[str],
-    atol: float | None,
-    rtol: float | None,
-    num_workers: int,
-    progress: Progress | None,
-) -> dict[str, str]:
-    left, right = _resolve(a, ours, common), _resolve(b, theirs, common)
-    digests = [
-        scan(list(side.values()), opened.source, num_workers=num_workers, progress=progress).digests
-        for opened, side in ((a, left), (b, right))
-    ]
-    is_tolerant = atol is not None or rtol is not None
-    changed = {}
-    for fqn in common:
-        if digests[0][fqn] == digests[1][fqn]:
-            continue
-        sides = (left[fqn], a.source, right[fqn], b.source)
-        if is_tolerant and left[fqn].dtype.is_float:
-            what = _compare_numbers(*sides, atol or 0.0, rtol or 0.0)
-        else:
-            what = _compare_bytes(*sides)
-        if what is not None:
-            changed[fqn] = what
-    return changed
+def _compare_kinds(one: TensorEntry, other: TensorEntry) -> str | None:
+    """Say how shape or dtype differ."""
+    if one.shape != other.shape:
+        return f"shape {list(one.shape)} and {list(other.shape)}"
+    if one.dtype != other.dtype:
+        return f"dtype {one.dtype.name} and {other.dtype.name}"
+    return None
 
 
 def _resolve(opened: Opened, entries: Mapping[str, TensorEntry], fqns: list[str]) -> dict[str, TensorEntry]:

@@ -97,26 +97,20 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
     )
 
 
-def _unchecked_chunks(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> list[Unchecked]:
-    if opened.manifest is not None:
-        return []
+def _unchecked_chunks(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> Iterator[Unchecked]:
     chunks = sum(1 for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes)
-    if outcome.chunks_checked >= chunks:
-        return []
     missing = chunks - outcome.chunks_checked
-    what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum (--against compares copies)"
-    return [Unchecked(what=what, copy_tells=True)]
+    if opened.manifest is None and missing > 0:
+        what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum"
+        yield Unchecked(what=f"{what} (--against compares copies)", copy_tells=True)
 
 
-def _unknown_places(opened: Opened) -> list[Unchecked]:
-    if opened.manifest is not None or not opened.format.in_items:
-        return []
-    files = equal_layouts(opened.checkpoint.tensors)
-    if not files:
-        return []
-    shown = f"{len(files)}: {first_few(files, 2)}"
-    what = f"whether files of equal layout changed places ({shown}); a manifest or --against tells"
-    return [Unchecked(what=what, copy_tells=True)]
+def _unknown_places(opened: Opened) -> Iterator[Unchecked]:
+    is_bare = opened.manifest is None and opened.format.in_items
+    if files := equal_layouts(opened.checkpoint.tensors) if is_bare else []:
+        shown = f"{len(files)}: {first_few(files, 2)}"
+        what = f"whether files of equal layout changed places ({shown}); a manifest or --against tells"
+        yield Unchecked(what=what, copy_tells=True)
 
 
 def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint, list[TensorEntry]]:

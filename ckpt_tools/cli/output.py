@@ -227,17 +227,16 @@ def _print_conversion(result: Conversion, output: Output) -> None:
         return
     destination = escape_name(result.destination)
     files = f"{len(result.files)} file" + ("s" if len(result.files) != 1 else "")
+    size = format_size(result.bytes_written)
     if result.dry_run:
-        say(f"would write {files}, {format_size(result.bytes_written)}, to {destination}")
-        disk = format_size(result.bytes_written)
-        say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {disk} of disk")
-        if result.architecture:
-            say(f"checked: {_names(result.architecture)}")
+        say(f"would write {files}, {size}, to {destination}")
+        say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {size} of disk")
     else:
-        say(f"wrote {result.num_tensors} tensors, {files}, {format_size(result.bytes_written)}, to {destination}")
+        say(f"wrote {result.num_tensors} tensors, {files}, {size}, to {destination}")
         rate = format_size(result.throughput_bytes_per_s)
         say(f"in {result.seconds:.1f} s ({rate}/s), peak memory {format_size(result.peak_rss_bytes)}")
-        say(_checked(result))
+    if checked := _checked(result):
+        say(f"checked: {checked}")
     if result.dry_run or output.verbose:
         shown = result.files if output.verbose or len(result.files) <= 20 else result.files[:18]
         for name, nbytes in shown:
@@ -246,16 +245,12 @@ def _print_conversion(result: Conversion, output: Output) -> None:
             say(f"  … and {len(result.files) - len(shown)} more (-v lists all)")
 
 
-def _names(architecture: str) -> str:
-    return f"names against {architecture}"
-
-
 def _checked(result: Conversion) -> str:
-    parts = ["structure of the result"]
+    parts = [] if result.dry_run else ["structure of the result"]
     if result.architecture:
-        parts.append(_names(result.architecture))
+        parts.append(f"names against {result.architecture}")
     if count := result.checked.get("digests"):
         parts.append(f"{count} tensors against the source's digests")
     if count := result.checked.get("crcs"):
         parts.append(f"{count} chunks against the source's CRC-32s")
-    return "checked: " + ", ".join(parts)
+    return ", ".join(parts)

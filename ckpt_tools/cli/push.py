@@ -13,7 +13,7 @@ from ckpt_tools.hub.options import License
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json
 from ckpt_tools.options import Option
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
 
@@ -61,9 +61,8 @@ def print_push(result: PushResult, output: Output) -> None:
     if len(shown) < len(rows):
         say(f"  … and {len(rows) - len(shown)} more (-v lists all)")
     if result.left_out:
-        names = ", ".join(escape_name(path) for path, _ in result.left_out[: None if output.verbose else 5])
-        more = "" if output.verbose or len(result.left_out) <= 5 else f" and {len(result.left_out) - 5} more"
-        say(f"  left out: {names}{more}")
+        paths = [path for path, _ in result.left_out]
+        say(f"  left out: {first_few(paths, len(paths) if output.verbose else 5)}")
     for line in _summary(result):
         say(line)
 

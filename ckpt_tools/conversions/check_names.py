@@ -138,21 +138,16 @@ def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected |
 
 
 def _describe(held: Held, title: str, expected: Expected | None) -> str:
-    parts = []
-    if held.foreign:
-        count = len(held.foreign)
-        parts.append(
-            f"{count} {'name is' if count == 1 else 'names are'} not of {escape_name(title)} "
-            f"({first_few(folded(held.foreign, expected), limit=4)})"
-        )
-    lacking = [*held.missing, *held.incomplete]
-    if lacking:
-        what = "weight is" if len(lacking) == 1 else "weights are"
-        parts.append(
-            f"{len(lacking)} {what} missing, which loading would fill with random values "
-            f"({first_few(folded(lacking, expected), limit=4)})"
-        )
-    return " and ".join(parts)
+    groups = (
+        (held.foreign, "name", f"not of {escape_name(title)}"),
+        ((*held.missing, *held.incomplete), "weight", "missing, which loading would fill with random values"),
+    )
+    return " and ".join(
+        f"{len(names)} {noun}{' is' if len(names) == 1 else 's are'} {what} "
+        f"({first_few(folded(names, expected), limit=4)})"
+        for names, noun, what in groups
+        if names
+    )
 
 
 def _way_on(names: Sequence[str], rest: Held, expected: Expected | None, source: str) -> str:

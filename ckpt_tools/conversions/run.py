@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,16 +66,8 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     planned = _planned_files(job)
     needed = sum(nbytes for _, nbytes in planned)
     if dry_run:
-        return _conversion(
-            job,
-            start,
-            planned,
-            read=plan.read_bytes,
-            written=needed,
-            peak=_BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers),
-            dry_run=True,
-            published=False,
-        )
+        peak = _BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers)
+        return _conversion(job, start, planned, read=plan.read_bytes, peak=peak, dry_run=True, published=False)
     if job.use_dtensor:
         check_space(needed, job.destination)
         return _run_with_dtensor(job, start)
@@ -109,9 +100,17 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         return _finish(job, start, staging, outcome, assets, marker)
 
 
+class _NoDigests(dict[str, str]):
+    """The digests of what nobody has read yet; none is kept."""
+
+    def __missing__(self, name: str) -> str:
+        return UNKNOWN_DIGEST
+
+
 def _planned_files(job: Job) -> list[tuple[str, int]]:
-    """Return (name, bytes) of every file that the job writes; bytes are estimates of `.metadata`, and where it is."""
-    # So are those of the manifest beside it, which says them; with torch's own writer those of the data files are.
+    """Return (name, bytes) of every file that the job writes."""
+    # Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's
+    # own writer those of the data files are.
     assets = {asset.file: FileRecord(nbytes=job.asset_bytes(asset), digest=UNKNOWN_DIGEST) for _, asset in job.assets}
     kind = format_of(job.target)
     marker = None
@@ -119,7 +118,7 @@ def _planned_files(job: Job) -> list[tuple[str, int]]:
         marker = FileRecord(nbytes=kind.estimate_marker_bytes(job.named), digest=UNKNOWN_DIGEST)
     for file in job.opened.checkpoint.files:
         job.opened.source.size(file)  # the manifest names the sources as they were opened
-    digests = defaultdict[str, str](lambda: UNKNOWN_DIGEST)
+    digests = _NoDigests()
     frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if kind.in_items else {}
     manifest = manifest_bytes(_manifest_of(job, {}, digests, assets, marker, frames), _tensor_records(job, digests))
     documents = {name: len(content) for name, content in job.documents.items()}
@@ -222,7 +221,7 @@ def _run_with_dtensor(job: Job, start: float) -> Conversion:
             directory = ranks.share(staging.directory if staging is not None else "")
             save_with_dtensor(job.source, directory, job.mesh, job.placements)
             if staging is None:
-                return _conversion(job, start, [], read=0, written=0, peak=peak_rss_bytes(), published=False)
+                return _conversion(job, start, [], read=0, published=False)
             job.target = replace(job.target, files=staging.adopt())
             marker = staging.take(format_of(job.target).marker)
             progress = job.progress(job.source.total_bytes) if job.progress is not None else None
@@ -258,15 +257,8 @@ def _finish(
             f"the old checkpoint could not be removed: {escape_name(staging.left_behind)}; "
             "the next ckpt that writes to this destination removes it, or you do"
         )
-    return _conversion(
-        job,
-        start,
-        files,
-        read=outcome.bytes_read,
-        written=sum(nbytes for _, nbytes in files),
-        peak=peak_rss_bytes(),
-        checked={"digests": num_digests, "crcs": outcome.chunks_checked},
-    )
+    checked = {"digests": num_digests, "crcs": outcome.chunks_checked}
+    return _conversion(job, start, files, read=outcome.bytes_read, checked=checked)
 
 
 def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
@@ -293,8 +285,7 @@ def _conversion(
     files: list[tuple[str, int]],
     *,
     read: int,
-    written: int,
-    peak: int,
+    peak: int | None = None,
     checked: Mapping[str, int] | None = None,
     dry_run: bool = False,
     published: bool = True,
@@ -304,9 +295,9 @@ def _conversion(
         destination=job.destination,
         num_tensors=len(job.target.tensors),
         bytes_read=read,
-        bytes_written=written,
+        bytes_written=sum(nbytes for _, nbytes in files),
         seconds=time.monotonic() - start,
-        peak_rss_bytes=peak,
+        peak_rss_bytes=peak_rss_bytes() if peak is None else peak,
         files=tuple(files),
         verified=published,
         checked=checked or {},

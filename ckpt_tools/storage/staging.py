@@ -17,18 +17,9 @@ import threading
 from collections import defaultdict
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
+from ckpt_tools.storage import publish
 from ckpt_tools.storage.claim import claim_directory, empty_directory, staging_path
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, Records, read_journal
-from ckpt_tools.storage.publish import (
-    NotDurableError,
-    make_parents,
-    move_into_place,
-    nearest_parent,
-    put_back,
-    remove_empty,
-    sync_directory,
-    sync_entries,
-)
 from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors
 
@@ -56,7 +47,7 @@ class Staging:
         self.destination = os.path.abspath(destination)
         self._overwrite = overwrite
         check_destination(destination, overwrite=overwrite)
-        self._made = make_parents(self.destination)
+        self._made = publish.make_parents(self.destination)
         try:
             self._parent = self._open_parent()
             try:
@@ -65,7 +56,7 @@ class Staging:
                 os.close(self._parent)
                 raise
         except BaseException:
-            remove_empty(self._made)
+            publish.remove_empty(self._made)
             raise
         self._files: list[str] = []
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -100,7 +91,7 @@ class Staging:
         if self.directory != staging_path(self.destination):
             fingerprint = None
         try:
-            put_back(self.directory, self.destination)
+            publish.put_back(self.directory, self.destination)
             # Somebody may have published between the caller's first look and our claim.
             check_destination(self.destination, overwrite=self._overwrite)
             found = None if fingerprint is None else read_journal(self.directory, fingerprint)
@@ -255,7 +246,7 @@ class Staging:
                 if self._continues:
                     self._remove_others()
                 self._publish()
-            except NotDurableError:
+            except publish.NotDurableError:
                 self.is_published = True
                 self._release()  # the old one, when there is one, stays where it is
                 raise
@@ -281,13 +272,13 @@ class Staging:
 
     def _publish(self) -> None:
         for directory in sorted({part for file in self._files for part in _parents(file)}):
-            sync_directory(os.path.join(self.directory, directory))
-        sync_entries(self._claim)
+            publish.sync_directory(os.path.join(self.directory, directory))
+        publish.sync_entries(self._claim)
         if self._journal is not None:
             # Last, so that a kill before loses nothing. From here on there is nothing to continue.
             self._journal.remove()
             self._journal, self.records = None, {}
-        self.left_behind = move_into_place(
+        self.left_behind = publish.move_into_place(
             self.directory, self._claim, self.destination, self._parent, overwrite=self._overwrite
         )
 
@@ -315,7 +306,7 @@ class Staging:
             os.close(self._parent)
             self._claim = -1
             if not self.is_published:
-                remove_empty(self._made)  # not when work is kept there
+                publish.remove_empty(self._made)  # not when work is kept there
 
     def _failed(self, verb: str, file: str, error: OSError) -> StorageError:
         hint = None
@@ -332,7 +323,7 @@ class Staging:
 
 def check_destination(destination: str, *, overwrite: bool) -> None:
     """Raise unless `destination` can be created (or, with `overwrite`, replaced)."""
-    parent = nearest_parent(destination)
+    parent = publish.nearest_parent(destination)
     if not os.path.isdir(parent):
         raise UsageError("the destination's parent is not a directory", where=parent)
     if not os.path.lexists(destination):
@@ -347,7 +338,7 @@ def check_destination(destination: str, *, overwrite: bool) -> None:
 
 def free_bytes(destination: str) -> int:
     """Return the bytes that may still be written on the destination's file system."""
-    parent = nearest_parent(destination)
+    parent = publish.nearest_parent(destination)
     try:
         status = os.statvfs(parent)
     except OSError as error:
