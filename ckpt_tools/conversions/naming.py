@@ -71,7 +71,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: Re
                 where=error.where or checkpoint.root,
                 hint="--names hub keeps the names of the file",
             ) from error
-        return plain
+        return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
     known = TensorMap(architecture=claim.architecture, digest=expected.digest)
     return _named(checkpoint, found, known, f"the live {claim.architecture}", resolve)
 

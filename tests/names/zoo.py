@@ -1,4 +1,4 @@
-"""Small models of every architecture of transformers that builds small: by what all configs call the same, no list of ours."""
+"""Small models of every architecture of transformers that builds small: by what configs commonly call their sizes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,19 @@ _SIZES: dict[str, object] = {
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "bos_token_id", "decoder_start_token_id"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 64),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 99),
-    **{"hidden_size_per_layer_input": 16, "image_size": 32, "eos_token_id": 2, "pad_token_id": 0, "sliding_window": 16},
+    "hidden_size_per_layer_input": 16,
+    "image_size": 32,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "sliding_window": 16,
 }
 
 
 def names() -> list[str]:
     """Return the classes with a head."""
-    found = [name for name in sorted(dir(transformers)) if name.endswith(_HEADS) and not name.startswith(("Auto", "Rag"))]
+    found = [
+        name for name in sorted(dir(transformers)) if name.endswith(_HEADS) and not name.startswith(("Auto", "Rag"))
+    ]
     return [name for name in found if isinstance(getattr(transformers, name, None), type)]
 
 
@@ -51,7 +57,7 @@ def small_config(name: str) -> dict[str, Any] | None:
     for candidate in (_shrunk(cut), cut):
         try:
             model = build(name, candidate, "meta")
-        except Exception:  # noqa: S112 - the next one may build
+        except Exception:
             continue
         if sum(one.numel() for one in model.parameters()) <= _MOST_PARAMETERS:
             return candidate | {"architectures": [name]}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
@@ -40,7 +39,7 @@ def content(entry: TensorEntry, data: bytearray) -> np.ndarray:
     result = np.full(entry.shape, -1, np.int32)
     for chunk in entry.chunks:
         sizes = chunk.box.sizes
-        strides = chunk.strides or mosaic._row_major(sizes)  # noqa: SLF001
+        strides = chunk.strides or mosaic._row_major(sizes)
         assert chunk.span.nbytes == 4 * (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)))
         view = np.ndarray(sizes, np.int32, data, chunk.span.offset, tuple(4 * stride for stride in strides))
         where = tuple(slice(o, o + s) for o, s in zip(chunk.box.offsets, sizes, strict=True))
@@ -100,10 +99,10 @@ def test_mosaic_of_any_steps_holds_what_numpy_makes_and_leads_back(data) -> None
         parts = steps(data.draw, parts)
     made = {f"m{at}": tensor for at, (tensor, _) in enumerate(parts)}
     laid = {fqn: mosaic.lay_out(fqn, tensor, entries) for fqn, tensor in made.items()}
-    for (fqn, entry), (_, array) in zip(laid.items(), parts, strict=True):
+    for entry, (_, array) in zip(laid.values(), parts, strict=True):
         assert entry.shape == array.shape
         np.testing.assert_array_equal(content(entry, raw), array)
-    back = mosaic.invert(made, {fqn: SHAPE for fqn in arrays})
+    back = mosaic.invert(made, dict.fromkeys(arrays, SHAPE))
     for fqn, array in arrays.items():
         np.testing.assert_array_equal(content(mosaic.lay_out(fqn, back[fqn], laid), raw), array)
 
