@@ -1,4 +1,4 @@
-"""Every architecture that builds small: hub → sharded → stock load → back, and trained → hub, with every value compared.
+"""Every architecture that builds small: hub → sharded → stock load → back, and trained → hub, every value compared.
 
 What transformers itself loads and saves is the oracle. A name that goes nowhere, a tensor that is missing or one whose
 values differ fails; so does a model that ckpt writes by other names without saying so.
