@@ -42,6 +42,8 @@ _SWITCH = re.compile(
     r".*(_rank|experts?|kernel(_size)?|_freq|_step|first_k.*|interval|_every.*|nextn.*|mtp.*|register.*|type_vocab_size|num_groups)"
 )
 """Numbers whose absence (0 or none) may leave weights out."""
+_WIDTH = re.compile(r"word_embed_proj_dim|embedding_size")
+"""Widths that bring a projection along where they differ from the model's."""
 _CHOICES = {
     "feed_forward_proj": ("relu", "gated-gelu"),
     "position_embedding_type": ("absolute", "relative_key", "rotary"),
@@ -248,6 +250,8 @@ def _others(path: str, key: str, value: object) -> Iterator[tuple[str, object]]:
             yield path, 0
             yield path, None
             yield path, 2
+        if _WIDTH.fullmatch(key):
+            yield path, 2 * value
     elif value is None and _SWITCH.fullmatch(key):
         yield path, 8
         yield path, 2

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
+from ckpt_tools.conversions.naming import NamesOption
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job, model_beside
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
@@ -39,6 +40,7 @@ class ShardOptions(ReshardOptions):
             after="prefix",
         ),
     ] = "stream"
+    names: NamesOption = "auto"
 
 
 @takes(ShardOptions)
@@ -53,8 +55,13 @@ def shard(options: ShardOptions) -> Conversion:
     with open_path(os.fspath(options.source), format=options.format) as opened:
         if opened.format.loads_by_dcp:
             raise _wrong_verb("the source is already sharded", "reshard", options)
-        job = sharding_job(opened, options)
-        job.use_dtensor = options.engine == "dtensor"
+        use_dtensor = options.engine == "dtensor"
+        if use_dtensor and options.names == "live":
+            raise UsageError(
+                "--engine dtensor writes the names of the file", hint="use --engine stream for --names live"
+            )
+        job = sharding_job(opened, options, names="hub" if use_dtensor else options.names)
+        job.use_dtensor = use_dtensor
         return _run(job, options)
 
 

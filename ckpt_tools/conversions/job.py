@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools._version import __version__
-from ckpt_tools.description.checkpoint import Asset, Checkpoint
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME, DType
 from ckpt_tools.description.layout import Mesh, Placement
 from ckpt_tools.errors import StorageError, UnreadableError, UsageError
@@ -93,7 +93,11 @@ class Job:
     rewritten: Mapping[str, bytes] = field(default_factory=dict)
     """Asset → what is written in its place (see `rewrite_assets`)."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """FQN in the destination → FQN in the source, where they differ."""
+    """FQN in the destination → FQN in the source, where they differ; "" for what is joined, or a part."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further FQN in the destination → FQN there of the same bytes: tied weights."""
+    apart: Sequence[TensorEntry] = ()
+    """Tensors of the opened checkpoint that are written in parts: what is recorded of them is checked by itself."""
     origin: Origin | None = None
     mesh: Mesh | None = None
     placements: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
@@ -118,6 +122,13 @@ class Job:
     num_workers: int = 1
     progress: Callable[[int], Progress] | None = None
     """Given the bytes to move, returns what reports them."""
+
+    @property
+    def named(self) -> Checkpoint:
+        """The target with every further name."""
+        entries = {entry.fqn: entry for entry in self.target.tensors}
+        further = (replace(entries[fqn], fqn=alias, path=()) for alias, fqn in self.aliases.items())
+        return replace(self.target, tensors=(*self.target.tensors, *further))
 
     def asset_bytes(self, asset: Asset) -> int:
         """Return the size of what is written for an asset."""
@@ -184,11 +195,13 @@ def fingerprint(job: Job, metadata: bytes) -> str:
     for file in job.opened.checkpoint.files:
         source.size(file)
     dtypes = {entry.fqn: entry.dtype.name for entry in job.source.tensors}
+    parts = {fqn for fqn, name in job.names.items() if not name}
     state = (
         __version__,
         os.path.realpath(source.root),
         source.identities(),
         [(t.fqn, job.names.get(t.fqn), t.dtype.name, dtypes[t.fqn], t.shape) for t in job.target.tensors],
+        [[[c.span.file, c.span.offset, c.box.offsets] for c in t.chunks] for t in job.source.tensors if t.fqn in parts],
         list(job.target.files.items()),
         [(name, digest_bytes(content)) for name, content in (*job.heads.items(), *job.documents.items())],
         [(asset.file, asset.nbytes) for _, asset in job.assets],

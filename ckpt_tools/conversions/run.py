@@ -43,6 +43,8 @@ from ckpt_tools.storage.staging import Staging, check_destination
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
+_APART = "\0apart\0"
+"""Before the name of a tensor that was read for its records alone; no FQN contains a NUL."""
 _BASE_BYTES = 64 << 20
 """Of the interpreter and the modules, in estimates."""
 
@@ -71,7 +73,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         return _run_with_dtensor(job, start)
     if job.prepare is not None:
         job.prepare()
-    marker = format_of(job.target).build_marker(job.target)
+    marker = format_of(job.target).build_marker(job.named)
     staging = Staging(job.destination, overwrite=job.overwrite)
     with _kept_or_discarded(staging):
         staging.begin(fingerprint(job, marker))
@@ -91,6 +93,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         )
         if job.accept is not None:
             job.accept()
+        _check_apart(job, outcome)
         if outcome.bytes_kept:
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
             job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
@@ -112,7 +115,7 @@ def _planned_files(job: Job) -> list[tuple[str, int]]:
     kind = format_of(job.target)
     marker = None
     if kind.marker:
-        marker = FileRecord(nbytes=kind.estimate_marker_bytes(job.target), digest=UNKNOWN_DIGEST)
+        marker = FileRecord(nbytes=kind.estimate_marker_bytes(job.named), digest=UNKNOWN_DIGEST)
     for file in job.opened.checkpoint.files:
         job.opened.source.size(file)  # the manifest names the sources as they were opened
     digests = _NoDigests()
@@ -134,11 +137,12 @@ def _written_files(
 
 
 def _tensor_records(job: Job, digests: Mapping[str, str]) -> Iterator[tuple[str, TensorRecord]]:
-    for entry in job.target.tensors:
-        placements = job.placements.get(entry.fqn, {})
+    for entry in job.named.tensors:
+        own = job.aliases.get(entry.fqn, entry.fqn)
+        placements = job.placements.get(own, {})
         yield (
             entry.fqn,
-            TensorRecord(dtype=entry.dtype, shape=entry.shape, digest=digests[entry.fqn], placements=placements),
+            TensorRecord(dtype=entry.dtype, shape=entry.shape, digest=digests[own], placements=placements),
         )
 
 
@@ -245,7 +249,7 @@ def _finish(
     if marker:
         staging.write_document(format_of(job.target).marker, marker)
     files = _written_files(job, assets, {name: len(content) for name, content in documents.items()}, marked)
-    _check_result(staging.directory, job.target)
+    _check_result(staging.directory, job.named)
     job.opened.source.check_unchanged()
     staging.publish()
     if staging.left_behind is not None:
@@ -306,6 +310,21 @@ def _conversion(
     )
 
 
+def _check_apart(job: Job, outcome: Outcome) -> None:
+    """Read what was written in parts once more as it lies in the source, for what is recorded of it as a whole."""
+    manifest = job.opened.manifest
+    apart = [
+        entry
+        for entry in job.apart
+        if (manifest is not None and entry.fqn in manifest.tensors) or any(c.crc32 is not None for c in entry.chunks)
+    ]
+    if not apart:
+        return
+    whole = scan(apart, job.opened.source, num_workers=job.num_workers)
+    outcome.chunks_checked += whole.chunks_checked
+    outcome.source_digests |= {_APART + fqn: digest for fqn, digest in whole.digests.items()}
+
+
 def _check_digests(job: Job, outcome: Outcome) -> int:
     """Hold what was read against the digests that the source's manifest records; return how many."""
     manifest = job.opened.manifest
@@ -313,11 +332,21 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
         return 0
     count = 0
     dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
-    for entry in job.source.tensors:
-        fqn = job.names.get(entry.fqn, entry.fqn)
+    read = [
+        (
+            entry,
+            job.names.get(entry.fqn, entry.fqn),
+            outcome.source_digests if entry.fqn in job.edits else outcome.digests,
+        )
+        for entry in job.source.tensors
+        if dtypes[entry.fqn] == entry.dtype
+    ]
+    found_apart = {entry.fqn: outcome.source_digests.get(_APART + entry.fqn) for entry in job.apart}
+    read += [(entry, entry.fqn, {entry.fqn: digest}) for entry in job.apart if (digest := found_apart[entry.fqn])]
+    for entry, fqn, digests in read:
         record = manifest.tensors.get(fqn)
-        found = (outcome.source_digests if entry.fqn in job.edits else outcome.digests).get(entry.fqn)
-        if record is None or found is None or dtypes[entry.fqn] != entry.dtype:
+        found = digests.get(entry.fqn)
+        if record is None or found is None:
             continue
         if (record.dtype, record.shape) != (entry.dtype, entry.shape) or record.digest != found:
             raise UnreadableError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -11,6 +11,7 @@ from typing import Annotated
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.job import AssetList, Job, cast_target, notes_on
+from ckpt_tools.conversions.naming import NamesOption, name_back, name_hub
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -19,6 +20,7 @@ from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
+from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
 from ckpt_tools.options import (
@@ -66,6 +68,7 @@ class GatherOptions:
     )
     include: Include = ()
     exclude: Exclude = ()
+    names: NamesOption = "auto"
     allow_foreign_names: Annotated[
         bool, Option("Write names that the architecture in config.json does not have, or not all of its names.")
     ] = False
@@ -95,15 +98,18 @@ def gathering_job(
     notes = notes_on(opened)
     original = opened.origin
     plain = dtype == "keep" and options.max_shard_size is None and not include and not exclude and strip == "auto"
+    plain = plain and options.names != "live"
     if like is not None:
         if like.origin is None or not plain:
             raise UsageError(
                 "--like decides on names, files and dtypes by itself",
-                hint="leave out --dtype, --max-shard-size, --strip-prefix, --include and --exclude",
+                hint="leave out --dtype, --max-shard-size, --strip-prefix, --names, --include and --exclude",
             )
         model, names = _model(opened, strip, notes)
         return _restore(
-            opened, model, names, like.origin, destination, _assets(opened, assets or assets_of(like)), notes
+            *(opened, model, names, like.origin, destination),
+            *(_assets(opened, assets or assets_of(like)), notes),
+            is_reference=True,
         )
     if plain and original is not None:
         names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
@@ -111,7 +117,13 @@ def gathering_job(
         return _restore(opened, model, names, original, destination, _assets(opened, assets), notes)
     chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
     model, names = _model(chosen, strip, notes)
-    source = replace(model, tensors=tuple(map(opened.resolve, model.tensors)), blobs=())
+    beside = _assets(opened, assets)
+    wanted = "live" if options.names == "auto" and not opened.format.is_training else options.names
+    named = name_hub(model, beside, wanted, opened.resolve)
+    _check_tied(named.aliases, model, opened)
+    if named.note:
+        notes.append(named.note)
+    source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
     target = cast_target(source, dtype)
     files = hf.arrange(target.tensors, max_file_nbytes=parse_size(options.max_shard_size or DEFAULT_MAX_SHARD_SIZE))
     placed, heads = hf.place(files)
@@ -123,11 +135,34 @@ def gathering_job(
         destination=destination,
         heads=heads,
         documents=documents,
-        assets=_assets(opened, assets),
+        assets=beside,
         dtype=dtype,
-        names=names,
+        names={fqn: names.get(own, own) for fqn, own in named.sources.items()}
+        | {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources},
+        apart=_as_stored(named.apart, names),
         notes=notes,
     )
+
+
+def _as_stored(apart: Iterable[TensorEntry], names: Mapping[str, str]) -> tuple[TensorEntry, ...]:
+    """Return tensors by the names that they have in the source."""
+    return tuple(replace(entry, fqn=names.get(entry.fqn, entry.fqn)) for entry in apart)
+
+
+def _check_tied(aliases: Mapping[str, str], model: Checkpoint, opened: Opened) -> None:
+    """Refuse to leave out a name of tied weights when its bytes are others.
+
+    Raises:
+        UsageError: They are: the model was trained with two tensors where its config says one.
+    """
+    entries = {entry.fqn: entry for entry in model.tensors}
+    for alias, name in aliases.items():
+        if not _is_same(entries[alias], entries[name], opened, tied=True):
+            raise UsageError(
+                f"{alias!r} and {name!r} are one tensor by the config, and differ in the checkpoint",
+                where=opened.source.root,
+                hint=f"is tie_word_embeddings in {CONFIG_NAME} what was trained? --names live writes both",
+            )
 
 
 def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
@@ -193,6 +228,8 @@ def _restore(
     destination: str,
     assets: AssetList,
     notes: list[str],
+    *,
+    is_reference: bool = False,
 ) -> Job:
     """Return the job that writes the very files that `origin` remembers; the model must have the same tensors."""
     by_fqn = {entry.fqn: entry for entry in model.tensors}
@@ -205,6 +242,10 @@ def _restore(
         heads[name] = len(raw).to_bytes(safetensors.LENGTH_BYTES, "little") + raw
         sizes[name] = header.nbytes
         placed += header.tensors
+    apart: tuple[TensorEntry, ...] = ()
+    if origin.map is not None or (is_reference and not by_fqn.keys() >= {entry.fqn for entry in placed}):
+        model, names, apart = _turned_back(opened, model, names, placed, assets, origin)
+        by_fqn = {entry.fqn: entry for entry in model.tensors}
     wanted = {entry.fqn: entry for entry in placed}
     if len(wanted) != len(placed):
         raise UnreadableError(
@@ -240,8 +281,29 @@ def _restore(
         documents=documents,
         assets=assets,
         names=names,
+        apart=apart,
         notes=notes,
     )
+
+
+def _turned_back(
+    opened: Opened,
+    model: Checkpoint,
+    names: Mapping[str, str],
+    headers: Sequence[TensorEntry],
+    assets: AssetList,
+    origin: Origin,
+) -> tuple[Checkpoint, Mapping[str, str], tuple[TensorEntry, ...]]:
+    """Return a live model's tensors as those of some files, their names in the source, and what is written in parts."""
+    try:
+        named = name_back(model, headers, assets, origin.map, opened.resolve)
+    except UsageError:
+        if origin.map is not None:
+            raise
+        return model, names, ()
+    found = {entry.fqn: "" for entry in named.checkpoint.tensors}
+    found |= {fqn: names.get(own, own) for fqn, own in named.sources.items()}
+    return named.checkpoint, found, _as_stored(named.apart, names)
 
 
 def _leave_out_twins(
@@ -261,6 +323,8 @@ def _is_same(one: TensorEntry, other: TensorEntry, opened: Opened, tied: bool) -
     """Are the bytes the same? Tensors of one value everywhere (zeros, ones) prove nothing unless the names are tied."""
     for entry in (one, other):
         check_complete(entry)
+    if [(c.box, c.span) for c in one.chunks] == [(c.box, c.span) for c in other.chunks]:
+        return True  # two names of one item
     itemsize = max(1, one.dtype.num_bytes(1))
     left, right = (read_blocks(opened.resolve(entry), opened.source) for entry in (one, other))
     first: bytes | None = None

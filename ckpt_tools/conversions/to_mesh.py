@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
+from ckpt_tools.conversions.naming import name_live
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import Layout, Placement, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
@@ -110,26 +111,31 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
-def sharding_job(opened: Opened, options: ShardingOptions) -> Job:
-    """Return the job that writes `opened`, cut as `options` say."""
+def sharding_job(opened: Opened, options: ShardingOptions, *, names: str = "hub") -> Job:
+    """Return the job that writes `opened`, cut as `options` say; `names` as in `naming.NamesOption`."""
     dtype, prefix = options.dtype, options.prefix
-    chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
+    assets = [(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)]
+    named = name_live(opened.checkpoint, assets, names, opened.resolve)
+    chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
     layout = find_layout(opened, renamed, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
     target = cast_target(source, dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
-    origin = opened.origin if dtype == "keep" and chosen is opened.checkpoint else None
+    kept = {old.fqn: new.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)}
+    origin = opened.origin if dtype == "keep" and chosen is named.checkpoint else None
     return Job(
         opened=opened,
         source=source,
         target=place(target.tensors, cells, source.blobs),
         destination=os.fspath(options.destination),
-        assets=[(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)],
+        assets=assets,
         dtype=dtype,
-        names={new.fqn: old.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)},
-        origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix),
+        names={new: named.sources.get(old, "") for old, new in kept.items()},
+        aliases={prefix + alias: kept[fqn] for alias, fqn in named.aliases.items() if fqn in kept},
+        apart=named.apart,
+        origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix, map=named.map or origin.map),
         mesh=layout.mesh,
         placements=layout.placements,
-        notes=notes_on(opened),
+        notes=[*notes_on(opened), *([named.note] if named.note else [])],
     )

@@ -65,6 +65,16 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMap:
+    """What made a live model's tensors of those of the files."""
+
+    architecture: str
+    """Class of the model, by whose rules it was done."""
+    digest: str
+    """Of these rules: with others there is no certain way back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """What gives the original HF files back: their exact headers and index."""
 
@@ -75,6 +85,8 @@ class Origin:
     index_text: str | None = None
     prefix: str = ""
     """Put in front of every FQN when the checkpoint was sharded (`--prefix`)."""
+    map: TensorMap | None = None
+    """What the names of the headers went through before; None when they are the names of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,8 +249,15 @@ def _parse(document: Any) -> Manifest:  # noqa: ANN401 - JSON, checked field by 
             index_name=None if origin["index_name"] is None else _file_name(origin["index_name"], INDEX_SUFFIX),
             index_text=None if origin["index_text"] is None else _utf8(origin["index_text"]),
             prefix=_utf8(origin["prefix"]),
+            map=_map(origin.get("map")),
         ),
     )
+
+
+def _map(fields: Any) -> TensorMap | None:  # noqa: ANN401 - JSON, checked field by field
+    if fields is None:
+        return None
+    return TensorMap(architecture=_utf8(fields["architecture"]), digest=_digest(fields["digest"]))
 
 
 def _parse_records(

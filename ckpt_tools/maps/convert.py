@@ -7,15 +7,15 @@ nowhere, a part that is not there or an operation that needs the model is an err
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps.hold import hold
 from ckpt_tools.maps.mosaic import Mosaic
 from ckpt_tools.maps.operations import run
-from ckpt_tools.maps.patterns import matches
-from ckpt_tools.maps.renames import Route, renamed, routes, routes_back
+from ckpt_tools.maps.patterns import matches, missing, tree
+from ckpt_tools.maps.renames import Route, Rule, renamed, routes, routes_back
 from ckpt_tools.maps.table import Expected
 from ckpt_tools.text import first_few
 
@@ -27,11 +27,9 @@ class Converted:
     """A model's tensors by the names of the other side."""
 
     mosaics: Mapping[str, Mosaic]
-    """Name on the other side → what it is put together from."""
+    """Name on the other side → what it is put together from. What that side drops keeps its name."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further name of a tensor that has several → the one under which it is in `mosaics`."""
-    dropped: tuple[str, ...] = ()
-    """Names that the other side does not have and does not want."""
 
 
 def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -> Converted:
@@ -53,13 +51,21 @@ def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -
     def has(name: str) -> bool:
         return matches(expected.names, name, expected.counts)
 
-    found = list(routes(tensors, expected.rules, expected.base, has))
-    made = _run(found, tensors, config)
+    made = convert(tensors, expected.rules, expected.base, has, config)
     live = {name: tensor for name, tensor in made.items() if has(name)}
+    used = {source for tensor in live.values() for source in tensor.sources}
+    aliases = dict(_aliases(live, expected))
+    may_miss = [re.compile(pattern) for pattern in expected.may_miss]
+    lacking = [
+        name
+        for name in missing(expected.names, tree([*live, *aliases]), expected.counts)
+        if not any(regex.search(name) for regex in may_miss)
+    ]
+    if lacking:
+        raise UsageError(f"a {expected.architecture} has tensors that the file has not: {first_few(lacking, 4)}")
     return Converted(
-        mosaics=live,
-        aliases=dict(_aliases(live, expected)),
-        dropped=tuple(route.name for route in found if not any(target in live for target in route.targets)),
+        mosaics=live | {name: tensor for name, tensor in tensors.items() if name not in used and name not in aliases},
+        aliases=aliases,
     )
 
 
@@ -76,11 +82,22 @@ def to_hub(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) ->
     """
     aliases = dict(_tied(tensors, expected))
     kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    made = _run(list(routes_back(kept, expected.save_rules)), kept, config)
+    made = _run(routes_back(kept, expected.save_rules), kept, config)
     hub = {renamed(name, expected.save_rules): tensor for name, tensor in made.items()}
     if len(hub) < len(made):
         raise UsageError("several tensors would be saved under one name")
     return Converted(mosaics=hub, aliases=aliases)
+
+
+def convert(
+    tensors: Mapping[str, Mosaic], rules: Sequence[Rule], base: str, has: Callable[[str], bool], config: Config
+) -> dict[str, Mosaic]:
+    """Return everything that loading makes of tensors, also what the model drops; arguments as those of `routes`.
+
+    Raises:
+        UsageError: An operation is not known, or the tensors are not as it needs them.
+    """
+    return _run(routes(tensors, rules, base, has), tensors, config)
 
 
 def _run(found: Iterable[Route], tensors: Mapping[str, Mosaic], config: Config) -> dict[str, Mosaic]:
@@ -103,9 +120,10 @@ def _run(found: Iterable[Route], tensors: Mapping[str, Mosaic], config: Config) 
 
 def _aliases(live: Mapping[str, Mosaic], expected: Expected) -> Iterator[tuple[str, str]]:
     """Yield (name that the model has and the file has not, name of the same tensor that is there)."""
+    absent = list(missing(expected.names, tree(live), expected.counts))
     for tie in expected.ties:
         for wanted, there in ((tie.target, tie.source), (tie.source, tie.target)):
-            for name in _names_like(wanted, expected):
+            for name in dict.fromkeys((*_names_like(wanted, expected), *absent)):
                 if name not in live and (other := _partner(name, wanted, there, live)) is not None:
                     yield name, other
 

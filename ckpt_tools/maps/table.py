@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import cast
 
+import xxhash
+
 from ckpt_tools.maps.patterns import Node, find, matches, merge, missing, prune, tree
 from ckpt_tools.maps.renames import Rule
 from ckpt_tools.maps.sections import Part, Section, add_names, parse_rules, parse_section
@@ -46,6 +48,11 @@ class Expected:
     """What saving does, in its order."""
     ignored: list[str] = field(default_factory=list)
     may_miss: list[str] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """Identifies what loading does, to the last letter."""
+        return xxhash.xxh3_128_hexdigest(repr((self.base, self.rules)).encode())
 
 
 class Table:

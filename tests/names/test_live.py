@@ -1,0 +1,169 @@
+"""What `shard` writes loads into the live model by stock PyTorch; what was trained loads everywhere."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import toys
+from safetensors.torch import load_file, save_file
+
+from ckpt_tools.cli import main
+from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.formats.opening import open_path
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+QUICK = ("qwen3-moe", "t5", "llava")
+
+
+@pytest.fixture(scope="module", params=sorted(toys.KINDS))
+def model(request, tmp_path_factory):
+    """A model, and a directory with it as transformers saves it."""
+    directory = tmp_path_factory.mktemp("hub") / request.param
+    made = toys.build(request.param)
+    made.save_pretrained(directory, max_shard_size="100KB")
+    return made, directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file of a directory, but the manifest."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != MANIFEST_NAME}
+
+
+def load_stock(model, directory: Path) -> dict[str, torch.Tensor]:
+    """What the guide's lines do, without ranks."""
+    state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    dcp.load(state, checkpoint_id=directory)
+    return state
+
+
+def assert_same(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+
+
+@pytest.mark.full(but=QUICK)
+def test_sharded_model_loads_into_the_live_one_and_comes_back_byte_for_byte(model, tmp_path) -> None:
+    live, hub = model
+    assert main(["shard", str(hub), str(tmp_path / "dcp"), "--mesh", "dp_shard=2,tp=2", "-q"]) == 0
+    assert main(["verify", str(tmp_path / "dcp"), "-q"]) == 0
+    assert_same(load_stock(live, tmp_path / "dcp"), live.state_dict())
+    assert main(["reshard", str(tmp_path / "dcp"), str(tmp_path / "three"), "--mesh", "dp_shard=3", "-q"]) == 0
+    assert_same(load_stock(live, tmp_path / "three"), live.state_dict())
+    for source in ("dcp", "three"):
+        assert main(["gather", str(tmp_path / source), str(tmp_path / f"{source}-hf"), "-q"]) == 0
+        assert contents(tmp_path / f"{source}-hf") == contents(hub)
+
+
+@pytest.mark.full(but=QUICK)
+def test_trained_model_becomes_what_from_pretrained_and_the_original_say(model, tmp_path) -> None:
+    live, hub = model
+    dcp.save({"model": live.state_dict()}, checkpoint_id=tmp_path / "run")
+    assert main(["gather", str(tmp_path / "run"), str(tmp_path / "hf"), "--assets", str(hub), "-q"]) == 0
+    loaded, info = type(live).from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert {what: names for what, names in info.items() if names} == {}
+    assert_same(loaded.state_dict(), live.state_dict())
+    assert main(["gather", str(tmp_path / "run"), str(tmp_path / "like"), "--like", str(hub), "-q"]) == 0
+    assert contents(tmp_path / "like") == contents(hub)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A model with experts, on the hub and as a training run saves it."""
+    directory = tmp_path_factory.mktemp("experts")
+    made = toys.build("qwen3-moe")
+    made.save_pretrained(directory / "hub")
+    dcp.save(made.state_dict(), checkpoint_id=directory / "run")
+    return directory
+
+
+def test_names_hub_keeps_those_of_the_file(experts, tmp_path) -> None:
+    args = ["shard", str(experts / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "--names", "hub"]
+    assert main([*args, "-q"]) == 0
+    with open_path(str(tmp_path / "dcp")) as opened:
+        names = {entry.fqn for entry in opened.checkpoint.tensors}
+    assert names == load_file(experts / "hub" / "model.safetensors").keys()
+
+
+def test_names_live_of_a_gathered_model_are_those_of_training(experts, tmp_path) -> None:
+    args = ["gather", str(experts / "run"), str(tmp_path / "hf"), "--names", "live", "--assets", str(experts / "hub")]
+    assert main([*args, "-q"]) == 0
+    live = toys.build("qwen3-moe").state_dict()
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), live)
+
+
+def test_names_live_of_nothing_that_is_known_is_refused(experts, tmp_path, capsys) -> None:
+    (tmp_path / "hub").mkdir()
+    shutil.copy(experts / "hub" / "model.safetensors", tmp_path / "hub")
+    args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2"]
+    assert main([*args, "--names", "live"]) == 2
+    assert "no config.json" in capsys.readouterr().err
+    assert main([*args, "--engine", "dtensor", "--names", "live"]) == 2
+    assert "--engine stream" in capsys.readouterr().err
+
+
+def test_file_that_lacks_an_expert_keeps_its_names_and_says_why(experts, tmp_path, capsys) -> None:
+    (tmp_path / "hub").mkdir()
+    shutil.copy(experts / "hub" / "config.json", tmp_path / "hub")
+    tensors = load_file(experts / "hub" / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.1.up_proj.weight"]
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    assert main(["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2"]) == 0
+    said = capsys.readouterr()
+    assert "names of the file: its tensors are not those of a Qwen3MoeForCausalLM" in said.out + said.err
+
+
+def test_damaged_chunk_that_is_written_in_parts_is_found(experts, tmp_path, capsys) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(experts / "run", run)
+    (data,) = run.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    part = toys.build("qwen3-moe").state_dict()["model.layers.1.mlp.experts.gate_up_proj"].numpy().tobytes()
+    content[content.index(part) + len(part) // 2] ^= 1
+    data.write_bytes(content)
+    assert main(["gather", str(run), str(tmp_path / "hf"), "--assets", str(experts / "hub"), "-q"]) == 4
+    assert "is damaged: CRC-32" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_manifest_s_digest_of_what_is_written_in_parts_is_held(experts, tmp_path, capsys) -> None:
+    assert main(["shard", str(experts / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "-q"]) == 0
+    target = tmp_path / "dcp" / "__1_0.distcp"
+    content = bytearray(target.read_bytes())
+    live = toys.build("qwen3-moe").state_dict()["model.layers.1.mlp.experts.down_proj"].numpy()
+    content[content.index(live[3].tobytes()) + 9] ^= 1
+    target.write_bytes(content)
+    assert main(["gather", str(tmp_path / "dcp"), str(tmp_path / "hf"), "-q"]) == 4
+    assert "model.layers.1.mlp.experts.down_proj" in capsys.readouterr().err
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path, capsys) -> None:
+    made = toys.build("gpt2")
+    made.save_pretrained(tmp_path / "hub")
+    state = dict(made.state_dict())
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    dcp.save(state, checkpoint_id=tmp_path / "run")
+    assert main(["gather", str(tmp_path / "run"), str(tmp_path / "hf"), "--assets", str(tmp_path / "hub"), "-q"]) == 2
+    assert "one tensor by the config, and differ" in capsys.readouterr().err
+
+
+def test_tied_weights_are_one_item(tmp_path) -> None:
+    made = toys.build("gpt2")
+    made.save_pretrained(tmp_path / "model")
+    for names in ("hub", "live"):
+        args = ["shard", str(tmp_path / "model"), str(tmp_path / names), "--mesh", "dp_shard=2", "--names", names]
+        assert main([*args, "-q"]) == 0
+    sizes = {names: sum(p.stat().st_size for p in (tmp_path / names).glob("*.distcp")) for names in ("hub", "live")}
+    assert sizes["hub"] == sizes["live"]
+
+
+def test_map_of_another_version_is_not_turned_back(experts, tmp_path, capsys, monkeypatch) -> None:
+    from ckpt_tools.maps.table import Expected
+
+    assert main(["shard", str(experts / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "-q"]) == 0
+    monkeypatch.setattr(Expected, "digest", property(lambda _: "0" * 32))
+    assert main(["gather", str(tmp_path / "dcp"), str(tmp_path / "hf"), "-q"]) == 2
+    assert "by another map" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""Operations do to mosaics what transformers' own do to tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import core_model_loading as loading
+
+from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box
+from ckpt_tools.maps.mosaic import Mosaic, lay_out, whole
+from ckpt_tools.maps.operations import UnknownOperationError, run
+
+I64 = BY_NAME["I64"]
+
+
+class Heads:
+    """What `PermuteForRope` asks a config."""
+
+    num_attention_heads = 2
+
+
+def tensors_of(groups: dict[str, int], shape: tuple[int, ...]) -> dict[str, list[torch.Tensor]]:
+    count = 0
+    made: dict[str, list[torch.Tensor]] = {}
+    for key, length in groups.items():
+        made[key] = []
+        for _ in range(length):
+            size = torch.Size(shape).numel()
+            made[key].append(torch.arange(count, count + size).reshape(shape))
+            count += size
+    return made
+
+
+def values_of(mosaic: Mosaic, shape: tuple[int, ...]) -> torch.Tensor:
+    """Read a mosaic of tensors that hold their own places in the order of their names."""
+    size = torch.Size(shape).numel()
+    entries = {
+        source: TensorEntry(
+            fqn=source,
+            dtype=I64,
+            shape=shape,
+            chunks=(
+                Chunk(
+                    box=Box((0,) * len(shape), shape),
+                    span=ByteSpan(file="f", offset=8 * size * int(source), nbytes=8 * size),
+                ),
+            ),
+        )
+        for source in mosaic.sources
+    }
+    result = torch.full(mosaic.shape, -1)
+    for chunk in lay_out("t", mosaic, entries).chunks:
+        where = tuple(slice(o, o + s) for o, s in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
+        flat = torch.arange(chunk.span.offset // 8, (chunk.span.offset + chunk.span.nbytes) // 8)
+        strides = chunk.strides or torch.empty(chunk.box.sizes, device="meta").stride()
+        result[where] = flat.as_strided(chunk.box.sizes, strides)
+    return result
+
+
+CASES = [
+    ("MergeModulelist(dim=0)", [loading.MergeModulelist(0)], {"a.*.w": 3}, ["a.w"], (4, 6)),
+    (
+        "MergeModulelist(dim=0),Concatenate(dim=1)",
+        [loading.MergeModulelist(0), loading.Concatenate(1)],
+        {"a.*.x": 3, "a.*.y": 3},
+        ["a.w"],
+        (4, 6),
+    ),
+    ("Concatenate(dim=0)", [loading.Concatenate(0)], {"q": 1, "k": 1, "v": 1}, ["qkv"], (4, 6)),
+    ("Chunk(dim=0)", [loading.Chunk(0)], {"qkv": 1}, ["q", "k"], (4, 6)),
+    (
+        "Chunk(dim=1),SplitModulelist(dim=0)",
+        [loading.Chunk(1), loading.SplitModulelist(0)],
+        {"w": 1},
+        ["e.*.x", "e.*.y"],
+        (3, 4, 2),
+    ),
+    ("SplitModulelist(dim=0)", [loading.SplitModulelist(0)], {"w": 1}, ["e.*.x"], (3, 4, 2)),
+    ("Transpose(dim0=0;dim1=1)", [loading.Transpose(0, 1)], {"w": 1}, ["v"], (4, 6)),
+    ("Interleave(dim=1)", [loading.Interleave(1)], {"w": 1}, ["v"], (4, 6)),
+    ("Interleave(dim=0;inverse=True)", [loading.Interleave(0, inverse=True)], {"w": 1}, ["v"], (4, 6)),
+    ("PermuteForRope", [loading.PermuteForRope()], {"w": 1}, ["v"], (8, 3)),
+    ("PermuteForRope(inverse=True)", [loading.PermuteForRope(inverse=True)], {"w": 1}, ["v"], (8,)),
+    (
+        "Chunk(dim=0),PermuteForRope(permute_layer_names=q_proj|k_proj)",
+        [loading.Chunk(0), loading.PermuteForRope(permute_layer_names=["q_proj", "k_proj"])],
+        {"qkv": 1},
+        ["q_proj", "k_proj", "v_proj"],
+        (24, 3),
+    ),
+    (
+        "ErnieFuseAndSplitTextVisionExperts(stack_dim=0;concat_dim=1)",
+        [loading.ErnieFuseAndSplitTextVisionExperts()],
+        {"e.*.gate": 4, "e.*.up": 4},
+        ["text", "vision"],
+        (4, 6),
+    ),
+    (
+        "ErnieSplitAndDecoupleTextVisionExperts(stack_dim=0;concat_dim=1)",
+        [loading.ErnieSplitAndDecoupleTextVisionExperts()],
+        {"text": 1, "vision": 1},
+        ["e.*.gate", "e.*.up"],
+        (3, 4, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "operations", "groups", "targets", "shape"), CASES, ids=[case[0] for case in CASES])
+def test_operations_do_what_those_of_transformers_do(text, operations, groups, targets, shape) -> None:
+    tensors = tensors_of(groups, shape)
+    expected = dict(tensors)
+    for operation in operations:
+        expected = operation.convert(
+            expected, source_patterns=list(groups), target_patterns=list(targets), config=Heads()
+        )
+    names = iter(range(sum(groups.values())))
+    mosaics = {key: [whole(str(next(names)), I64, shape) for _ in range(length)] for key, length in groups.items()}
+    found = run(text, mosaics, targets, {"num_attention_heads": 2})
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(values_of(found[name], shape), tensor), name
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("Frobnicate(dim=0)", "Frobnicate is not known"),
+        ("Split(dim=0)", "Split is not known"),
+        ("Transpose(dim0=0;dim1=1;check_dims=True)", "the shape in the model says"),
+        ("Chunk(dim=0;num_shards_attribute=n)", "not known"),
+    ],
+)
+def test_operation_that_needs_more_than_names_and_shapes_is_refused(text, what) -> None:
+    with pytest.raises(UnknownOperationError, match=what):
+        run(text, {"w": [whole("0", I64, (4, 4))]}, ["v"], {})

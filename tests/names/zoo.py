@@ -1,0 +1,82 @@
+"""Small models of every architecture of transformers that builds small: by what configs commonly call their sizes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import torch
+import transformers
+
+from ckpt_tools.preflight.shrink import cut_depth
+
+_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification")
+_MOST_PARAMETERS = 6_000_000
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "n_embed", "embedding_size", "lru_width", "emb_dim")
+_INNER = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "projection_dim")
+_HEAD_COUNTS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "linear_num_value_heads"),
+)
+_SIZES: dict[str, object] = {
+    **dict.fromkeys(_WIDTHS, 32),
+    **dict.fromkeys(_INNER, 64),
+    **dict.fromkeys(_HEAD_COUNTS, 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "top_k", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("head_dim", "d_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_state", "patch_size", "laurel_rank"), 8),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "bos_token_id", "decoder_start_token_id"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 64),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 99),
+    "hidden_size_per_layer_input": 16,
+    "image_size": 32,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "sliding_window": 16,
+}
+
+
+def names() -> list[str]:
+    """Return the classes with a head."""
+    found = [
+        name for name in sorted(dir(transformers)) if name.endswith(_HEADS) and not name.startswith(("Auto", "Rag"))
+    ]
+    return [name for name in found if isinstance(getattr(transformers, name, None), type)]
+
+
+def small_config(name: str) -> dict[str, Any] | None:
+    """Return the content of a config.json, None where nothing small builds."""
+    kind = getattr(transformers, name)
+    try:
+        plain = json.loads(kind.config_class().to_json_string(use_diff=False))
+        cut = cut_depth(plain)
+    except Exception:  # every class checks its config in its own way
+        return None
+    for candidate in (_shrunk(cut), cut):
+        try:
+            model = build(name, candidate, "meta")
+        except Exception:
+            continue
+        if sum(one.numel() for one in model.parameters()) <= _MOST_PARAMETERS:
+            return candidate | {"architectures": [name]}
+    return None
+
+
+def build(name: str, config: dict[str, Any], device: str) -> transformers.PreTrainedModel:
+    """Build a model, with weights by `init_weights` where the device is no meta one."""
+    kind = getattr(transformers, name)
+    with torch.device(device):
+        return kind(kind.config_class.from_dict(copy.deepcopy(config)))
+
+
+def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _shrunk(value)
+        if isinstance(value, dict)
+        else _SIZES[key]
+        if key in _SIZES and type(value) is type(_SIZES[key])
+        else value
+        for key, value in values.items()
+    }
