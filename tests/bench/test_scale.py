@@ -11,6 +11,9 @@ import pytest
 
 from ckpt_tools import api
 
+pytestmark = pytest.mark.full
+
+
 HERE = Path(__file__).resolve().parent
 CKPT = str(Path(sys.prefix, "bin", "ckpt"))
 # `measure` sees nothing below the memory of its own process, which must therefore be a small one.
@@ -46,7 +49,6 @@ def test_sparse_checkpoint_is_large_and_takes_no_room(sparse: dict[int, Path]) -
     assert sum(path.stat().st_blocks * 512 for path in sparse[8_000].iterdir()) < 20_000_000
 
 
-@pytest.mark.full(but=["inspect"])
 @pytest.mark.parametrize("command", ["inspect", "verify", "shard"])
 def test_memory_is_linear_in_the_tensors(sparse: dict[int, Path], tmp_path: Path, command: str) -> None:
     peaks = []
@@ -71,7 +73,6 @@ def test_memory_of_a_dry_run_does_not_grow_with_the_ranks(sparse: dict[int, Path
     assert many <= few + 20_000_000
 
 
-@pytest.mark.full
 def test_bench_scale_prints_a_row_per_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
     from scale import run_scale, to_json, to_markdown

@@ -110,6 +110,7 @@ def test_dcp_load_control_of_another_model_is_noticed(loaded):
     assert {"lm_head.weight", "model.layers.1.mlp.up_proj.weight"} < set(loaded["control"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_dcp_load_without_process_group_is_bitwise_equal(written, llama_dir, assert_same, name):
     expected = load_file(llama_dir / "model.safetensors")

@@ -12,6 +12,9 @@ from ckpt_tools import api
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.dcp_metadata import parse_metadata
 
+pytestmark = pytest.mark.full
+
+
 SOUND = (
     *("flat", "nested", "unflattened", "unflattened-nested", "async", "tied", "hsdp", "experts-and-more"),
     *("hugging-face", "optimizer", "optimizer-alone", "optimizer-flattened", "optimizer-flattened-alone"),
@@ -28,7 +31,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", SOUND)
 def test_stock_save_is_sound(saved: Path, name: str) -> None:
     assert api.verify(saved / name).findings == ()

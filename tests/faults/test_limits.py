@@ -71,6 +71,7 @@ def test_disk_without_room_is_refused_before_the_first_byte(server, large, case)
     assert list(case.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 4])
 def test_few_open_files_are_enough_for_many(tmp_path, workers):
     model = write_model(tmp_path / "model", {f"t{i}": tensor("F32", 64, 2, seed=i) for i in range(8)})
@@ -86,6 +87,7 @@ def test_few_open_files_are_enough_for_many(tmp_path, workers):
     assert staging_left(tmp_path) == []
 
 
+@pytest.mark.full
 def test_too_few_open_files_are_an_error_that_says_what_to_raise(tmp_path):
     model = write_model(tmp_path / "model", {"t": tensor("F32", 64, 2)})
     codes = set()

@@ -391,6 +391,7 @@ JOURNALS = {
 """What is done to the journal, and whether the run can still be continued."""
 
 
+@pytest.mark.full(but=["gather-torn", "gather-link", "gather-empty"])
 @pytest.mark.parametrize("kind", JOURNALS)
 def test_resume_with_a_journal_that_is_not_right_is_harmless(runs, case, kind):
     change, continues = JOURNALS[kind]

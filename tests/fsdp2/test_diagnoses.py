@@ -46,7 +46,7 @@ def test_audit_silently_broken_model_finds_that_and_nothing_else(said_by_rank, n
         assert all(finding.severity == "error" and finding.hint == CATALOGUE[code].fix for finding in found)
 
 
-@pytest.mark.full(but=["rank-skip"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_diagnose_ranks_that_disagree_is_told_from_their_traces(tmp_path, name):
     traces = tmp_path / "traces"

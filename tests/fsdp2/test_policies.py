@@ -10,6 +10,9 @@ from fsdp2.ranks import run_ranks
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.fsdp2 import Policy, Precision, fsdp_mesh, load_checkpoint
 
+pytestmark = pytest.mark.full
+
+
 POLICIES = {
     "plain": Policy(),
     "offload": Policy(cpu_offload=True),

@@ -81,6 +81,7 @@ def save_with_failures(rank, world_size, source, out):
     return seen
 
 
+@pytest.mark.full
 def test_failure_on_one_rank_fails_all_and_leaves_the_destination(tmp_path):
     models.build("llama", "cpu").save_pretrained(tmp_path / "hf")
     out = tmp_path / "out"
@@ -153,6 +154,7 @@ def save_with_empty_parts(path):
     return pairs, model.last.weight.to_local().numel(), model.last.bias.to_local().numel()
 
 
+@pytest.mark.full
 def test_rank_0_gives_every_rank_its_parts(tmp_path):
     expected = models.build("llama-tied", "cpu")
     expected.save_pretrained(tmp_path)

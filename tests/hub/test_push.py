@@ -544,6 +544,7 @@ def test_push_leaves_the_client_as_it_was(hub: Hub, push_json, model: Path):
 # --- as a user runs it
 
 
+@pytest.mark.full
 def test_push_process_finds_token_and_endpoint_in_the_environment(hub: Hub, push_process, model: Path):
     done = push_process(model, "me/model")
     assert done.returncode == 0, done.stderr
@@ -551,6 +552,7 @@ def test_push_process_finds_token_and_endpoint_in_the_environment(hub: Hub, push
     assert hub.files("me/model")[WEIGHTS[0]] == (model / WEIGHTS[0]).read_bytes()
 
 
+@pytest.mark.full
 def test_push_process_stored_token_is_used(hub: Hub, push_process, model: Path, tmp_path: Path):
     (tmp_path / "hf-home").mkdir()
     (tmp_path / "hf-home" / "token").write_text(WRITE_TOKEN + "\n")
@@ -559,6 +561,7 @@ def test_push_process_stored_token_is_used(hub: Hub, push_process, model: Path, 
     assert {r.token for r in hub.requests if r.path.startswith("/api/models")} == {WRITE_TOKEN}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("argv", "changes", "what", "hint", "is_asked"),
     [

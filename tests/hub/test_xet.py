@@ -14,6 +14,9 @@ import pytest
 from hub.local_hub import READ_TOKEN, WRITE_TOKEN, XET_TOKEN, Fault, Hub
 from samples import write_model
 
+pytestmark = pytest.mark.full
+
+
 pytest.importorskip("hf_xet")
 
 # The real client's, so that the local hub need not speak the storage's newest dialect.
@@ -51,7 +54,6 @@ def test_push_hub_without_xet_is_sent_lfs_at_once(hub: Hub, push_process, model:
     assert "trying" not in done.stderr
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("fault", ["status", "cut"])
 def test_push_storage_that_is_away_is_done_without(hub: Hub, push_process, model: Path, fault: str):
     hub.has_xet = True

@@ -125,6 +125,7 @@ def test_json_key_that_is_written_twice_is_found_in_one_pass(tmp_path: Path, mon
     assert Key.compared < 30_000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "text"),
     [

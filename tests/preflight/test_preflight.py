@@ -96,6 +96,7 @@ def test_preflight_of_a_right_config_is_green_and_checks_everything(model, tmp_p
     assert any("dp_shard=8 to 2" in note for note in document["notes"])
 
 
+@pytest.mark.full
 def test_preflight_of_a_wrong_config_is_red_with_exactly_these_ids(model, tmp_path, capsys):
     wrong = {"num_processes": 6, "parallelism_config": {"parallelism_config_dp_shard_size": 4}}
     path = write(tmp_path, {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayr"}, **wrong)

@@ -42,6 +42,7 @@ def _staged(root: Path) -> Path:
     return root / name
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(
     verb=st.sampled_from(("shard", "gather", "reshard")),

@@ -285,7 +285,7 @@ def test_environment_with_gpus_leaves_those_that_the_caller_may_see(monkeypatch)
     assert environment("/x")["CUDA_VISIBLE_DEVICES"] == ""
 
 
-@pytest.mark.full(but=["True"])
+@pytest.mark.full
 @pytest.mark.parametrize("wait", [True, False])
 def test_child_takes_what_it_has_started_with_it(tmp_path, wait):
     file = tmp_path / "pids"
