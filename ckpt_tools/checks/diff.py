@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.models.naming import AssetList, name_live
 from ckpt_tools.moving.execute import Progress, scan
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
@@ -67,7 +69,7 @@ def diff(
     Raises:
         UnreadableError: One of them is incomplete or damaged.
     """
-    ours, theirs = _match_names(a.checkpoint, b.checkpoint)
+    ours, theirs = _match_names(a, b)
     shared = [fqn for fqn in ours if fqn in theirs]
     changed = {fqn: what for fqn in shared if (what := _compare_kinds(ours[fqn], theirs[fqn])) is not None}
     if not keys_only:
@@ -96,16 +98,33 @@ def diff(
     )
 
 
-def _match_names(a: Checkpoint, b: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """Index both by FQN; when the names differ, by the names that `gather` would give."""
-    ours, theirs = ({entry.fqn: entry for entry in side.tensors} for side in (a, b))
-    if ours.keys() == theirs.keys():
-        return ours, theirs
-    best = (ours, theirs)
-    for candidate in ((plain_names(a), theirs), (ours, plain_names(b)), (plain_names(a), plain_names(b))):
-        if len(candidate[0].keys() ^ candidate[1].keys()) < len(best[0].keys() ^ best[1].keys()):
-            best = candidate
-    return best
+_Entries = Mapping[str, TensorEntry]
+
+
+def _match_names(a: Opened, b: Opened) -> tuple[_Entries, _Entries]:
+    """Index both by FQN; when the names differ, by those of plain models, then by those of the live model."""
+    ours, theirs = (_by_names(opened.checkpoint) for opened in (a, b))
+    best = _closest(ours, theirs)
+    if best[0].keys() == best[1].keys():
+        return best
+    assets = [(opened.source, asset) for opened in (a, b) for asset in opened.checkpoint.assets]
+    return _closest([*ours, _live(a, ours[-1], assets)], [*theirs, _live(b, theirs[-1], assets)])
+
+
+def _by_names(checkpoint: Checkpoint) -> tuple[_Entries, _Entries]:
+    return {entry.fqn: entry for entry in checkpoint.tensors}, plain_names(checkpoint)
+
+
+def _closest(ours: Sequence[_Entries], theirs: Sequence[_Entries]) -> tuple[_Entries, _Entries]:
+    return min(product(ours, theirs), key=lambda pair: len(pair[0].keys() ^ pair[1].keys()))
+
+
+def _live(opened: Opened, entries: _Entries, assets: AssetList) -> _Entries:
+    """Return a file's tensors by the live model's names, where it is certain what they are."""
+    tensors = tuple(replace(entry, fqn=fqn) for fqn, entry in entries.items())
+    named = name_live(replace(opened.checkpoint, tensors=tensors), assets, "auto", opened.resolve)
+    found = {entry.fqn: entry for entry in named.checkpoint.tensors}
+    return found | {alias: found[name] for alias, name in named.aliases.items()}
 
 
 def _compare_kinds(one: TensorEntry, other: TensorEntry) -> str | None:

@@ -6,46 +6,21 @@ written that it would load so, unless the model that the names come from was lik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from ckpt_tools.conversions.job import AssetList, Job
+from ckpt_tools.conversions.job import Job
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps import Expected, Held, common_prefix, folded, hold, is_adapter, load_table, origins_of, tied
-from ckpt_tools.models.config import CONFIG_NAME, config_in
-from ckpt_tools.storage.source import Source
+from ckpt_tools.models.config import CONFIG_NAME
+from ckpt_tools.models.naming import AssetList, claim_of
 from ckpt_tools.text import escape_name, first_few
 
 Ties = Callable[[str, str], bool]
 """Does the architecture give both names to one tensor?"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """What a file beside the weights says that they are."""
-
-    architecture: str
-    config: Mapping[str, object]
-    source: Source
-    """Where that file lies."""
-
-
-def claim_of(assets: AssetList) -> Claim | None:
-    """Return what the config.json among `assets` names; None when nothing does.
-
-    Raises:
-        UnreadableError: It is not a JSON object, or too long.
-    """
-    found = next(((source, asset) for source, asset in assets if asset.file == CONFIG_NAME), None)
-    if found is None:
-        return None
-    config = config_in(found[0])
-    if config.architecture is None:
-        return None
-    return Claim(architecture=config.architecture, config=config.values, source=found[0])
 
 
 def ties_in(assets: AssetList) -> Ties:

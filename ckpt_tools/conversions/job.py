@@ -18,6 +18,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, detect, read_document
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
+from ckpt_tools.models.naming import AssetList
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.moving.plan import check_names
@@ -33,9 +34,6 @@ DTYPES = ("keep", "bf16", "f16", "f32")
 _MARGIN_BYTES = 16 << 20
 _PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """Directories that accelerate and transformers' Trainer put into that of a step."""
-
-AssetList = Sequence[tuple[Source, Asset]]
-"""Files to carry along, and where from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ from itertools import zip_longest
 from typing import Annotated
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
-from ckpt_tools.conversions.job import AssetList, Job, cast_target, notes_on
-from ckpt_tools.conversions.naming import NamesOption, name_back, name_hub
+from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -21,6 +20,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import CONFIG_NAME
+from ckpt_tools.models.naming import AssetList, GatherNames, name_back, name_hub
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
 from ckpt_tools.options import (
@@ -68,7 +68,7 @@ class GatherOptions:
     )
     include: Include = ()
     exclude: Exclude = ()
-    names: NamesOption = "auto"
+    names: GatherNames = "auto"
     allow_foreign_names: Annotated[
         bool, Option("Write names that the architecture in config.json does not have, or not all of its names.")
     ] = False

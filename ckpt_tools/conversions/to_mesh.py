@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
-from ckpt_tools.conversions.naming import name_live
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import Layout, Placement, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
@@ -16,6 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
+from ckpt_tools.models.naming import name_live
 from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set

@@ -68,6 +68,8 @@ class FileRecord:
 class TensorMap:
     """What made a live model's tensors of those of the files."""
 
+    names: str
+    """Whose names they are: "live", or a convention such as "torchtitan"."""
     architecture: str
     """Class of the model, by whose rules it was done."""
     digest: str
@@ -257,7 +259,8 @@ def _parse(document: Any) -> Manifest:  # noqa: ANN401 - JSON, checked field by 
 def _map(fields: Any) -> TensorMap | None:  # noqa: ANN401 - JSON, checked field by field
     if fields is None:
         return None
-    return TensorMap(architecture=_utf8(fields["architecture"]), digest=_digest(fields["digest"]))
+    words = {word: _utf8(fields[word]) for word in ("names", "architecture")}
+    return TensorMap(**words, digest=_digest(fields["digest"]))
 
 
 def _parse_records(

@@ -18,8 +18,9 @@ with safe_open(adapter / "adapter_model.safetensors", framework="pt") as factors
                     path = f"base_model.model.{name.removesuffix('.weight')}"
                     a, b = (factors.get_tensor(f"{path}.lora_{letter}.weight") for letter in "AB")
                     exact = expected.float() + (b @ a) * (ALPHA / RANK)
-                    # A step of bfloat16; where W and its change cancel, float32's own rounding of them is more.
-                    step = exact.abs() * 2**-7 + expected.float().abs() * 2**-22
+                    # A step of bfloat16; where W and its change cancel, float32's own rounding of the sum is more.
+                    products = (b.abs() @ a.abs()) * (ALPHA / RANK)
+                    step = exact.abs() * 2**-7 + (expected.float().abs() + RANK * products) * 2**-24
                     expected = exact.to(expected.dtype)
                     if not bool(((after.get_tensor(name).float() - exact).abs() <= step).all()):
                         sys.exit(f"{name} is not the merge")

@@ -167,3 +167,19 @@ def test_map_of_another_version_is_not_turned_back(experts, tmp_path, capsys, mo
     monkeypatch.setattr(Expected, "digest", property(lambda _: "0" * 32))
     assert main(["gather", str(tmp_path / "dcp"), str(tmp_path / "hf"), "-q"]) == 2
     assert "by another map" in capsys.readouterr().err
+
+
+@pytest.mark.full(but=QUICK)
+def test_sharded_and_trained_are_compared_with_the_model_on_the_hub(model, tmp_path, capsys) -> None:
+    live, hub = model
+    assert main(["shard", str(hub), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "-q"]) == 0
+    assert main(["verify", str(tmp_path / "dcp"), "--against", str(hub), "-q"]) == 0
+    state = live.state_dict()
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "run")
+    assert main(["diff", str(hub), str(tmp_path / "run")]) == 0
+    name = max(state, key=lambda fqn: state[fqn].numel())
+    state[name] = state[name] + 1
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "changed")
+    capsys.readouterr()
+    assert main(["diff", str(tmp_path / "changed"), str(hub)]) == 3
+    assert name in capsys.readouterr().out

@@ -56,20 +56,22 @@ def test_smoke_of_a_healthy_model_finds_nothing(farm, models, kind, mesh):
 
 
 @pytest.mark.parametrize(
-    ("kind", "written", "mesh", "has_live_names"),
+    ("kind", "written", "mesh", "names"),
     [
-        ("llama", "dp_shard=4,tp=2", "dp_shard=2", True),
-        ("bert", "dp_shard=3", "dp_shard=2", False),  # tied
-        ("moe", "dp_shard=2", "dp_replicate=2", False),  # fused experts
+        ("llama", "dp_shard=4,tp=2", "dp_shard=2", "auto"),
+        ("bert", "dp_shard=3", "dp_shard=2", "auto"),
+        ("bert", "dp_shard=3", "dp_shard=2", "hub"),  # tied
+        ("moe", "dp_shard=2", "dp_replicate=2", "auto"),
+        ("moe", "dp_shard=2", "dp_replicate=2", "hub"),  # fused experts
     ],
 )
 def test_smoke_of_a_sharded_checkpoint_warns_only_where_dcp_load_would_stop(
-    farm, models, tmp_path, kind, written, mesh, has_live_names
+    farm, models, tmp_path, kind, written, mesh, names
 ):
-    api.shard(models / kind, tmp_path / "dcp", mesh=written, tp_plan="auto" if "tp" in written else None)
+    api.shard(models / kind, tmp_path / "dcp", mesh=written, tp_plan="auto" if "tp" in written else None, names=names)
     report = farm.smoke(source=str(tmp_path / "dcp"), mesh=mesh, steps=1)
-    check_fp32(report, findings=() if has_live_names else (("live-names", "warning"),))
-    farm.call("smoke.makers:load_by_dcp", str(models / kind), str(tmp_path / "dcp"), has_live_names)
+    check_fp32(report, findings=() if names == "auto" else (("live-names", "warning"),))
+    farm.call("smoke.makers:load_by_dcp", str(models / kind), str(tmp_path / "dcp"), names == "auto")
 
 
 def test_smoke_of_a_checkpoint_without_config_takes_the_model_from_elsewhere(farm, models, tmp_path):

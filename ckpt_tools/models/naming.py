@@ -10,28 +10,62 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from ckpt_tools.conversions.check_names import Claim, claim_of
-from ckpt_tools.conversions.job import AssetList
-from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.manifest import MANIFEST_NAME, TensorMap
 from ckpt_tools.maps.convert import Converted, to_hub, to_live
+from ckpt_tools.maps.keymap import KeyMap, load_key_maps
 from ckpt_tools.maps.mosaic import Mosaic, invert, lay_out, whole
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected, load_table
+from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.options import Option
+from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name, first_few
 
-NamesOption = Annotated[
-    Literal["auto", "hub", "live"],
+AssetList = Sequence[tuple[Source, Asset]]
+"""Files that belong to a model and hold no weights, and where from."""
+ShardNames = Annotated[
+    Literal["auto", "hub", "live", "torchtitan"],
     Option(
         "Names to write: live are those of the model in memory, hub those of its files; "
-        "auto is live for shard and hub for gather where the architecture is known, else those that are there.",
+        "auto is live where the architecture is known, else the file's."
     ),
+]
+GatherNames = Annotated[
+    Literal["auto", "hub", "live"],
+    Option("Names to write: auto is hub where the architecture is known; live are those that are there."),
 ]
 Resolve = Callable[[TensorEntry], TensorEntry]
 """Returns a tensor with its chunks on their raw bytes."""
+CONVENTIONS = ("torchtitan",)
+"""Names that are neither the hub's nor transformers'; see `maps.keymap`."""
 _NO_CONFIG = "no config.json beside the weights names an architecture"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a file beside the weights says that they are."""
+
+    architecture: str
+    config: Mapping[str, object]
+    source: Source
+    """Where that file lies."""
+
+
+def claim_of(assets: AssetList) -> Claim | None:
+    """Return what the config.json among `assets` names; None when nothing does.
+
+    Raises:
+        UnreadableError: It is not a JSON object, or too long.
+    """
+    found = next(((source, asset) for source, asset in assets if asset.file == CONFIG_NAME), None)
+    if found is None:
+        return None
+    config = config_in(found[0])
+    if config.architecture is None:
+        return None
+    return Claim(architecture=config.architecture, config=config.values, source=found[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,27 +87,26 @@ class Named:
 
 
 def name_live(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: Resolve) -> Named:
-    """Return a file's tensors by the names of the live model.
+    """Return a file's tensors by the names of the live model, or of a convention.
 
     Raises:
-        UsageError: `names` is "live", and it is not certain what they are.
+        UsageError: `names` asks for them, and it is not certain what they are.
     """
     plain = Named(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
     if names == "hub":
         return plain
     try:
-        claim, expected = _architecture(assets)
-        found = to_live(_whole(checkpoint.tensors), expected, claim.config)
+        known, found = _forward(checkpoint.tensors, assets, names)
     except (UsageError, UnreadableError) as error:
-        if names == "live":
+        if names != "auto":
             raise UsageError(
-                f"--names live: {error.what}",
+                f"--names {names}: {error.what}",
                 where=error.where or checkpoint.root,
                 hint="--names hub keeps the names of the file",
             ) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
-    known = TensorMap(architecture=claim.architecture, digest=expected.digest)
-    return _named(checkpoint, found, known, f"the live {claim.architecture}", resolve)
+    whose = f"{names}'s {known.architecture}" if names in CONVENTIONS else f"the live {known.architecture}"
+    return _named(checkpoint, found, known, whose, resolve)
 
 
 def name_hub(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: Resolve) -> Named:
@@ -86,12 +119,10 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: Res
     if names == "live":
         return plain
     try:
-        claim, expected = _architecture(assets)
-        if not all(matches(expected.names, entry.fqn, expected.counts) for entry in checkpoint.tensors):
-            raise UsageError(f"the names are not those of a live {claim.architecture}")  # noqa: TRY301 - one way out
-        found = to_hub(_whole(checkpoint.tensors), expected, claim.config)
+        claim = _claim(assets)
+        found = _backward(checkpoint.tensors, claim)
     except (UsageError, UnreadableError) as error:
-        if names == "hub":
+        if names == "hub" and not _is_hub(checkpoint, assets):
             raise UsageError(
                 f"--names hub: {error.what}",
                 where=error.where or checkpoint.root,
@@ -120,15 +151,14 @@ def name_back(
     Raises:
         UsageError: They are not what the map made of those files, or it is another map.
     """
-    claim, expected = _architecture(assets)
-    if recorded is not None and (recorded.architecture, recorded.digest) != (claim.architecture, expected.digest):
+    known, found = _forward(headers, assets, "live" if recorded is None else recorded.names)
+    if recorded is not None and recorded != known:
         raise UsageError(
-            f"the names were made by another map than the one that ckpt has for {claim.architecture} now",
+            f"the names were made by another map than the one that ckpt has for {known.architecture} now",
             hint=f"gather with the ckpt that wrote it ({MANIFEST_NAME} says which), or remove {MANIFEST_NAME} to go on "
             "without the original files' names",
         )
     there = {entry.fqn: entry for entry in checkpoint.tensors}
-    found = to_live(_whole(headers), expected, claim.config)
     live = {name: mosaic for name, mosaic in found.mosaics.items() if name in there}
     for name, mosaic in live.items():
         if there[name].shape != mosaic.shape:
@@ -144,14 +174,61 @@ def name_back(
     return _named(checkpoint, Converted(mosaics={**back, **rest}), None, "", resolve)
 
 
-def _architecture(assets: AssetList) -> tuple[Claim, Expected]:
+def _forward(tensors: Iterable[TensorEntry], assets: AssetList, names: str) -> tuple[TensorMap, Converted]:
+    """Return by which map tensors of the hub get these names, and what they become."""
+    claim = _claim(assets)
+    if names in CONVENTIONS:
+        key_map = _key_map(names, claim)
+        mosaics, aliases = key_map.forward(_whole(tensors), claim.config)
+        known = TensorMap(names=names, architecture=claim.architecture, digest=key_map.digest)
+        return known, Converted(mosaics=mosaics, aliases=aliases)
+    expected = _expected(claim)
+    known = TensorMap(names="live", architecture=claim.architecture, digest=expected.digest)
+    return known, to_live(_whole(tensors), expected, claim.config)
+
+
+def _backward(tensors: Sequence[TensorEntry], claim: Claim) -> Converted:
+    """Return the hub's tensors of those of a live model or of a convention; of neither, an error says so."""
+    fqns = [entry.fqn for entry in tensors]
+    for convention in CONVENTIONS:
+        key_map = load_key_maps(convention).get(str(claim.config.get("model_type")))
+        if key_map is not None and key_map.knows(fqns):
+            mosaics, left_out = key_map.backward(_whole(tensors), claim.config)
+            return Converted(mosaics=mosaics, aliases=left_out)
+    expected = _expected(claim)
+    if not all(matches(expected.names, fqn, expected.counts) for fqn in fqns):
+        raise UsageError(f"the names are not those of a live {claim.architecture}")
+    return to_hub(_whole(tensors), expected, claim.config)
+
+
+def _is_hub(checkpoint: Checkpoint, assets: AssetList) -> bool:
+    """Are they the hub's tensors already?"""
+    try:
+        _forward(checkpoint.tensors, assets, "live")
+    except (UsageError, UnreadableError):
+        return False
+    return True
+
+
+def _claim(assets: AssetList) -> Claim:
     claim = claim_of(assets)
     if claim is None:
         raise UsageError(_NO_CONFIG)
+    return claim
+
+
+def _expected(claim: Claim) -> Expected:
     expected = load_table().expected(claim.architecture, claim.config)
     if expected is None:
         raise UsageError(f"{claim.architecture} is not known to ckpt")
-    return claim, expected
+    return expected
+
+
+def _key_map(convention: str, claim: Claim) -> KeyMap:
+    maps, model_type = load_key_maps(convention), str(claim.config.get("model_type"))
+    if model_type not in maps:
+        raise UsageError(f"there is no map of {convention} for {model_type}: there are {', '.join(sorted(maps))}")
+    return maps[model_type]
 
 
 def _whole(tensors: Iterable[TensorEntry]) -> dict[str, Mosaic]:

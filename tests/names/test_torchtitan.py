@@ -1,0 +1,160 @@
+"""torchtitan's names: what its own adapters make of the hub's tensors, in formulas, and every spelling back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import toys
+from safetensors.torch import load_file
+
+from ckpt_tools.cli import main
+from ckpt_tools.errors import UsageError
+from ckpt_tools.maps.keymap import parse_key_maps
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+EARLIER = (
+    ("attention.qkv_linear.w", "attention.w"),
+    ("lm_head.weight", "output.weight"),
+    ("moe.routed_experts.inner_experts.", "moe.experts."),
+    ("w1_EFD", "w1"),
+    ("w2_EDF", "w2"),
+    ("w3_EFD", "w3"),
+)
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of a head's first and second half in turn: what complex rotary embeddings take."""
+    dim, width = weight.shape
+    return weight.view(heads, 2, dim // heads // 2, width).transpose(1, 2).reshape(dim, width)
+
+
+def expected_of(hub: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """The tensors as torchtitan's state_dict_adapter makes them, written out."""
+    made = {
+        "tok_embeddings.weight": hub["model.embed_tokens.weight"],
+        "norm.weight": hub["model.norm.weight"],
+        "lm_head.weight": hub.get("lm_head.weight", hub["model.embed_tokens.weight"]),
+    }
+    for layer in range(2):
+        theirs, ours = f"layers.{layer}.", f"model.layers.{layer}."
+        for name, heads in (("q", 4), ("k", 2), ("v", None)):
+            weight = hub[f"{ours}self_attn.{name}_proj.weight"]
+            turned = weight if kind != "llama" or heads is None else interleaved(weight, heads)
+            made[f"{theirs}attention.qkv_linear.w{name}.weight"] = turned
+        made[f"{theirs}attention.wo.weight"] = hub[f"{ours}self_attn.o_proj.weight"]
+        made[f"{theirs}attention_norm.weight"] = hub[f"{ours}input_layernorm.weight"]
+        made[f"{theirs}ffn_norm.weight"] = hub[f"{ours}post_attention_layernorm.weight"]
+        if kind == "llama":
+            for name, other in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
+                made[f"{theirs}feed_forward.{name}.weight"] = hub[f"{ours}mlp.{other}_proj.weight"]
+            continue
+        for name in ("q_norm", "k_norm"):
+            made[f"{theirs}attention.{name}.weight"] = hub[f"{ours}self_attn.{name}.weight"]
+        made[f"{theirs}moe.router.gate.weight"] = hub[f"{ours}mlp.gate.weight"]
+        for name, other in (("w1_EFD", "gate"), ("w3_EFD", "up"), ("w2_EDF", "down")):
+            experts = [hub[f"{ours}mlp.experts.{expert}.{other}_proj.weight"] for expert in range(4)]
+            made[f"{theirs}moe.routed_experts.inner_experts.{name}"] = torch.stack(experts)
+    return made
+
+
+@pytest.fixture(scope="module", params=["llama", "llama-tied", "qwen3-moe"])
+def model(request, tmp_path_factory):
+    """(directory on the hub, its tensors, torchtitan's)"""
+    kind = request.param.removesuffix("-tied")
+    directory = tmp_path_factory.mktemp("hub") / request.param
+    toys.build(kind, tie_word_embeddings=request.param == "llama-tied").save_pretrained(directory)
+    hub = load_file(directory / "model.safetensors")
+    return directory, hub, expected_of(hub, kind)
+
+
+def test_sharded_for_torchtitan_is_what_its_adapter_makes_and_comes_back(model, tmp_path) -> None:
+    directory, _, expected = model
+    args = ["shard", str(directory), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "--names", "torchtitan", "-q"]
+    assert main(args) == 0
+    state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, state[name])] == []
+    assert main(["gather", str(tmp_path / "dcp"), str(tmp_path / "back"), "-q"]) == 0
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("era", ["now", "earlier"])
+def test_trained_by_torchtitan_gathers_to_the_hub_s_names(model, tmp_path, era) -> None:
+    directory, hub, expected = model
+    state = dict(expected)
+    for new, old in EARLIER if era == "earlier" else ():
+        state = {name.replace(new, old): tensor for name, tensor in state.items()}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "step-10")
+    assert main(["gather", str(tmp_path / "step-10"), str(tmp_path / "hf"), "--assets", str(directory), "-q"]) == 0
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == hub.keys()
+    assert [name for name, tensor in hub.items() if not torch.equal(tensor, found[name])] == []
+
+
+def test_model_without_a_map_is_refused_with_those_that_there_are(tmp_path, capsys) -> None:
+    toys.build("gpt2").save_pretrained(tmp_path / "hub")
+    args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "--names", "torchtitan"]
+    assert main(args) == 2
+    assert "no map of torchtitan for gpt2: there are deepseek_v3, llama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("a = b", "begins with a section"),
+        ("[x]\na b", "without a meaning"),
+        ("[x]\na = b : turn", "no operation"),
+        ("[x]\na = b : rope", "no operation"),
+        ("[x]\na.* = b", "do not go together"),
+        ("[x]\na = b.+", "do not go together"),
+        ("[x]\na, b = c", "do not go together"),
+        ("[x]\na, b = c : qkv 1 1", "do not go together"),
+        ("[x]\na = b\nc = b", "no way back"),
+        ("[x]\na = b\na = c", "no way back"),
+        ("[x]\n[x]", "two sections"),
+    ],
+)
+def test_map_that_cannot_be_turned_round_is_refused(text: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        parse_key_maps(text, where="file")
+
+
+def test_fused_rows_of_groups_lead_back() -> None:
+    from ckpt_tools.description.dtypes import BY_NAME
+    from ckpt_tools.maps.mosaic import invert, whole
+
+    maps = parse_key_maps("[*]\nl.*.q, l.*.k, l.*.v = x.*.qkv : qkv num_attention_heads 2", where="file")
+    shapes = {"l.0.q": (16, 3), "l.0.k": (8, 3), "l.0.v": (8, 3)}
+    tensors = {name: whole(name, BY_NAME["F32"], shape) for name, shape in shapes.items()}
+    made, _ = maps["*"].forward(tensors, {"num_attention_heads": 4})
+    first = [(piece.source, piece.box.offsets[0], piece.box.sizes[0]) for piece in made["x.0.qkv"].pieces]
+    group = [("l.0.q", 0, 8), ("l.0.k", 8, 4), ("l.0.v", 12, 4)]
+    assert first == [*group, *((name, 16 + start, rows) for name, start, rows in group)]
+    fused = {"x.0.qkv": whole("x.0.qkv", BY_NAME["F32"], (32, 3))}
+    back, _ = maps["*"].backward(fused, {"num_attention_heads": 4})
+    turned = invert(made, shapes)
+    for name in shapes:
+        assert {(p.box, p.starts) for p in back[name].pieces} == {(p.box, p.starts) for p in turned[name].pieces}
+
+
+def test_names_that_have_no_line_and_lines_that_lack_a_name_are_said() -> None:
+    from ckpt_tools.description.dtypes import BY_NAME
+    from ckpt_tools.maps.mosaic import whole
+
+    maps = parse_key_maps("[*]\nl.*.e.+.w = x.*.w", where="/maps/mine.txt")
+
+    def tensors(*names: str):
+        return {name: whole(name, BY_NAME["F32"], (2, 2)) for name in names}
+
+    with pytest.raises(UsageError, match=r"the map mine.txt has no place for 'y'|no place for y"):
+        maps["*"].forward(tensors("l.0.e.0.w", "y"), {})
+    with pytest.raises(UsageError, match="also needs"):
+        maps["*"].forward(tensors("l.0.e.0.w", "l.0.e.2.w"), {})
+
+
+def test_maps_of_torchtitan_are_read_whole() -> None:
+    text = (Path(__file__).parents[2] / "ckpt_tools" / "maps" / "torchtitan.txt").read_text()
+    assert {"llama", "qwen3", "qwen3_moe", "deepseek_v3"} <= parse_key_maps(text, where="torchtitan.txt").keys()
