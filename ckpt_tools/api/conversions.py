@@ -11,10 +11,10 @@ from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job, model_beside
-from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_mesh import KEEP, ShardingOptions, sharding_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.models.naming import ShardNames
+from ckpt_tools.models.naming import MapFile, Naming, ShardNames
 from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
 
 
@@ -41,6 +41,7 @@ class ShardOptions(ReshardOptions):
         ),
     ] = "stream"
     names: ShardNames = "auto"
+    map: MapFile = None
 
 
 @takes(ShardOptions)
@@ -56,10 +57,11 @@ def shard(options: ShardOptions) -> Conversion:
         if opened.format.loads_by_dcp:
             raise _wrong_verb("the source is already sharded", "reshard", options)
         use_dtensor = options.engine == "dtensor"
-        if use_dtensor and options.names not in ("auto", "hub"):
-            what = f"--engine dtensor writes the names of the file, not --names {options.names}"
+        naming = Naming.of(options.names, options.map)
+        if use_dtensor and naming.names not in ("auto", "hub"):
+            what = f"--engine dtensor writes the names of the file, not those of --{'map' if naming.own else 'names'}"
             raise UsageError(what, hint="use --engine stream")
-        job = sharding_job(opened, options, names="hub" if use_dtensor else options.names)
+        job = sharding_job(opened, options, naming=KEEP if use_dtensor else naming)
         job.use_dtensor = use_dtensor
         return _run(job, options)
 

@@ -10,7 +10,7 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.models.naming import AssetList, name_live
+from ckpt_tools.models.naming import AssetList, Naming, name_live
 from ckpt_tools.moving.execute import Progress, scan
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
@@ -122,7 +122,7 @@ def _closest(ours: Sequence[_Entries], theirs: Sequence[_Entries]) -> tuple[_Ent
 def _live(opened: Opened, entries: _Entries, assets: AssetList) -> _Entries:
     """Return a file's tensors by the live model's names, where it is certain what they are."""
     tensors = tuple(replace(entry, fqn=fqn) for fqn, entry in entries.items())
-    named = name_live(replace(opened.checkpoint, tensors=tensors), assets, "auto", opened.resolve)
+    named = name_live(replace(opened.checkpoint, tensors=tensors), assets, Naming(), opened.resolve)
     found = {entry.fqn: entry for entry in named.checkpoint.tensors}
     return found | {alias: found[name] for alias, name in named.aliases.items()}
 

@@ -20,7 +20,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.naming import AssetList, GatherNames, name_back, name_hub
+from ckpt_tools.models.naming import AssetList, GatherNames, MapFile, Naming, name_back, name_hub
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
 from ckpt_tools.options import (
@@ -69,6 +69,7 @@ class GatherOptions:
     include: Include = ()
     exclude: Exclude = ()
     names: GatherNames = "auto"
+    map: MapFile = None
     allow_foreign_names: Annotated[
         bool, Option("Write names that the architecture in config.json does not have, or not all of its names.")
     ] = False
@@ -95,6 +96,7 @@ def gathering_job(
             where=destination,
             hint=f"ckpt gather … {destination.removesuffix('.safetensors')}",
         )
+    naming = Naming.of(options.names, options.map)
     notes = notes_on(opened)
     original = opened.origin
     plain = dtype == "keep" and options.max_shard_size is None and not include and not exclude and strip == "auto"
@@ -108,18 +110,19 @@ def gathering_job(
         model, names = _model(opened, strip, notes)
         return _restore(
             *(opened, model, names, like.origin, destination),
-            *(_assets(opened, assets or assets_of(like)), notes),
+            *(_assets(opened, assets or assets_of(like)), notes, naming),
             is_reference=True,
         )
     if plain and original is not None:
         names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
-        return _restore(opened, model, names, original, destination, _assets(opened, assets), notes)
+        return _restore(opened, model, names, original, destination, _assets(opened, assets), notes, naming)
     chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
     model, names = _model(chosen, strip, notes)
     beside = _assets(opened, assets)
-    wanted = "live" if options.names == "auto" and not opened.format.is_training else options.names
-    named = name_hub(model, beside, wanted, opened.resolve)
+    if naming.names == "auto" and not opened.format.is_training:
+        naming = Naming(names="live")
+    named = name_hub(model, beside, naming, opened.resolve)
     _check_tied(named.aliases, model, opened)
     if named.note:
         notes.append(named.note)
@@ -228,6 +231,7 @@ def _restore(
     destination: str,
     assets: AssetList,
     notes: list[str],
+    naming: Naming,
     *,
     is_reference: bool = False,
 ) -> Job:
@@ -244,7 +248,7 @@ def _restore(
         placed += header.tensors
     apart: tuple[TensorEntry, ...] = ()
     if origin.map is not None or (is_reference and not by_fqn.keys() >= {entry.fqn for entry in placed}):
-        model, names, apart = _turned_back(opened, model, names, placed, assets, origin)
+        model, names, apart = _turned_back(opened, model, names, placed, assets, origin, naming)
         by_fqn = {entry.fqn: entry for entry in model.tensors}
     wanted = {entry.fqn: entry for entry in placed}
     if len(wanted) != len(placed):
@@ -293,12 +297,13 @@ def _turned_back(
     headers: Sequence[TensorEntry],
     assets: AssetList,
     origin: Origin,
+    naming: Naming,
 ) -> tuple[Checkpoint, Mapping[str, str], tuple[TensorEntry, ...]]:
     """Return a live model's tensors as those of some files, their names in the source, and what is written in parts."""
     try:
-        named = name_back(model, headers, assets, origin.map, opened.resolve)
+        named = name_back(model, headers, assets, origin.map, naming, opened.resolve)
     except UsageError:
-        if origin.map is not None:
+        if origin.map is not None or naming.own:
             raise
         return model, names, ()
     found = {entry.fqn: "" for entry in named.checkpoint.tensors}

@@ -15,7 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
-from ckpt_tools.models.naming import name_live
+from ckpt_tools.models.naming import Naming, name_live
 from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
@@ -24,6 +24,8 @@ from ckpt_tools.placement.rule import Rule
 from ckpt_tools.placement.tp_plan import tp_plan_rules
 from ckpt_tools.storage.named_file import read_named_file
 
+KEEP = Naming(names="hub")
+"""The names of the source."""
 _MAX_RULES_BYTES = 16 << 20
 
 
@@ -111,11 +113,11 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
-def sharding_job(opened: Opened, options: ShardingOptions, *, names: str = "hub") -> Job:
-    """Return the job that writes `opened`, cut as `options` say; `names` as in `naming.NamesOption`."""
+def sharding_job(opened: Opened, options: ShardingOptions, *, naming: Naming = KEEP) -> Job:
+    """Return the job that writes `opened`, cut as `options` say."""
     dtype, prefix = options.dtype, options.prefix
     assets = [(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)]
-    named = name_live(opened.checkpoint, assets, names, opened.resolve)
+    named = name_live(opened.checkpoint, assets, naming, opened.resolve)
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
     layout = find_layout(opened, renamed, options)

@@ -20,7 +20,7 @@ What stands after the colon happens from the hub's form to the other:
 - ``transpose``: the two dims exchanged
 
 A size is a number or a key of config.json. `tie` names two of the hub's names that the other side writes both; `drop`
-is not carried over.
+is what the other side does without: it keeps its name.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class KeyMap:
         """
         made: dict[str, Mosaic] = {}
         places: dict[str, str] = {}
-        for line, captured, columns in self._gather(tensors, lambda line: line.hub):
+        for line, captured, columns in self._gather(tensors, lambda line: line.hub, made):
             name = _fill(line.other[0], captured)
             parts = [mosaic.stack(column, 0) if "+" in pattern else column[0] for pattern, column in columns]
             made[name] = _apply(_FORWARD, line, parts, config, name)[0]
@@ -98,7 +98,7 @@ class KeyMap:
         """
         made: dict[str, Mosaic] = {}
         origins: dict[str, str] = {}
-        for line, captured, columns in self._gather(tensors, lambda line: line.other):
+        for line, captured, columns in self._gather(tensors, lambda line: line.other, made):
             ((pattern, (tensor,)),) = columns
             names = [_fill(one, captured) for one in line.hub]
             for name, part in zip(names, _apply(_BACKWARD, line, [tensor], config, names[0]), strict=True):
@@ -114,12 +114,16 @@ class KeyMap:
     def knows(self, names: Iterable[str]) -> bool:
         """Are they all names of the other side?"""
         patterns = [_compile(pattern) for line in self.lines for pattern in line.other]
+        patterns += map(_compile, self.dropped)
         return all(any(pattern.fullmatch(name) for pattern in patterns) for name in names)
 
     def _gather(
-        self, tensors: Mapping[str, Mosaic], side: Callable[[Line], Sequence[str]]
+        self, tensors: Mapping[str, Mosaic], side: Callable[[Line], Sequence[str]], kept: dict[str, Mosaic]
     ) -> Iterator[tuple[Line, str, list[tuple[str, list[Mosaic]]]]]:
-        """Yield (line, number in the place of its `*`, [(pattern, its tensors by the number of `+`)])."""
+        """Yield (line, number in the place of its `*`, [(pattern, its tensors by the number of `+`)]).
+
+        What a `drop` names goes to `kept`.
+        """
         patterns = [(_compile(pattern), pattern, line) for line in self.lines for pattern in side(line)]
         dropped = [_compile(pattern) for pattern in self.dropped]
         found: dict[tuple[Line, str], dict[str, dict[int, Mosaic]]] = {}
@@ -134,6 +138,7 @@ class KeyMap:
             else:
                 if not any(regex.fullmatch(name) for regex in dropped):
                     strangers.append(name)
+                kept[name] = tensor
         if strangers:
             raise UsageError(f"{self.title} has no place for {first_few(strangers, 4)}")
         for (line, captured), columns in found.items():

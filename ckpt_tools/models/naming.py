@@ -6,20 +6,22 @@ guessed: with `auto`, tensors that are not certainly those of the architecture k
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.manifest import MANIFEST_NAME, TensorMap
 from ckpt_tools.maps.convert import Converted, to_hub, to_live
-from ckpt_tools.maps.keymap import KeyMap, load_key_maps
+from ckpt_tools.maps.keymap import KeyMap, load_key_maps, parse_key_maps
 from ckpt_tools.maps.mosaic import Mosaic, invert, lay_out, whole
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected, load_table
 from ckpt_tools.models.config import CONFIG_NAME, config_in
-from ckpt_tools.options import Option
+from ckpt_tools.options import AnyPath, Option
+from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name, first_few
 
@@ -36,10 +38,15 @@ GatherNames = Annotated[
     Literal["auto", "hub", "live"],
     Option("Names to write: auto is hub where the architecture is known; live are those that are there."),
 ]
+MapFile = Annotated[
+    AnyPath | None,
+    Option("A map of your own between the hub's names and others, instead of --names.", metavar="FILE"),
+]
 Resolve = Callable[[TensorEntry], TensorEntry]
 """Returns a tensor with its chunks on their raw bytes."""
 CONVENTIONS = ("torchtitan",)
 """Names that are neither the hub's nor transformers'; see `maps.keymap`."""
+_MAX_MAP_BYTES = 1 << 20
 _NO_CONFIG = "no config.json beside the weights names an architecture"
 
 
@@ -86,50 +93,110 @@ class Named:
     """What was done, for people; empty for nothing."""
 
 
-def name_live(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: Resolve) -> Named:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """Which names are asked for."""
+
+    names: str = "auto"
+    own: Mapping[str, KeyMap] = field(default_factory=dict)
+    """The user's own map: `model_type` (or "*") → map."""
+
+    @classmethod
+    def of(cls, names: str, path: AnyPath | None) -> Self:
+        """Return what `--names` and `--map` say together.
+
+        Raises:
+            UsageError: Both say something, or the file is no map.
+        """
+        if path is None:
+            return cls(names=names)
+        if names != "auto":
+            raise UsageError("--map brings names of its own", hint=f"leave out --names {names}")
+        where = os.fspath(path)
+        content = read_named_file(where, what="the map", max_bytes=_MAX_MAP_BYTES, refusal=UsageError)
+        try:
+            return cls(names="map", own=parse_key_maps(content.decode(), where=where))
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the map is not UTF-8 text: {error}", where=where) from None
+
+
+def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve: Resolve) -> Named:
     """Return a file's tensors by the names of the live model, or of a convention.
 
     Raises:
         UsageError: `names` asks for them, and it is not certain what they are.
     """
     plain = Named(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+    names = naming.names
     if names == "hub":
         return plain
     try:
-        known, found = _forward(checkpoint.tensors, assets, names)
+        known, found = _forward(checkpoint.tensors, assets, naming)
     except (UsageError, UnreadableError) as error:
         if names != "auto":
             raise UsageError(
-                f"--names {names}: {error.what}",
+                error.what if naming.own else f"--names {names}: {error.what}",
                 where=error.where or checkpoint.root,
                 hint="--names hub keeps the names of the file",
             ) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
     whose = f"{names}'s {known.architecture}" if names in CONVENTIONS else f"the live {known.architecture}"
+    whose = known.architecture if naming.own else whose
     return _named(checkpoint, found, known, whose, resolve)
 
 
-def name_hub(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: Resolve) -> Named:
+def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve: Resolve) -> Named:
     """Return a live model's tensors by the names of its files, of tied ones only one.
 
     Raises:
         UsageError: `names` is "hub", and it is not certain what they are.
     """
     plain = Named(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
-    if names == "live":
+    if naming.names == "live":
         return plain
     try:
-        claim = _claim(assets)
-        found = _backward(checkpoint.tensors, claim)
+        found = _backward(checkpoint.tensors, assets, naming)
     except (UsageError, UnreadableError) as error:
-        if names == "hub" and not _is_hub(checkpoint, assets):
+        if naming.own or (naming.names == "hub" and not _is_hub(checkpoint, assets)):
             raise UsageError(
-                f"--names hub: {error.what}",
+                error.what if naming.own else f"--names hub: {error.what}",
                 where=error.where or checkpoint.root,
                 hint="--names live writes the names that are there",
             ) from error
         return plain
-    return _named(checkpoint, found, None, f"{claim.architecture} on the hub", resolve)
+    if checkpoint.mesh is None:
+        _refuse_packed(checkpoint, found)
+    return _named(checkpoint, found, None, "the hub", resolve)
+
+
+def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
+    """Refuse matrices that lie side by side in one tensor, cut along that dim by nobody knows whom.
+
+    A tensor-parallel rank has a part of each of them (PyTorch's `_StridedShard`), and PyTorch 2.13 saves these parts as
+    if they followed each other in the whole: rows of one matrix stand in the place of another's.
+
+    Raises:
+        UsageError: Some are cut so.
+    """
+    entries = {entry.fqn: entry for entry in checkpoint.tensors}
+    cut = []
+    for mosaic in found.mosaics.values():
+        piece = mosaic.pieces[0] if mosaic.pieces else None
+        if piece is None or len(mosaic.sources) > 1:
+            continue
+        entry = entries[piece.source]
+        for dim, axis in enumerate(piece.axes):
+            is_part = axis >= 0 and mosaic.shape[dim] < entry.shape[axis]
+            if is_part and any(chunk.box.sizes[axis] < entry.shape[axis] for chunk in entry.chunks):
+                cut.append(entry.fqn)
+    if cut:
+        raise UsageError(
+            f"{first_few(dict.fromkeys(cut), 2)}: several matrices in one tensor, cut where they lie side by side; "
+            "whether the ranks' parts are in the order of the whole, the checkpoint does not say",
+            where=checkpoint.root,
+            hint="tensor-parallel ranks save them in another order: load it into the model that saved it, and save "
+            "that without tensor parallelism; if nothing was tensor-parallel, `ckpt reshard` it and gather that",
+        )
 
 
 def name_back(
@@ -137,6 +204,7 @@ def name_back(
     headers: Sequence[TensorEntry],
     assets: AssetList,
     recorded: TensorMap | None,
+    naming: Naming,
     resolve: Resolve,
 ) -> Named:
     """Return live tensors as those of the files that they came from: the same map, turned around.
@@ -146,19 +214,25 @@ def name_back(
         headers: What the files hold.
         assets: Files beside them, with the model's config.
         recorded: What the manifest says of the map; None for a reference.
+        naming: For the user's own map, if that is what was recorded.
         resolve: Returns a tensor with raw chunks.
 
     Raises:
         UsageError: They are not what the map made of those files, or it is another map.
     """
-    known, found = _forward(headers, assets, "live" if recorded is None else recorded.names)
+    if recorded is not None and recorded.names == "map" and not naming.own:
+        raise UsageError("the names were made by a map of your own", hint="name it again: --map FILE")
+    there = {entry.fqn: entry for entry in checkpoint.tensors}
+    wanted = naming if naming.own else Naming(names="live" if recorded is None else recorded.names)
+    if recorded is None and not naming.own:
+        wanted = next((n for name in CONVENTIONS if _fits(n := Naming(names=name), headers, assets, there)), wanted)
+    known, found = _forward(headers, assets, wanted)
     if recorded is not None and recorded != known:
         raise UsageError(
             f"the names were made by another map than the one that ckpt has for {known.architecture} now",
             hint=f"gather with the ckpt that wrote it ({MANIFEST_NAME} says which), or remove {MANIFEST_NAME} to go on "
             "without the original files' names",
         )
-    there = {entry.fqn: entry for entry in checkpoint.tensors}
     live = {name: mosaic for name, mosaic in found.mosaics.items() if name in there}
     for name, mosaic in live.items():
         if there[name].shape != mosaic.shape:
@@ -174,22 +248,36 @@ def name_back(
     return _named(checkpoint, Converted(mosaics={**back, **rest}), None, "", resolve)
 
 
-def _forward(tensors: Iterable[TensorEntry], assets: AssetList, names: str) -> tuple[TensorMap, Converted]:
+def _fits(naming: Naming, headers: Iterable[TensorEntry], assets: AssetList, there: Mapping[str, TensorEntry]) -> bool:
+    """Does the map make exactly these names of the files' tensors?"""
+    try:
+        _, found = _forward(headers, assets, naming)
+    except (UsageError, UnreadableError):
+        return False
+    return found.mosaics.keys() <= there.keys()
+
+
+def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) -> tuple[TensorMap, Converted]:
     """Return by which map tensors of the hub get these names, and what they become."""
-    claim = _claim(assets)
-    if names in CONVENTIONS:
-        key_map = _key_map(names, claim)
-        mosaics, aliases = key_map.forward(_whole(tensors), claim.config)
-        known = TensorMap(names=names, architecture=claim.architecture, digest=key_map.digest)
+    if naming.own or naming.names in CONVENTIONS:
+        title, key_map, config = _key_map(naming, assets)
+        mosaics, aliases = key_map.forward(_whole(tensors), config)
+        known = TensorMap(names=naming.names, architecture=title, digest=key_map.digest)
         return known, Converted(mosaics=mosaics, aliases=aliases)
+    claim = _claim(assets)
     expected = _expected(claim)
     known = TensorMap(names="live", architecture=claim.architecture, digest=expected.digest)
     return known, to_live(_whole(tensors), expected, claim.config)
 
 
-def _backward(tensors: Sequence[TensorEntry], claim: Claim) -> Converted:
+def _backward(tensors: Sequence[TensorEntry], assets: AssetList, naming: Naming) -> Converted:
     """Return the hub's tensors of those of a live model or of a convention; of neither, an error says so."""
+    if naming.own:
+        _, own, config = _key_map(naming, assets)
+        mosaics, left_out = own.backward(_whole(tensors), config)
+        return Converted(mosaics=mosaics, aliases=left_out)
     fqns = [entry.fqn for entry in tensors]
+    claim = _claim(assets)
     for convention in CONVENTIONS:
         key_map = load_key_maps(convention).get(str(claim.config.get("model_type")))
         if key_map is not None and key_map.knows(fqns):
@@ -204,7 +292,7 @@ def _backward(tensors: Sequence[TensorEntry], claim: Claim) -> Converted:
 def _is_hub(checkpoint: Checkpoint, assets: AssetList) -> bool:
     """Are they the hub's tensors already?"""
     try:
-        _forward(checkpoint.tensors, assets, "live")
+        _forward(checkpoint.tensors, assets, Naming(names="live"))
     except (UsageError, UnreadableError):
         return False
     return True
@@ -224,11 +312,17 @@ def _expected(claim: Claim) -> Expected:
     return expected
 
 
-def _key_map(convention: str, claim: Claim) -> KeyMap:
-    maps, model_type = load_key_maps(convention), str(claim.config.get("model_type"))
-    if model_type not in maps:
-        raise UsageError(f"there is no map of {convention} for {model_type}: there are {', '.join(sorted(maps))}")
-    return maps[model_type]
+def _key_map(naming: Naming, assets: AssetList) -> tuple[str, KeyMap, Mapping[str, object]]:
+    """Return for which model the map is, the map, and the config that sizes are looked up in."""
+    claim = claim_of(assets) if "*" in naming.own else _claim(assets)
+    maps = naming.own or load_key_maps(naming.names)
+    config: Mapping[str, object] = {} if claim is None else claim.config
+    model_type = str(config.get("model_type"))
+    key_map = maps.get(model_type, maps.get("*"))
+    if key_map is None:
+        whose = "in the file" if naming.own else f"of {naming.names}"
+        raise UsageError(f"there is no map {whose} for {model_type}: there are {', '.join(sorted(maps))}")
+    return key_map.title if claim is None else claim.architecture, key_map, config
 
 
 def _whole(tensors: Iterable[TensorEntry]) -> dict[str, Mosaic]:

@@ -183,3 +183,15 @@ def test_sharded_and_trained_are_compared_with_the_model_on_the_hub(model, tmp_p
     capsys.readouterr()
     assert main(["diff", str(tmp_path / "changed"), str(hub)]) == 3
     assert name in capsys.readouterr().out
+
+
+def test_matrices_side_by_side_that_tensor_parallel_ranks_may_have_cut_are_refused(experts, tmp_path, capsys) -> None:
+    args = ["shard", str(experts / "hub"), str(tmp_path / "dcp"), "--mesh", "tp=2"]
+    assert main([*args, "--set", "**.experts.gate_up_proj=tp:S(1)", "-q"]) == 0
+    assert main(["gather", str(tmp_path / "dcp"), str(tmp_path / "known"), "-q"]) == 0
+    (tmp_path / "dcp" / MANIFEST_NAME).unlink()
+    args = ["gather", str(tmp_path / "dcp"), str(tmp_path / "hf"), "--assets", str(experts / "hub"), "-q"]
+    assert main(args) == 2
+    assert "cut where they lie side by side" in capsys.readouterr().err
+    assert main(["reshard", str(tmp_path / "dcp"), str(tmp_path / "two"), "--mesh", "dp_shard=2", "-q"]) == 0
+    assert main(["gather", str(tmp_path / "two"), str(tmp_path / "hf"), "--assets", str(experts / "hub"), "-q"]) == 0

@@ -158,3 +158,61 @@ def test_names_that_have_no_line_and_lines_that_lack_a_name_are_said() -> None:
 def test_maps_of_torchtitan_are_read_whole() -> None:
     text = (Path(__file__).parents[2] / "ckpt_tools" / "maps" / "torchtitan.txt").read_text()
     assert {"llama", "qwen3", "qwen3_moe", "deepseek_v3"} <= parse_key_maps(text, where="torchtitan.txt").keys()
+
+
+MINE = """
+[*]
+model.embed_tokens.weight = wte
+model.norm.weight = final.scale
+lm_head.weight = out
+model.layers.*.input_layernorm.weight = h.*.n1
+model.layers.*.post_attention_layernorm.weight = h.*.n2
+model.layers.*.self_attn.q_proj.weight, model.layers.*.self_attn.k_proj.weight, model.layers.*.self_attn.v_proj.weight = h.*.qkv : qkv num_attention_heads num_key_value_heads
+model.layers.*.self_attn.o_proj.weight = h.*.o : transpose
+model.layers.*.mlp.gate_proj.weight, model.layers.*.mlp.up_proj.weight = h.*.fc1 : cat 0
+model.layers.*.mlp.down_proj.weight = h.*.fc2
+"""  # noqa: E501 - a line of the map
+
+
+def test_map_of_one_s_own_goes_both_ways(tmp_path, capsys) -> None:
+    toys.build("llama").save_pretrained(tmp_path / "hub")
+    (tmp_path / "mine.txt").write_text(MINE)
+    hub, dcp_, own = str(tmp_path / "hub"), str(tmp_path / "dcp"), str(tmp_path / "mine.txt")
+    assert main(["shard", hub, dcp_, "--mesh", "dp_shard=2,tp=2", "--map", own, "-q"]) == 0
+    tensors = load_file(tmp_path / "hub" / "model.safetensors")
+    attention = [tensors[f"model.layers.1.self_attn.{name}_proj.weight"].chunk(2) for name in "qkv"]
+    state = {"h.1.qkv": torch.zeros(64, 32), "h.1.o": torch.zeros(32, 32), "h.0.fc1": torch.zeros(128, 32)}
+    dcp.load(state, checkpoint_id=dcp_)
+    assert torch.equal(state["h.1.qkv"], torch.cat([part for group in zip(*attention, strict=True) for part in group]))
+    assert torch.equal(state["h.1.o"], tensors["model.layers.1.self_attn.o_proj.weight"].T)
+    both = [tensors[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(state["h.0.fc1"], torch.cat(both))
+    assert main(["gather", dcp_, str(tmp_path / "back"), "-q"]) == 2
+    assert "--map FILE" in capsys.readouterr().err
+    assert main(["gather", dcp_, str(tmp_path / "back"), "--map", own, "-q"]) == 0
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
+        tmp_path / "hub" / "model.safetensors"
+    ).read_bytes()
+    (tmp_path / "dcp" / "ckpt_manifest.json").unlink()
+    assert main(["gather", dcp_, str(tmp_path / "out"), "--map", own, "--assets", hub, "-q"]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "what"),
+    [
+        (MINE, ("--names", "hub"), "--map brings names of its own"),
+        ("nonsense", (), "begins with a section"),
+        ("[gpt2]\na = b", (), "no map in the file for llama"),
+        ("[*]\na = b", (), "has no place for"),
+        (MINE.replace("num_attention_heads", "heads_of_nobody"), (), "needs heads_of_nobody"),
+    ],
+)
+def test_map_of_one_s_own_that_cannot_be_meant_is_refused(tmp_path, capsys, text, more, what) -> None:
+    toys.build("llama").save_pretrained(tmp_path / "hub")
+    (tmp_path / "mine.txt").write_text(text)
+    args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2"]
+    assert main([*args, "--map", str(tmp_path / "mine.txt"), *more]) == 2
+    assert what in capsys.readouterr().err
