@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -11,6 +12,7 @@ from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Naming, name_live
+from ckpt_tools.moving.arrays import array_of, numpy_dtype
 from ckpt_tools.moving.execute import Progress, scan
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
@@ -24,6 +26,8 @@ class Change:
 
     fqn: str
     what: str
+    relative: float | None = None
+    """|A - B| / |B| (2-norms), of floating-point values; None where shapes or dtypes differ, or B is zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,8 @@ def diff(
     """
     ours, theirs = _match_names(a, b)
     shared = [fqn for fqn in ours if fqn in theirs]
-    changed = {fqn: what for fqn in shared if (what := _compare_kinds(ours[fqn], theirs[fqn])) is not None}
+    kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
+    changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
     if not keys_only:
         alike = [fqn for fqn in shared if fqn not in changed]
         left, right = _resolve(a, ours, alike), _resolve(b, theirs, alike)
@@ -89,11 +94,12 @@ def diff(
             else:
                 difference = _compare_bytes(*sides)
             if difference is not None:
-                changed[fqn] = difference
+                relative = _relative(*sides) if left[fqn].dtype.is_float else None
+                changed[fqn] = Change(fqn=fqn, what=difference, relative=relative)
     return Difference(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
-        changed=tuple(Change(fqn=fqn, what=changed[fqn]) for fqn in ours if fqn in changed),
+        changed=tuple(changed[fqn] for fqn in ours if fqn in changed),
         num_equal=len(shared) - len(changed),
     )
 
@@ -170,6 +176,22 @@ def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> st
     return f"values differ in {count} of {x.num_elems} elements, first at {first}"
 
 
+def _relative(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> float | None:
+    """Return how large the change is beside the tensor, in float64; None where that is no number."""
+    import numpy as np
+
+    if numpy_dtype(x.dtype) is None:
+        return None
+    change = size = 0.0
+    with np.errstate(all="ignore"):
+        for (block, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
+            one, other = (array_of(side, x.dtype, block.sizes).astype(np.float64) for side in (left, right))
+            change += float(np.square(one - other).sum())
+            size += float(np.square(other).sum())
+    relative = math.sqrt(change / size) if size > 0 and math.isfinite(change + size) else math.nan
+    return relative if math.isfinite(relative) else None
+
+
 def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, atol: float, rtol: float) -> str | None:
     """Compare within a tolerance, in float64; NaNs equal NaNs."""
     import torch
@@ -194,6 +216,8 @@ def to_json(difference: Difference) -> dict[str, object]:
         "equal": difference.equal,
         "only_in_a": list(difference.only_in_a),
         "only_in_b": list(difference.only_in_b),
-        "changed": [{"fqn": change.fqn, "what": change.what} for change in difference.changed],
+        "changed": [
+            {"fqn": change.fqn, "what": change.what, "relative": change.relative} for change in difference.changed
+        ],
         "num_equal": difference.num_equal,
     }

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from ckpt_tools.checks.diff import Difference, to_json
+import re
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Annotated
+
+from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, print_json, progress_of, say
+from ckpt_tools.options import Option
 from ckpt_tools.text import escape_name
 
+_MOST = 20
+"""Changed tensors that are all listed; more are gathered by their place in the layers."""
 
-def run(call: Call[Difference], *, output: Output) -> int:
+
+def run(
+    call: Call[Difference],
+    *,
+    output: Output,
+    tensors: Annotated[bool, Option("List every tensor that differs, however many.")] = False,
+) -> int:
     """Compare, and print the differences."""
     with progress_of(output) as factory:
         difference = call(progress=factory)
@@ -19,11 +33,28 @@ def run(call: Call[Difference], *, output: Output) -> int:
         say(f"- {escape_name(fqn)}: only in {call.shown('a')}")
     for fqn in difference.only_in_b:
         say(f"+ {escape_name(fqn)}: only in {call.shown('b')}")
-    for change in difference.changed:
-        say(f"~ {escape_name(change.fqn)}: {change.what}")
+    if tensors or len(difference.changed) <= _MOST:
+        for change in difference.changed:
+            relative = "" if change.relative is None else f", by {change.relative:.2g} of its size"
+            say(f"~ {escape_name(change.fqn)}: {change.what}{relative}")
+    else:
+        for line in _by_place(difference.changed):
+            say(line)
     if not output.quiet:
         say(_summary(difference, keys_only=call.given["keys_only"]))
     return 0 if difference.equal else 3
+
+
+def _by_place(changed: Sequence[Change]) -> Iterator[str]:
+    """Yield a line for all tensors of one name in different layers: how many, and by how much they changed."""
+    places: dict[str, list[Change]] = {}
+    for change in changed:
+        places.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", change.fqn), []).append(change)
+    for place, changes in places.items():
+        sizes = [change.relative for change in changes if change.relative is not None]
+        by = f", by {median(sizes):.2g} of their size (most {max(sizes):.2g})" if sizes else ""
+        say_how = f"{len(changes)} differ{by}" if len(changes) > 1 else f"{changes[0].what}{by}"
+        yield f"~ {escape_name(place)}: {say_how}"
 
 
 def _summary(difference: Difference, *, keys_only: bool) -> str:
@@ -37,4 +68,11 @@ def _summary(difference: Difference, *, keys_only: bool) -> str:
         "only in A": len(difference.only_in_a),
         "only in B": len(difference.only_in_b),
     }
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) + what
+    text = ", ".join(f"{count} {kind}" for kind, count in counts.items()) + what
+    sizes = [(change.relative, change.fqn) for change in difference.changed if change.relative is not None]
+    if len(sizes) > 1:
+        most, fqn = max(sizes)
+        text += (
+            f"\nchanged by {median(size for size, _ in sizes):.2g} of their size, most {most:.2g}: {escape_name(fqn)}"
+        )
+    return text

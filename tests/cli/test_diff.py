@@ -1,0 +1,64 @@
+"""`ckpt diff` of two steps: by how much tensors changed, gathered by their place in the layers."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpt_tools.cli import main
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """Two steps of 30 layers: weights change by 1 %, those of the last layer by half; norms stay."""
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        before, after = {}, {}
+        for layer in range(30):
+            weight = torch.randn(16, 16)
+            name = f"layers.{layer}.mlp.weight"
+            before[name] = weight.to(dtype)
+            after[name] = (weight * (1.5 if layer == 29 else 1.01)).to(dtype)
+            before[f"layers.{layer}.norm.weight"] = after[f"layers.{layer}.norm.weight"] = torch.ones(4)
+        save_file(before, tmp_path / f"before-{dtype}.safetensors")
+        save_file(after, tmp_path / f"after-{dtype}.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_changes_are_gathered_by_place_with_their_sizes(steps, capsys, dtype) -> None:
+    args = ["diff", str(steps / f"after-{dtype}.safetensors"), str(steps / f"before-{dtype}.safetensors")]
+    assert main(args) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "~ layers.*.mlp.weight: 30 differ, by 0.01 of their size (most 0.5)"
+    assert lines[1] == "30 differ, 30 equal, 0 only in A, 0 only in B"
+    assert lines[2] == "changed by 0.01 of their size, most 0.5: layers.29.mlp.weight"
+    assert len(lines) == 3
+    assert main([*args, "--tensors"]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 32
+    assert re.fullmatch(r"~ layers\.0\.mlp\.weight: values differ in \d+ of 256 .*, by 0\.01\d? of its size", lines[0])
+
+
+def test_size_of_a_change_is_in_the_document(tmp_path, capsys) -> None:
+    one = {
+        "w": torch.full((4,), 3.0),
+        "zero": torch.ones(2),
+        "nan": torch.tensor([float("nan"), 1.0]),
+        "n": torch.arange(3),
+    }
+    other = {
+        "w": torch.full((4,), 2.0),
+        "zero": torch.zeros(2),
+        "nan": torch.tensor([2.0, 1.0]),
+        "n": torch.arange(3) + 1,
+    }
+    save_file(one, tmp_path / "a.safetensors")
+    save_file(other, tmp_path / "b.safetensors")
+    assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--json"]) == 3
+    changed = json.loads(capsys.readouterr().out)["changed"]
+    assert {change["fqn"]: change["relative"] for change in changed} == {"w": 0.5, "zero": None, "nan": None, "n": None}
