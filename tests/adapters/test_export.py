@@ -23,7 +23,7 @@ from ckpt_tools.storage.source import Source
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("families")
-    run_ranks(2, families.save_all, str(directory), timeout=120)
+    run_ranks(2, families.save_all, str(directory), timeout=300)
     return directory
 
 
