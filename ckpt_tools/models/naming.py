@@ -186,7 +186,7 @@ def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
             continue
         entry = entries[piece.source]
         for dim, axis in enumerate(piece.axes):
-            is_part = axis >= 0 and mosaic.shape[dim] < entry.shape[axis]
+            is_part = axis > 0 and mosaic.shape[dim] < entry.shape[axis]  # FSDP, which keeps the order, cuts dim 0
             if is_part and any(chunk.box.sizes[axis] < entry.shape[axis] for chunk in entry.chunks):
                 cut.append(entry.fqn)
     if cut:
