@@ -57,8 +57,8 @@ ORIGINS = (
         r"^layers\.\d+\.(?:attention\.(?:qkv_linear\.)?w[qkvo]\b|attention\.wkv_|feed_forward\.w[123]\b|attention_norm\."
         r"|ffn_norm\.|moe\.(?:experts|router|routed_experts)\b)|^tok_embeddings\.|^mtp_layers\.",
         "torchtitan's or Meta's own",
-        "convert them with torchtitan (scripts/checkpoint_conversion/convert_to_hf.py), "
-        "or Meta's with transformers (convert_llama_weights_to_hf.py)",
+        "ckpt converts those of Llama, Qwen3 and DeepSeek-V3 where config.json names the model; for others write a map "
+        "(--map FILE), or use torchtitan's convert_to_hf.py or transformers' convert_llama_weights_to_hf.py",
     ),
     _origin(
         "megatron",
