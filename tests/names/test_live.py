@@ -16,7 +16,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import open_path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-QUICK = ("qwen3-moe", "t5", "llava")
+QUICK = ("qwen3-moe", "t5")
 
 
 @pytest.fixture(scope="module", params=sorted(toys.KINDS))
