@@ -266,6 +266,8 @@ def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) 
         return known, Converted(mosaics=mosaics, aliases=aliases)
     claim = _claim(assets)
     expected = _expected(claim)
+    if claim.config.get("quantization_config") is not None:
+        raise UsageError("the model is quantised, and what its tensors are in memory is its quantiser's to say")
     known = TensorMap(names="live", architecture=claim.architecture, digest=expected.digest)
     return known, to_live(_whole(tensors), expected, claim.config)
 

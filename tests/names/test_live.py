@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -195,3 +196,17 @@ def test_matrices_side_by_side_that_tensor_parallel_ranks_may_have_cut_are_refus
     assert "cut where they lie side by side" in capsys.readouterr().err
     assert main(["reshard", str(tmp_path / "dcp"), str(tmp_path / "two"), "--mesh", "dp_shard=2", "-q"]) == 0
     assert main(["gather", str(tmp_path / "two"), str(tmp_path / "hf"), "--assets", str(experts / "hub"), "-q"]) == 0
+
+
+def test_quantised_model_keeps_the_names_of_its_file(experts, tmp_path, capsys) -> None:
+    (tmp_path / "hub").mkdir()
+    shutil.copy(experts / "hub" / "model.safetensors", tmp_path / "hub")
+    config = json.loads((experts / "hub" / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "fp8"}
+    }
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(config))
+    assert main(["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2"]) == 0
+    said = capsys.readouterr()
+    assert "names of the file: the model is quantised" in said.out + said.err
+    assert main(["gather", str(tmp_path / "dcp"), str(tmp_path / "back"), "-q"]) == 0
+    assert contents(tmp_path / "back") == contents(tmp_path / "hub")
