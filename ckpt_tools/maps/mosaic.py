@@ -46,7 +46,7 @@ class Mosaic:
     dtype: DType
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    """They tile the shape."""
+    """They tile the shape; none where it has no element."""
 
     def is_only(self, shape: tuple[int, ...]) -> bool:
         """Is it one other tensor, of this shape, as it is?"""
@@ -217,7 +217,7 @@ def invert(mosaics: Mapping[str, Mosaic], sources: Mapping[str, tuple[int, ...]]
             pieces[piece.source] += _inverted(fqn, piece)
     for source, shape in sources.items():
         boxes = [piece.box for piece in pieces[source]]
-        if len(set(boxes)) < len(boxes) or check_tiling(shape, boxes) is not None:
+        if not boxes or len(set(boxes)) < len(boxes) or check_tiling(shape, boxes) is not None:
             raise ValueError(f"not every element of {source!r} has one place")
     return {
         source: Mosaic(dtype=dtypes[source], shape=shape, pieces=tuple(pieces[source]))
@@ -257,8 +257,8 @@ def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> Ten
     Raises:
         ValueError: A tensor of less than a byte per element is not taken whole.
     """
-    entry = sources[mosaic.pieces[0].source]
-    if mosaic.is_only(entry.shape):
+    entry = sources[mosaic.pieces[0].source] if mosaic.pieces else None
+    if entry is not None and mosaic.is_only(entry.shape):
         return entry if entry.fqn == fqn else replace(entry, fqn=fqn, path=())
     if mosaic.dtype.bits % 8:
         raise ValueError(f"elements of {mosaic.dtype.name} do not begin at bytes")

@@ -243,7 +243,7 @@ def name_back(
     except ValueError as error:
         raise UsageError(f"the tensors are not what the map makes of the files: {error}") from error
     for fqn, mosaic in back.items():
-        back[fqn] = replace(mosaic, dtype=there[mosaic.sources[0]].dtype)
+        back[fqn] = replace(mosaic, dtype=there[mosaic.sources[0]].dtype) if mosaic.sources else mosaic
     rest = _whole(entry for entry in checkpoint.tensors if entry.fqn not in live and entry.fqn not in back)
     return _named(checkpoint, Converted(mosaics={**back, **rest}), None, "", resolve)
 
@@ -344,7 +344,7 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
     sources = {
         fqn: mosaic.sources[0]
         for fqn, mosaic in found.mosaics.items()
-        if mosaic.is_only(entries[mosaic.sources[0]].shape)
+        if mosaic.sources and mosaic.is_only(entries[mosaic.sources[0]].shape)
     }
     changed = sum(1 for fqn in found.mosaics if sources.get(fqn) != fqn)
     parts = [f"{changed} of {len(tensors)} tensors are renamed, joined or split"] if changed else []
