@@ -12,7 +12,6 @@ from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Naming, name_live
-from ckpt_tools.moving.arrays import array_of, numpy_dtype
 from ckpt_tools.moving.execute import Progress, scan
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
@@ -179,6 +178,8 @@ def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> st
 def _relative(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> float | None:
     """Return how large the change is beside the tensor, in float64; None where that is no number."""
     import numpy as np
+
+    from ckpt_tools.moving.arrays import array_of, numpy_dtype
 
     if numpy_dtype(x.dtype) is None:
         return None

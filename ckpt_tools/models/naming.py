@@ -280,12 +280,12 @@ def _backward(tensors: Sequence[TensorEntry], assets: AssetList, naming: Naming)
         return Converted(mosaics=mosaics, aliases=left_out)
     fqns = [entry.fqn for entry in tensors]
     claim = _claim(assets)
+    expected = _expected(claim)  # a class of its own may mean other things by the same model_type
     for convention in CONVENTIONS:
         key_map = load_key_maps(convention).get(str(claim.config.get("model_type")))
         if key_map is not None and key_map.knows(fqns):
             mosaics, left_out = key_map.backward(_whole(tensors), claim.config)
             return Converted(mosaics=mosaics, aliases=left_out)
-    expected = _expected(claim)
     if not all(matches(expected.names, fqn, expected.counts) for fqn in fqns):
         raise UsageError(f"the names are not those of a live {claim.architecture}")
     return to_hub(_whole(tensors), expected, claim.config)

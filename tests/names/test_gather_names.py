@@ -76,7 +76,7 @@ def without(state, pattern):
 
 
 WRONG = {
-    "torchtitan": (lambda s: renamed(s, TITAN), "torchtitan's or Meta's"),
+    "torchtitan": (lambda s: renamed(s, TITAN) | {"mtp_layers.0.enorm.weight": NEW}, "torchtitan's or Meta's"),
     "megatron": (lambda s: renamed(s, MEGATRON), "Megatron's"),
     "gguf": (lambda s: renamed(s, GGUF), "llama.cpp's"),
     "nanotron": (lambda s: renamed(s, {"self_attn.": "pp_block.attn."}), "nanotron's"),
