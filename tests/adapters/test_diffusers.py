@@ -94,6 +94,7 @@ def all_modules(name: str, **options: object) -> list[AdapterModule[torch.Tensor
     return [lora(path, shape, **options) for path, shape in linears(model).items()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_diffusers_adapter_of_every_layer_changes_output_by_its_delta(name: str, tmp_path: Path) -> None:
     modules = all_modules(name)
@@ -122,6 +123,7 @@ def test_diffusers_dora_changes_output_by_its_delta(name: str, tmp_path: Path) -
     check(name, modules, to_target(adapter(modules), "diffusers"), tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["kohya", "comfyui"])
 @pytest.mark.parametrize("name", MODELS)
 def test_native_names_come_back_through_diffusers_names_unchanged(name: str, target: str, tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def _kept_of(runs: Runs, killed: Path, directory: Path) -> int:
     return _kept(runs.completes(directory))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["shorter", "longer", "missing", "link", "hard-link", "foreign"])
 def test_resume_makes_staged_files_anew_that_are_not_as_they_were(shard, case, what):
     directory = case / "here"
@@ -243,6 +244,7 @@ def test_resume_with_a_changed_source_starts_afresh_and_says_so(shard, server, c
     assert_clean(case)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -89,6 +89,7 @@ def test_names_hub_keeps_those_of_the_file(experts, tmp_path) -> None:
     assert names == load_file(experts / "hub" / "model.safetensors").keys()
 
 
+@pytest.mark.full
 def test_names_live_of_a_gathered_model_are_those_of_training(experts, tmp_path) -> None:
     args = ["gather", str(experts / "run"), str(tmp_path / "hf"), "--names", "live", "--assets", str(experts / "hub")]
     assert main([*args, "-q"]) == 0
@@ -96,6 +97,7 @@ def test_names_live_of_a_gathered_model_are_those_of_training(experts, tmp_path)
     assert_same(load_file(tmp_path / "hf" / "model.safetensors"), live)
 
 
+@pytest.mark.full
 def test_names_live_of_nothing_that_is_known_is_refused(experts, tmp_path, capsys) -> None:
     (tmp_path / "hub").mkdir()
     shutil.copy(experts / "hub" / "model.safetensors", tmp_path / "hub")
@@ -151,6 +153,7 @@ def test_tied_weights_that_differ_are_refused(tmp_path, capsys) -> None:
     assert "one tensor by the config, and differ" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_tied_weights_are_one_item(tmp_path) -> None:
     made = toys.build("gpt2")
     made.save_pretrained(tmp_path / "model")
@@ -161,6 +164,7 @@ def test_tied_weights_are_one_item(tmp_path) -> None:
     assert sizes["hub"] == sizes["live"]
 
 
+@pytest.mark.full
 def test_map_of_another_version_is_not_turned_back(experts, tmp_path, capsys, monkeypatch) -> None:
     from ckpt_tools.maps.table import Expected
 
@@ -170,7 +174,7 @@ def test_map_of_another_version_is_not_turned_back(experts, tmp_path, capsys, mo
     assert "by another map" in capsys.readouterr().err
 
 
-@pytest.mark.full(but=QUICK)
+@pytest.mark.full
 def test_sharded_and_trained_are_compared_with_the_model_on_the_hub(model, tmp_path, capsys) -> None:
     live, hub = model
     assert main(["shard", str(hub), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "-q"]) == 0
