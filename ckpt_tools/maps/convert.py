@@ -83,7 +83,8 @@ def to_hub(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) ->
     aliases = dict(_tied(tensors, expected))
     kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     made = _run(routes_back(kept, expected.save_rules), kept, config)
-    hub = {renamed(name, expected.save_rules): tensor for name, tensor in made.items()}
+    new = renamed(made, expected.save_rules)
+    hub = {new[name]: tensor for name, tensor in made.items()}
     if len(hub) < len(made):
         raise UsageError("several tensors would be saved under one name")
     return Converted(mosaics=hub, aliases=aliases)

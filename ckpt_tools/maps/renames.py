@@ -126,7 +126,7 @@ def routes(names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable
 
 
 def routes_back(names: Iterable[str], rules: Sequence[Rule]) -> Iterator[Route]:
-    """Yield where saving puts every name of a live model: at most one conversion; `saved_name` does the renamings.
+    """Yield where saving puts every name of a live model: at most one conversion; `renamed` does the rest.
 
     Args:
         names: Those of the model.
@@ -137,12 +137,16 @@ def routes_back(names: Iterable[str], rules: Sequence[Rule]) -> Iterator[Route]:
         yield _converted(name, name, converters)
 
 
-def renamed(name: str, rules: Sequence[Rule]) -> str:
-    """Return a name after all renamings, one after another."""
-    for rule in rules:
-        if rule.kind != "convert":
-            name, _ = _compile(rule).apply(name)
-    return name
+def renamed(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
+    """Return name → name after all renamings, in natural order: one of a group may switch the others on."""
+    renamings = [_compile(rule) for rule in rules if rule.kind != "convert"]
+    result = {}
+    for name in sorted(names, key=_natural):
+        new = name
+        for renaming in renamings:
+            new, _ = renaming.apply(new)
+        result[name] = new
+    return result
 
 
 def _converted(name: str, new: str, converters: Iterable[_Compiled]) -> Route:

@@ -135,3 +135,17 @@ def test_operations_do_what_those_of_transformers_do(text, operations, groups, t
 def test_operation_that_needs_more_than_names_and_shapes_is_refused(text, what) -> None:
     with pytest.raises(UnknownOperationError, match=what):
         run(text, {"w": [whole("0", I64, (4, 4))]}, ["v"], {})
+
+
+def test_renaming_of_a_group_is_switched_on_by_its_first_for_all_names() -> None:
+    from ckpt_tools.maps.renames import Rule, renamed
+
+    rule = Rule(
+        kind="group",
+        sources=(r"blocks.(\d+).fc1", r"blocks.(\d+).fc2"),
+        targets=(r"blocks.\1.fc0", r"blocks.\1.fc1"),
+    )
+    names = [f"blocks.{block}.fc{number}.weight" for block in (0, 1) for number in (1, 2)]
+    expected = [f"blocks.{block}.fc{number}.weight" for block in (0, 1) for number in (0, 1)]
+    assert renamed(names, [rule]) == dict(zip(names, expected, strict=True))
+    assert renamed(["blocks.0.fc2.weight"], [rule]) == {"blocks.0.fc2.weight": "blocks.0.fc2.weight"}
