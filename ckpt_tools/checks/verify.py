@@ -86,6 +86,9 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
         total = len(checkpoint.tensors) + len(checkpoint.blobs)
         unchecked.append(Unchecked(what=f"{opened.single_names} of {total} names, which .metadata has only once"))
     unchecked += _unknown_places(opened)
+    if opened.manifest is None and opened.beside:
+        files = first_few([asset.file for asset in opened.beside], 6)
+        unchecked.append(Unchecked(what=f"what lies beside, of which nothing is recorded: {files}"))
     unchecked += [Unchecked(what=what) for what in opened.format.unchecked]
     return Verification(
         level=level,
@@ -216,7 +219,9 @@ def _check_foreign(opened: Opened) -> Iterator[Finding]:
     known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
     if manifest is not None:
         known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
-    for name, size in opened.source.list_files(max_depth=0 if manifest is None else 3).items():
+    for name, size in opened.source.list_files(
+        max_depth=0 if manifest is None or opened.format.has_parts else 3
+    ).items():
         # A manifest names every file: all others that hold weights in any tool's format are strange then.
         strange = is_weights(name) if manifest is not None else name.endswith(opened.format.suffix) and size > 0
         if strange and name not in known:

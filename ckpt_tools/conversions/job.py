@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +15,7 @@ from ckpt_tools.errors import StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, detect, read_document
+from ckpt_tools.formats.steps import is_part, note_reading
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
 from ckpt_tools.models.naming import AssetList
@@ -32,8 +32,6 @@ from ckpt_tools.units import format_size
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Values of `--dtype`."""
 _MARGIN_BYTES = 16 << 20
-_PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""Directories that accelerate and transformers' Trainer put into that of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +137,9 @@ def notes_on(opened: Opened) -> list[str]:
     if opened.left_out:
         left_out = first_few(opened.left_out, limit=4)
         notes.append(f"left out, as weights in another format or of another model: {left_out}")
-    if _PART_OF_STEP.fullmatch(os.path.basename(opened.checkpoint.root)):
+    if opened.step is not None:
+        notes.append(note_reading(opened.step))
+    elif is_part(os.path.basename(opened.checkpoint.root)):
         notes.append("one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there")
     return [*notes, *opened.format.caveats]
 

@@ -1,0 +1,84 @@
+"""Check a training step that keeps the model and the optimizer apart: all of its parts, and what lies beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ckpt_tools.checks.verify import Level, Unchecked, Verification, verify
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.description.infer import rank_of_file
+from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.step import OpenedStep
+from ckpt_tools.formats.steps import missing_parts, note_missing_rng
+from ckpt_tools.moving.execute import Progress
+
+
+def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: Progress | None = None) -> Verification:
+    """Check every part of `step` at `level`, and that resuming finds what it needs."""
+    findings = [*_check_parts(step), *_check_manifest(step)]
+    unchecked: list[Unchecked] = []
+    results = [verify(step.root, level=level, num_workers=num_workers)]
+    findings += results[0].findings
+    unchecked += results[0].unchecked
+    for part, opened in step.parts:
+        result = verify(opened, level=level, num_workers=num_workers, progress=progress)
+        findings += _inside(part.directory, result.findings)
+        unchecked += [replace(each, what=f"{part.directory}: {each.what}") for each in result.unchecked]
+        results.append(result)
+    return Verification(
+        level=level,
+        tensors=sum(result.tensors for result in results),
+        chunks=sum(result.chunks for result in results),
+        nbytes=sum(result.nbytes for result in results),
+        unchecked=tuple(unchecked),
+        findings=tuple(findings),
+    )
+
+
+def num_ranks(opened: Opened) -> int:
+    """Return how many ranks saved a checkpoint, as far as its manifest or its files' names tell; 0 if they do not."""
+    if opened.checkpoint.mesh is not None:
+        return opened.checkpoint.mesh.world_size
+    ranks = filter(None.__ne__, map(rank_of_file, opened.checkpoint.files))
+    return 1 + max((rank for rank in ranks if rank is not None), default=-1)
+
+
+def _inside(directory: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield findings of a part as findings of the step."""
+    for finding in findings:
+        is_file = finding.where and not os.path.isabs(finding.where)
+        yield replace(finding, where=f"{directory}/{finding.where}" if is_file else finding.where or directory)
+
+
+def _check_parts(step: OpenedStep) -> Iterator[Finding]:
+    for part, error in step.broken:
+        yield Finding.error("unreadable-part", error.where or part.directory, error.what, error.hint)
+    is_of_ckpt = step.root.manifest is not None
+    for directory, is_needed in missing_parts(step.step):
+        what = f"{step.step.title} without {directory}"
+        if is_needed:
+            hint = "restore it; without it the trainer does not resume, or resumes with a new optimizer"
+            yield Finding.error("missing-part", directory, what, hint)
+        elif is_of_ckpt:
+            yield Finding.info("missing-part", directory, f"{what}: weights to start from, not to resume from")
+        else:
+            hint = "restore it if there was an optimizer: load_state fails without"
+            yield Finding.warning("missing-part", directory, what, hint)
+    ranks = max((num_ranks(opened) for _, opened in step.parts), default=0)
+    if note := note_missing_rng(step.step.names, ranks):
+        yield Finding.warning("missing-rng-state", step.root.source.root, note)
+
+
+def _check_manifest(step: OpenedStep) -> Iterator[Finding]:
+    """Parts that the step's manifest does not know were put there, or changed places, later."""
+    manifest = step.root.manifest
+    if manifest is None:
+        return
+    for part in step.step.parts:
+        if not any(name.startswith(f"{part.directory}/") for name in manifest.documents):
+            hint = f"remove it, or remove {MANIFEST_NAME} if a trainer has saved over the step on purpose"
+            what = "a part of the step that the manifest does not know"
+            yield Finding.error("manifest-mismatch", part.directory, what, hint)
