@@ -78,7 +78,8 @@ def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
         if options.against is not None:
             against = os.fspath(options.against)
             other = open_step(against)
-            reference = stack.enter_context(open_path(against) if other is None else other)
+            reference = open_path(against) if other is None else other
+            stack.callback(reference.__exit__)
             pairs = pair_parts(step, reference)
         total = step.total_bytes if options.level == "data" else 0
         total += sum(side.checkpoint.total_bytes for pair in pairs for side in (pair.ours, pair.theirs))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckpt_tools.checks.verify import Level, Unchecked, Verification, verify
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.infer import rank_of_file
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.step import OpenedStep
 from ckpt_tools.formats.steps import missing_parts, note_missing_rng
 from ckpt_tools.moving.execute import Progress
+from ckpt_tools.text import first_few
 
 
 def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: Progress | None = None) -> Verification:
@@ -26,7 +28,8 @@ def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: P
     for part, opened in step.parts:
         result = verify(opened, level=level, num_workers=num_workers, progress=progress)
         findings += _inside(part.directory, result.findings)
-        unchecked += [replace(each, what=f"{part.directory}: {each.what}") for each in result.unchecked]
+        name = part.directory
+        unchecked += [replace(each, what=f"{name}: {each.what}", part=name) for each in result.unchecked]
         results.append(result)
     return Verification(
         level=level,
@@ -36,6 +39,35 @@ def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: P
         unchecked=tuple(unchecked),
         findings=tuple(findings),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A part of a step, and what it is compared with."""
+
+    name: str
+    ours: Opened
+    theirs: Opened
+
+
+def pair_parts(step: OpenedStep, reference: OpenedStep | Opened) -> tuple[Pair, ...]:
+    """Return what of a step is compared with what of a reference: all that both have, if that is a step too.
+
+    Raises:
+        UsageError: The two steps have no part in common, or the reference is one model and the step has several.
+    """
+    parts = {part.directory: opened for part, opened in step.parts}
+    if isinstance(reference, OpenedStep):
+        theirs = {part.directory: opened for part, opened in reference.parts}
+    else:
+        theirs = {part.directory: reference for part, _ in step.parts if part.holds == "model"}
+    shared = [name for name in parts if name in theirs]
+    if not shared or (not isinstance(reference, OpenedStep) and len(shared) > 1):
+        raise UsageError(
+            f"the step has {first_few(list(parts), 6)}, the reference has {first_few(list(theirs), 6)}",
+            hint="compare one part of each: give their own directories",
+        )
+    return tuple(Pair(name=name, ours=parts[name], theirs=theirs[name]) for name in shared)
 
 
 def num_ranks(opened: Opened) -> int:

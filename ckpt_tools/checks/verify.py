@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -30,6 +30,8 @@ class Unchecked:
     what: str
     copy_tells: bool = False
     """Comparing another copy bit for bit checks it."""
+    part: str = ""
+    """The part of a step that it is about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,9 +221,8 @@ def _check_foreign(opened: Opened) -> Iterator[Finding]:
     known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
     if manifest is not None:
         known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
-    for name, size in opened.source.list_files(
-        max_depth=0 if manifest is None or opened.format.has_parts else 3
-    ).items():
+    max_depth = 0 if manifest is None or opened.format.has_parts else 3
+    for name, size in opened.source.list_files(max_depth=max_depth).items():
         # A manifest names every file: all others that hold weights in any tool's format are strange then.
         strange = is_weights(name) if manifest is not None else name.endswith(opened.format.suffix) and size > 0
         if strange and name not in known:
@@ -308,9 +309,12 @@ def _inside(opened: Opened, span: ByteSpan) -> bool:
     return size is not None and span.offset + span.nbytes <= size
 
 
-def with_findings(result: Verification, findings: Sequence[Finding]) -> Verification:
-    """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked."""
-    unchecked = tuple(each for each in result.unchecked if not each.copy_tells)
+def with_findings(result: Verification, findings: Sequence[Finding], *, parts: Collection[str] = ("",)) -> Verification:
+    """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked.
+
+    Of a step these are only some `parts`.
+    """
+    unchecked = tuple(each for each in result.unchecked if not (each.copy_tells and each.part in parts))
     return replace(result, findings=(*result.findings, *findings), unchecked=unchecked)
 
 

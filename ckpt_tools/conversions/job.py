@@ -31,6 +31,7 @@ from ckpt_tools.units import format_size
 
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Values of `--dtype`."""
+PART_NOTE = "one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there"
 _MARGIN_BYTES = 16 << 20
 
 
@@ -112,6 +113,8 @@ class Job:
     """Called when the job is sound and before anything is written, to begin what runs beside and set `recipe`."""
     accept: Callable[[], None] | None = None
     """Called when every byte is written and before anything is published; raises to refuse the result."""
+    parts: Mapping[str, Job] = field(default_factory=dict)
+    """Directory inside the destination → what is built there: the parts of a step, published with the rest at once."""
     overwrite: bool = False
     use_dtensor: bool = False
     """Write the data files through torch (`--engine dtensor`) instead of the executor."""
@@ -140,7 +143,7 @@ def notes_on(opened: Opened) -> list[str]:
     if opened.step is not None:
         notes.append(note_reading(opened.step))
     elif is_part(os.path.basename(opened.checkpoint.root)):
-        notes.append("one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there")
+        notes.append(PART_NOTE)
     return [*notes, *opened.format.caveats]
 
 
@@ -207,6 +210,10 @@ def fingerprint(job: Job, metadata: bytes) -> str:
         digest_bytes(metadata),
         sorted(job.edits),
         job.recipe,
+        [
+            (name, fingerprint(part, format_of(part.target).build_marker(part.named)))
+            for name, part in job.parts.items()
+        ],
     )
     return digest_bytes(json.dumps(state).encode())
 

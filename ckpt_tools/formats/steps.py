@@ -12,10 +12,10 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.description.checkpoint import Asset
+from ckpt_tools.description.checkpoint import Asset, Checkpoint
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.storage.journal import JOURNAL_NAME
@@ -50,6 +50,7 @@ _KINDS = (
 )
 """Name of a file beside the parts → what it is."""
 _RNG = re.compile(r"(?:random_states|rng_state)_(\d{1,9})\.(?:pkl|pth)", re.ASCII)
+_LOADER = re.compile(r"dataloader\.dp_rank_\d+", re.ASCII)
 _LONE_RNG = "rng_state.pth"
 
 
@@ -92,6 +93,58 @@ class Step:
     def names(self) -> frozenset[str]:
         """Names of the files beside the parts."""
         return frozenset(asset.file for asset in self.beside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLayout:
+    """What a trainer starts from."""
+
+    names: Literal["auto", "torchtitan"] = "auto"
+    """As `--names` of `shard`."""
+    prefix: str = ""
+    """In front of every name."""
+    part: str = ""
+    """Directory of the model; "" where the checkpoint itself is it."""
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    """What the trainer wants beside, to begin at step 0."""
+    start: str = ""
+    """How the trainer loads it, for people."""
+    refusal: str = ""
+    """Why there is nothing that ckpt could write for it."""
+    instead: str = ""
+    """What to do then."""
+
+
+TrainerName = Literal["accelerate", "trainer", "torchtitan", "lightning", "verl", "plain"]
+TRAINERS: Mapping[TrainerName, TrainerLayout] = {
+    "accelerate": TrainerLayout(
+        prefix="model.",
+        part=MODEL_PART,
+        start="accelerate.utils.load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, {destination!r}) "
+        "loads it after prepare(); load_state wants an optimizer as well",
+    ),
+    "trainer": TrainerLayout(
+        prefix="model.",
+        part=MODEL_PART,
+        documents={_TRAINER_STATE: b"{}\n"},
+        start="trainer.train(resume_from_checkpoint={destination!r}) begins there, at step 0 and with a new optimizer",
+    ),
+    "torchtitan": TrainerLayout(
+        names="torchtitan",
+        start="checkpoint.initial_load_path = {destination!r} begins there",
+    ),
+    "lightning": TrainerLayout(
+        prefix="state_dict.",
+        start='dcp.load({{"state_dict": state}}, checkpoint_id={destination!r}) loads it, with state = '
+        "get_model_state_dict(module); where the module keeps the model as self.model, add --prefix state_dict.model.",
+    ),
+    "verl": TrainerLayout(
+        refusal="verl starts from a model as the hub has it, and resumes from pickles of its own alone",
+        instead="set actor_rollout_ref.model.path to {source}",
+    ),
+    "plain": TrainerLayout(),
+}
+"""Value of `--for` → what is written."""
 
 
 def find_step(files: Mapping[str, int]) -> Step | None:
@@ -154,10 +207,10 @@ def note_reading(step: Step) -> str:
 def missing_parts(step: Step) -> Iterator[tuple[str, bool]]:
     """Yield the parts that resuming wants and that are not there: (directory, does training certainly need it?).
 
-    A scheduler or the Trainer's progress are only there where an optimizer was.
+    A scheduler is only there where an optimizer was.
     """
     there = {part.directory for part in step.parts}
-    was_trained = not step.names.isdisjoint((*_SCHEDULERS, _TRAINER_STATE))
+    was_trained = not step.names.isdisjoint(_SCHEDULERS)
     if not step.models:
         yield MODEL_PART, True
     has_optimizer = len(there) > len(step.models) or not step.names.isdisjoint(OPTIMIZER_FILES)
@@ -193,6 +246,20 @@ def note_missing_rng(names: Collection[str], num_ranks: int) -> str:
     shown = ", ".join(map(str, missing)) if len(missing) < 9 else f"{missing[0]} … {missing[-1]}"
     also = "" if by_trainer else ", and accelerate's step counter, which lies in the same files"
     return f"no RNG state of rank{'s' if len(missing) > 1 else ''} {shown}: RNG{also}, begins anew there"
+
+
+def trainer_of(checkpoint: Checkpoint, beside: Iterable[Asset]) -> TrainerName | None:
+    """Return whose step one DCP directory is; None where nothing tells, as of a model alone."""
+    paths = (*(entry.path for entry in checkpoint.tensors), *(blob.path for blob in checkpoint.blobs))
+    roots = {str(path[0]) for path in paths if path}
+    if "state_dict" in roots and any(asset.file == META_FILE for asset in beside):
+        return "lightning"
+    return "torchtitan" if "train_state" in roots and "optimizer" in roots else None
+
+
+def dataloader_ranks(checkpoint: Checkpoint) -> int:
+    """Return of how many data-parallel ranks torchtitan's data loader left its state; 0 where there is none."""
+    return sum(_LOADER.fullmatch(blob.fqn) is not None for blob in checkpoint.blobs)
 
 
 def _part(name: str, nbytes: int, files: Mapping[str, int]) -> Part:
