@@ -13,7 +13,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.step import OpenedStep
-from ckpt_tools.formats.steps import missing_parts, note_missing_rng
+from ckpt_tools.formats.steps import missing_parts, note_missing_rng, rng_ranks
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.text import first_few
 
@@ -70,12 +70,15 @@ def pair_parts(step: OpenedStep, reference: OpenedStep | Opened) -> tuple[Pair, 
     return tuple(Pair(name=name, ours=parts[name], theirs=theirs[name]) for name in shared)
 
 
-def num_ranks(opened: Opened) -> int:
-    """Return how many ranks saved a checkpoint, as far as its manifest or its files' names tell; 0 if they do not."""
-    if opened.checkpoint.mesh is not None:
-        return opened.checkpoint.mesh.world_size
-    ranks = filter(None.__ne__, map(rank_of_file, opened.checkpoint.files))
-    return 1 + max((rank for rank in ranks if rank is not None), default=-1)
+def _num_ranks(step: OpenedStep) -> int:
+    """Return how many ranks a step is for: as its manifests say, else as many as left a file of their own."""
+    checkpoints = [opened.checkpoint for _, opened in step.parts]
+    recorded = [checkpoint.mesh.world_size for checkpoint in checkpoints if checkpoint.mesh is not None]
+    if recorded:
+        return max(recorded)
+    files = (rank_of_file(file) for checkpoint in checkpoints for file in checkpoint.files)
+    ranks = {rank for rank in files if rank is not None} | rng_ranks(step.step.names)
+    return 1 + max(ranks, default=-1)
 
 
 def _inside(directory: str, findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -99,8 +102,7 @@ def _check_parts(step: OpenedStep) -> Iterator[Finding]:
         else:
             hint = "restore it if there was an optimizer: load_state fails without"
             yield Finding.warning("missing-part", directory, what, hint)
-    ranks = max((num_ranks(opened) for _, opened in step.parts), default=0)
-    if note := note_missing_rng(step.step.names, ranks):
+    if note := note_missing_rng(step.step.names, _num_ranks(step)):
         yield Finding.warning("missing-rng-state", step.root.source.root, note)
 
 

@@ -80,9 +80,10 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
         if checkpoint.blobs:
             unchecked.append(Unchecked(what=f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)"))
     else:
-        outcome = _check_data(opened, checkpoint, sound, findings, num_workers, progress)
+        damaged: set[str] = set()
+        outcome = _check_data(opened, checkpoint, sound, findings, damaged, num_workers, progress)
         nbytes = sum(entry.nbytes for entry in sound)
-        unchecked += _unchecked_chunks(opened, checkpoint, outcome)
+        unchecked += _unchecked_chunks(opened, checkpoint, outcome, damaged)
         unchecked += _check_blobs(opened, findings)
     if opened.single_names:
         total = len(checkpoint.tensors) + len(checkpoint.blobs)
@@ -102,9 +103,13 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
     )
 
 
-def _unchecked_chunks(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> Iterator[Unchecked]:
-    chunks = sum(1 for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes)
-    missing = chunks - outcome.chunks_checked
+def _unchecked_chunks(
+    opened: Opened, checkpoint: Checkpoint, outcome: Outcome, damaged: Collection[str]
+) -> Iterator[Unchecked]:
+    full = [(entry, chunk) for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes]
+    chunks = len(full)
+    told = sum(entry.fqn in damaged and chunk.crc32 is not None for entry, chunk in full)
+    missing = chunks - told - outcome.chunks_checked
     if opened.manifest is None and missing > 0:
         what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum"
         yield Unchecked(what=f"{what} (--against compares copies)", copy_tells=True)
@@ -235,6 +240,7 @@ def _check_data(
     checkpoint: Checkpoint,
     sound: Sequence[TensorEntry],
     findings: list[Finding],
+    damaged_fqns: set[str],
     num_workers: int,
     progress: Progress | None,
 ) -> Outcome:
@@ -242,6 +248,7 @@ def _check_data(
 
     def damaged(entry: TensorEntry, error: CkptError) -> None:
         where = error.where or _files_of(entry)
+        damaged_fqns.add(entry.fqn)
         findings.append(Finding.error("damaged-data", where, error.what, error.hint))
 
     entries = [*sound, *(entry for entry, *_ in files)]

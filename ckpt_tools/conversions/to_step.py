@@ -24,9 +24,13 @@ from ckpt_tools.formats.steps import (
     note_missing_rng,
     trainer_of,
 )
+from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Naming
 from ckpt_tools.text import first_few
+
+_OTHER_LIBRARIES = ("torchtitan", "megatron", "nanotron", "gguf")
+"""Codes of names that no model of transformers or diffusers has, adapted or wrapped."""
 
 
 def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) -> TrainerLayout:
@@ -153,26 +157,47 @@ def converted_job(opened: Opened, options: ShardingOptions, trainer: TrainerName
         job.notes += _notes_on_loader(opened, job.mesh)
         return job
     layout = layout_for(trainer, names="auto", prefix=options.prefix, source=opened.source.root)
-    notes: list[str] = []
-    model, names = model_in(opened, "auto", notes)
+    model, names = model_in(opened, "auto", [])
     origin = opened.origin
-    recorded = origin is not None and origin.map is not None and origin.map.names == layout.names
-    kept = len(model.tensors) == len(opened.checkpoint.tensors) and origin is not None
-    if kept and origin is not None:
-        kept = all(old == origin.prefix + new for new, old in names.items())
-    plain = replace(
-        opened,
-        checkpoint=model,
-        beside=(),
-        left_out=(*opened.left_out, *(asset.file for asset in opened.beside)),
-        origin=replace(origin, prefix="") if kept and origin is not None else None,
-    )
-    naming = KEEP if layout.names == "auto" or recorded else Naming(names=layout.names)
+    if origin is not None:
+        is_whole = len(model.tensors) == len(opened.checkpoint.tensors)
+        is_whole = is_whole and all(old == origin.prefix + new for new, old in names.items())
+        origin = replace(origin, prefix="") if is_whole else None
+    naming = _naming(opened, layout)
+    plain = replace(opened, checkpoint=model, beside=(), origin=origin)
     job = sharding_job(plain, replace(options, prefix=layout.prefix), naming=naming)
     job.names = {new: names.get(old, old) for new, old in job.names.items()}
     job.apart = [replace(entry, fqn=names.get(entry.fqn, entry.fqn)) for entry in job.apart]
-    job.notes += notes
+    job.notes += _notes_on_rest(opened, model)
+    job.warnings = (*job.warnings, *_warn_of_names(model, trainer))
     return starting_job(job, layout)
+
+
+def _naming(opened: Opened, layout: TrainerLayout) -> Naming:
+    """Return what is to be done with the names: those of a file become the trainer's, a live model's stay."""
+    origin = opened.origin
+    made = None if origin is None else "hub" if origin.map is None else origin.map.names
+    if layout.names != "auto":
+        return KEEP if made == layout.names else Naming(names=layout.names)
+    return Naming() if made == "hub" and layout.prefix else KEEP
+
+
+def _warn_of_names(model: Checkpoint, trainer: TrainerName) -> Iterator[str]:
+    """Say that a model of transformers does not have these names, when they are certainly another library's."""
+    owners = [owner for owner in origins_of([entry.fqn for entry in model.tensors]) if owner.code in _OTHER_LIBRARIES]
+    if owners and TRAINERS[trainer].prefix:
+        yield f"the names are {owners[0].what}, and stay: a model of transformers does not load them"
+
+
+def _notes_on_rest(opened: Opened, model: Checkpoint) -> Iterator[str]:
+    """Say what of a step another trainer does not get."""
+    checkpoint = opened.checkpoint
+    count = len(checkpoint.tensors) - len(model.tensors)
+    rest = [f"{count} tensors (optimizer state and the like)"] if count else []
+    rest += [f"{len(checkpoint.blobs)} items that are not tensors"] if checkpoint.blobs else []
+    rest += [asset.file for asset in opened.beside]
+    if rest:
+        yield f"the model alone, for another trainer; left out: {first_few(rest, 6)}"
 
 
 def _notes_on_loader(opened: Opened, mesh: Mesh | None) -> Iterator[str]:
