@@ -88,7 +88,7 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
         check_space(needed - staging.allocated_bytes(), job.destination)
         parts = _write_parts(job, plans, staging)
         assets = _carry_assets(job, staging)
-        progress = job.progress(plan.read_bytes) if job.progress is not None else None
+        progress = job.progress(plan.read_bytes) if job.progress is not None and plan.read_bytes else None
         outcome = execute(
             plan.files,
             job.opened.source,
