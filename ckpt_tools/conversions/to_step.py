@@ -110,6 +110,12 @@ def step_job(step: OpenedStep, options: ShardingOptions) -> Job:
                 where=path,
                 hint=f"restore it, or convert one part: {_give(step)}",
             )
+    if step.step.rank_files:
+        raise UnreadableError(
+            f"{first_few(step.step.rank_files)}: pickles of each rank's own part, which fit no other mesh",
+            where=path,
+            hint="save with DCP (accelerate's use_dcp=True)",
+        )
     for flag, value in (("--prefix", options.prefix), ("--include", options.include), ("--exclude", options.exclude)):
         if value:
             what = f"{flag} is for one checkpoint, and this is a step of {len(step.parts)}"
@@ -127,6 +133,8 @@ def step_job(step: OpenedStep, options: ShardingOptions) -> Job:
     outer.assets = [(step.root.source, asset) for asset in step.step.beside]
     outer.dtype = options.dtype
     outer.notes = [f"a whole step: {first_few(list(parts), 6)} and {len(outer.assets)} files beside them, as they are"]
+    if step.passed_over:
+        outer.notes.append(f"left out, as hidden or linked directories: {first_few(step.passed_over, 6)}")
     if mesh is not None and (note := note_missing_rng(step.step.names, mesh.world_size)):
         outer.notes.append(note)
     return outer
