@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
+from samples import examples
 
 from ckpt_tools import api
 from ckpt_tools.description.layout import Box
@@ -37,7 +38,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "rows", "columns", "both", "torch"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_box_of_any_format_is_that_of_the_tensor(made, form, data):
     directory, state = made
@@ -59,7 +60,7 @@ def test_box_of_any_format_is_that_of_the_tensor(made, form, data):
         assert torch.equal(half, state[name][part].bfloat16())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_box_of_stacked_and_concatenated_tensors_is_that_of_the_whole(made, data):
     directory, state = made

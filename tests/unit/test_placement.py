@@ -11,6 +11,7 @@ from importlib import metadata
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from samples import examples
 
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
@@ -98,7 +99,7 @@ def naive(pattern):
 
 
 @given(st.text("ab.*?", max_size=9), st.lists(st.text("ab.", max_size=9), min_size=20, max_size=20))
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 def test_compile_glob_any_pattern_equals_the_plain_regular_expression(pattern, names):
     for name in names:
         assert bool(compile_glob(pattern).fullmatch(name)) == bool(naive(pattern).fullmatch(name)), name
