@@ -11,16 +11,16 @@ from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job, model_beside
-from ckpt_tools.conversions.to_mesh import KEEP, ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_mesh import ShardingOptions, resharding_job, sharding_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.models.naming import MapFile, Naming, ShardNames
+from ckpt_tools.models.naming import MapFile, Naming, OtherNames, ShardNames, name_live
 from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardOptions(ShardingOptions):
-    """The options of `reshard`."""
+class ConvertOptions(ShardingOptions):
+    """What `shard` and `reshard` take beside what is to be written."""
 
     overwrite: Overwrite = False
     dry_run: DryRun = False
@@ -30,7 +30,15 @@ class ReshardOptions(ShardingOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOptions(ReshardOptions):
+class ReshardOptions(ConvertOptions):
+    """The options of `reshard`."""
+
+    names: OtherNames = "auto"
+    map: MapFile = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOptions(ConvertOptions):
     """The options of `shard`."""
 
     engine: Annotated[
@@ -61,7 +69,10 @@ def shard(options: ShardOptions) -> Conversion:
         if use_dtensor and naming.names not in ("auto", "hub"):
             what = f"--engine dtensor writes the names of the file, not those of --{'map' if naming.own else 'names'}"
             raise UsageError(what, hint="use --engine stream")
-        job = sharding_job(opened, options, naming=KEEP if use_dtensor else naming)
+        named = name_live(
+            opened.checkpoint, opened.assets, Naming(names="hub") if use_dtensor else naming, opened.resolve
+        )
+        job = sharding_job(opened, options, named=named)
         job.use_dtensor = use_dtensor
         return _run(job, options)
 
@@ -80,7 +91,7 @@ def reshard(options: ReshardOptions) -> Conversion:
     with open_path(os.fspath(options.source), format=options.format) as opened:
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
-        return _run(sharding_job(opened, options), options)
+        return _run(resharding_job(opened, options, Naming.of(options.names, options.map)), options)
 
 
 def _wrong_verb(what: str, instead: str, options: ShardingOptions) -> UsageError:
@@ -116,7 +127,7 @@ def gather(options: GatherOptions) -> Conversion:
         return _run(job, options)
 
 
-def _run(job: Job, options: ReshardOptions | GatherOptions) -> Conversion:
+def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
     job.overwrite = options.overwrite
     job.num_workers = options.num_workers or default_num_workers()
     job.progress = options.progress

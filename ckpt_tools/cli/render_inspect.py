@@ -93,6 +93,7 @@ def _render_header(summary: Summary, screen: Screen) -> None:
     lines = [
         ("path", escape_name(summary.path)),
         ("format", summary.format),
+        *([("names", summary.names)] if summary.names else []),
         ("tensors", f"{summary.num_tensors:,}"),
         ("elements", f"{summary.num_elems:,}"),
         ("bytes", f"{summary.total_bytes:,} ({format_size(summary.total_bytes)})"),

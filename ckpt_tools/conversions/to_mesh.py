@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
+from ckpt_tools.conversions.find import name_again
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import Layout, Placement, parse_mesh
@@ -15,7 +16,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
-from ckpt_tools.models.naming import Naming, name_live
+from ckpt_tools.models.naming import Named, Naming
 from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
@@ -24,8 +25,6 @@ from ckpt_tools.placement.rule import Rule
 from ckpt_tools.placement.tp_plan import tp_plan_rules
 from ckpt_tools.storage.named_file import read_named_file
 
-KEEP = Naming(names="hub")
-"""The names of the source."""
 _MAX_RULES_BYTES = 16 << 20
 
 
@@ -113,31 +112,63 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
-def sharding_job(opened: Opened, options: ShardingOptions, *, naming: Naming = KEEP) -> Job:
-    """Return the job that writes `opened`, cut as `options` say."""
-    dtype, prefix = options.dtype, options.prefix
-    assets = [(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)]
-    named = name_live(opened.checkpoint, assets, naming, opened.resolve)
+def sharding_job(opened: Opened, options: ShardingOptions, *, named: Named | None = None, root: str = "") -> Job:
+    """Return the job that writes `opened`, cut as `options` say.
+
+    Args:
+        opened: The source.
+        options: What is asked for.
+        named: Its tensors by other names; None keeps those that they have.
+        root: Prefix that the names had without being part of them.
+    """
+    origin, notes = opened.origin, notes_on(opened)
+    if named is None:
+        named = Named(
+            checkpoint=opened.checkpoint, sources={entry.fqn: entry.fqn for entry in opened.checkpoint.tensors}
+        )
+        prefix = options.prefix
+        origin = None if origin is None else replace(origin, prefix=prefix + origin.prefix)
+    else:
+        prefix = options.prefix + root
+        origin = None if origin is None else replace(origin, prefix=prefix, map=named.map)
+        notes += [named.note] if named.note else []
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
     layout = find_layout(opened, renamed, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
-    target = cast_target(source, dtype)
+    target = cast_target(source, options.dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
     kept = {old.fqn: new.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)}
-    origin = opened.origin if dtype == "keep" and chosen is named.checkpoint else None
     return Job(
         opened=opened,
         source=source,
         target=place(target.tensors, cells, source.blobs),
         destination=os.fspath(options.destination),
-        assets=assets,
-        dtype=dtype,
+        assets=opened.assets,
+        dtype=options.dtype,
         names={new: named.sources.get(old, "") for old, new in kept.items()},
         aliases={prefix + alias: kept[fqn] for alias, fqn in named.aliases.items() if fqn in kept},
         apart=named.apart,
-        origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix, map=named.map or origin.map),
+        origin=origin if options.dtype == "keep" and chosen is named.checkpoint else None,
         mesh=layout.mesh,
         placements=layout.placements,
-        notes=[*notes_on(opened), *([named.note] if named.note else [])],
+        notes=notes,
     )
+
+
+def resharding_job(opened: Opened, options: ShardingOptions, naming: Naming) -> Job:
+    """Return the job that writes `opened`, cut as `options` say, and by the names of `naming` if it asks for some.
+
+    Raises:
+        UsageError: As `sharding_job`; there is other state than weights, which cannot be named again.
+    """
+    if naming.names == "auto":
+        return sharding_job(opened, options)
+    notes: list[str] = []
+    chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
+    if chosen is not opened.checkpoint:
+        opened = replace(opened, checkpoint=chosen, origin=None)
+    named, root = name_again(opened, naming, notes)
+    job = sharding_job(opened, replace(options, include=(), exclude=()), named=named, root=root)
+    job.notes += notes
+    return job

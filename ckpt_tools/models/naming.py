@@ -38,6 +38,10 @@ GatherNames = Annotated[
     Literal["auto", "hub", "live"],
     Option("Names to write: auto is hub where the architecture is known; live are those that are there."),
 ]
+OtherNames = Annotated[
+    Literal["auto", "hub", "live", "torchtitan"],
+    Option("Names for the model's weights: live are those of the model in memory; auto keeps those that are there."),
+]
 MapFile = Annotated[
     AnyPath | None,
     Option("A map of your own between the hub's names and others, instead of --names.", metavar="FILE"),
@@ -92,6 +96,11 @@ class Named:
     note: str = ""
     """What was done, for people; empty for nothing."""
 
+    @classmethod
+    def as_it_is(cls, checkpoint: Checkpoint) -> Self:
+        """Return it by its own names."""
+        return cls(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
@@ -126,7 +135,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
     Raises:
         UsageError: `names` asks for them, and it is not certain what they are.
     """
-    plain = Named(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+    plain = Named.as_it_is(checkpoint)
     names = naming.names
     if names == "hub":
         return plain
@@ -137,7 +146,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
             raise UsageError(
                 error.what if naming.own else f"--names {names}: {error.what}",
                 where=error.where or checkpoint.root,
-                hint="--names hub keeps the names of the file",
+                hint="leave out --names to keep names that are not known",
             ) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
     whose = f"{names}'s {known.architecture}" if names in CONVENTIONS else f"the live {known.architecture}"
@@ -151,7 +160,7 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
     Raises:
         UsageError: `names` is "hub", and it is not certain what they are.
     """
-    plain = Named(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+    plain = Named.as_it_is(checkpoint)
     if naming.names == "live":
         return plain
     try:
