@@ -127,8 +127,8 @@ def test_operations_do_what_those_of_transformers_do(text, operations, groups, t
     ("text", "what"),
     [
         ("Frobnicate(dim=0)", "Frobnicate is not known"),
-        ("Split(dim=0)", "Split is not known"),
-        ("Transpose(dim0=0;dim1=1;check_dims=True)", "the shape in the model says"),
+        ("Split(dim=0)", "config.json does not say"),
+        ("Transpose(dim0=0;dim1=1;check_dims=True)", "config.json does not say"),
         ("Chunk(dim=0;num_shards_attribute=n)", "not known"),
     ],
 )
