@@ -18,7 +18,7 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.buffers import materialise_buffers
 from ckpt_tools.fsdp2.local import assemble, local_box
-from ckpt_tools.fsdp2.names import describe_misfit, match_names
+from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
@@ -153,11 +153,11 @@ def _read(
     known = {name: source for name in targets if (source := name if names is None else names(name)) is not None}
     targets = {name: targets[name] for name in known}
     shared = {name: first for name, first in shared.items() if name in targets and first in targets}
-    by_source, left = match_names(opened.checkpoint, model, tuple(dict.fromkeys(known.values())), prefix)
-    found = {name: by_source[source] for name, source in known.items() if source in by_source}
+    match = match_names(opened.checkpoint, model, {known[n]: s for n, s in shapes_of(targets).items()}, prefix)
+    found = {name: match.found[source] for name, source in known.items() if source in match.found}
     sources = sources_of(targets, shared, found)
     missing = tuple(name for name in targets if shared.get(name, name) not in sources and not _may_miss(model, name))
-    unexpected = tuple(fqn for fqn in left if not _may_be_extra(model, fqn))
+    unexpected = tuple(fqn for fqn in match.left if not _may_be_extra(model, fqn))
     if strict and (missing or unexpected):
         raise _strict_error(opened, targets, missing, unexpected)
     _check_shapes(opened, targets, sources)

@@ -14,9 +14,10 @@ from ckpt_tools.description.layout import Box, Mesh, Placement, Shard, cut_tenso
 from ckpt_tools.description.transform import find_model, strip_wrappers
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2.load import targets_of
-from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.names import Match, match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.text import first_few
 
 MAX_FINDINGS = 5
 """Findings of one kind that a rank reports; the last one says how many there are."""
@@ -44,27 +45,65 @@ def expected_box(tensor: torch.Tensor) -> Box:
     return cut_tensor(shape, axes, placements).local_box(axes.rank(coordinate))
 
 
-def missing_for_dcp(model: nn.Module, source: str) -> Finding | None:
-    """Return a warning when stock `dcp.load(model.state_dict())` would not find all of its names in the checkpoint.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """How the names of the checkpoint are those of the model."""
 
-    `load_checkpoint` maps names: tied weights that a file holds once, and what transformers renames or fuses.
+    title: str
+    """By which map they were found, for people."""
+    note: str = ""
+    """What `dcp.load` needs that this run does not know of."""
+    finding: Finding | None = None
+    """Why stock `dcp.load(model.state_dict())` would fail."""
+
+
+def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
+    """Say by which map a loaded model's names were found, and hold them against what `dcp.load` looks for.
+
+    Files of the hub are renamed by everybody who loads them. `dcp.load` renames nothing: names of a checkpoint that
+    it reads must be the live model's, under a root or wrappers that the training script may have as well.
     """
-    with open_path(source) as opened:
-        if not opened.format.loads_by_dcp:
-            return None
-        inside, prefix = find_model(opened.checkpoint)
-    stored = {strip_wrappers(entry.fqn) for entry in inside.tensors}
-    names = model.state_dict(keep_vars=True)
-    missing = [name for name in names if prefix + name not in stored]
-    if not missing:
-        return None
-    return Finding.warning(
+    is_adapted = blueprint.setting.options.lora
+    inner = model.get_base_model() if is_adapted else model  # type: ignore[operator]
+    with open_path(blueprint.source) as opened:
+        match = match_names(opened.checkpoint, inner, _wanted(model, blueprint), "auto")
+        inside, root = find_model(opened.checkpoint)
+        if is_adapted or not opened.format.loads_by_dcp:  # an adapted model's own names are nobody's checkpoint
+            return Naming(title=match.title)
+    live = shapes_of({name: one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)})
+    stored = {entry.fqn.removeprefix(root): entry.shape for entry in inside.tensors}
+    plain = {strip_wrappers(name): shape for name, shape in stored.items()}
+    absent = [name for name in live if name not in plain] or [n for n, shape in live.items() if plain[n] != shape]
+    if absent:
+        how = "other shapes" if absent[0] in plain else "other names, or none"
+        return Naming(title=match.title, finding=_foreign_names(absent, len(live), how, match, blueprint))
+    if any(stored.get(name) != shape for name, shape in live.items()):
+        note = "the names have parts that wrappers put in: dcp.load finds them in a model that is wrapped alike"
+    elif root:
+        note = f"the names are below {root!r}: dcp.load finds them in a state dict that is nested alike"
+    else:
+        note = ""
+    return Naming(title=match.title, note=note)
+
+
+def _foreign_names(absent: Sequence[str], num_names: int, how: str, match: Match, blueprint: Blueprint) -> Finding:
+    source = blueprint.setting.options.source or blueprint.source
+    way_on = "rename them (`ckpt shard --map FILE`)"
+    if match.whose:
+        way_on = f"write them again with the live names: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live`"
+    return Finding.error(
         code="live-names",
-        where=missing[0],
-        what=f"{len(missing)} of {len(names)} names of the live model are not in the checkpoint, which holds these "
-        "weights under other names: dcp.load(model.state_dict(), ...) fails with 'Missing key'",
-        hint="load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did",
+        where=absent[0],
+        what=f"dcp.load(model.state_dict(), ...) would fail: the checkpoint has {how} for {len(absent)} of the model's "
+        f"{num_names} tensors: {first_few(absent, 3)}",
+        hint=f"{way_on}, or load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did",
     )
+
+
+def _wanted(model: nn.Module, blueprint: Blueprint) -> dict[str, tuple[int, ...] | None]:
+    """Return the names that the model has in the checkpoint of the base model."""
+    shapes = shapes_of(targets_of(model)[0])
+    return {base: shape for name, shape in shapes.items() if (base := blueprint.base_name(name)) is not None}
 
 
 def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Finding], int, int]:
@@ -79,8 +118,7 @@ def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Fi
     findings: list[Finding] = []
     compared = nbytes = 0
     with open_path(blueprint.source) as opened:
-        wanted = tuple(dict.fromkeys(base for base in names.values() if base is not None))
-        found, _ = match_names(opened.checkpoint, inner, wanted, "auto")
+        found = match_names(opened.checkpoint, inner, _wanted(model, blueprint), "auto").found
         reader = BoxReader(opened)
         for name, tensor in targets.items():
             whole = found.get(names[name] or "")

@@ -12,7 +12,8 @@ from ckpt_tools import api
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.fsdp2.read import BoxReader, Piece, Whole, as_whole
+from ckpt_tools.fsdp2.read import BoxReader, Whole, as_whole
+from ckpt_tools.maps import mosaic
 
 SHAPES = {"matrix": (13, 12), "cube": (5, 6, 8), "vector": (17,), "scalar": (), "strided": (6, 10)}
 
@@ -62,19 +63,22 @@ def test_box_of_any_format_is_that_of_the_tensor(made, form, data):
 
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
-def test_box_of_stacked_and_concatenated_tensors_is_that_of_the_whole(made, data):
+def test_box_of_tensors_that_are_put_together_is_that_of_the_whole(made, data):
     directory, state = made
     with open_path(str(directory / "rows")) as opened:
         entry = next(entry for entry in opened.checkpoint.tensors if entry.fqn == "matrix")
-        # Three in a list, each beside another: (3, 26, 12)
-        pieces = tuple(Piece(entry, (i, 13 * j, 0), (0,)) for i in range(3) for j in range(2))
-        whole = Whole(shape=(3, 26, 12), dtype=entry.dtype, pieces=pieces)
-        expected = torch.stack([torch.cat([state["matrix"]] * 2)] * 3)
+        # Three in a list, each beside its own transposed last rows: (3, 25, 12)
+        matrix = mosaic.whole("matrix", entry.dtype, entry.shape)
+        rest = mosaic.transpose(mosaic.part_of(matrix, 0, 1, 12), 0, 1)
+        whole = Whole(fqn="w", mosaic=mosaic.stack([mosaic.join([matrix, rest], 0)] * 3, 0), entries={"matrix": entry})
+        expected = torch.stack([torch.cat([state["matrix"], state["matrix"][1:].t()])] * 3)
+        reader = BoxReader(opened)
         box = []
         for length in whole.shape:
             start = data.draw(st.integers(0, length))
             box.append((start, data.draw(st.integers(0, length - start))))
-        found = BoxReader(opened).read(whole, Box(*map(tuple, zip(*box, strict=True))), torch.float32)
+        found = reader.read(whole, Box(*map(tuple, zip(*box, strict=True))), torch.float32)
+        assert reader.bytes_read == found.numel() * 4
         assert torch.equal(found, expected[tuple(slice(o, o + n) for o, n in box)])
 
 
