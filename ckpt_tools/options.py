@@ -225,3 +225,10 @@ class MeshOptions:
         ),
     ] = ()
     tp_plan: Annotated[str | None, Option("Take the plan of the model's config.json.", metavar="auto")] = None
+    tp_uneven: Annotated[
+        Literal["refuse", "replicate"],
+        Option(
+            "A dim that tp and dp_shard both cut and whose length tp does not divide: refuse it, "
+            "or keep these tensors whole on tp."
+        ),
+    ] = "refuse"

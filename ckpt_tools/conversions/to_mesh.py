@@ -20,10 +20,11 @@ from ckpt_tools.models.naming import Named, Naming
 from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
-from ckpt_tools.placement.place import cut_entry, place_tensors
+from ckpt_tools.placement.place import Placed, cut_entry, place_tensors
 from ckpt_tools.placement.rule import Rule
 from ckpt_tools.placement.tp_plan import tp_plan_rules
 from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.text import first_few
 
 _MAX_RULES_BYTES = 16 << 20
 
@@ -40,7 +41,16 @@ class ShardingOptions(MeshOptions):
     exclude: Exclude = ()
 
 
-def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) -> Layout:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A layout, and what to tell the user of it."""
+
+    layout: Layout
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) -> Found:
     """Apply mesh and rules to the tensors of `checkpoint`.
 
     Optimizer state that no rule names is placed like its parameter.
@@ -71,9 +81,38 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
             )
         plan = auto_plan(config.values, os.path.abspath(opened.source.root))
         rules += tp_plan_rules(config.values, [entry.fqn for entry in checkpoint.tensors], plan)
-    placements: dict[str, Mapping[str, Placement]] = dict(place_tensors(checkpoint.tensors, mesh, rules))
-    placements |= _like_parameters(checkpoint.tensors, rules, placements)
-    return Layout(mesh=mesh, placements=placements)
+    placed = place_tensors(checkpoint.tensors, mesh, rules, uneven=options.tp_uneven)
+    placements = {**placed.placements, **_like_parameters(checkpoint.tensors, rules, placed.placements)}
+    return Found(
+        layout=Layout(mesh=mesh, placements=placements),
+        notes=_notes(placed),
+        warnings=_warnings(placed),
+    )
+
+
+def _notes(placed: Placed) -> tuple[str, ...]:
+    if not placed.kept_whole:
+        return ()
+    axes = "×".join(dict.fromkeys(axis for found in placed.kept_whole.values() for axis in found))
+    names = first_few(list(placed.kept_whole), 4)
+    return (f"whole on {axes}, which does not divide them (--tp-uneven replicate): {names}",)
+
+
+def _warnings(placed: Placed) -> tuple[str, ...]:
+    """Say which parameters stock PyTorch does not load into a model that transformers has cut.
+
+    Source: PyTorch 2.13, whose `DTensor.__create_chunk_list__` describes a `_StridedShard` by its first offset and its
+    size, as if it were one run; transformers 5.23 redistributes these tensors before it saves or loads.
+    """
+    if not placed.packed:
+        return ()
+    names = first_few(list(placed.packed), 4)
+    text = (
+        f"{len(placed.packed)} packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
+        "of each of their matrices on every rank, and dcp.load reads other rows into them, without an error. "
+        "Redistribute them to Shard before dcp.load and back after it: docs/guides/convert.md shows how"
+    )
+    return (text,)
 
 
 def _like_parameters(
@@ -123,9 +162,7 @@ def sharding_job(opened: Opened, options: ShardingOptions, *, named: Named | Non
     """
     origin, notes = opened.origin, notes_on(opened)
     if named is None:
-        named = Named(
-            checkpoint=opened.checkpoint, sources={entry.fqn: entry.fqn for entry in opened.checkpoint.tensors}
-        )
+        named = Named.as_it_is(opened.checkpoint)
         prefix = options.prefix
         origin = None if origin is None else replace(origin, prefix=prefix + origin.prefix)
     else:
@@ -134,7 +171,8 @@ def sharding_job(opened: Opened, options: ShardingOptions, *, named: Named | Non
         notes += [named.note] if named.note else []
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
-    layout = find_layout(opened, renamed, options)
+    found = find_layout(opened, renamed, options)
+    layout = found.layout
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
     target = cast_target(source, options.dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
@@ -152,7 +190,8 @@ def sharding_job(opened: Opened, options: ShardingOptions, *, named: Named | Non
         origin=origin if options.dtype == "keep" and chosen is named.checkpoint else None,
         mesh=layout.mesh,
         placements=layout.placements,
-        notes=notes,
+        notes=[*notes, *found.notes],
+        warnings=found.warnings,
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement.rule import STYLES, Rule
@@ -23,6 +23,11 @@ from ckpt_tools.walls.config import without_code_keys
 
 _ORIGIN = "--tp-plan auto"
 _WRITE_RULES = "write the rules yourself: --rules FILE, or --set 'GLOB=tp:S(0)'"
+
+_OTHER_NAMES = (
+    "the plan is for the names of the live model: write those (ckpt shard without --names and --engine dtensor), "
+    f"or {_WRITE_RULES}"
+)
 
 _LLAMA = {
     "lm_head": "colwise_gather_output",
@@ -75,11 +80,11 @@ def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: Tp
     # A parameter's own entry is longer than its module's, and comes first.
     for key in sorted(names, key=lambda key: -key.count(".")):
         try:
-            rule = Rule(match=names[key], style=plan.styles[key], origin=origin, optional=key in plan.may_lack)
+            rule = Rule(match=names[key], style=plan.styles[key], origin=origin, hint=_OTHER_NAMES)
         except UsageError as error:
             raise UsageError(error.what, where=error.where, hint=_WRITE_RULES) from error
-        if rule.axes:
-            rules.append(rule)
+        # What stays whole is a rule, too: that of a parameter comes before the one that cuts the rest of its module.
+        rules.append(replace(rule, optional=not rule.axes or key in plan.may_lack))
     return tuple(rules)
 
 
