@@ -58,6 +58,7 @@ def place_tensors(
         if entry.shape and any(name == FSDP_AXIS for name, _ in mesh.axes):
             placements[FSDP_AXIS] = Shard(0)
         if rule is not None:
+            _check_shape(entry, rule)
             placements |= rule.placements(entry.fqn, len(entry.shape))
         cuts = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
         if uneven == "replicate" and (axes := _uneven_axes(entry, mesh, cuts)):
@@ -99,6 +100,18 @@ def _check_axes(rules: Sequence[Rule], mesh: Mesh) -> None:
                     where=rule.origin,
                     hint=f"add the axis: --mesh {mesh},{axis}=N",
                 )
+
+
+def _check_shape(entry: TensorEntry, rule: Rule) -> None:
+    """Refuse a tensor that is not the one which the rule is about: it may be transposed, or of another config."""
+    meant = rule.shapes.get(entry.fqn, entry.shape)
+    if meant != entry.shape and rule.axes:
+        raise UsageError(
+            f"tensor {entry.fqn!r} has shape {list(entry.shape)} here and {list(meant)} in the live model: "
+            f"the style {rule.style} would cut another dim than it means",
+            where=rule.origin,
+            hint=f"is config.json that of the weights? --set '{entry.fqn}=tp:S(d)' cuts the dim d that you mean",
+        )
 
 
 def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], rule: Rule | None) -> None:

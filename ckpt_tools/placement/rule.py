@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_tools.description.globs import compile_glob
@@ -59,6 +59,8 @@ class Rule:
     """True when the rule may match nothing (parameters that a plan names and a model may lack)."""
     hint: str = ""
     """What to do when it matches nothing and should; without, the nearest names are shown."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    """FQN → the shape that its dims are counted in, where that is known; another one is refused."""
 
     def __post_init__(self) -> None:
         compile_glob(self.match)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -491,9 +492,9 @@ def llama_config(**changes):
 
 
 def plan_rules(config, names):
-    """Return the rules of transformers' plan, found in this process."""
+    """Return the rules of transformers' plan, found in this process, for tensors of any shape."""
     check_quantization(config)
-    return tp_plan_rules(config, names, found_plan(config))
+    return [replace(rule, shapes={}) for rule in tp_plan_rules(config, names, found_plan(config))]
 
 
 def found_plan(config):
@@ -599,6 +600,19 @@ def test_tp_plan_rules_names_of_the_files_are_refused_with_the_way_out():
     with pytest.raises(UsageError, match="matches no tensor") as caught:
         place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(llama_config(**MOE), names))
     assert "names of the live model" in caught.value.hint
+
+
+@todays_plans
+def test_tp_plan_rules_tensor_of_another_shape_is_refused():
+    plan = found_plan(llama_config())
+    shapes = {f"app.{name}": plan.shapes.get(name, (16,)) for name in LLAMA_NAMES}
+    rules = tp_plan_rules(llama_config(), list(shapes), plan)
+    assert place_tensors([tensor(name, *shape) for name, shape in shapes.items()], Mesh((("tp", 2),)), rules)
+    name = "app.model.layers.1.mlp.down_proj.weight"
+    shapes[name] = shapes[name][::-1]
+    with pytest.raises(UsageError, match=r"has shape \[32, 16\] here and \[16, 32\] in the live model") as caught:
+        place_tensors([tensor(name, *shape) for name, shape in shapes.items()], Mesh((("tp", 2),)), rules)
+    assert f"--set '{name}=tp:S(d)'" in caught.value.hint
 
 
 def test_tp_plan_rules_whole_parameter_of_a_module_that_is_cut_stays_whole():
