@@ -44,7 +44,7 @@ class ShardOptions(ConvertOptions):
     engine: Annotated[
         Literal["stream", "dtensor"],
         Option(
-            "stream, or the reference path through torch: one process per rank, distribute_tensor, dcp.save.",
+            "stream, or the reference path through PyTorch: one process per rank, distribute_tensor, dcp.save.",
             after="prefix",
         ),
     ] = "stream"

@@ -55,21 +55,23 @@ class GatherOptions:
     strip_prefix: Annotated[
         str,
         Option(
-            "auto finds the model inside a trainer's state and strips wrappers such as _orig_mod.",
+            "Prefix to strip; auto finds the model inside a trainer's state and strips wrappers such as _orig_mod.",
             metavar="auto|none|PFX",
         ),
     ] = "auto"
-    assets: Annotated[AnyPath | None, Option("Config, tokenizer, … to put beside the weights.", metavar="DIR")] = None
-    like: Annotated[AnyPath | None, Option("Restore this model's names, order, files and dtypes.", metavar="REF")] = (
-        None
-    )
+    assets: Annotated[
+        AnyPath | None, Option("Directory with config and tokenizer, to copy beside the weights.", metavar="DIR")
+    ] = None
+    like: Annotated[
+        AnyPath | None, Option("Reference model whose names, order, files and dtypes to restore.", metavar="REF")
+    ] = None
     include: Include = ()
     exclude: Exclude = ()
     names: GatherNames = "auto"
     map: MapFile = None
-    allow_foreign_names: Annotated[
-        bool, Option("Write names that the architecture in config.json does not have, or not all of its names.")
-    ] = False
+    allow_foreign_names: Annotated[bool, Option("Allow names that do not match the architecture in config.json.")] = (
+        False
+    )
     overwrite: Overwrite = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None

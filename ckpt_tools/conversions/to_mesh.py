@@ -36,7 +36,7 @@ class ShardingOptions(MeshOptions):
     source: Source = field(kw_only=False)
     destination: Destination = field(kw_only=False)
     dtype: DTypeName = "keep"
-    prefix: Annotated[str, Option("Put in front of every name (model.).", metavar="PFX")] = ""
+    prefix: Annotated[str, Option("Prefix for every name, e.g. model.", metavar="PFX")] = ""
     include: Include = ()
     exclude: Exclude = ()
 

@@ -30,21 +30,23 @@ AssetList = Sequence[tuple[Source, Asset]]
 ShardNames = Annotated[
     Literal["auto", "hub", "live", "torchtitan"],
     Option(
-        "Names to write: live are those of the model in memory, hub those of its files; "
-        "auto is live where the architecture is known, else the file's."
+        "Names to write: those of the live model, of the hub's files, or of torchtitan; auto is live where ckpt knows "
+        "the architecture, else the file's."
     ),
 ]
 GatherNames = Annotated[
     Literal["auto", "hub", "live"],
-    Option("Names to write: auto is hub where the architecture is known; live are those that are there."),
+    Option("Names to write: auto is hub where ckpt knows the architecture; live keeps those of the checkpoint."),
 ]
 OtherNames = Annotated[
     Literal["auto", "hub", "live", "torchtitan"],
-    Option("Names for the model's weights: live are those of the model in memory; auto keeps those that are there."),
+    Option(
+        "Names of the weights: those of the live model, of the hub's files, or of torchtitan; auto keeps those of SRC."
+    ),
 ]
 MapFile = Annotated[
     AnyPath | None,
-    Option("A map of your own between the hub's names and others, instead of --names.", metavar="FILE"),
+    Option("Key map of your own, from the hub's names to others, instead of --names.", metavar="FILE"),
 ]
 Resolve = Callable[[TensorEntry], TensorEntry]
 """Returns a tensor with its chunks on their raw bytes."""
