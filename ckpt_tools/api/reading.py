@@ -54,5 +54,5 @@ def inspect(options: InspectOptions) -> Summary:
             return summarise(checkpoint, path=source)
         from ckpt_tools.conversions.to_mesh import find_layout
 
-        virtual = overlay(checkpoint, find_layout(opened, checkpoint, options).layout)
+        virtual = overlay(checkpoint, find_layout(opened, checkpoint, options))
         return summarise(virtual, path=source, mesh_source="overlay")

@@ -14,7 +14,6 @@ from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.fsdp2.local import local_boxes
 from ckpt_tools.moving.boxes import BytesReader
 
 
@@ -87,12 +86,6 @@ class BoxReader:
             )
             result[target] = self._read_entry(piece.entry, own, wanted).reshape(part.sizes)
         return result
-
-    def read_local(self, whole: Whole, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return what this rank holds of a tensor that is cut like `like`, as `read`."""
-        dim, boxes = local_boxes(like)
-        parts = [self.read(whole, box, dtype) for box in boxes]
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
     def read_whole(self, whole: Whole, dtype: torch.dtype) -> torch.Tensor:
         """Return all elements, as `read`."""
