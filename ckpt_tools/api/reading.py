@@ -64,5 +64,5 @@ def inspect(options: InspectOptions) -> Summary:
             return replace(summarise(checkpoint, path=source), names="; ".join(notes))
         from ckpt_tools.conversions.to_mesh import find_layout
 
-        virtual = overlay(checkpoint, find_layout(opened, checkpoint, options).layout)
+        virtual = overlay(checkpoint, find_layout(opened, checkpoint, options))
         return replace(summarise(virtual, path=source, mesh_source="overlay"), names="; ".join(notes))

@@ -20,7 +20,7 @@ from ckpt_tools.models.naming import Named, Naming
 from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
-from ckpt_tools.placement.place import Placed, cut_entry, place_tensors
+from ckpt_tools.placement.place import cut_entry, place_tensors
 from ckpt_tools.placement.rule import Rule
 from ckpt_tools.placement.tp_plan import tp_plan_rules
 from ckpt_tools.storage.named_file import read_named_file
@@ -41,16 +41,7 @@ class ShardingOptions(MeshOptions):
     exclude: Exclude = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A layout, and what to tell the user of it."""
-
-    layout: Layout
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
-def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) -> Found:
+def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) -> Layout:
     """Apply mesh and rules to the tensors of `checkpoint`.
 
     Optimizer state that no rule names is placed like its parameter.
@@ -81,36 +72,32 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
             )
         plan = auto_plan(config.values, os.path.abspath(opened.source.root))
         rules += tp_plan_rules(config.values, [entry.fqn for entry in checkpoint.tensors], plan)
-    placed = place_tensors(checkpoint.tensors, mesh, rules, uneven=options.tp_uneven)
-    placements = {**placed.placements, **_like_parameters(checkpoint.tensors, rules, placed.placements)}
-    return Found(
-        layout=Layout(mesh=mesh, placements=placements),
-        notes=_notes(placed),
-        warnings=_warnings(placed),
-    )
+    layout = place_tensors(checkpoint.tensors, mesh, rules, uneven=options.tp_uneven)
+    like_parameters = _like_parameters(checkpoint.tensors, rules, layout.placements)
+    return replace(layout, placements={**layout.placements, **like_parameters})
 
 
-def _notes(placed: Placed) -> tuple[str, ...]:
-    if not placed.kept_whole:
+def _notes(layout: Layout) -> tuple[str, ...]:
+    if not layout.kept_whole:
         return ()
-    axes = "×".join(dict.fromkeys(axis for found in placed.kept_whole.values() for axis in found))
-    names = first_few(list(placed.kept_whole), 4)
+    axes = "×".join(dict.fromkeys(axis for found in layout.kept_whole.values() for axis in found))
+    names = first_few(list(layout.kept_whole), 4)
     return (f"whole on {axes}, which does not divide them (--tp-uneven replicate): {names}",)
 
 
-def _warnings(placed: Placed) -> tuple[str, ...]:
+def _warnings(layout: Layout) -> tuple[str, ...]:
     """Say which parameters stock PyTorch does not load into a model that transformers has cut.
 
     Source: PyTorch 2.13, whose `DTensor.__create_chunk_list__` describes a `_StridedShard` by its first offset and its
     size, as if it were one run; transformers 5.23 redistributes these tensors before it saves or loads.
     """
-    if not placed.packed:
+    if not layout.packed:
         return ()
-    names = first_few(list(placed.packed), 4)
+    names = first_few(list(layout.packed), 4)
     text = (
-        f"{len(placed.packed)} packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
+        f"{len(layout.packed)} packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
         "of each of their matrices on every rank, and dcp.load reads other rows into them, without an error. "
-        "Redistribute them to Shard before dcp.load and back after it: docs/guides/convert.md shows how"
+        "Load with ckpt_tools.fsdp2.load_checkpoint, or redistribute them to Shard before dcp.load and back after it"
     )
     return (text,)
 
@@ -171,8 +158,7 @@ def sharding_job(opened: Opened, options: ShardingOptions, *, named: Named | Non
         notes += [named.note] if named.note else []
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
-    found = find_layout(opened, renamed, options)
-    layout = found.layout
+    layout = find_layout(opened, renamed, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
     target = cast_target(source, options.dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
@@ -190,8 +176,8 @@ def sharding_job(opened: Opened, options: ShardingOptions, *, named: Named | Non
         origin=origin if options.dtype == "keep" and chosen is named.checkpoint else None,
         mesh=layout.mesh,
         placements=layout.placements,
-        notes=[*notes, *found.notes],
-        warnings=found.warnings,
+        notes=[*notes, *_notes(layout)],
+        warnings=_warnings(layout),
     )
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.buffers import materialise_buffers
-from ckpt_tools.fsdp2.local import assemble
+from ckpt_tools.fsdp2.local import assemble, read_parts
 from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
@@ -167,7 +168,7 @@ def _read(
     for name, whole in sources.items():
         like = targets[name]
         wanted = dtype if dtype is not None and like.is_floating_point() else like.dtype
-        local = reader.read_local(whole, like, wanted)
+        local = read_parts(like, partial(reader.read, whole, dtype=wanted))
         state[name] = assemble(local.to(place), like)
     _check_ties(opened, reader, targets, shared, found, state)
     report = LoadReport(
@@ -219,7 +220,7 @@ def _check_ties(
             _check_shapes(opened, targets, {name: found[name]})
         tensor = state[first]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        other = reader.read_local(found[name], targets[name], local.dtype)
+        other = read_parts(targets[name], partial(reader.read, found[name], dtype=local.dtype))
         if not torch.equal(other.to(local.device), local):
             raise UsageError(
                 f"the model shares one parameter for {first!r} and {name!r}, and the checkpoint has two that differ",

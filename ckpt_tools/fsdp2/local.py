@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
 
@@ -60,6 +61,17 @@ def local_boxes(tensor: torch.Tensor) -> tuple[int, tuple[Box, ...]]:
         Box(tuple(offset for offset, _ in parts), tuple(size for _, size in parts)) for parts in product(*runs)
     )
     return (several[0] if several else 0), boxes
+
+
+def read_parts(tensor: torch.Tensor, read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
+    """Return what this rank holds of a tensor, put together from what `read` returns for each of its boxes.
+
+    Raises:
+        CkptError: As `local_boxes`.
+    """
+    dim, boxes = local_boxes(tensor)
+    parts = [read(box) for box in boxes]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def assemble(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.fsdp2.local import local_boxes
 from ckpt_tools.maps.mosaic import Mosaic, crop, lay_out, whole
 from ckpt_tools.moving.boxes import BytesReader
 from ckpt_tools.moving.plan import check_complete
@@ -90,12 +89,6 @@ class BoxReader:
                 entry, box = self._lay_out(whole, box), Box((0,) * len(box.sizes), box.sizes)
             self._bytes.read_into(entry, box, wanted, memory)
         return result
-
-    def read_local(self, whole: Whole, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return what this rank holds of a tensor that is cut like `like`, as `read`."""
-        dim, boxes = local_boxes(like)
-        parts = [self.read(whole, box, dtype) for box in boxes]
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
     def read_whole(self, whole: Whole, dtype: torch.dtype) -> torch.Tensor:
         """Return all elements, as `read`."""

@@ -9,11 +9,10 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.layout import FSDP_AXIS, Grid, Mesh, Placement, Shard, cut_tensor
+from ckpt_tools.description.layout import FSDP_AXIS, Grid, Layout, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement.rule import Rule
 
@@ -21,22 +20,10 @@ Uneven = Literal["refuse", "replicate"]
 """What to do with a cut that PyTorch could not load: refuse it, or keep the tensor off these axes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """Where the tensors of a checkpoint go, and what a user should know of it."""
-
-    placements: Mapping[str, Mapping[str, Placement]]
-    """FQN → axis → placement; axes that are not named replicate."""
-    packed: tuple[str, ...] = ()
-    """Tensors of which a rank of the live model has several parts; see `Rule.is_packed`."""
-    kept_whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """FQN → axes that a rule names and whose cut is left out, since it would be uneven."""
-
-
 def place_tensors(
     tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule], *, uneven: Uneven = "refuse"
-) -> Placed:
-    """Place every tensor.
+) -> Layout:
+    """Return where every tensor goes.
 
     A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it says
     (`--set` before the file's). Scalars are replicated.
@@ -75,7 +62,7 @@ def place_tensors(
                 where=rule.origin,
                 hint=rule.hint or _nearest(rule.match, [entry.fqn for entry in entries]),
             )
-    return Placed(placements=result, packed=tuple(packed), kept_whole=kept_whole)
+    return Layout(mesh=mesh, placements=result, packed=tuple(packed), kept_whole=kept_whole)
 
 
 def cut_entry(entry: TensorEntry, mesh: Mesh, placements: Mapping[str, Placement]) -> Grid:

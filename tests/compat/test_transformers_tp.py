@@ -24,7 +24,7 @@ from ckpt_tools.cli import main
 from ckpt_tools.fsdp2 import load_checkpoint
 
 parallel = pytest.importorskip("transformers.distributed", reason="transformers before 5.20 cuts in another way")
-pytestmark = [pytest.mark.full(but=["test_experts"]), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 _EXPERTS = "model.layers.*.mlp.experts.gate_up_proj"
 ARCHITECTURES = {
     "LlamaForCausalLM": [],  # a vocabulary of 99, which two ranks do not divide
@@ -154,9 +154,23 @@ def test_model_that_transformers_cuts_loads_what_shard_wrote(name, tmp_path):
     assert_loads(results, packed=ARCHITECTURES[name])
 
 
-@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "MixtralForCausalLM"])
-def test_model_that_transformers_cuts_and_shards_loads_what_shard_wrote(name, tmp_path):
-    options = ["--mesh", "dp_shard=2,tp=2", "--tp-plan", "auto"]
-    sizes = {"tp_size": 2, "fsdp_size": 2}
-    results = run_ranks(4, walk, name, tmp_path, sizes, options, {"vocab_size": 96}, timeout=120)
+@pytest.mark.parametrize(
+    ("name", "options", "changes"),
+    [
+        ("Qwen3ForCausalLM", [], {"vocab_size": 96}),
+        ("MixtralForCausalLM", [], {"vocab_size": 96}),
+        ("LlamaForCausalLM", ["--tp-uneven", "replicate"], {}),
+    ],
+)
+def test_model_that_transformers_cuts_and_shards_loads_what_shard_wrote(name, options, changes, tmp_path):
+    options = ["--mesh", "dp_shard=2,tp=2", "--tp-plan", "auto", *options]
+    results = run_ranks(4, walk, name, tmp_path, {"tp_size": 2, "fsdp_size": 2}, options, changes, timeout=120)
     assert_loads(results, packed=ARCHITECTURES[name])
+
+
+def test_experts_that_transformers_cuts_by_number_load_in_every_way(tmp_path):
+    options = ["--mesh", "tp=2", "--tp-plan", "auto"]
+    results = run_ranks(2, walk, "MixtralForCausalLM", tmp_path, {"tp_size": 2, "ep_size": 2}, options, {}, timeout=120)
+    for found, difference, _ in results:
+        assert found == {"stock": [], "guide": [], "ckpt": []}
+        assert difference < _TOLERANCE
