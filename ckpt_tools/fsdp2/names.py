@@ -148,6 +148,7 @@ def _mapped(plain: Mapping[str, TensorEntry], model: nn.Module, names: Shapes, *
     except UsageError as error:
         if not is_needed:
             return None
+        error.hint = "pass prefix, if the checkpoint holds more than this model"
         if isinstance(error.__cause__, UnknownOperationError):
             error.hint = (
                 "save the model once with transformers in its own names: "

@@ -74,30 +74,27 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
         if is_adapted or not opened.format.loads_by_dcp:  # an adapted model's own names are nobody's checkpoint
             return Naming(title=match.title)
     live = shapes_of({name: one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)})
-    stored = {entry.fqn.removeprefix(root): entry.shape for entry in inside.tensors}
-    plain = {strip_wrappers(name): shape for name, shape in stored.items()}
-    absent = [name for name in live if name not in plain] or [n for n, shape in live.items() if plain[n] != shape]
-    if absent:
-        way_on = "rename them (`ckpt shard --map FILE`)"
-        if expected_of(inner) is not None:
+    stored = {strip_wrappers(entry.fqn).removeprefix(root): entry for entry in inside.tensors}
+    absent = [name for name in live if name not in stored]
+    reshaped = [name for name, shape in live.items() if name in stored and stored[name].shape != shape]
+    if wrong := absent or reshaped:
+        way_on = ["load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did"]
+        if absent and expected_of(inner) is not None:
             source = blueprint.setting.options.label
-            way_on = f"make live names of them: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live`"
+            way_on.insert(0, f"make live names of them: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live`")
         finding = Finding.error(
             code=LIVE_NAMES,
-            where=absent[0],
-            what=f"dcp.load(model.state_dict(), ...) would fail: {len(absent)} of {len(live)} tensors of the live model "
-            f"are not in the checkpoint {'in their shapes' if absent[0] in plain else 'by their names'}: "
-            f"{first_few(absent, 3)}",
-            hint=f"{way_on}; or load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run "
-            "did",
+            where=wrong[0],
+            what=f"dcp.load(model.state_dict(), ...) would fail: {len(wrong)} of the live model's {len(live)} tensors "
+            f"are not in the checkpoint {'by their names' if absent else 'in their shapes'}: {first_few(wrong, 3)}",
+            hint=", or ".join(way_on),
         )
         return Naming(title=match.title, finding=finding)
-    if any(stored.get(name) != shape for name, shape in live.items()):
+    note = ""
+    if any(strip_wrappers(entry.fqn) != entry.fqn for entry in stored.values()):
         note = "the names have parts that wrappers put in: dcp.load finds them in a model that is wrapped alike"
     elif root:
         note = f"the names are below {root!r}: dcp.load finds them in a state dict that is nested alike"
-    else:
-        note = ""
     return Naming(title=match.title, note=note)
 
 
