@@ -14,13 +14,16 @@ from ckpt_tools.description.layout import Box, Mesh, Placement, Shard, cut_tenso
 from ckpt_tools.description.transform import find_model, strip_wrappers
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2.load import targets_of
-from ckpt_tools.fsdp2.names import Match, match_names, shapes_of
+from ckpt_tools.fsdp2.names import expected_of, match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
+from ckpt_tools.maps.foreign import Origin
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.text import first_few
 
 MAX_FINDINGS = 5
 """Findings of one kind that a rank reports; the last one says how many there are."""
+LIVE_NAMES = "live-names"
+"""Code of a checkpoint whose names are not those of the live model."""
 GRADIENT_FLOOR = 1e-3
 """A gradient is compared relative to its largest element, or to this part of the largest of all parameters.
 
@@ -71,32 +74,41 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
         if is_adapted or not opened.format.loads_by_dcp:  # an adapted model's own names are nobody's checkpoint
             return Naming(title=match.title)
     live = shapes_of({name: one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)})
-    stored = {entry.fqn.removeprefix(root): entry.shape for entry in inside.tensors}
-    plain = {strip_wrappers(name): shape for name, shape in stored.items()}
-    absent = [name for name in live if name not in plain] or [n for n, shape in live.items() if plain[n] != shape]
-    if absent:
-        how = "other shapes" if absent[0] in plain else "other names, or none"
-        return Naming(title=match.title, finding=_foreign_names(absent, len(live), how, match, blueprint))
-    if any(stored.get(name) != shape for name, shape in live.items()):
+    stored = {strip_wrappers(entry.fqn).removeprefix(root): entry for entry in inside.tensors}
+    absent = [name for name in live if name not in stored]
+    reshaped = [name for name, shape in live.items() if name in stored and stored[name].shape != shape]
+    if wrong := absent or reshaped:
+        way_on = ["load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did"]
+        if absent and expected_of(inner) is not None:
+            source = blueprint.setting.options.label
+            way_on.insert(0, f"make live names of them: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live`")
+        finding = Finding.error(
+            code=LIVE_NAMES,
+            where=wrong[0],
+            what=f"dcp.load(model.state_dict(), ...) would fail: {len(wrong)} of the live model's {len(live)} tensors "
+            f"are not in the checkpoint {'by their names' if absent else 'in their shapes'}: {first_few(wrong, 3)}",
+            hint=", or ".join(way_on),
+        )
+        return Naming(title=match.title, finding=finding)
+    note = ""
+    if any(strip_wrappers(entry.fqn) != entry.fqn for entry in stored.values()):
         note = "the names have parts that wrappers put in: dcp.load finds them in a model that is wrapped alike"
     elif root:
         note = f"the names are below {root!r}: dcp.load finds them in a state dict that is nested alike"
-    else:
-        note = ""
     return Naming(title=match.title, note=note)
 
 
-def _foreign_names(absent: Sequence[str], num_names: int, how: str, match: Match, blueprint: Blueprint) -> Finding:
-    source = blueprint.setting.options.source or blueprint.source
-    way_on = "rename them (`ckpt shard --map FILE`)"
-    if match.whose:
-        way_on = f"write them again with the live names: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live`"
+def foreign_names(missing: Sequence[str], num_names: int, owner: Origin, source: str) -> Finding:
+    """Return the finding that a checkpoint has the names of somebody else's model, `owner`'s."""
+    way_on = owner.way_on.replace("{source}", source)
+    if owner.code == "torchtitan":
+        way_on = f"make live names of them: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live` ({way_on})"
     return Finding.error(
-        code="live-names",
-        where=absent[0],
-        what=f"dcp.load(model.state_dict(), ...) would fail: the checkpoint has {how} for {len(absent)} of the model's "
-        f"{num_names} tensors: {first_few(absent, 3)}",
-        hint=f"{way_on}, or load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did",
+        code=LIVE_NAMES,
+        where=missing[0],
+        what=f"the names are {owner.what}: {len(missing)} of {num_names} tensors of the live model are not found "
+        f"by them: {first_few(missing, 3)}",
+        hint=way_on,
     )
 
 

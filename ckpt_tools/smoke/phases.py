@@ -23,7 +23,7 @@ from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.recipe import Batch, call, has_loss, loss_of
 from ckpt_tools.smoke import blueprint as blueprints
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, judge_names, local_bytes
+from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, foreign_names, judge_names, local_bytes
 from ckpt_tools.smoke.machine import free_memory
 from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.reference import Reference, make_optimizer, on_device
@@ -140,10 +140,7 @@ def load(run: Run) -> str:
     report = run.blueprint.load(run.model)
     title = ""
     if run.rank == 0:
-        hint = _way_on(report)
-        _report_names(run, "missing-tensor", report.missing, "the checkpoint does not have it", hint)
-        if not run.blueprint.recipe.is_cut:
-            _report_names(run, "unexpected-tensor", report.unexpected, "the model has no name for it", hint)
+        _report_names(run, report)
         if not report.missing and run.setting.options.source is not None:
             naming = judge_names(run.model, run.blueprint)
             title = f"; {naming.title}"
@@ -156,23 +153,20 @@ def load(run: Run) -> str:
     return f"{format_size(total)} read by {run.world_size} ranks{title}"
 
 
-def _way_on(report: LoadReport) -> str:
-    """Return what to do about names that do not fit."""
-    for owner in origins_of(report.unexpected):
-        if owner.code == "torchtitan":
-            return (
-                f"the names are {owner.what}: `ckpt gather` makes the hub's of them where ckpt knows the model, and "
-                "`ckpt shard` the live model's of those"
-            )
-        return f"the names are {owner.what}: {owner.way_on}".replace("{source}", "SRC")
-    return "does the config belong to this checkpoint? `ckpt inspect --tensors`"
-
-
-def _report_names(run: Run, code: str, names: tuple[str, ...], what: str, hint: str) -> None:
-    for name in names[:_MAX_NAMES]:
-        run.error(code, name, what, hint)
-    if len(names) > _MAX_NAMES:
-        run.error(code, "…", f"{len(names) - _MAX_NAMES} more: {what}")
+def _report_names(run: Run, report: LoadReport) -> None:
+    """Report names that do not fit: one by one, or, where hardly any does, whose they are."""
+    num_names = len(run.model.state_dict(keep_vars=True))
+    if 2 * len(report.missing) > num_names and (owners := origins_of(report.unexpected)):
+        run.report(foreign_names(report.missing, num_names, owners[0], run.setting.options.label))
+        return
+    for code, names, what in (
+        ("missing-tensor", report.missing, "the checkpoint does not have it"),
+        ("unexpected-tensor", () if run.blueprint.recipe.is_cut else report.unexpected, "the model has no name for it"),
+    ):
+        for name in names[:_MAX_NAMES]:
+            run.error(code, name, what, "does the config belong to this checkpoint? `ckpt inspect --tensors`")
+        if len(names) > _MAX_NAMES:
+            run.error(code, "…", f"{len(names) - _MAX_NAMES} more: {what}")
 
 
 def compare(run: Run) -> str:

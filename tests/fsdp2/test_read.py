@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -105,6 +107,23 @@ def test_damaged_chunk_is_refused_when_it_is_read_whole(made, tmp_path):
     file.write_bytes(data)
     with open_path(str(tmp_path / "rows")) as opened, pytest.raises(UnreadableError, match="'matrix' is damaged"):
         BoxReader(opened).read(as_whole(entry), Box((0, 0), (13, 12)), torch.float32)
+    stacked = mosaic.stack([mosaic.whole("matrix", entry.dtype, entry.shape)] * 2, 0)
+    stack = Whole(fqn="w", mosaic=stacked, entries={"matrix": entry})
+    with open_path(str(tmp_path / "rows")) as opened:
+        reader = BoxReader(opened)
+        reader.read(stack, Box((0, 12, 0), (2, 1, 12)), torch.float32)
+        with pytest.raises(UnreadableError, match="'w' is damaged"):
+            reader.read(stack, Box((1, 0, 0), (1, 13, 12)), torch.float32)
+
+
+def test_incomplete_tensor_is_refused_by_its_name_in_the_checkpoint(made):
+    with open_path(str(made[0] / "rows")) as opened:
+        entry = next(entry for entry in opened.checkpoint.tensors if entry.fqn == "matrix")
+        entry = replace(entry, chunks=entry.chunks[1:])
+        turned = mosaic.transpose(mosaic.whole("matrix", entry.dtype, entry.shape), 0, 1)
+        whole = Whole(fqn="w", mosaic=turned, entries={"matrix": entry})
+        with pytest.raises(UnreadableError, match="'matrix' is incomplete"):
+            BoxReader(opened).read_whole(whole, torch.float32)
 
 
 def test_integers_are_not_cast(tmp_path):
