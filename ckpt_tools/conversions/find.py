@@ -20,7 +20,14 @@ from ckpt_tools.text import escape_name, first_few
 
 
 def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
-    """Return the model's tensors under their plain names, and {plain name: name in the source}."""
+    """Return the model's tensors under their plain names, and {plain name: name in the source}.
+
+    `strip` is what `--strip-prefix` says; what is left out is added to `notes`.
+
+    Raises:
+        UsageError: No tensor has the prefix that is to be stripped.
+        UnreadableError: There is no model.
+    """
     checkpoint = opened.checkpoint
     if strip == "none" or (strip == "auto" and not opened.format.is_training):
         model = replace(checkpoint, blobs=())

@@ -138,7 +138,14 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
-def sharding_job(opened: Opened, options: ShardingOptions, *, named: Named | None = None, root: str = "") -> Job:
+def sharding_job(
+    opened: Opened,
+    options: ShardingOptions,
+    *,
+    named: Named | None = None,
+    root: str = "",
+    layout: Layout | None = None,
+) -> Job:
     """Return the job that writes `opened`, cut as `options` say.
 
     Args:
@@ -146,6 +153,7 @@ def sharding_job(opened: Opened, options: ShardingOptions, *, named: Named | Non
         options: What is asked for.
         named: Its tensors by other names; None keeps those that they have.
         root: Prefix that the names had without being part of them.
+        layout: Where the tensors go, if that is known already.
     """
     origin, notes = opened.origin, notes_on(opened)
     if named is None:
@@ -158,7 +166,7 @@ def sharding_job(opened: Opened, options: ShardingOptions, *, named: Named | Non
         notes += [named.note] if named.note else []
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
-    layout = find_layout(opened, renamed, options)
+    layout = layout or find_layout(opened, renamed, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
     target = cast_target(source, options.dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
