@@ -75,7 +75,6 @@ def starting_job(job: Job, layout: TrainerLayout) -> Job:
             "--engine dtensor writes a DCP directory alone", hint=f"use --engine stream, or write into {layout.part}/"
         )
     outer = _outer(job.opened, job.destination, {layout.part: job}, job.mesh)
-    outer.documents = dict(layout.documents)
     outer.notes, job.notes = job.notes, []
     return outer
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint
@@ -105,8 +105,6 @@ class TrainerLayout:
     """In front of every name."""
     part: str = ""
     """Directory of the model; "" where the checkpoint itself is it."""
-    documents: Mapping[str, bytes] = field(default_factory=dict)
-    """What the trainer wants beside, to begin at step 0."""
     start: str = ""
     """How the trainer loads it, for people."""
     refusal: str = ""
@@ -126,8 +124,8 @@ TRAINERS: Mapping[TrainerName, TrainerLayout] = {
     "trainer": TrainerLayout(
         prefix="model.",
         part=MODEL_PART,
-        documents={_TRAINER_STATE: b"{}\n"},
-        start="trainer.train(resume_from_checkpoint={destination!r}) begins there, at step 0 and with a new optimizer",
+        start="load_fsdp_model(trainer.accelerator.state.fsdp_plugin, trainer.accelerator, model, {destination!r}) "
+        "loads it, in a callback's on_train_begin; resume_from_checkpoint wants a step that the Trainer saved",
     ),
     "torchtitan": TrainerLayout(
         names="torchtitan",

@@ -26,7 +26,7 @@ def model(tmp_path_factory) -> Path:
     ("trainer", "part", "root", "beside"),
     [
         ("accelerate", "pytorch_model_fsdp_0", "model", set()),
-        ("trainer", "pytorch_model_fsdp_0", "model", {"trainer_state.json"}),
+        ("trainer", "pytorch_model_fsdp_0", "model", set()),
         ("lightning", "", "state_dict", {".metadata", "__0_0.distcp", "__1_0.distcp", "config.json"}),
         ("plain", "", "", {".metadata", "__0_0.distcp", "__1_0.distcp", "config.json"}),
     ],
@@ -53,18 +53,8 @@ def test_start_says_that_it_is_none_to_resume_from(model, tmp_path) -> None:
 def test_start_is_resharded_as_it_is(model, tmp_path, read_dcp) -> None:
     api.shard(model, tmp_path / "start", mesh="dp_shard=2", trainer="trainer")
     api.reshard(tmp_path / "start", tmp_path / "other", mesh="dp_shard=3")
-    assert (tmp_path / "other" / "trainer_state.json").read_text() == "{}\n"
     api.gather(tmp_path / "other", tmp_path / "back")
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-
-
-@pytest.mark.full
-def test_state_of_the_trainer_is_one_that_it_loads(model, tmp_path) -> None:
-    from transformers import TrainerState
-
-    api.shard(model, tmp_path / "start", mesh="dp_shard=2", trainer="trainer")
-    state = TrainerState.load_from_json(str(tmp_path / "start" / "trainer_state.json"))
-    assert state.global_step == 0
 
 
 def test_lightning_takes_the_name_of_the_modules_attribute(model, tmp_path) -> None:
@@ -109,7 +99,7 @@ def test_dry_run_for_a_trainer_shows_the_directories(model, tmp_path, capsys) ->
     command = ["shard", str(model), str(tmp_path / "x"), "--mesh", "dp_shard=2", "--for", "trainer", "-n", "--json"]
     assert main(command) == 0
     files = {row["file"] for row in json.loads(capsys.readouterr().out)["plan"]["files"]}
-    assert {"trainer_state.json", "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/config.json"} <= files
+    assert {"ckpt_manifest.json", "pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/config.json"} <= files
     assert not list(tmp_path.iterdir())
 
 
