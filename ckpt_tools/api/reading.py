@@ -39,7 +39,7 @@ class InspectOptions(MeshOptions):
 
 @takes(InspectOptions)
 def inspect(options: InspectOptions) -> Summary:
-    """Summarise a checkpoint from its headers alone; with a mesh, as it would be laid out there.
+    """Summarise a checkpoint from its headers alone; with a mesh, as `shard` would lay it out there.
 
     Raises:
         UsageError: An impossible mesh or rule.
@@ -47,12 +47,12 @@ def inspect(options: InspectOptions) -> Summary:
     """
     source = os.fspath(options.source)
     with open_path(source, format=options.format) as opened:
-        checkpoint = select(opened.checkpoint, include=options.include, exclude=options.exclude)
         if options.mesh is None and options.rules is None:
             if options.set or options.tp_plan is not None:
                 raise UsageError("rules need a mesh", hint="add for example --mesh dp_shard=8,tp=2")
-            return summarise(checkpoint, path=source)
-        from ckpt_tools.conversions.to_mesh import find_layout
+            return summarise(select(opened.checkpoint, include=options.include, exclude=options.exclude), path=source)
+        from ckpt_tools.conversions.to_mesh import find_layout, name_as_shard
 
-        virtual = overlay(checkpoint, find_layout(opened, checkpoint, options))
+        named = select(name_as_shard(opened), include=options.include, exclude=options.exclude)
+        virtual = overlay(named, find_layout(opened, named, options))
         return summarise(virtual, path=source, mesh_source="overlay")

@@ -15,7 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
-from ckpt_tools.models.naming import Naming, name_live
+from ckpt_tools.models.naming import AssetList, Naming, name_live
 from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
@@ -139,10 +139,21 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
+def name_as_shard(opened: Opened) -> Checkpoint:
+    """Return the tensors of `opened` by the names that `shard` writes; a sharded checkpoint keeps its own."""
+    if opened.format.loads_by_dcp:
+        return opened.checkpoint
+    return name_live(opened.checkpoint, _assets(opened), Naming(), opened.resolve).checkpoint
+
+
+def _assets(opened: Opened) -> AssetList:
+    return [(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)]
+
+
 def sharding_job(opened: Opened, options: ShardingOptions, *, naming: Naming = KEEP) -> Job:
     """Return the job that writes `opened`, cut as `options` say."""
     dtype, prefix = options.dtype, options.prefix
-    assets = [(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)]
+    assets = _assets(opened)
     named = name_live(opened.checkpoint, assets, naming, opened.resolve)
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
