@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import re
 from pathlib import Path
 
@@ -60,12 +59,8 @@ def load_stock(model, path):
 
 
 def load_by_the_guide(model, path):
-    here = os.getcwd()
-    os.chdir(Path(path).parents[1])
-    try:
+    with contextlib.chdir(Path(path).parents[1]):
         guide.run("convert", "packed", {"model": model})
-    finally:
-        os.chdir(here)
 
 
 LOADS = {"stock": load_stock, "guide": load_by_the_guide, "ckpt": load_checkpoint}
@@ -185,3 +180,26 @@ def test_experts_that_transformers_cuts_by_number_load_in_every_way(tmp_path):
     for found, difference, _ in results:
         assert [found[how] for how in LOADS] == [[], [], []]
         assert difference < _TOLERANCE
+
+
+def save_by_the_guide(rank, world_size, name, directory):
+    transformers.utils.logging.set_verbosity(logging.CRITICAL)
+    if rank == 0:
+        sharded(name, zoo.small_config(name), directory, ["--mesh", "tp=2", "--tp-plan", "auto"])
+    dist.barrier()
+    config = parallel.DistributedConfig(tp_size=world_size)
+    model = getattr(transformers, name).from_pretrained(directory / "hub", distributed_config=config)
+    with contextlib.suppress(dcp.api.CheckpointException):  # no Exception
+        dcp.save(model.state_dict(), checkpoint_id=directory / "refused")
+    with contextlib.chdir(directory):
+        guide.run("convert", "packed-save", guide.run("convert", "packed", {"model": model}))
+
+
+def test_experts_in_one_run_are_saved_and_come_back(tmp_path):
+    run_ranks(2, save_by_the_guide, "MixtralForCausalLM", tmp_path, timeout=120)
+    hub, step, whole, out = (str(tmp_path / name) for name in ("hub", "run/step-1", "run/whole", "out"))
+    assert not (tmp_path / "refused" / ".metadata").exists()
+    assert main(["gather", step, out, "--assets", hub, "-q"]) == 2
+    assert main(["reshard", step, whole, "--mesh", "dp_shard=1", "-q"]) == 0
+    assert main(["gather", whole, out, "--assets", hub, "-q"]) == 0
+    assert main(["diff", hub, out, "-q"]) == 0
