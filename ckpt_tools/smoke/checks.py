@@ -13,8 +13,9 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Box, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.description.transform import find_model, strip_wrappers
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.fsdp2.architecture import architecture_of
 from ckpt_tools.fsdp2.load import targets_of
-from ckpt_tools.fsdp2.names import expected_of, match_names, shapes_of
+from ckpt_tools.fsdp2.names import match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.maps.foreign import Origin
 from ckpt_tools.smoke.blueprint import Blueprint
@@ -79,7 +80,8 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
     reshaped = [name for name, shape in live.items() if name in stored and stored[name].shape != shape]
     if wrong := absent or reshaped:
         way_on = ["load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did"]
-        if absent and expected_of(inner) is not None:
+        known = architecture_of(inner)
+        if absent and known is not None and known.is_known:
             source = blueprint.setting.options.label
             way_on.insert(0, f"make live names of them: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live`")
         finding = Finding.error(
