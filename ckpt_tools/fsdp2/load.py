@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.buffers import materialise_buffers
 from ckpt_tools.fsdp2.internals import local_of
-from ckpt_tools.fsdp2.local import assemble, local_box
+from ckpt_tools.fsdp2.local import assemble, read_parts
 from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
@@ -169,7 +170,7 @@ def read_state(
     for name, whole in sources.items():
         like = targets[name]
         wanted = dtype if dtype is not None and like.is_floating_point() else like.dtype
-        local = reader.read(whole, local_box(like), wanted)
+        local = read_parts(like, partial(reader.read, whole, dtype=wanted))
         state[name] = assemble(local.to(place), like)
     _check_ties(opened, reader, targets, shared, found, state)
     report = LoadReport(
@@ -221,7 +222,7 @@ def _check_ties(
             _check_shapes(opened, targets, {name: found[name]})
         tensor = state[first]
         local = local_of(tensor)
-        other = reader.read(found[name], local_box(targets[name]), local.dtype)
+        other = read_parts(targets[name], partial(reader.read, found[name], dtype=local.dtype))
         if not torch.equal(other.to(local.device), local):
             raise UsageError(
                 f"the model shares one parameter for {first!r} and {name!r}, and the checkpoint has two that differ",

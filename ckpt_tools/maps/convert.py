@@ -30,6 +30,10 @@ class Converted:
     """Name on the other side → what it is put together from. What that side drops keeps its name."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further name of a tensor that has several → the one under which it is in `mosaics`."""
+    notes: tuple[str, ...] = ()
+    """What was left out, for people."""
+    lost: tuple[str, ...] = ()
+    """Of `mosaics`, what the other side has no place for."""
 
 
 def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -> Converted:

@@ -95,27 +95,68 @@ def _split_list(groups: Groups, targets: Sequence[str], told: Arguments, _model:
 
 
 def _split(groups: Groups, targets: Sequence[str], told: Arguments, model: _Model) -> Groups:
-    dim, tensor, start = int(told["dim"]), _only(groups), 0
-    results: Groups = {}
-    for target in targets:
-        if target not in model.shapes:
-            raise UnknownOperationError("how a tensor is split, the shapes in the model say")
-        length = model.shapes[target][dim]
-        results[target] = [mosaic.part_of(tensor, dim, start, length)]
-        start += length
-    if start != tensor.shape[dim]:
-        raise ValueError(f"parts of {start} are split off {tensor.shape[dim]}")
-    return results
+    tensor, dim, start = _only(groups), int(told["dim"]), 0
+    sizes = [_live_shape(target, model)[dim] for target in targets]
+    if sum(sizes) != tensor.shape[dim]:
+        raise ValueError(f"{tensor.shape[dim]} rows are not the {' + '.join(map(str, sizes))} of the model")
+    parts: Groups = {}
+    for target, size in zip(targets, sizes, strict=True):
+        parts[target] = [mosaic.part_of(tensor, dim, start, size)]
+        start += size
+    return parts
 
 
 def _transpose(groups: Groups, targets: Sequence[str], told: Arguments, model: _Model) -> Groups:
-    if "check_dims" in told:
-        if targets[0] not in model.shapes:
-            raise UnknownOperationError("whether a transpose is needed, the shape in the model says")
-        if _only(groups).shape == model.shapes[targets[0]]:
-            return groups
     dims = int(told.get("dim0", 0)), int(told.get("dim1", 1))
+    if "check_dims" in told:
+        return {targets[0]: [_transpose_by_shape(_only(groups), *dims, _live_shape(targets[0], model)[-2:])]}
     return {key: [mosaic.transpose(one, *dims) for one in tensors] for key, tensors in groups.items()}
+
+
+def _transpose_by_shape(tensor: Mosaic, dim0: int, dim1: int, live: tuple[int, ...]) -> Mosaic:
+    """Transpose what has not the shape that the model has; of a model's own, give back the hub's.
+
+    The reverse of the operation has its dims exchanged. transformers' own reverse leaves a model's tensors as they are,
+    and loads both; other readers of the hub's files (vLLM) know theirs alone.
+    """
+    there = (tensor.shape[-2], tensor.shape[-1])
+    if there not in (live, live[::-1]):  # of a square one nobody can tell: transformers leaves it as it is
+        raise ValueError(f"{list(there)} is not the {list(live)} of the model, nor its transpose")
+    is_saving = dim0 > dim1
+    is_turned = there != live or (is_saving and live != live[::-1])
+    return mosaic.transpose(tensor, dim0, dim1) if is_turned else tensor
+
+
+def _live_shape(name: str, model: _Model) -> tuple[int, ...]:
+    """Return the shape of a tensor of the live model: its own, else (rows, columns) or rows by config.json.
+
+    Raises:
+        UnknownOperationError: There is neither.
+    """
+    if name in model.shapes:
+        return model.shapes[name]
+    inner = model.config.get("text_config")
+    values = {**model.config, **(inner if isinstance(inner, Mapping) else {})}
+    kind = next((part for part in reversed(name.split(".")) if part in _LIVE_SIZES), "")
+    sizes = []
+    for factors in _LIVE_SIZES.get(kind, ()):
+        found = [value for factor in factors if type(value := values.get(factor, _COUNTS.get(factor))) is int]
+        if len(found) == len(factors):
+            sizes.append(math.prod(found))
+    if not sizes or len(sizes) < len(_LIVE_SIZES[kind]):
+        raise UnknownOperationError(f"what {name} is in the model, config.json does not say")
+    return tuple(sizes)
+
+
+_COUNTS = {"two": 2}
+_LIVE_SIZES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("two", "moe_intermediate_size"), ("hidden_size",)),
+    "down_proj": (("hidden_size",), ("moe_intermediate_size",)),
+    "q_proj": (("num_attention_heads", "head_dim"),),
+    "k_proj": (("num_key_value_heads", "head_dim"),),
+    "v_proj": (("num_key_value_heads", "head_dim"),),
+}
+"""Layer → its rows and columns as products of what config.json says, of experts and of attention."""
 
 
 def _interleave(groups: Groups, _targets: Sequence[str], told: Arguments, _model: _Model) -> Groups:

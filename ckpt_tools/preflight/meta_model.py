@@ -214,6 +214,8 @@ def _reads(mesh: Mesh, values: Mapping[str, object], checkpoint: Checkpoint, ent
         placed = place_tensors([entry for entry in entries if math.prod(entry.shape)], mesh, rules)
     except CkptError as error:
         return Reads(refused=(error.what, error.hint))
-    placements = {fqn: {a: cut for a, cut in cuts.items() if isinstance(cut, Shard)} for fqn, cuts in placed.items()}
+    placements = {
+        fqn: {a: cut for a, cut in cuts.items() if isinstance(cut, Shard)} for fqn, cuts in placed.placements.items()
+    }
     whole_items = format_of(checkpoint).loads_by_dcp
     return Reads(ranks=count_reads(entries, mesh, placements, whole_items=whole_items))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
+from samples import examples
 
 from ckpt_tools import api
 from ckpt_tools.description.layout import Box
@@ -40,7 +41,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "rows", "columns", "both", "torch"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_box_of_any_format_is_that_of_the_tensor(made, form, data):
     directory, state = made
@@ -62,7 +63,7 @@ def test_box_of_any_format_is_that_of_the_tensor(made, form, data):
         assert torch.equal(half, state[name][part].bfloat16())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_box_of_tensors_that_are_put_together_is_that_of_the_whole(made, data):
     directory, state = made
