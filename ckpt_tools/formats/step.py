@@ -17,7 +17,7 @@ from ckpt_tools.formats.dcp import Dcp
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.steps import MODEL_PART, Part, Step, find_step, is_part
+from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, Part, Step, find_step, is_part
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
@@ -137,6 +137,31 @@ def _passed_over(path: str) -> tuple[str, ...]:
                 found.append(os.path.relpath(whole, path))
                 subdirectories.remove(name)
     return tuple(sorted(found))
+
+
+def open_optimizer(path: str) -> Opened:
+    """Open what holds the optimizer's state: the part of a step, or a checkpoint that has everything in one.
+
+    Raises:
+        UnreadableError: It is not complete, or the step has none.
+        UsageError: The step has several.
+    """
+    if not os.path.isdir(path):
+        return open_path(path)
+    with Source(path) as source:
+        files = source.list_files()
+    step = None if Dcp().detects(files) else find_step(files)
+    if step is None:
+        return open_path(path)
+    _refuse_links(path)
+    optimizers = [part.directory for part in step.parts if part.holds == "optimizer"]
+    if not optimizers:
+        raise UnreadableError(f"{step.title} without {OPTIMIZER_PART}", where=path, hint="start with a new optimizer")
+    if len(optimizers) > 1:
+        hint = f"name one: {os.path.join(path, optimizers[0])}"
+        what = f"{step.title} of {len(optimizers)} optimizers: {first_few(optimizers, 6)}"
+        raise UsageError(what, where=path, hint=hint)
+    return open_path(os.path.join(path, optimizers[0]))
 
 
 def _refuse_links(path: str) -> None:
