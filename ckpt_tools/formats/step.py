@@ -21,6 +21,9 @@ from ckpt_tools.formats.steps import MODEL_PART, Part, Step, find_step, is_part
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
+_MAX_DEPTH = 16
+"""Directories below the step in which files are looked for."""
+
 
 class StepDirectory(Format):
     """What accelerate's `save_state` and transformers' Trainer write under FSDP with SHARDED_STATE_DICT."""
@@ -68,6 +71,8 @@ class OpenedStep:
     parts: tuple[tuple[Part, Opened], ...]
     broken: tuple[tuple[Part, UnreadableError], ...]
     """The parts that are not complete, readable checkpoints."""
+    passed_over: tuple[str, ...]
+    """Directories beside the parts that are hidden, and links to directories: ckpt does not look into them."""
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +97,7 @@ def open_step(path: str) -> OpenedStep | None:
         return None
     with ExitStack() as stack:
         source = stack.enter_context(Source(path))
-        files = source.list_files()
+        files = source.list_files(max_depth=_MAX_DEPTH)
         if Dcp().detects(files) or (step := find_step(files)) is None:
             return None
         _refuse_links(path)
@@ -117,7 +122,21 @@ def open_step(path: str) -> OpenedStep | None:
             manifest=manifest,
             beside=step.beside,
         )
-        return OpenedStep(step=step, root=root, parts=tuple(parts), broken=tuple(broken))
+        return OpenedStep(
+            step=step, root=root, parts=tuple(parts), broken=tuple(broken), passed_over=_passed_over(path)
+        )
+
+
+def _passed_over(path: str) -> tuple[str, ...]:
+    found = []
+    for directory, subdirectories, _ in os.walk(path):
+        for name in list(subdirectories):
+            whole = os.path.join(directory, name)
+            depth = os.path.relpath(whole, path).count(os.sep)
+            if name.startswith(".") or os.path.islink(whole) or depth >= _MAX_DEPTH:
+                found.append(os.path.relpath(whole, path))
+                subdirectories.remove(name)
+    return tuple(sorted(found))
 
 
 def _refuse_links(path: str) -> None:
