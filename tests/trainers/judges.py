@@ -20,10 +20,10 @@ class Walked:
     """First loss of what `from_pretrained` loads from the hub model."""
     straight: list[float]
     """All losses of two ranks that started from what `shard` wrote, and saved after the second step."""
-    live: torch.Tensor
-    """Logits of the trainer's model when it saved."""
-    back: torch.Tensor
-    """Logits of what `from_pretrained` loads of what `gather` wrote."""
+    live: dict[str, torch.Tensor]
+    """By the hub's names: the trainer's weights when it saved, or its logits under "logits"."""
+    back: dict[str, torch.Tensor]
+    """The same of what `from_pretrained` loads of what `gather` wrote."""
     theirs: dict[int, list[float]] = field(default_factory=dict)
     """Number of ranks → losses after the trainer resumed from the step as it saved it."""
     ours: dict[int, list[float]] = field(default_factory=dict)
@@ -46,8 +46,9 @@ def test_trainer_resumes_on_as_many_ranks_as_if_it_had_not_stopped(walked):
     assert walked.theirs[2] == walked.straight[2:]
 
 
-def test_gathered_step_has_the_logits_of_the_live_model(walked):
-    assert torch.equal(walked.live, walked.back)
+def test_gathered_step_is_the_live_model(walked):
+    assert walked.live.keys() == walked.back.keys()
+    assert [name for name, tensor in walked.live.items() if not torch.equal(tensor, walked.back[name])] == []
 
 
 def test_verify_is_green_until_a_bit_flips(walked, tmp_path):

@@ -16,6 +16,7 @@ import toys
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 
 from ckpt_tools.cli import main
 from ckpt_tools.formats.opening import open_path
@@ -61,14 +62,14 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 64, (GLOBAL_BATCH * NUM_STEPS, 16), generator=torch.Generator().manual_seed(7))
 
 
-def logits_of(model) -> torch.Tensor:
+def logits_of(model) -> dict[str, torch.Tensor]:
     """Of the first batch, on every rank alike."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=tokens()[:GLOBAL_BATCH]).logits
     model.train(was_training)
-    return logits
+    return {"logits": logits}
 
 
 def mean_of_ranks(value: torch.Tensor) -> float:
@@ -104,11 +105,16 @@ def start_of(kind: str, directory: Path) -> tuple[Path, float]:
         return hub, float(model(input_ids=batch, labels=batch).loss)
 
 
-def loaded(kind: str, directory: Path) -> torch.Tensor:
+def loaded(kind: str, directory: Path) -> dict[str, torch.Tensor]:
     """The logits of what `from_pretrained` makes of a directory, which must have every weight and no other."""
     model, said = getattr(transformers, toys.KINDS[kind][0]).from_pretrained(directory, output_loading_info=True)
     assert not any(said.values()), said
     return logits_of(model)
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model's directory."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def run_ranks(world_size: int, function, *arguments, **options):
