@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import check_names
@@ -12,8 +12,11 @@ from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job, model_beside
 from ckpt_tools.conversions.to_mesh import KEEP, ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_step import converted_job, layout_for, starting_job, step_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.step import open_step
+from ckpt_tools.formats.steps import TrainerName
 from ckpt_tools.models.naming import MapFile, Naming, ShardNames
 from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
 
@@ -22,6 +25,10 @@ from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Prog
 class ReshardOptions(ShardingOptions):
     """The options of `reshard`."""
 
+    trainer: Annotated[
+        TrainerName | None,
+        Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
+    ] = None
     overwrite: Overwrite = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
@@ -57,13 +64,18 @@ def shard(options: ShardOptions) -> Conversion:
         if opened.format.loads_by_dcp:
             raise _wrong_verb("the source is already sharded", "reshard", options)
         use_dtensor = options.engine == "dtensor"
+        layout = None
+        if options.trainer is not None:
+            source = os.fspath(options.source)
+            layout = layout_for(options.trainer, names=options.names, prefix=options.prefix, source=source)
+            options = replace(options, names=layout.names if options.map is None else "auto", prefix=layout.prefix)
         naming = Naming.of(options.names, options.map)
         if use_dtensor and naming.names not in ("auto", "hub"):
             what = f"--engine dtensor writes the names of the file, not those of --{'map' if naming.own else 'names'}"
             raise UsageError(what, hint="use --engine stream")
         job = sharding_job(opened, options, naming=KEEP if use_dtensor else naming)
         job.use_dtensor = use_dtensor
-        return _run(job, options)
+        return _run(job if layout is None else starting_job(job, layout), options)
 
 
 @takes(ReshardOptions)
@@ -77,10 +89,16 @@ def reshard(options: ReshardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
-    with open_path(os.fspath(options.source), format=options.format) as opened:
+    with ExitStack() as stack:
+        step = open_step(os.fspath(options.source)) if options.format is None else None
+        if step is not None:
+            stack.callback(step.__exit__)
+            if options.trainer in (None, step.step.trainer):
+                return _run(step_job(step, options), options)
+        opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
-        return _run(sharding_job(opened, options), options)
+        return _run(converted_job(opened, options, options.trainer), options)
 
 
 def _wrong_verb(what: str, instead: str, options: ShardingOptions) -> UsageError:

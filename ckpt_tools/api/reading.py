@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import starmap
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.description.summarise import Summary, overlay, summarise
+from ckpt_tools.description.summarise import ContentSummary, Summary, overlay, summarise
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.steps import list_contents
 from ckpt_tools.options import Exclude, From, Include, MeshOptions, Source, takes
 
 
@@ -51,8 +53,12 @@ def inspect(options: InspectOptions) -> Summary:
         if options.mesh is None and options.rules is None:
             if options.set or options.tp_plan is not None:
                 raise UsageError("rules need a mesh", hint="add for example --mesh dp_shard=8,tp=2")
-            return summarise(checkpoint, path=source)
+            return replace(summarise(checkpoint, path=source), contents=_contents(opened))
         from ckpt_tools.conversions.to_mesh import find_layout
 
         virtual = overlay(checkpoint, find_layout(opened, checkpoint, options))
-        return summarise(virtual, path=source, mesh_source="overlay")
+        return replace(summarise(virtual, path=source, mesh_source="overlay"), contents=_contents(opened))
+
+
+def _contents(opened: Opened) -> tuple[ContentSummary, ...]:
+    return () if opened.step is None else tuple(starmap(ContentSummary, list_contents(opened.step)))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json, progress_of, say
+from ckpt_tools.cli.output import Output, note, print_json, progress_of, say
 from ckpt_tools.options import Option
 from ckpt_tools.text import escape_name
 
@@ -29,6 +29,8 @@ def run(
     if output.json:
         print_json(to_json(difference))
         return 0 if difference.equal else 3
+    for text in difference.notes:
+        note(text)
     for fqn in difference.only_in_a:
         say(f"- {escape_name(fqn)}: only in {call.shown('a')}")
     for fqn in difference.only_in_b:

@@ -107,7 +107,7 @@ def gathering_job(
                 "--like decides on names, files and dtypes by itself",
                 hint="leave out --dtype, --max-shard-size, --strip-prefix, --names, --include and --exclude",
             )
-        model, names = _model(opened, strip, notes)
+        model, names = model_in(opened, strip, notes)
         return _restore(
             *(opened, model, names, like.origin, destination),
             *(_assets(opened, assets or assets_of(like)), notes, naming),
@@ -118,7 +118,7 @@ def gathering_job(
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
         return _restore(opened, model, names, original, destination, _assets(opened, assets), notes, naming)
     chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
-    model, names = _model(chosen, strip, notes)
+    model, names = model_in(chosen, strip, notes)
     beside = _assets(opened, assets)
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
@@ -168,8 +168,15 @@ def _check_tied(aliases: Mapping[str, str], model: Checkpoint, opened: Opened) -
             )
 
 
-def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
-    """Return the model's tensors under their plain names, and {plain name: name in the source}."""
+def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
+    """Return the model's tensors under their plain names, and {plain name: name in the source}.
+
+    `strip` is what `--strip-prefix` says; what is left out is added to `notes`.
+
+    Raises:
+        UsageError: No tensor has the prefix that is to be stripped.
+        UnreadableError: There is no model.
+    """
     checkpoint = opened.checkpoint
     if strip == "none" or (strip == "auto" and not opened.format.is_training):
         model = replace(checkpoint, blobs=())

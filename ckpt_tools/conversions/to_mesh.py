@@ -113,14 +113,16 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
-def sharding_job(opened: Opened, options: ShardingOptions, *, naming: Naming = KEEP) -> Job:
-    """Return the job that writes `opened`, cut as `options` say."""
+def sharding_job(
+    opened: Opened, options: ShardingOptions, *, naming: Naming = KEEP, layout: Layout | None = None
+) -> Job:
+    """Return the job that writes `opened`, cut as `options` say, unless the `layout` is known already."""
     dtype, prefix = options.dtype, options.prefix
     assets = [(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)]
     named = name_live(opened.checkpoint, assets, naming, opened.resolve)
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
-    layout = find_layout(opened, renamed, options)
+    layout = layout or find_layout(opened, renamed, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
     target = cast_target(source, dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}

@@ -106,6 +106,7 @@ def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
         "mesh": {"dp_shard": 2},
         "mesh_source": "inferred",
         "virtual": False,
+        "contents": [],
         "tensors": [
             {
                 "fqn": "model.layers.0.b",
