@@ -89,7 +89,8 @@ def walk(rank, world_size, kind, directory):
     for num_ranks in (1, 2, 4):
         walked.theirs[num_ranks], _ = worlds.run_ranks(num_ranks, train, kind, resume=step)
     for num_ranks in (1, 4):
-        ours = worlds.reshard(step, directory / f"on-{num_ranks}.ckpt", num_ranks)
+        ours = directory / f"on-{num_ranks}.ckpt"
+        worlds.run_ckpt("reshard", step, ours, "--mesh", f"dp_shard={num_ranks}")
         walked.ours[num_ranks], _ = worlds.run_ranks(num_ranks, train, kind, resume=ours)
         walked.steps.append(ours)
     return walked

@@ -67,7 +67,7 @@ def llama():
         tok_embeddings=Embedding.Config(
             num_embeddings=vocab_size, embedding_dim=dim, param_init=llama3._EMBEDDING_INIT
         ),
-        norm=RMSNorm.Config(normalized_shape=dim, eps=config.rms_norm_eps, param_init=llama3._NORM_INIT),
+        norm=RMSNorm.Config(normalized_shape=dim, param_init=llama3._NORM_INIT),
         lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=llama3._output_linear_init(dim)),
         layers=llama3._build_llama3_layers(
             n_layers=config.num_hidden_layers,
@@ -192,7 +192,7 @@ def walk(rank, world_size, kind, directory):
     let_torchtitan_use_cpu()
     hub, expected = worlds.start_of(kind, directory)
     start, run = directory / "start", directory / "run"
-    worlds.run_ckpt("shard", hub, start, "--mesh", "dp_shard=2", "--names", "torchtitan")
+    worlds.run_ckpt("shard", hub, start, "--mesh", "dp_shard=2", "--for", "torchtitan")
     straight, trained = worlds.run_ranks(2, train, run, start=start)
     step, last = run / "checkpoint/step-2", run / "checkpoint/step-4"
     worlds.run_ckpt("gather", last, directory / "out", "--assets", hub)
@@ -204,8 +204,9 @@ def walk(rank, world_size, kind, directory):
         walked.theirs[num_ranks], _ = worlds.run_ranks(num_ranks, train, other, with_data=num_ranks == 2)
     for num_ranks in (1, 4):
         other = directory / f"ours-{num_ranks}"
-        walked.steps.append(worlds.reshard(step, other / "checkpoint/step-2", num_ranks))
+        worlds.run_ckpt("reshard", step, other / "checkpoint/step-2", "--mesh", f"dp_shard={num_ranks}")
         walked.ours[num_ranks], _ = worlds.run_ranks(num_ranks, train, other, with_data=False)
+        walked.steps.append(other / "checkpoint/step-2")
     return walked
 
 

@@ -10,7 +10,6 @@ from trainers.judges import Walked
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("accelerate", reason="needs accelerate")
-_PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 _IMPORTED = ("transformers.trainer", "transformers.integrations.peft", "transformers.integrations.bitsandbytes", "peft")
 
 
@@ -62,18 +61,19 @@ def walk(rank, world_size, kind, directory):
     worlds.let_accelerate_use_cpu()
     hub, expected = worlds.start_of(kind, directory)
     start, run, other = directory / "start", directory / "run", directory / "other"
-    worlds.run_ckpt("shard", hub, start / "pytorch_model_fsdp_0", "--mesh", "dp_shard=2", "--prefix", "model.")
+    worlds.run_ckpt("shard", hub, start, "--mesh", "dp_shard=2", "--for", "trainer")
     straight, live = worlds.run_ranks(2, train, kind, run, start=start, save=True)
     step = run / "checkpoint-2"
-    worlds.run_ckpt("gather", step / "pytorch_model_fsdp_0", directory / "out", "--assets", hub)
+    worlds.run_ckpt("gather", step, directory / "out", "--assets", hub)
     back = worlds.loaded(kind, directory / "out")
-    walked = Walked(expected=expected, straight=straight, live=live, back=back)
+    walked = Walked(expected=expected, straight=straight, live=live, back=back, steps=[step])
     for num_ranks in (1, 2, 4):
         walked.theirs[num_ranks], _ = worlds.run_ranks(num_ranks, train, kind, other, first=2, resume=step)
     for num_ranks in (1, 4):
-        ours = worlds.reshard(step, directory / f"on-{num_ranks}", num_ranks, parts=_PARTS)
+        ours = directory / f"on-{num_ranks}"
+        worlds.run_ckpt("reshard", step, ours, "--mesh", f"dp_shard={num_ranks}")
         walked.ours[num_ranks], _ = worlds.run_ranks(num_ranks, train, kind, other, first=2, resume=ours)
-    walked.steps = [at / part for at in (step, directory / "on-1", directory / "on-4") for part in _PARTS]
+        walked.steps.append(ours)
     return walked
 
 

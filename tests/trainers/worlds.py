@@ -22,7 +22,7 @@ from ckpt_tools.cli import main
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.processes.child import die_with_parent
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "rms_norm_eps": 1e-5}
 GLOBAL_BATCH = 4
 NUM_STEPS = 4
 """In all; a step is saved after the second."""
@@ -83,15 +83,6 @@ def run_ckpt(*arguments: object) -> None:
     """A command that must succeed."""
     status = main([*map(str, arguments), "--quiet"])
     assert status == 0, (arguments, status)
-
-
-def reshard(step: Path, out: Path, num_ranks: int, *, parts: tuple[str, ...] = ("",)) -> Path:
-    """Every part of a step for another number of ranks, and the small files beside them as they are."""
-    for part in parts:
-        run_ckpt("reshard", step / part, out / part, "--mesh", f"dp_shard={num_ranks}")
-    beside = shutil.ignore_patterns(*filter(None, parts), "*.distcp", ".metadata")
-    shutil.copytree(step, out, ignore=beside, dirs_exist_ok=True)
-    return out
 
 
 def start_of(kind: str, directory: Path) -> tuple[Path, float]:
