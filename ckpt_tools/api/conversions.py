@@ -11,19 +11,19 @@ from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job, model_beside
-from ckpt_tools.conversions.to_mesh import KEEP, ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
 from ckpt_tools.conversions.to_step import converted_job, layout_for, starting_job, step_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import TrainerName
-from ckpt_tools.models.naming import MapFile, Naming, ShardNames
+from ckpt_tools.models.naming import MapFile, Naming, OtherNames, ShardNames, name_live
 from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardOptions(ShardingOptions):
-    """The options of `reshard`."""
+class ConvertOptions(ShardingOptions):
+    """What `shard` and `reshard` take beside what is to be written."""
 
     trainer: Annotated[
         TrainerName | None,
@@ -37,13 +37,21 @@ class ReshardOptions(ShardingOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOptions(ReshardOptions):
+class ReshardOptions(ConvertOptions):
+    """The options of `reshard`."""
+
+    names: OtherNames = "auto"
+    map: MapFile = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOptions(ConvertOptions):
     """The options of `shard`."""
 
     engine: Annotated[
         Literal["stream", "dtensor"],
         Option(
-            "stream, or the reference path through torch: one process per rank, distribute_tensor, dcp.save.",
+            "stream, or the reference path through PyTorch: one process per rank, distribute_tensor, dcp.save.",
             after="prefix",
         ),
     ] = "stream"
@@ -64,16 +72,19 @@ def shard(options: ShardOptions) -> Conversion:
         if opened.format.loads_by_dcp:
             raise _wrong_verb("the source is already sharded", "reshard", options)
         use_dtensor = options.engine == "dtensor"
-        layout = None
+        layout, names = None, str(options.names)
         if options.trainer is not None:
             source = os.fspath(options.source)
-            layout = layout_for(options.trainer, names=options.names, prefix=options.prefix, source=source)
-            options = replace(options, names=layout.names if options.map is None else "auto", prefix=layout.prefix)
-        naming = Naming.of(options.names, options.map)
+            layout = layout_for(options.trainer, names=names, prefix=options.prefix, source=source)
+            names = layout.names if options.map is None else names
+            options = replace(options, prefix=layout.prefix)
+        naming = Naming.of(names, options.map)
         if use_dtensor and naming.names not in ("auto", "hub"):
             what = f"--engine dtensor writes the names of the file, not those of --{'map' if naming.own else 'names'}"
             raise UsageError(what, hint="use --engine stream")
-        job = sharding_job(opened, options, naming=KEEP if use_dtensor else naming)
+        naming = Naming(names="hub") if use_dtensor else naming
+        named = name_live(opened.checkpoint, opened.assets, naming, opened.resolve)
+        job = sharding_job(opened, options, named=named)
         job.use_dtensor = use_dtensor
         return _run(job if layout is None else starting_job(job, layout), options)
 
@@ -90,15 +101,16 @@ def reshard(options: ReshardOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     with ExitStack() as stack:
+        naming = Naming.of(options.names, options.map)
         step = open_step(os.fspath(options.source)) if options.format is None else None
         if step is not None:
             stack.callback(step.__exit__)
             if options.trainer in (None, step.step.trainer):
-                return _run(step_job(step, options), options)
+                return _run(step_job(step, options, naming), options)
         opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
-        return _run(converted_job(opened, options, options.trainer), options)
+        return _run(converted_job(opened, options, naming, options.trainer), options)
 
 
 def _wrong_verb(what: str, instead: str, options: ShardingOptions) -> UsageError:
@@ -134,7 +146,7 @@ def gather(options: GatherOptions) -> Conversion:
         return _run(job, options)
 
 
-def _run(job: Job, options: ReshardOptions | GatherOptions) -> Conversion:
+def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
     job.overwrite = options.overwrite
     job.num_workers = options.num_workers or default_num_workers()
     job.progress = options.progress

@@ -12,6 +12,7 @@ from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.steps import list_contents
+from ckpt_tools.models.naming import MapFile, Naming, OtherNames
 from ckpt_tools.options import Exclude, From, Include, MeshOptions, Source, takes
 
 
@@ -36,28 +37,38 @@ class InspectOptions(MeshOptions):
     source: Source = field(kw_only=False)
     include: Include = ()
     exclude: Exclude = ()
+    names: OtherNames = "auto"
+    map: MapFile = None
     format: From = None
 
 
 @takes(InspectOptions)
 def inspect(options: InspectOptions) -> Summary:
-    """Summarise a checkpoint from its headers alone; with a mesh, as it would be laid out there.
+    """Summarise a checkpoint from its headers alone; with a mesh or other names, as it would be then.
 
     Raises:
         UsageError: An impossible mesh or rule.
         UnreadableError: Not a complete, readable checkpoint.
     """
     source = os.fspath(options.source)
+    notes: list[str] = []
     with open_path(source, format=options.format) as opened:
         checkpoint = select(opened.checkpoint, include=options.include, exclude=options.exclude)
+        naming = Naming.of(options.names, options.map)
+        if naming.names != "auto":
+            from ckpt_tools.conversions.find import name_again
+
+            named, _ = name_again(replace(opened, checkpoint=checkpoint), naming, notes)
+            checkpoint = named.checkpoint
         if options.mesh is None and options.rules is None:
             if options.set or options.tp_plan is not None:
                 raise UsageError("rules need a mesh", hint="add for example --mesh dp_shard=8,tp=2")
-            return replace(summarise(checkpoint, path=source), contents=_contents(opened))
+            return replace(summarise(checkpoint, path=source), names="; ".join(notes), contents=_contents(opened))
         from ckpt_tools.conversions.to_mesh import find_layout
 
         virtual = overlay(checkpoint, find_layout(opened, checkpoint, options))
-        return replace(summarise(virtual, path=source, mesh_source="overlay"), contents=_contents(opened))
+        summary = summarise(virtual, path=source, mesh_source="overlay")
+        return replace(summary, names="; ".join(notes), contents=_contents(opened))
 
 
 def _contents(opened: Opened) -> tuple[ContentSummary, ...]:

@@ -21,7 +21,7 @@ def run(
     call: Call[Difference],
     *,
     output: Output,
-    tensors: Annotated[bool, Option("List every tensor that differs, however many.")] = False,
+    tensors: Annotated[bool, Option("List every tensor that differs (default: up to 20, then by module).")] = False,
 ) -> int:
     """Compare, and print the differences."""
     with progress_of(output) as factory:

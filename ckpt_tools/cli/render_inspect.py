@@ -105,6 +105,7 @@ def _render_header(summary: Summary, screen: Screen) -> None:
         ("path", escape_name(summary.path)),
         *([("part", f"{summary.contents[0].name} of the step")] if summary.contents else []),
         ("format", summary.format),
+        *([("names", summary.names)] if summary.names else []),
         ("tensors", f"{summary.num_tensors:,}"),
         ("elements", f"{summary.num_elems:,}"),
         ("bytes", f"{summary.total_bytes:,} ({format_size(summary.total_bytes)})"),

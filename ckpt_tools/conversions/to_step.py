@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ckpt_tools.conversions.find import model_in, name_again
 from ckpt_tools.conversions.job import PART_NOTE, Job
-from ckpt_tools.conversions.to_hf import model_in
-from ckpt_tools.conversions.to_mesh import KEEP, ShardingOptions, find_layout, sharding_job
+from ckpt_tools.conversions.to_mesh import ShardingOptions, find_layout, resharding_job, sharding_job
 from ckpt_tools.description.checkpoint import Checkpoint
 from ckpt_tools.description.layout import Layout, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -26,7 +26,7 @@ from ckpt_tools.formats.steps import (
 )
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import config_beside
-from ckpt_tools.models.naming import Naming
+from ckpt_tools.models.naming import Named, Naming
 from ckpt_tools.text import first_few
 
 _OTHER_LIBRARIES = ("torchtitan", "megatron", "nanotron", "gguf")
@@ -50,16 +50,15 @@ def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) ->
         raise UsageError(
             f"--for {trainer}: {layout.refusal}", hint=layout.instead.format(source=source) if layout.instead else None
         )
-    if names not in ("auto", layout.names):
-        raise UsageError(
-            f"--for {trainer} writes --names {layout.names}, and --names {names} is given", hint="leave out one"
-        )
+    own = "live" if layout.names == "auto" and layout.prefix else layout.names
+    if own != "auto" and names not in ("auto", own):
+        raise UsageError(f"--for {trainer} writes --names {own}, and --names {names} is given", hint="leave out one")
     if prefix and not prefix.startswith(layout.prefix):
         raise UsageError(
             f"--for {trainer} puts {layout.prefix!r} in front of every name, and --prefix {prefix} is given",
             hint="leave out one",
         )
-    return replace(layout, prefix=prefix or layout.prefix)
+    return replace(layout, names=layout.names if names == "auto" else names, prefix=prefix or layout.prefix)
 
 
 def starting_job(job: Job, layout: TrainerLayout) -> Job:
@@ -93,7 +92,7 @@ def _outer(opened: Opened, destination: str, parts: dict[str, Job], mesh: Mesh |
     )
 
 
-def step_job(step: OpenedStep, options: ShardingOptions) -> Job:
+def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
     """Return the job that writes a whole step, each part cut as `options` say, and the files beside as they are.
 
     Raises:
@@ -110,7 +109,13 @@ def step_job(step: OpenedStep, options: ShardingOptions) -> Job:
                 where=path,
                 hint=f"restore it, or convert one part: {_give(step)}",
             )
-    for flag, value in (("--prefix", options.prefix), ("--include", options.include), ("--exclude", options.exclude)):
+    single: Sequence[tuple[str, object]] = (
+        ("--prefix", options.prefix),
+        ("--include", options.include),
+        ("--exclude", options.exclude),
+        ("--map" if naming.own else "--names", naming.names != "auto"),
+    )
+    for flag, value in single:
         if value:
             what = f"{flag} is for one checkpoint, and this is a step of {len(step.parts)}"
             raise UsageError(what, where=path, hint=f"convert one part: {_give(step)}")
@@ -144,41 +149,47 @@ def _layout(step: OpenedStep, group: list[Opened], options: ShardingOptions) -> 
     return find_layout(with_config, replace(group[0].checkpoint, tensors=tensors), options)
 
 
-def converted_job(opened: Opened, options: ShardingOptions, trainer: TrainerName | None) -> Job:
+def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trainer: TrainerName | None) -> Job:
     """Return the job of `reshard` on one DCP checkpoint: all of it, or for another trainer its model alone.
 
     Raises:
-        UsageError: As `layout_for`; or the names cannot be brought into the trainer's.
+        UsageError: As `layout_for`; or the names cannot be brought into those that are wanted.
     """
     own = trainer_of(opened.checkpoint, opened.beside)
     if trainer is None or (trainer == own and not options.prefix):
-        job = sharding_job(opened, options)
+        job = resharding_job(opened, options, naming)
         job.notes += _notes_on_loader(opened, job.mesh)
         return job
-    layout = layout_for(trainer, names="auto", prefix=options.prefix, source=opened.source.root)
+    if naming.own:
+        raise UsageError(f"--map brings names of its own, and --for {trainer} those of {trainer}", hint="leave out one")
+    layout = layout_for(trainer, names=naming.names, prefix=options.prefix, source=opened.source.root)
     model, names = model_in(opened, "auto", [])
-    origin = opened.origin
+    origin, inside = opened.origin, set(names.values())
     if origin is not None:
         is_whole = len(model.tensors) == len(opened.checkpoint.tensors)
         is_whole = is_whole and all(old == origin.prefix + new for new, old in names.items())
-        origin = replace(origin, prefix="") if is_whole else None
-    naming = _naming(opened, layout)
-    plain = replace(opened, checkpoint=model, beside=(), origin=origin)
-    job = sharding_job(plain, replace(options, prefix=layout.prefix), naming=naming)
-    job.names = {new: names.get(old, old) for new, old in job.names.items()}
-    job.apart = [replace(entry, fqn=names.get(entry.fqn, entry.fqn)) for entry in job.apart]
-    job.notes += _notes_on_rest(opened, model)
+        origin = origin if is_whole else None
+    kept = tuple(entry for entry in opened.checkpoint.tensors if entry.fqn in inside)
+    checkpoint = replace(opened.checkpoint, tensors=kept, blobs=())
+    chosen = replace(opened, checkpoint=checkpoint, beside=(), origin=origin)
+    notes: list[str] = []
+    if (wanted := _names_for(opened, layout)) is None:
+        named = Named(checkpoint=model, sources=names, map=None if origin is None else origin.map)
+    else:
+        named, _ = name_again(chosen, Naming(names=wanted), notes)
+    job = sharding_job(chosen, replace(options, prefix=layout.prefix), named=named)
+    job.notes += [*notes, *_notes_on_rest(opened, model)]
     job.warnings = (*job.warnings, *_warn_of_names(model, trainer))
     return starting_job(job, layout)
 
 
-def _naming(opened: Opened, layout: TrainerLayout) -> Naming:
-    """Return what is to be done with the names: those of a file become the trainer's, a live model's stay."""
+def _names_for(opened: Opened, layout: TrainerLayout) -> str | None:
+    """Return what is to be done with the names: those of a file become the live model's, others stay; None for that."""
     origin = opened.origin
     made = None if origin is None else "hub" if origin.map is None else origin.map.names
     if layout.names != "auto":
-        return KEEP if made == layout.names else Naming(names=layout.names)
-    return Naming() if made == "hub" and layout.prefix else KEEP
+        return None if made == layout.names else layout.names
+    return "auto" if made == "hub" and layout.prefix else None
 
 
 def _warn_of_names(model: Checkpoint, trainer: TrainerName) -> Iterator[str]:

@@ -121,6 +121,8 @@ class Summary:
     """FQN → axis → placement, when known."""
     tensors: tuple[TensorEntry, ...] = ()
     """The tensors themselves."""
+    names: str = ""
+    """What `--names` changed, for people; empty where the names are those that are stored."""
     contents: tuple[ContentSummary, ...] = ()
     """Of a training step whose model this is: everything that it consists of, the model first."""
 
@@ -377,6 +379,7 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
     document: dict[str, object] = {
         "path": summary.path,
         "format": summary.format,
+        "names": summary.names or None,
         "num_tensors": summary.num_tensors,
         "num_elements": summary.num_elems,
         "total_bytes": summary.total_bytes,

@@ -126,6 +126,11 @@ class Opened:
     def __exit__(self, *_: object) -> None:
         self.source.close()
 
+    @property
+    def assets(self) -> list[tuple[Source, Asset]]:
+        """Files that hold no weights, of the checkpoint and beside it, and where from."""
+        return [(self.source, asset) for asset in (*self.checkpoint.assets, *self.beside)]
+
     def resolved(self) -> Checkpoint:
         """Return the description with every chunk's span on its raw bytes; reads the items' headers."""
         return replace(self.checkpoint, tensors=tuple(map(self.resolve, self.checkpoint.tensors)))

@@ -99,7 +99,7 @@ class Step:
 class TrainerLayout:
     """What a trainer starts from."""
 
-    names: Literal["auto", "torchtitan"] = "auto"
+    names: str = "auto"
     """As `--names` of `shard`."""
     prefix: str = ""
     """In front of every name."""

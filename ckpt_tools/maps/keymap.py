@@ -6,53 +6,74 @@
     # hub's names = the other's, newest spelling first
     model.layers.*.self_attn.v_proj.weight = layers.*.attention.qkv_linear.wv.weight | layers.*.attention.wv.weight
     model.layers.*.self_attn.q_proj.weight = layers.*.attention.wq.weight : rope num_attention_heads
-    model.layers.*.mlp.experts.+.up_proj.weight = layers.*.moe.experts.w3
+    model.layers.*.mlp.experts.+.up_proj.weight = layers.*.moe.experts.w3 | layers.*.mlp.experts.fc1.weight+
     tie lm_head.weight model.embed_tokens.weight
     drop model.layers.*.self_attn.rotary_emb.inv_freq
+    skip rope.freqs
 
-A section is of one or several ``model_type``; ``[*]`` is of all. ``*`` is a number that both sides have, ``+`` one that
-the other side stacks on a new first axis. Several names of the hub (``a, b = c``) are joined; how, the operation says.
-What stands after the colon happens from the hub's form to the other:
+A section is of one or several ``model_type`` or classes of models; ``[*]`` is of all. ``*`` and ``+`` are numbers, of
+the layer and of the expert. One that a name of the other side lacks is stacked there, on a new first axis: above, `w3`
+is all experts of a layer, and ``fc1.weight7`` is expert 7.
 
-- ``cat DIM``: one after another
+- ``a, b = c : cat 0``: several names of one side are one tensor of the other (``c = a, b : cut 0``)
+- ``a = b | c``: spellings of the same; all are read, the first is written; ``b[.*].c`` is ``b.*.c | b.c``
+- ``a = b if d | c``: `b` is written where the hub has `d`
+- ``or a, b = c : cat 0``: another way to lay the same out; read, never written
+- ``model.layers.{*+num_hidden_layers}.x = mtp.*.x``: numbers begin at a key of config.json on the hub
+- ``again model.layers.* = layers.* as model.layers.{*+num_hidden_layers} = mtp.*``: the lines above that begin so, once
+  more with other beginnings
+- ``tie a b``: two of the hub's names that are one tensor, which the other side writes both
+- ``drop a``: what the other side does without; it keeps its name
+- ``skip b``: what the hub does without, because it is computed; left out on the way there
+- ``lost b if a | c``: what the other side has beside `a`, and the hub has no place for: to leave it out is for the user
+  to say
+
+At the end of a name that is dropped, skipped or lost, ``**`` is anything.
+
+What stands after the colon happens to every tensor by itself from the hub's form to the other, in this order and
+apart by ``;``, and is undone in the opposite order on the way back:
+
+- ``cat DIM [LENGTH…]``: one after another, alike in length if nothing is said; ``rest`` is what the others leave
+- ``cut DIM [LENGTH…]``: the opposite
+- ``swap DIM``: halves exchanged
+- ``transpose``: the last two dims exchanged
 - ``rope HEADS``: the halves of every head interleaved, as complex rotary embeddings want them
 - ``qkv HEADS GROUPS``: rows of q, k and v by groups of heads that share a key
-- ``transpose``: the two dims exchanged
+- ``crop ROWS``: the other side may have more rows, of padding; they are left out on the way to the hub, and said
 
-A size is a number or a key of config.json. `tie` names two of the hub's names that the other side writes both; `drop`
-is what the other side does without: it keeps its name.
+A size is a number, a key of config.json (``vision_config.depth`` is a key inside another) or a product of these
+(``num_attention_heads*attention_head_dim``). Where config.json has `head_dim`, heads must be as long.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from typing import TypeVar
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps import mosaic
+from ckpt_tools.maps.convert import Converted
+from ckpt_tools.maps.keymap_lines import (
+    Line,
+    Numbers,
+    Patterns,
+    Section,
+    Spelling,
+    fill,
+    parse_sections,
+    shift_of,
+    signs_of,
+)
+from ckpt_tools.maps.keymap_steps import Config, apply, size_of, undo
 from ckpt_tools.maps.mosaic import Mosaic
 from ckpt_tools.text import first_few
 
-Config = Mapping[str, object]
-_LINE = re.compile(r"(?P<hub>[^=:|]+)=(?P<other>[^=:]+)(:(?P<operation>[^=:|]+))?")
-_NAME = re.compile(r"[\w.\-*+]+")
-_ARITY = {"cat": 1, "rope": 1, "qkv": 2, "transpose": 0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One tensor of the other side."""
-
-    hub: tuple[str, ...]
-    """Patterns of the names that it is made of."""
-    other: tuple[str, ...]
-    """Its own pattern, in all spellings; the first is written."""
-    operation: str = ""
-    sizes: tuple[str, ...] = ()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,265 +81,242 @@ class KeyMap:
     """The map of one kind of model."""
 
     title: str
-    lines: tuple[Line, ...]
-    ties: tuple[tuple[str, str], ...] = ()
-    """(name that may be missing on the hub, name of the same tensor)."""
-    dropped: tuple[str, ...] = ()
+    section: Section
 
     @property
     def digest(self) -> str:
-        """Identifies what it does."""
-        return blake2b(repr((self.lines, self.ties, self.dropped)).encode(), digest_size=16).hexdigest()
+        """Identifies what it writes: what is read alone does not count."""
+        lines = [(line.hub, line.may_be_written) for line in self.section.written]
+        told = repr((lines, self.section.ties, self.section.dropped))
+        return blake2b(told.encode(), digest_size=16).hexdigest()
 
-    def forward(self, tensors: Mapping[str, Mosaic], config: Config) -> tuple[dict[str, Mosaic], dict[str, str]]:
+    def forward(self, tensors: Mapping[str, Mosaic], config: Config) -> Converted:
         """Return the hub's tensors as the other side's, and further names of these.
 
         Raises:
             UsageError: A name has no line, a line lacks a name, or a size is not known.
         """
-        made: dict[str, Mosaic] = {}
+        lines = self.section.written
+        found, made = self._sort(tensors, [(line, line.hub) for line in lines], config)
         places: dict[str, str] = {}
-        for line, captured, columns in self._gather(tensors, lambda line: line.hub, made):
-            name = _fill(line.other[0], captured)
-            parts = [mosaic.stack(column, 0) if "+" in pattern else column[0] for pattern, column in columns]
-            made[name] = _apply(_FORWARD, line, parts, config, name)[0]
-            places |= {_fill(pattern, captured): name for pattern in line.hub}
+        for line, items in found.items():
+            columns: dict[str, dict[Numbers, Mosaic]] = defaultdict(dict)
+            for numbers, parts in items.items():
+                spelling = _spelling(line, numbers, tensors, config)
+                at = fill(spelling.names[0], line.signs, numbers)
+                with _told(at):
+                    results = apply(spelling.steps, parts, config)
+                for pattern, result in zip(spelling.names, results, strict=True):
+                    columns[pattern][numbers] = result
+                places |= {_hub_name(pattern, line, numbers, config): at for pattern in line.hub}
+            for pattern, column in columns.items():
+                made |= _stacked(pattern, line.signs, column)
         aliases: dict[str, str] = {}
-        for missing, there in self.ties:
-            wanted = [line.other[0] for line in self.lines if line.hub == (missing,)]
+        for missing, there in self.section.ties:
+            wanted = [line.spellings[0].names[0] for line in lines if line.hub == (missing,)]
             if missing not in tensors and there in places:
                 aliases |= dict.fromkeys(wanted, places[there])
-        return made, aliases
+        news = [fill(one.names[0], signs_of(one.beside), numbers) for one, numbers in self._lost_beside(tensors)]
+        notes = [f"not written, because the hub has not got it: {first_few(news)}"] if news else []
+        return Converted(mosaics=made, aliases=aliases, notes=tuple(notes))
 
-    def backward(self, tensors: Mapping[str, Mosaic], config: Config) -> tuple[dict[str, Mosaic], dict[str, str]]:
+    def backward(self, tensors: Mapping[str, Mosaic], config: Config) -> Converted:
         """Return the other side's tensors as the hub's, and which of their names are tied and left out.
 
         Raises:
             UsageError: As `forward`.
         """
-        made: dict[str, Mosaic] = {}
+        skipped = Patterns([(name, None) for name in self.section.skipped])
+        left_out = [name for name in tensors if skipped.knows(name)]
+        wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+        notes = [f"left out, because it is computed: {first_few(left_out)}"] if left_out else []
+        lost = Patterns([(name, None) for one in self.section.lost for name in one.names])
+        sides = [((line, one), one.names) for line in self.section.lines for one in line.spellings]
+        found, made = self._sort(wanted, sides, config)
         origins: dict[str, str] = {}
-        for line, captured, columns in self._gather(tensors, lambda line: line.other, made):
-            ((pattern, (tensor,)),) = columns
-            names = [_fill(one, captured) for one in line.hub]
-            for name, part in zip(names, _apply(_BACKWARD, line, [tensor], config, names[0]), strict=True):
-                layers = {name.replace("+", str(at)): one for at, one in enumerate(mosaic.unstack(part, 0))}
-                made |= layers if "+" in name else {name: part}
-                origins[name] = _fill(pattern, captured)
+        for (line, spelling), items in found.items():
+            for numbers, parts in _unstacked(line, spelling, items):
+                at = fill(spelling.names[0], line.signs, numbers)
+                with _told(at):
+                    undone = undo(spelling.steps, parts, config)
+                names = [_hub_name(pattern, line, numbers, config) for pattern in line.hub]
+                if twice := [name for name in names if name in made]:
+                    raise UsageError(f"one tensor has two names: {first_few([origins.get(twice[0], twice[0]), at])}")
+                made |= zip(names, undone.tensors, strict=True)
+                origins |= dict.fromkeys(names, at)
+                if undone.left_out:
+                    notes.append(f"left out {undone.left_out} rows of padding of {first_few([at])}")
         is_tied = config.get("tie_word_embeddings") is True
-        pairs = [pair for pair in self.ties if is_tied and pair[0] in made and pair[1] in made]
-        for left_out, _ in pairs:
-            del made[left_out]
-        return made, {origins[left_out]: origins[there] for left_out, there in pairs}
+        pairs = [pair for pair in self.section.ties if is_tied and pair[0] in made and pair[1] in made]
+        for missing, _ in pairs:
+            del made[missing]
+        aliases = {origins[missing]: origins[there] for missing, there in pairs}
+        return Converted(
+            mosaics=made, aliases=aliases, notes=tuple(notes), lost=tuple(name for name in wanted if lost.knows(name))
+        )
 
     def knows(self, names: Iterable[str]) -> bool:
         """Are they all names of the other side?"""
-        patterns = [_compile(pattern) for line in self.lines for pattern in line.other]
-        patterns += map(_compile, self.dropped)
-        return all(any(pattern.fullmatch(name) for pattern in patterns) for name in names)
+        spellings = [one for line in self.section.lines for one in line.spellings]
+        patterns = [name for one in (*spellings, *self.section.lost) for name in one.names]
+        every = Patterns([(name, None) for name in (*patterns, *self.section.dropped, *self.section.skipped)])
+        return all(every.knows(name) for name in names)
 
-    def _gather(
-        self, tensors: Mapping[str, Mosaic], side: Callable[[Line], Sequence[str]], kept: dict[str, Mosaic]
-    ) -> Iterator[tuple[Line, str, list[tuple[str, list[Mosaic]]]]]:
-        """Yield (line, number in the place of its `*`, [(pattern, its tensors by the number of `+`)]).
+    def _lost_beside(self, tensors: Iterable[str]) -> Iterator[tuple[Spelling, Numbers]]:
+        """Yield what the other side has beside tensors of the hub, and the hub has not: once for each number."""
+        firsts: dict[str, Spelling] = {}
+        for one in self.section.lost:
+            firsts.setdefault(one.beside, one)
+        patterns = Patterns([(beside, one) for beside, one in firsts.items() if beside])
+        for name in tensors:
+            yield from ((one, numbers) for _, numbers, one in patterns.all(name))
 
-        What a `drop` names goes to `kept`.
+    def _sort(
+        self, tensors: Mapping[str, Mosaic], sides: Sequence[tuple[T, tuple[str, ...]]], config: Config
+    ) -> tuple[dict[T, dict[Numbers, list[Mosaic]]], dict[str, Mosaic]]:
+        """Return {side: {numbers in its names: tensors, in the order of the side's names}}, and what a `drop` names.
+
+        Raises:
+            UsageError: A name is on no side, or some of a side's names are lacking.
         """
-        patterns = [(_compile(pattern), pattern, line) for line in self.lines for pattern in side(line)]
-        dropped = [_compile(pattern) for pattern in self.dropped]
-        found: dict[tuple[Line, str], dict[str, dict[int, Mosaic]]] = {}
-        strangers = []
+        patterns = Patterns([(name, (side, names)) for side, names in sides for name in names])
+        lost = [name for one in self.section.lost for name in one.names]
+        kept_as_is = Patterns([(name, None) for name in (*self.section.dropped, *lost)])
+        columns: dict[T, dict[Numbers, dict[str, Mosaic]]] = {}
+        kept: dict[str, Mosaic] = {}
+        strangers: list[str] = []
         for name, tensor in tensors.items():
-            for regex, pattern, line in patterns:
-                if match := regex.fullmatch(name):
-                    groups = match.groupdict()
-                    numbered = found.setdefault((line, groups.get("layer") or ""), {}).setdefault(pattern, {})
-                    numbered[int(groups.get("stack") or 0)] = tensor
+            for pattern, numbers, (side, _) in patterns.all(name):
+                shifted = _shifted(pattern, numbers, config, -1)
+                if min(shifted, default=0) >= 0:
+                    columns.setdefault(side, {}).setdefault(shifted, {})[pattern] = tensor
                     break
             else:
-                if not any(regex.fullmatch(name) for regex in dropped):
-                    strangers.append(name)
                 kept[name] = tensor
+                strangers += [] if kept_as_is.knows(name) else [name]
         if strangers:
             raise UsageError(f"{self.title} has no place for {first_few(strangers, 4)}")
-        for (line, captured), columns in found.items():
-            wanted = [pattern for pattern in side(line) if side(line) is line.hub or pattern in columns]
-            if side(line) is not line.hub and len(wanted) > 1:
-                raise UsageError(f"one tensor has two names: {first_few([_fill(w, captured) for w in wanted], 2)}")
-            lacking = [_fill(pattern, captured) for pattern in wanted if pattern not in columns]
-            lacking += [
-                _fill(pattern, captured)
-                for pattern, numbered in columns.items()
-                if sorted(numbered) != list(range(len(numbered)))
+        found: dict[T, dict[Numbers, list[Mosaic]]] = {}
+        for side, names in sides:
+            for numbers, there in columns.get(side, {}).items():
+                every = {name: fill(name, signs_of(name), _shifted(name, numbers, config, 1)) for name in names}
+                if lacking := [every[name] for name in names if name not in there]:
+                    some = every[next(iter(there))]
+                    raise UsageError(f"{first_few([some])} also needs {first_few(lacking)}")
+                found.setdefault(side, {})[numbers] = [there[name] for name in names]
+        return found, kept
+
+
+class _told:  # noqa: N801 - a context, like those of contextlib
+    """Says where it was that tensors were not as they should be."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, ValueError):
+            raise UsageError(f"{first_few([self._name])}: {error}") from error
+
+
+def _spelling(line: Line, numbers: Numbers, tensors: Mapping[str, Mosaic], config: Config) -> Spelling:
+    """Return how a line is written: the first way whose condition the hub's tensors meet.
+
+    Raises:
+        UsageError: None is.
+    """
+    for one in line.may_be_written:
+        if not one.beside or _hub_name(one.beside, line, numbers, config) in tensors:
+            return one
+    needed = [_hub_name(one.beside, line, numbers, config) for one in line.may_be_written]
+    own = _hub_name(line.hub[0], line, numbers, config)
+    raise UsageError(f"{first_few([own])} needs one of {first_few(needed)} beside it")
+
+
+def _shifted(pattern: str, numbers: Numbers, config: Config, sign: int) -> Numbers:
+    """Return the numbers with what a pattern adds to the first, once more or (-1) taken away."""
+    key = shift_of(pattern)
+    return (numbers[0] + sign * size_of(key, config), *numbers[1:]) if key else numbers
+
+
+def _hub_name(pattern: str, line: Line, numbers: Numbers, config: Config) -> str:
+    return fill(pattern, line.signs, _shifted(pattern, numbers, config, 1))
+
+
+def _stacked(pattern: str, signs: str, column: Mapping[Numbers, Mosaic]) -> dict[str, Mosaic]:
+    """Return tensors by the names of a pattern; what it has no sign for is stacked.
+
+    Args:
+        pattern: Of the other side.
+        signs: Of the line.
+        column: {numbers: tensor}.
+
+    Raises:
+        UsageError: A number is lacking, or the tensors are not alike.
+    """
+    own = signs_of(pattern)
+    if own == signs:
+        return {fill(pattern, signs, numbers): tensor for numbers, tensor in column.items()}
+    *_, last = (sign for sign in signs if sign not in own)
+    at = signs.index(last)
+    groups: dict[Numbers, dict[int, Mosaic]] = defaultdict(dict)
+    for numbers, tensor in column.items():
+        groups[(*numbers[:at], *numbers[at + 1 :])][numbers[at]] = tensor
+    rest = signs.replace(last, "")
+    made = {}
+    for numbers, layers in groups.items():
+        name = fill(pattern, rest, numbers)
+        if lacking := sorted(set(range(len(layers))) - layers.keys()):
+            raise UsageError(f"{first_few([name])} is made of {max(layers) + 1} tensors, and lacks number {lacking[0]}")
+        with _told(name):
+            made[numbers] = mosaic.stack([layers[number] for number in range(len(layers))], 0)
+    return _stacked(pattern, rest, made)
+
+
+def _unstacked(
+    line: Line, spelling: Spelling, items: Mapping[Numbers, list[Mosaic]]
+) -> Iterator[tuple[Numbers, list[Mosaic]]]:
+    """Yield (numbers, tensors) of a line out of tensors in which some of the numbers are dims."""
+    own = spelling.signs
+    stacked = [sign for sign in line.signs if sign not in own]
+    for numbers, parts in items.items():
+        if not stacked:
+            yield numbers, parts
+            continue
+        by_sign = dict(zip(own, numbers, strict=True))
+        name = fill(spelling.names[0], own, numbers)
+        counts = {part.shape[: len(stacked)] for part in parts}
+        if len(counts) > 1 or len(counts.copy().pop()) < len(stacked):
+            raise UsageError(f"{first_few([name])}: its first {len(stacked)} dims should be numbers of {stacked}")
+        grid = [(by_sign, parts)]
+        for sign in stacked:
+            grid = [
+                ({**known, sign: at}, list(layer))
+                for known, tensors in grid
+                for at, layer in enumerate(zip(*(mosaic.unstack(one, 0) for one in tensors), strict=True))
             ]
-            if lacking:
-                raise UsageError(f"{_fill(line.other[0], captured)} also needs {first_few(lacking, 3)}")
-            yield line, captured, [(p, [columns[p][at] for at in sorted(columns[p])]) for p in wanted]
-
-
-@cache
-def _compile(pattern: str) -> re.Pattern[str]:
-    body = re.escape(pattern).replace(r"\*", r"(?P<layer>\d{1,5})").replace(r"\+", r"(?P<stack>\d{1,5})")
-    return re.compile(body)
-
-
-def _fill(pattern: str, captured: str) -> str:
-    return pattern.replace("*", captured)
-
-
-def _size(text: str, config: Config) -> int:
-    inner = config.get("text_config")
-    value: object = int(text) if text.isdecimal() else config.get(text)
-    if value is None and isinstance(inner, Mapping):
-        value = inner.get(text)
-    if type(value) is not int or value < 1:
-        raise UsageError(f"the map needs {text}, which config.json does not have as a positive number")
-    return value
-
-
-def _apply(
-    ways: Mapping[str, Callable[..., list[Mosaic]]], line: Line, parts: list[Mosaic], config: Config, name: str
-) -> list[Mosaic]:
-    sizes = [_size(text, config) for text in line.sizes if line.operation != "cat"]
-    if line.operation == "cat":
-        sizes = [int(line.sizes[0]), len(line.hub)]
-    try:
-        return ways[line.operation](parts, *sizes)
-    except ValueError as error:
-        raise UsageError(f"{name}: {error}") from error
-
-
-def _rope(parts: list[Mosaic], heads: int) -> list[Mosaic]:
-    return [mosaic.regroup(one, 0, heads, 2, one.shape[0] // heads // 2) for one in parts]
-
-
-def _unrope(parts: list[Mosaic], heads: int) -> list[Mosaic]:
-    return [mosaic.regroup(one, 0, heads, one.shape[0] // heads // 2, 2) for one in parts]
-
-
-def _qkv(parts: list[Mosaic], heads: int, groups: int) -> list[Mosaic]:
-    query, key, value = parts
-    if heads % groups:
-        raise ValueError(f"{heads} heads are not in {groups} groups")
-    columns = [mosaic.chunk(one, 0, groups) for one in (query, key, value)]
-    return [mosaic.join([part for group in zip(*columns, strict=True) for part in group], 0)]
-
-
-def _unqkv(parts: list[Mosaic], heads: int, groups: int) -> list[Mosaic]:
-    (fused,) = parts
-    if heads % groups or fused.shape[0] % (heads + 2 * groups):
-        raise ValueError(f"{fused.shape[0]} rows are not those of {heads} heads in {groups} groups")
-    head, share = fused.shape[0] // (heads + 2 * groups), heads // groups
-    sizes = (share * head, head, head)
-    found: list[list[Mosaic]] = [[], [], []]
-    for group in mosaic.chunk(fused, 0, groups):
-        start = 0
-        for rows, size in zip(found, sizes, strict=True):
-            rows.append(mosaic.part_of(group, 0, start, size))
-            start += size
-    return [mosaic.join(rows, 0) for rows in found]
-
-
-_FORWARD: Mapping[str, Callable[..., list[Mosaic]]] = {
-    "": lambda parts: parts,
-    "cat": lambda parts, dim, _count: [mosaic.join(parts, dim)],
-    "rope": _rope,
-    "qkv": _qkv,
-    "transpose": lambda parts: [mosaic.transpose(one, 0, 1) for one in parts],
-}
-_BACKWARD: Mapping[str, Callable[..., list[Mosaic]]] = {
-    "": lambda parts: parts,
-    "cat": lambda parts, dim, count: mosaic.chunk(parts[0], dim, count),
-    "rope": _unrope,
-    "qkv": _unqkv,
-    "transpose": lambda parts: [mosaic.transpose(one, 0, 1) for one in parts],
-}
-
-
-@dataclass(slots=True)
-class _Section:
-    lines: list[Line] = field(default_factory=list)
-    ties: list[tuple[str, str]] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
+        for known, tensors in grid:
+            yield tuple(known[sign] for sign in line.signs), tensors
 
 
 def parse_key_maps(text: str, *, where: str) -> dict[str, KeyMap]:
-    """Parse a file of maps: `model_type` (or "*") → map.
+    """Parse a file of maps: `model_type`, class of models or "*" → map.
 
     Raises:
         UsageError: A line that has no meaning, or one name in two lines.
     """
-    maps: dict[str, KeyMap] = {}
-    section: tuple[tuple[str, ...], _Section] | None = None
-    for number, raw in enumerate([*text.splitlines(), "[]"], 1):
-        line = raw.partition("#")[0].strip()
-        at = f"{where}, line {number}"
-        if line.startswith("["):
-            if section is not None:
-                for name in section[0]:
-                    if name in maps:
-                        raise UsageError(f"there are two sections of {name}", where=at)
-                    maps[name] = _key_map(name, section[1], where=where)
-            section = (tuple(line.strip("[]").split()), _Section())
-        elif line and section is None:
-            raise UsageError("a map begins with a section: [llama], or [*] for any model", where=at)
-        elif line and section is not None:
-            _parse_line(line, section[1], at)
-    return maps
-
-
-def _parse_line(line: str, section: _Section, where: str) -> None:
-    match line.split():
-        case ["tie", missing, there]:
-            section.ties.append((missing, there))
-            return
-        case ["drop", pattern]:
-            section.dropped.append(pattern)
-            return
-    found = _LINE.fullmatch(line)
-    if found is None:
-        raise UsageError(
-            f"the map has a line without a meaning: {line}",
-            where=where,
-            hint="HUB[, HUB…] = OTHER[ | OTHER…][ : OPERATION]",
-        )
-    hub = tuple(name.strip() for name in found["hub"].split(","))
-    other = tuple(name.strip() for name in found["other"].split("|"))
-    operation, *sizes = (found["operation"] or "").split() or [""]
-    if operation and _ARITY.get(operation) != len(sizes):
-        raise UsageError(
-            f"{' '.join([operation, *sizes])} is no operation", where=where, hint=f"they are {', '.join(_ARITY)}"
-        )
-    joins = {"cat": len(hub), "qkv": 3}.get(operation, 1)
-    numbers = [[name.count(sign) for name in (*hub, *other)] for sign in "*+"]
-    is_sound = all(_NAME.fullmatch(name) for name in (*hub, *other)) and len(hub) == joins
-    if (
-        not is_sound
-        or len(set(numbers[0])) > 1
-        or max(numbers[0] + numbers[1]) > 1
-        or any("+" in name for name in other)
-    ):
-        raise UsageError(
-            f"the names of a line do not go together: {line}",
-            where=where,
-            hint="every name has the same `*`; `+` stands on the hub's side alone; several names need cat or qkv",
-        )
-    section.lines.append(Line(hub=hub, other=other, operation=operation, sizes=tuple(sizes)))
-
-
-def _key_map(name: str, section: _Section, *, where: str) -> KeyMap:
-    for side in ("hub", "other"):
-        names = [pattern for line in section.lines for pattern in getattr(line, side)]
-        twice = sorted({one for one in names if names.count(one) > 1})
-        if twice:
-            raise UsageError(f"{first_few(twice, 2)} stands in two lines: there is no way back", where=where)
-    title = f"the map {os.path.basename(where)}" + ("" if name == "*" else f" [{name}]")
-    return KeyMap(title=title, lines=tuple(section.lines), ties=tuple(section.ties), dropped=tuple(section.dropped))
+    title = f"the map {os.path.basename(where)}"
+    return {
+        name: KeyMap(title=title if name == "*" else f"{title} [{name}]", section=section)
+        for name, section in parse_sections(text, where=where).items()
+    }
 
 
 @cache
 def load_key_maps(convention: str) -> Mapping[str, KeyMap]:
-    """Return the maps that come with ckpt: `model_type` → map."""
+    """Return the maps that come with ckpt: `model_type` or class of models → map."""
     path = os.path.join(os.path.dirname(__file__), f"{convention}.txt")
     with open(path, encoding="utf-8") as file:
         return parse_key_maps(file.read(), where=path)

@@ -121,6 +121,17 @@ def part_of(tensor: Mosaic, dim: int, start: int, length: int) -> Mosaic:
     return Mosaic(dtype=tensor.dtype, shape=window.sizes, pieces=tuple(pieces))
 
 
+def crop(tensor: Mosaic, box: Box) -> Mosaic:
+    """Return the elements of a box.
+
+    Raises:
+        ValueError: It does not lie inside the tensor.
+    """
+    for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = part_of(tensor, dim, start, length)
+    return tensor
+
+
 def chunk(tensor: Mosaic, dim: int, count: int) -> list[Mosaic]:
     """Return `count` equal parts along one dim.
 

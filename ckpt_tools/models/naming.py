@@ -20,6 +20,14 @@ from ckpt_tools.maps.mosaic import Mosaic, invert, lay_out, whole
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected, load_table
 from ckpt_tools.models.config import CONFIG_NAME, config_in
+from ckpt_tools.models.conventions import (
+    CONVENTIONS,
+    UnclearNamesError,
+    agreed,
+    conventions_of,
+    map_of,
+    refuse_lost,
+)
 from ckpt_tools.options import AnyPath, Option
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.source import Source
@@ -28,24 +36,31 @@ from ckpt_tools.text import escape_name, first_few
 AssetList = Sequence[tuple[Source, Asset]]
 """Files that belong to a model and hold no weights, and where from."""
 ShardNames = Annotated[
-    Literal["auto", "hub", "live", "torchtitan"],
+    Literal["auto", "hub", "live", "torchtitan", "megatron", "meta"],
     Option(
-        "Names to write: live are those of the model in memory, hub those of its files; "
-        "auto is live where the architecture is known, else the file's."
+        "Names to write: those of the live model, of the hub's files, or of a library; auto is live where ckpt knows "
+        "the architecture, else the file's."
     ),
 ]
 GatherNames = Annotated[
-    Literal["auto", "hub", "live"],
-    Option("Names to write: auto is hub where the architecture is known; live are those that are there."),
+    Literal["auto", "hub", "live", "torchtitan", "megatron", "meta"],
+    Option(
+        "Names to write: auto is hub where ckpt knows the architecture; live keeps those of SRC; a library's name says "
+        "whose those are, and writes the hub's."
+    ),
+]
+OtherNames = Annotated[
+    Literal["auto", "hub", "live", "torchtitan", "megatron", "meta"],
+    Option(
+        "Names of the weights: those of the live model, of the hub's files, or of a library; auto keeps those of SRC."
+    ),
 ]
 MapFile = Annotated[
     AnyPath | None,
-    Option("A map of your own between the hub's names and others, instead of --names.", metavar="FILE"),
+    Option("Key map of your own, from the hub's names to others, instead of --names.", metavar="FILE"),
 ]
 Resolve = Callable[[TensorEntry], TensorEntry]
 """Returns a tensor with its chunks on their raw bytes."""
-CONVENTIONS = ("torchtitan",)
-"""Names that are neither the hub's nor transformers'; see `maps.keymap`."""
 _MAX_MAP_BYTES = 1 << 20
 _NO_CONFIG = "no config.json beside the weights names an architecture"
 
@@ -92,6 +107,11 @@ class Named:
     note: str = ""
     """What was done, for people; empty for nothing."""
 
+    @classmethod
+    def as_it_is(cls, checkpoint: Checkpoint) -> Self:
+        """Return it by its own names."""
+        return cls(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
@@ -126,7 +146,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
     Raises:
         UsageError: `names` asks for them, and it is not certain what they are.
     """
-    plain = Named(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+    plain = Named.as_it_is(checkpoint)
     names = naming.names
     if names == "hub":
         return plain
@@ -137,7 +157,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
             raise UsageError(
                 error.what if naming.own else f"--names {names}: {error.what}",
                 where=error.where or checkpoint.root,
-                hint="--names hub keeps the names of the file",
+                hint="leave out --names to keep names that are not known",
             ) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
     whose = f"{names}'s {known.architecture}" if names in CONVENTIONS else f"the live {known.architecture}"
@@ -151,12 +171,16 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
     Raises:
         UsageError: `names` is "hub", and it is not certain what they are.
     """
-    plain = Named(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+    plain = Named.as_it_is(checkpoint)
     if naming.names == "live":
         return plain
     try:
         found = _backward(checkpoint.tensors, assets, naming)
+    except UnclearNamesError:
+        raise
     except (UsageError, UnreadableError) as error:
+        if naming.names in CONVENTIONS:
+            raise UsageError(f"--names {naming.names}: {error.what}", where=error.where or checkpoint.root) from error
         if naming.own or (naming.names == "hub" and not _is_hub(checkpoint, assets)):
             raise UsageError(
                 error.what if naming.own else f"--names hub: {error.what}",
@@ -164,6 +188,7 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
                 hint="--names live writes the names that are there",
             ) from error
         return plain
+    refuse_lost(found, where=checkpoint.root)
     if checkpoint.mesh is None:
         _refuse_packed(checkpoint, found)
     return _named(checkpoint, found, None, "the hub", resolve)
@@ -261,9 +286,8 @@ def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) 
     """Return by which map tensors of the hub get these names, and what they become."""
     if naming.own or naming.names in CONVENTIONS:
         title, key_map, config = _key_map(naming, assets)
-        mosaics, aliases = key_map.forward(_whole(tensors), config)
         known = TensorMap(names=naming.names, architecture=title, digest=key_map.digest)
-        return known, Converted(mosaics=mosaics, aliases=aliases)
+        return known, key_map.forward(_whole(tensors), config)
     claim = _claim(assets)
     expected = _expected(claim)
     if claim.config.get("quantization_config") is not None:
@@ -274,18 +298,17 @@ def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) 
 
 def _backward(tensors: Sequence[TensorEntry], assets: AssetList, naming: Naming) -> Converted:
     """Return the hub's tensors of those of a live model or of a convention; of neither, an error says so."""
-    if naming.own:
+    if naming.own or naming.names in CONVENTIONS:
         _, own, config = _key_map(naming, assets)
-        mosaics, left_out = own.backward(_whole(tensors), config)
-        return Converted(mosaics=mosaics, aliases=left_out)
+        return own.backward(_whole(tensors), config)
     fqns = [entry.fqn for entry in tensors]
     claim = _claim(assets)
+    known = conventions_of(fqns, claim.architecture, claim.config)
+    if any(convention.is_of_class for convention in known):
+        return agreed(known, _whole(tensors), claim.config)
     expected = _expected(claim)  # a class of its own may mean other things by the same model_type
-    for convention in CONVENTIONS:
-        key_map = load_key_maps(convention).get(str(claim.config.get("model_type")))
-        if key_map is not None and key_map.knows(fqns):
-            mosaics, left_out = key_map.backward(_whole(tensors), claim.config)
-            return Converted(mosaics=mosaics, aliases=left_out)
+    if known:
+        return agreed(known, _whole(tensors), claim.config)
     if not all(matches(expected.names, fqn, expected.counts) for fqn in fqns):
         raise UsageError(f"the names are not those of a live {claim.architecture}")
     return to_hub(_whole(tensors), expected, claim.config)
@@ -319,11 +342,11 @@ def _key_map(naming: Naming, assets: AssetList) -> tuple[str, KeyMap, Mapping[st
     claim = claim_of(assets) if "*" in naming.own else _claim(assets)
     maps = naming.own or load_key_maps(naming.names)
     config: Mapping[str, object] = {} if claim is None else claim.config
-    model_type = str(config.get("model_type"))
-    key_map = maps.get(model_type, maps.get("*"))
+    key_map = (None if claim is None else map_of(maps, claim.architecture, claim.config)) or maps.get("*")
     if key_map is None:
         whose = "in the file" if naming.own else f"of {naming.names}"
-        raise UsageError(f"there is no map {whose} for {model_type}: there are {', '.join(sorted(maps))}")
+        kind = config.get("model_type") or (claim and claim.architecture)
+        raise UsageError(f"there is no map {whose} for {kind}: there are {', '.join(sorted(maps, key=str.lower))}")
     return key_map.title if claim is None else claim.architecture, key_map, config
 
 
@@ -350,6 +373,7 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
     parts = [f"{changed} of {len(tensors)} tensors are renamed, joined or split"] if changed else []
     if found.aliases and known is not None:
         parts.append(f"tied: {first_few([f'{alias} is {name}' for alias, name in found.aliases.items()], 2)}")
+    parts += found.notes
     return Named(
         checkpoint=replace(checkpoint, tensors=tensors),
         sources=sources,

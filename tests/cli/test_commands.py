@@ -426,6 +426,26 @@ def test_text_says_what_was_written_and_checked(model: Path, tmp_path: Path, ckp
     assert not (tmp_path / "again").exists()
 
 
+def test_uneven_cut_is_refused_or_left_out_with_a_note(model: Path, tmp_path: Path, ckpt_json) -> None:
+    argv = [
+        "shard",
+        model,
+        tmp_path / "run",
+        "--mesh",
+        "dp_shard=2,tp=2",
+        "--set",
+        "model.layers.*.{up,norm}.*=tp:S(0)",
+    ]
+    error = ckpt_json(*argv, code=2)["error"]
+    assert "norm.weight" in error["what"]
+    assert "--tp-uneven replicate" in error["hint"]
+    (note,) = ckpt_json(*argv, "--tp-uneven", "replicate")["notes"]
+    assert note == "whole on tp, which does not divide them (--tp-uneven replicate): model.layers.0.norm.weight"
+    tensors = {one["fqn"]: one for one in ckpt_json("inspect", tmp_path / "run", "--tensors")["tensors"]}
+    assert len(tensors[UP]["chunks"]) == 4
+    assert len(tensors["model.layers.0.norm.weight"]["chunks"]) == 2
+
+
 @pytest.mark.parametrize("mode", ["auto", "bar", "plain", "none"])
 def test_progress_goes_to_stderr_alone(model: Path, tmp_path: Path, capfd, mode: str) -> None:
     assert main(["shard", str(model), str(tmp_path / "run"), "--mesh", "dp_shard=2", "--progress", mode]) == 0

@@ -100,7 +100,10 @@ def test_model_without_a_map_is_refused_with_those_that_there_are(tmp_path, caps
     toys.build("gpt2").save_pretrained(tmp_path / "hub")
     args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "--names", "torchtitan"]
     assert main(args) == 2
-    assert "no map of torchtitan for gpt2: there are deepseek_v3, llama" in capsys.readouterr().err
+    assert (
+        "no map of torchtitan for gpt2: there are deepseek_v3, FluxTransformer2DModel, gpt_oss"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,8 @@ def test_model_without_a_map_is_refused_with_those_that_there_are(tmp_path, caps
         ("[x]\na b", "without a meaning"),
         ("[x]\na = b : turn", "no operation"),
         ("[x]\na = b : rope", "no operation"),
-        ("[x]\na.* = b", "do not go together"),
+        ("[x]\na = b.*", "do not go together"),
+        ("[x]\na.* = b.{*+k}", "do not go together"),
         ("[x]\na = b.+", "do not go together"),
         ("[x]\na, b = c", "do not go together"),
         ("[x]\na, b = c : qkv 1 1", "do not go together"),
@@ -131,12 +135,12 @@ def test_fused_rows_of_groups_lead_back() -> None:
     maps = parse_key_maps("[*]\nl.*.q, l.*.k, l.*.v = x.*.qkv : qkv num_attention_heads 2", where="file")
     shapes = {"l.0.q": (16, 3), "l.0.k": (8, 3), "l.0.v": (8, 3)}
     tensors = {name: whole(name, BY_NAME["F32"], shape) for name, shape in shapes.items()}
-    made, _ = maps["*"].forward(tensors, {"num_attention_heads": 4})
+    made = maps["*"].forward(tensors, {"num_attention_heads": 4}).mosaics
     first = [(piece.source, piece.box.offsets[0], piece.box.sizes[0]) for piece in made["x.0.qkv"].pieces]
     group = [("l.0.q", 0, 8), ("l.0.k", 8, 4), ("l.0.v", 12, 4)]
     assert first == [*group, *((name, 16 + start, rows) for name, start, rows in group)]
     fused = {"x.0.qkv": whole("x.0.qkv", BY_NAME["F32"], (32, 3))}
-    back, _ = maps["*"].backward(fused, {"num_attention_heads": 4})
+    back = maps["*"].backward(fused, {"num_attention_heads": 4}).mosaics
     turned = invert(made, shapes)
     for name in shapes:
         assert {(p.box, p.starts) for p in back[name].pieces} == {(p.box, p.starts) for p in turned[name].pieces}
@@ -159,7 +163,9 @@ def test_names_that_have_no_line_and_lines_that_lack_a_name_are_said() -> None:
 
 def test_maps_of_torchtitan_are_read_whole() -> None:
     text = (Path(__file__).parents[2] / "ckpt_tools" / "maps" / "torchtitan.txt").read_text()
-    assert {"llama", "qwen3", "qwen3_moe", "deepseek_v3"} <= parse_key_maps(text, where="torchtitan.txt").keys()
+    assert {"llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"} <= parse_key_maps(
+        text, where="torchtitan.txt"
+    ).keys()
 
 
 MINE = """
