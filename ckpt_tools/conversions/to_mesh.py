@@ -15,7 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
-from ckpt_tools.models.naming import AssetList, Naming, name_live
+from ckpt_tools.models.naming import AssetList, Named, Naming, name_live
 from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
@@ -150,6 +150,16 @@ def _assets(opened: Opened) -> AssetList:
     return [(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)]
 
 
+def _find_layout(opened: Opened, checkpoint: Checkpoint, named: Named, options: MeshOptions) -> Layout:
+    """Return `find_layout`; a plan that does not fit the names is refused with the reason why they were kept."""
+    try:
+        return find_layout(opened, checkpoint, options)
+    except UsageError as error:
+        if options.tp_plan is None or named.map is not None or not named.note:
+            raise
+        raise UsageError(f"{error.what} ({named.note})", where=error.where, hint=error.hint) from error
+
+
 def sharding_job(opened: Opened, options: ShardingOptions, *, naming: Naming = KEEP) -> Job:
     """Return the job that writes `opened`, cut as `options` say."""
     dtype, prefix = options.dtype, options.prefix
@@ -157,7 +167,7 @@ def sharding_job(opened: Opened, options: ShardingOptions, *, naming: Naming = K
     named = name_live(opened.checkpoint, assets, naming, opened.resolve)
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
-    layout = find_layout(opened, renamed, options)
+    layout = _find_layout(opened, renamed, named, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
     target = cast_target(source, dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
