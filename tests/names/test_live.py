@@ -106,6 +106,19 @@ def test_layout_that_inspect_shows_is_the_one_that_shard_writes(experts, tmp_pat
 
 
 @pytest.mark.full
+def test_plan_that_does_not_fit_says_why_the_names_are_those_of_the_file(experts, tmp_path, capsys) -> None:
+    shutil.copytree(experts / "hub", tmp_path / "hub")
+    tensors = load_file(tmp_path / "hub" / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.0.up_proj.weight"]
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "tp=2", "--tp-plan", "auto"]
+    assert main(args) == 2
+    error = capsys.readouterr().err
+    assert "experts.gate_up_proj' matches no tensor (names of the file: " in error
+    assert "names of the live model" in error
+
+
+@pytest.mark.full
 def test_names_live_of_a_gathered_model_are_those_of_training(experts, tmp_path) -> None:
     args = ["gather", str(experts / "run"), str(tmp_path / "hf"), "--names", "live", "--assets", str(experts / "hub")]
     assert main([*args, "-q"]) == 0
