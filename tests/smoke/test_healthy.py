@@ -76,9 +76,8 @@ def test_smoke_of_a_sharded_checkpoint_fails_only_where_dcp_load_would(
     farm.call("smoke.makers:load_by_dcp", str(models / kind), str(dcp), is_live)
     assert ("names as in the file" in said_of_load(report)) == (is_live or kind == "bert")
     for finding in report.findings:  # and what it says to do helps
-        assert f"`ckpt gather {dcp} HUB`, `ckpt shard HUB DST --names live`" in finding.hint
-        api.gather(dcp, tmp_path / "hub")
-        api.shard(tmp_path / "hub", tmp_path / "live", mesh=written, names="live")
+        assert f"`ckpt reshard {dcp} DST --mesh {mesh} --names live`" in finding.hint
+        api.reshard(dcp, tmp_path / "live", mesh=mesh, names="live")
         farm.call("smoke.makers:load_by_dcp", str(models / kind), str(tmp_path / "live"), True)
 
 
@@ -125,9 +124,8 @@ def test_smoke_of_torchtitans_names_fails_and_says_the_way_to_live_ones(farm, mo
     (finding,) = report.findings
     assert finding.code == "live-names"
     assert finding.what.startswith("the names are torchtitan's or Meta's own: 28 of 30 tensors of the live model")
-    assert f"`ckpt gather {tmp_path / 'dcp'} HUB`, `ckpt shard HUB DST --names live`" in finding.hint
-    api.gather(tmp_path / "dcp", tmp_path / "hub")
-    api.shard(tmp_path / "hub", tmp_path / "live", mesh="dp_shard=2")
+    assert f"`ckpt reshard {tmp_path / 'dcp'} DST --mesh dp_shard=2 --names live`" in finding.hint
+    api.reshard(tmp_path / "dcp", tmp_path / "live", mesh="dp_shard=2", names="live")
     farm.call("smoke.makers:load_by_dcp", str(models / "llama"), str(tmp_path / "live"), True)
 
 
