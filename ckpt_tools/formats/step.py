@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.dcp import Dcp
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.steps import MODEL_PART, Part, Step, find_step, is_part
+from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, Part, Step, find_step, is_part
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
@@ -72,7 +72,7 @@ class OpenedStep:
     broken: tuple[tuple[Part, UnreadableError], ...]
     """The parts that are not complete, readable checkpoints."""
     passed_over: tuple[str, ...]
-    """Directories beside the parts that are hidden, and links to directories: ckpt does not look into them."""
+    """What is not looked at: hidden directories, links to directories and to nothing, and what is no regular file."""
 
     def __enter__(self) -> Self:
         return self
@@ -129,14 +129,44 @@ def open_step(path: str) -> OpenedStep | None:
 
 def _passed_over(path: str) -> tuple[str, ...]:
     found = []
-    for directory, subdirectories, _ in os.walk(path):
+    for directory, subdirectories, files in os.walk(path):
+        inside = "" if directory == path else os.path.relpath(directory, path)
         for name in list(subdirectories):
-            whole = os.path.join(directory, name)
-            depth = os.path.relpath(whole, path).count(os.sep)
-            if name.startswith(".") or os.path.islink(whole) or depth >= _MAX_DEPTH:
-                found.append(os.path.relpath(whole, path))
+            relative = os.path.join(inside, name)
+            if (
+                name.startswith(".")
+                or os.path.islink(os.path.join(directory, name))
+                or relative.count("/") >= _MAX_DEPTH
+            ):
+                found.append(relative)
                 subdirectories.remove(name)
+        found += [os.path.join(inside, name) for name in files if not os.path.isfile(os.path.join(directory, name))]
     return tuple(sorted(found))
+
+
+def open_optimizer(path: str) -> Opened:
+    """Open what holds the optimizer's state: the part of a step, or a checkpoint that has everything in one.
+
+    Raises:
+        UnreadableError: It is not complete, or the step has none.
+        UsageError: The step has several.
+    """
+    if not os.path.isdir(path):
+        return open_path(path)
+    with Source(path) as source:
+        files = source.list_files()
+    step = None if Dcp().detects(files) else find_step(files)
+    if step is None:
+        return open_path(path)
+    _refuse_links(path)
+    optimizers = [part.directory for part in step.parts if part.holds == "optimizer"]
+    if not optimizers:
+        raise UnreadableError(f"{step.title} without {OPTIMIZER_PART}", where=path, hint="start with a new optimizer")
+    if len(optimizers) > 1:
+        hint = f"name one: {os.path.join(path, optimizers[0])}"
+        what = f"{step.title} of {len(optimizers)} optimizers: {first_few(optimizers, 6)}"
+        raise UsageError(what, where=path, hint=hint)
+    return open_path(os.path.join(path, optimizers[0]))
 
 
 def _refuse_links(path: str) -> None:
@@ -144,9 +174,13 @@ def _refuse_links(path: str) -> None:
 
     Raises:
         UnreadableError: It has some.
+        StorageError: It cannot be listed.
     """
-    with os.scandir(path) as entries:
-        links = sorted(entry.name for entry in entries if entry.is_symlink() and entry.is_dir())
+    try:
+        with os.scandir(path) as entries:
+            links = sorted(entry.name for entry in entries if entry.is_symlink() and entry.is_dir())
+    except OSError as error:
+        raise StorageError(f"cannot list: {error.strerror}", where=path) from error
     if links:
         what = "a part of the step" if is_part(links[0]) else "a directory of the step"
         raise UnreadableError(
