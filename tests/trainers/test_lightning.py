@@ -77,9 +77,7 @@ def walk(rank, world_size, kind, directory):
     worlds.import_once("lightning", "lightning.pytorch.strategies")
     hub, expected = worlds.start_of(kind, directory)
     start, step = directory / "start", directory / "step=2.ckpt"
-    worlds.run_ckpt(
-        "shard", hub, start, "--mesh", "dp_shard=2", "--for", "lightning", "--prefix", "state_dict.model."
-    )
+    worlds.run_ckpt("shard", hub, start, "--mesh", "dp_shard=2", "--for", "lightning", "--prefix", "state_dict.model.")
     straight, live = worlds.run_ranks(2, train, kind, start=start, save=step)
     worlds.run_ckpt("gather", step, directory / "out", "--assets", hub)
     back = worlds.loaded(kind, directory / "out")

@@ -180,7 +180,10 @@ def train(folder, *, start=None, with_data=True):
     )
     trainer = Trainer(config)
     trainer.train()
-    state = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in trainer.model_parts[0].state_dict().items()}
+    state = {
+        name: t.full_tensor() if isinstance(t, DTensor) else t
+        for name, t in trainer.model_parts[0].state_dict().items()
+    }
     adapter = config.model_spec.state_dict_adapter(config.model_spec.model, None)
     trainer.close()
     return trainer.metrics_processor.losses, adapter.to_hf(state)

@@ -12,9 +12,9 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-import toys
 import torch
 import torch.distributed as dist
+import toys
 import transformers
 from safetensors.torch import load_file
 
