@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
-from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job, model_beside
+from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gathering_job, model_beside
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
 from ckpt_tools.conversions.to_step import converted_job, layout_for, starting_job, step_job
 from ckpt_tools.errors import UsageError
@@ -19,6 +19,7 @@ from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import TrainerName
 from ckpt_tools.models.naming import MapFile, Naming, OtherNames, ShardNames, name_live
 from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
+from ckpt_tools.storage.source import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,8 @@ def gather(options: GatherOptions) -> Conversion:
             if not os.path.isdir(options.assets):
                 raise UsageError("--assets takes a directory", where=os.fspath(options.assets))
             beside, model = model_beside(os.fspath(options.assets), stack)
+        elif opened.step is not None:
+            beside = assets_of_step(opened, stack.enter_context(Source(os.fspath(options.source))))
         job = gathering_job(opened, options, assets=beside, like=reference)
         originals = filter(None, (opened, reference, model))
         is_selection = bool(options.include or options.exclude)

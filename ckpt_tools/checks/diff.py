@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -11,7 +11,7 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.models.naming import AssetList, Naming, name_live
+from ckpt_tools.models.naming import AssetList, Naming, name_known, name_live
 from ckpt_tools.moving.execute import Progress, scan
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
@@ -109,13 +109,13 @@ _Entries = Mapping[str, TensorEntry]
 
 
 def _match_names(a: Opened, b: Opened) -> tuple[_Entries, _Entries]:
-    """Index both by FQN; when the names differ, by those of plain models, then by those of the live model."""
+    """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model."""
     ours, theirs = (_by_names(opened.checkpoint) for opened in (a, b))
     best = _closest(ours, theirs)
     if best[0].keys() == best[1].keys():
         return best
     assets = [(opened.source, asset) for opened in (a, b) for asset in opened.checkpoint.assets]
-    return _closest([*ours, _live(a, ours[-1], assets)], [*theirs, _live(b, theirs[-1], assets)])
+    return _closest([*ours, *_otherwise(a, ours[-1], assets)], [*theirs, *_otherwise(b, theirs[-1], assets)])
 
 
 def _by_names(checkpoint: Checkpoint) -> tuple[_Entries, _Entries]:
@@ -126,12 +126,14 @@ def _closest(ours: Sequence[_Entries], theirs: Sequence[_Entries]) -> tuple[_Ent
     return min(product(ours, theirs), key=lambda pair: len(pair[0].keys() ^ pair[1].keys()))
 
 
-def _live(opened: Opened, entries: _Entries, assets: AssetList) -> _Entries:
-    """Return a file's tensors by the live model's names, where it is certain what they are."""
+def _otherwise(opened: Opened, entries: _Entries, assets: AssetList) -> Iterator[_Entries]:
+    """Yield a checkpoint's tensors by the hub's names and by the live model's, where it is certain what they are."""
     tensors = tuple(replace(entry, fqn=fqn) for fqn, entry in entries.items())
-    named = name_live(replace(opened.checkpoint, tensors=tensors), assets, Naming(), opened.resolve)
+    hub = name_known(replace(opened.checkpoint, tensors=tensors), assets, opened.resolve).checkpoint
+    yield {entry.fqn: entry for entry in hub.tensors}
+    named = name_live(hub, assets, Naming(), opened.resolve)
     found = {entry.fqn: entry for entry in named.checkpoint.tensors}
-    return found | {alias: found[name] for alias, name in named.aliases.items()}
+    yield found | {alias: found[name] for alias, name in named.aliases.items()}
 
 
 def _compare_kinds(one: TensorEntry, other: TensorEntry) -> str | None:

@@ -22,6 +22,8 @@ def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: P
     """Check every part of `step` at `level`, and that resuming finds what it needs."""
     findings = [*_check_parts(step), *_check_manifest(step)]
     unchecked: list[Unchecked] = []
+    if step.passed_over:
+        unchecked.append(Unchecked(what=f"hidden or linked directories: {first_few(step.passed_over, 6)}"))
     results = [verify(step.root, level=level, num_workers=num_workers)]
     findings += results[0].findings
     unchecked += results[0].unchecked

@@ -9,6 +9,7 @@ from typing import Literal
 from ckpt_tools.checks.copies import check_copies, equal_layouts
 from ckpt_tools.checks.manifest import check_frames, check_manifest, size_of
 from ckpt_tools.checks.spans import check_spans
+from ckpt_tools.checks.trainer import check_trainer
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError
@@ -144,6 +145,7 @@ def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint
         else:
             _check_blob(opened, blob, findings, content=False)
     findings += _check_foreign(opened)
+    findings += check_trainer(opened)
     findings += check_spans(opened, tuple(findings))
     if opened.manifest is not None:
         findings += check_manifest(opened, opened.manifest)

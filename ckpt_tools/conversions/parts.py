@@ -52,17 +52,18 @@ def check_step(directory: str, names: Iterable[str]) -> None:
     """
     opened = open_step(directory)
     if opened is None:
-        raise _unlike("it is no step")
+        raise _unlike("it is no step", directory)
     with opened as step:
         result = verify_step(step, level="structure", num_workers=1)
         if not result.ok:
-            raise _unlike(result.errors[0].what)
+            raise _unlike(result.errors[0].what, result.errors[0].where)
         if sorted(part.directory for part in step.step.parts) != sorted(names):
-            raise _unlike("its parts are not those of the plan")
+            raise _unlike("its parts are not those of the plan", directory)
 
 
-def _unlike(what: str) -> CkptError:
+def _unlike(what: str, where: str) -> CkptError:
     return CkptError(
         f"what was written does not pass its own check: {what}",
+        where=where,
         hint="nothing was published; please report this with the output of `ckpt env`",
     )

@@ -15,7 +15,7 @@ from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_weights
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_hf_asset, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
@@ -276,6 +276,13 @@ def _assets(opened: Opened, others: AssetList | None) -> AssetList:
 def assets_of(opened: Opened) -> AssetList:
     """Return the assets of an open checkpoint."""
     return [(opened.source, asset) for asset in opened.checkpoint.assets]
+
+
+def assets_of_step(opened: Opened, root: Source) -> AssetList:
+    """Return what lies beside the parts of a step and belongs to its model: a config, a tokenizer."""
+    own = {asset.file for asset in opened.checkpoint.assets}
+    beside = () if opened.step is None else opened.step.beside
+    return [(root, asset) for asset in beside if is_hf_asset(asset.file) and asset.file not in own]
 
 
 def model_beside(path: str, stack: ExitStack) -> tuple[AssetList, Opened | None]:

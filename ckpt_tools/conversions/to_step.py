@@ -109,6 +109,12 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
                 where=path,
                 hint=f"restore it, or convert one part: {_give(step)}",
             )
+    if step.step.rank_files:
+        raise UnreadableError(
+            f"{first_few(step.step.rank_files)}: pickles of each rank's own part, which fit no other mesh",
+            where=path,
+            hint="save with DCP (accelerate's use_dcp=True)",
+        )
     single: Sequence[tuple[str, object]] = (
         ("--prefix", options.prefix),
         ("--include", options.include),
@@ -132,6 +138,8 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
     outer.assets = [(step.root.source, asset) for asset in step.step.beside]
     outer.dtype = options.dtype
     outer.notes = [f"a whole step: {first_few(list(parts), 6)} and {len(outer.assets)} files beside them, as they are"]
+    if step.passed_over:
+        outer.notes.append(f"left out, as hidden or linked directories: {first_few(step.passed_over, 6)}")
     if mesh is not None and (note := note_missing_rng(step.step.names, mesh.world_size)):
         outer.notes.append(note)
     return outer
@@ -179,7 +187,7 @@ def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trai
         named, _ = name_again(chosen, Naming(names=wanted), notes)
     job = sharding_job(chosen, replace(options, prefix=layout.prefix), named=named)
     job.notes += [*notes, *_notes_on_rest(opened, model)]
-    job.warnings = (*job.warnings, *_warn_of_names(model, trainer))
+    job.warnings = (*job.warnings, *_warn_of_names(named.checkpoint, trainer))
     return starting_job(job, layout)
 
 

@@ -17,9 +17,12 @@ from ckpt_tools.formats.dcp import Dcp
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.steps import MODEL_PART, Part, Step, find_step, is_part
+from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, Part, Step, find_step, is_part
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
+
+_MAX_DEPTH = 16
+"""Directories below the step in which files are looked for."""
 
 
 class StepDirectory(Format):
@@ -68,6 +71,8 @@ class OpenedStep:
     parts: tuple[tuple[Part, Opened], ...]
     broken: tuple[tuple[Part, UnreadableError], ...]
     """The parts that are not complete, readable checkpoints."""
+    passed_over: tuple[str, ...]
+    """Directories beside the parts that are hidden, and links to directories: ckpt does not look into them."""
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +97,7 @@ def open_step(path: str) -> OpenedStep | None:
         return None
     with ExitStack() as stack:
         source = stack.enter_context(Source(path))
-        files = source.list_files()
+        files = source.list_files(max_depth=_MAX_DEPTH)
         if Dcp().detects(files) or (step := find_step(files)) is None:
             return None
         _refuse_links(path)
@@ -117,7 +122,46 @@ def open_step(path: str) -> OpenedStep | None:
             manifest=manifest,
             beside=step.beside,
         )
-        return OpenedStep(step=step, root=root, parts=tuple(parts), broken=tuple(broken))
+        return OpenedStep(
+            step=step, root=root, parts=tuple(parts), broken=tuple(broken), passed_over=_passed_over(path)
+        )
+
+
+def _passed_over(path: str) -> tuple[str, ...]:
+    found = []
+    for directory, subdirectories, _ in os.walk(path):
+        for name in list(subdirectories):
+            whole = os.path.join(directory, name)
+            depth = os.path.relpath(whole, path).count(os.sep)
+            if name.startswith(".") or os.path.islink(whole) or depth >= _MAX_DEPTH:
+                found.append(os.path.relpath(whole, path))
+                subdirectories.remove(name)
+    return tuple(sorted(found))
+
+
+def open_optimizer(path: str) -> Opened:
+    """Open what holds the optimizer's state: the part of a step, or a checkpoint that has everything in one.
+
+    Raises:
+        UnreadableError: It is not complete, or the step has none.
+        UsageError: The step has several.
+    """
+    if not os.path.isdir(path):
+        return open_path(path)
+    with Source(path) as source:
+        files = source.list_files()
+    step = None if Dcp().detects(files) else find_step(files)
+    if step is None:
+        return open_path(path)
+    _refuse_links(path)
+    optimizers = [part.directory for part in step.parts if part.holds == "optimizer"]
+    if not optimizers:
+        raise UnreadableError(f"{step.title} without {OPTIMIZER_PART}", where=path, hint="start with a new optimizer")
+    if len(optimizers) > 1:
+        hint = f"name one: {os.path.join(path, optimizers[0])}"
+        what = f"{step.title} of {len(optimizers)} optimizers: {first_few(optimizers, 6)}"
+        raise UsageError(what, where=path, hint=hint)
+    return open_path(os.path.join(path, optimizers[0]))
 
 
 def _refuse_links(path: str) -> None:

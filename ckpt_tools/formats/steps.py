@@ -12,11 +12,11 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint
-from ckpt_tools.formats.file_names import METADATA_NAME
+from ckpt_tools.formats.file_names import METADATA_NAME, is_hf_asset
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.text import first_few
@@ -31,7 +31,9 @@ POLICY_PART = "actor"
 """Where verl puts the policy inside of a global_step_N."""
 OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
 """Where a trainer puts a whole optimizer beside the model."""
-_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d{1,6})", re.ASCII)
+_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_(0|[1-9]\d{0,5})", re.ASCII)
+_PICKLED_OPTIMIZER = re.compile(r"optimizer(_\d+)?(_rank\d+)?\.(bin|pt)|optimizer\.safetensors", re.ASCII)
+_RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)\w*_rank\d+\.bin", re.ASCII)
 _HOLDS: Mapping[str, Holds] = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
 _TRAINER_STATE = "trainer_state.json"
 _SCHEDULERS = ("scheduler.bin", "scheduler.pt")
@@ -43,6 +45,7 @@ _KINDS = (
     ("sampler*.bin", "sampler of a data loader"),
     ("dl_state_dict*.bin", "state of a data loader"),
     ("scaler.pt", "gradient scaler"),
+    ("optimizer*.bin", "pickled state of an optimizer"),
     ("custom_checkpoint_*.pkl", "an object that the script registered"),
     (_TRAINER_STATE, "progress of the Trainer"),
     ("training_args.bin", "arguments of the Trainer"),
@@ -88,6 +91,11 @@ class Step:
     def models(self) -> tuple[Part, ...]:
         """The parts that hold a model."""
         return tuple(part for part in self.parts if part.holds == "model")
+
+    @property
+    def rank_files(self) -> tuple[str, ...]:
+        """Pickles of a rank's own part of a model or an optimizer (accelerate's use_dcp=False), in order."""
+        return tuple(sorted(filter(_RANK_FILE.fullmatch, self.names)))
 
     @property
     def names(self) -> frozenset[str]:
@@ -196,9 +204,10 @@ def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
 
 
 def note_reading(step: Step) -> str:
-    """Say that the model is read of a step, and what is not."""
+    """Say that the model is read of a step, and what is not; a config or a tokenizer may be."""
     model = step.models[0].directory
-    rest = [name for name, _, _ in list_contents(step) if name != model]
+    others = replace(step, beside=tuple(asset for asset in step.beside if not is_hf_asset(asset.file)))
+    rest = [name for name, _, _ in list_contents(others) if name != model]
     return f"reads {model} of {step.title}" + (f", and not {first_few(rest, 6)}" if rest else "")
 
 
@@ -211,12 +220,13 @@ def missing_parts(step: Step) -> Iterator[tuple[str, bool]]:
     was_trained = not step.names.isdisjoint(_SCHEDULERS)
     if not step.models:
         yield MODEL_PART, True
-    has_optimizer = len(there) > len(step.models) or not step.names.isdisjoint(OPTIMIZER_FILES)
+    is_pickled = any(map(_PICKLED_OPTIMIZER.fullmatch, step.names))
+    has_optimizer = len(there) > len(step.models)
     for index in range(max((part.index for part in step.parts), default=0) + 1):
         model, optimizer = f"pytorch_model_fsdp_{index}", f"optimizer_{index}"
         if model not in there and step.models:
             yield model, True
-        if optimizer not in there and step.names.isdisjoint(OPTIMIZER_FILES):
+        if optimizer not in there and not is_pickled:
             yield optimizer, was_trained and not has_optimizer
 
 
@@ -248,11 +258,24 @@ def note_missing_rng(names: Collection[str], num_ranks: int) -> str:
 
 def trainer_of(checkpoint: Checkpoint, beside: Iterable[Asset]) -> TrainerName | None:
     """Return whose step one DCP directory is; None where nothing tells, as of a model alone."""
-    paths = (*(entry.path for entry in checkpoint.tensors), *(blob.path for blob in checkpoint.blobs))
-    roots = {str(path[0]) for path in paths if path}
+    roots = _roots(checkpoint)
     if "state_dict" in roots and any(asset.file == META_FILE for asset in beside):
         return "lightning"
     return "torchtitan" if "train_state" in roots and "optimizer" in roots else None
+
+
+def _roots(checkpoint: Checkpoint) -> frozenset[str]:
+    paths = (*(entry.path for entry in checkpoint.tensors), *(blob.path for blob in checkpoint.blobs))
+    return frozenset(str(path[0]) for path in paths if path)
+
+
+def missing_of_trainer(checkpoint: Checkpoint, beside: Iterable[Asset]) -> Iterator[tuple[str, str]]:
+    """Yield what resuming wants and one DCP directory lacks: (name, what is wrong), where it is certain whose it is."""
+    roots = _roots(checkpoint)
+    if "state_dict" in roots and "optimizer_0" in roots and not any(asset.file == META_FILE for asset in beside):
+        yield META_FILE, f"a checkpoint of Lightning's without {META_FILE}: Lightning does not take it for one"
+    if "train_state" in roots and "lr_scheduler" in roots and "optimizer" not in roots:
+        yield "optimizer", "a step of torchtitan's without the optimizer's state"
 
 
 def dataloader_ranks(checkpoint: Checkpoint) -> int:

@@ -18,6 +18,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.buffers import materialise_buffers
+from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.local import assemble, read_parts
 from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
@@ -75,7 +76,7 @@ def load_checkpoint(
 
     def read() -> tuple[dict[str, torch.Tensor], LoadReport]:
         with open_path(os.fspath(path)) as opened:
-            return _read(model, opened, strict=strict, prefix=prefix, dtype=dtype, device=device, names=names)
+            return read_state(model, opened, strict=strict, prefix=prefix, dtype=dtype, device=device, names=names)
 
     state, report = together(read)
     return install(model, state, report, device=device)
@@ -140,16 +141,17 @@ def targets_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
     return state, shared
 
 
-def _read(
+def read_state(
     model: nn.Module,
     opened: Opened,
     *,
-    strict: bool,
-    prefix: str,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    names: Callable[[str], str | None] | None,
+    strict: bool = True,
+    prefix: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    names: Callable[[str], str | None] | None = None,
 ) -> tuple[dict[str, torch.Tensor], LoadReport]:
+    """Read what `load_checkpoint` installs, with its arguments; not collective, and the model stays as it is."""
     targets, shared = targets_of(model)
     known = {name: source for name in targets if (source := name if names is None else names(name)) is not None}
     targets = {name: targets[name] for name in known}
@@ -219,7 +221,7 @@ def _check_ties(
         if found[name].shape != tuple(targets[name].shape):
             _check_shapes(opened, targets, {name: found[name]})
         tensor = state[first]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         other = read_parts(targets[name], partial(reader.read, found[name], dtype=local.dtype))
         if not torch.equal(other.to(local.device), local):
             raise UsageError(

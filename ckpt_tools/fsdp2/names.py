@@ -9,15 +9,13 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.table import format_of
-from ckpt_tools.fsdp2.buffers import is_transformers
+from ckpt_tools.fsdp2.architecture import architecture_of
 from ckpt_tools.fsdp2.read import Whole, as_whole
-from ckpt_tools.maps import Expected, load_table
 from ckpt_tools.maps.convert import convert
 from ckpt_tools.maps.mosaic import whole
 from ckpt_tools.maps.operations import UnknownOperationError
@@ -117,34 +115,19 @@ def _same(plain: Mapping[str, TensorEntry], names: Shapes) -> Match:
     )
 
 
-def expected_of(model: nn.Module) -> Expected | None:
-    """Return what ckpt knows of the names of a model's class; None for a class that is not one of transformers."""
-    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    # As from_pretrained: a class of the user's own may mean other things by the same names.
-    if not is_transformers(model) or not kind.__module__.startswith("transformers."):
-        return None
-    return load_table().expected(kind.__name__, _config_of(model))
-
-
-def _config_of(model: nn.Module) -> dict[str, object]:
-    config: dict[str, object] = model.config.to_dict()  # type: ignore[operator,union-attr]
-    return config
-
-
 def _mapped(plain: Mapping[str, TensorEntry], model: nn.Module, names: Shapes, *, is_needed: bool) -> Match | None:
     """Return what the map of the model's class makes of the tensors; None when there is none.
 
     Raises:
         UsageError: The map cannot be followed, and without it the checkpoint does not fit (`is_needed`).
     """
-    expected = expected_of(model)
-    if expected is None:
+    known = architecture_of(model)
+    if known is None:
         return None
-    config = _config_of(model)
     mosaics = {name: whole(entry.fqn, entry.dtype, entry.shape) for name, entry in plain.items()}
     shapes = {name: shape for name, shape in names.items() if shape is not None}
     try:
-        made = convert(mosaics, expected, names.__contains__, config, shapes)
+        made = convert(mosaics, known.expected, names.__contains__, known.config, shapes)
     except UsageError as error:
         if not is_needed:
             return None
@@ -161,7 +144,7 @@ def _mapped(plain: Mapping[str, TensorEntry], model: nn.Module, names: Shapes, *
     return Match(
         found=found,
         left=tuple(fqn for fqn in entries if fqn not in used),
-        whose=f"the live {expected.architecture} of {load_table().source}",
+        whose=f"the live {known.expected.architecture} of {known.source}",
     )
 
 

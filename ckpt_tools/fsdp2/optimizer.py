@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from ckpt_tools.description.checkpoint import BlobEntry, KeyPath, TensorEntry
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.step import open_optimizer
 from ckpt_tools.formats.torch_value import MAX_VALUE_BYTES, parse_value
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.local import assemble, read_parts, torch_dtype
@@ -34,7 +35,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.PathLi
     Args:
         model: Sharded, with its checkpoint loaded; not necessarily on the mesh of the save.
         optimizer: Made of this model's parameters, after the load.
-        path: A DCP directory.
+        path: A DCP directory, or a trainer's step.
 
     Raises:
         UnreadableError: No optimizer state in there, or not that of these parameters.
@@ -42,7 +43,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.PathLi
     """
 
     def read() -> dict[str, Any]:
-        with open_path(os.fspath(path)) as opened:
+        with open_optimizer(os.fspath(path)) as opened:
             return _state_dict(model, optimizer, opened)
 
     optimizer.load_state_dict(together(read))

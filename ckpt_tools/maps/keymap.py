@@ -22,6 +22,7 @@ is all experts of a layer, and ``fc1.weight7`` is expert 7.
 - ``model.layers.{*+num_hidden_layers}.x = mtp.*.x``: numbers begin at a key of config.json on the hub
 - ``again model.layers.* = layers.* as model.layers.{*+num_hidden_layers} = mtp.*``: the lines above that begin so, once
   more with other beginnings
+- ``count + num_experts num_local_experts``: how many there are on the hub, by one of these keys of config.json
 - ``tie a b``: two of the hub's names that are one tensor, which the other side writes both
 - ``drop a``: what the other side does without; it keeps its name
 - ``skip b``: what the hub does without, because it is computed; left out on the way there
@@ -59,6 +60,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.maps import mosaic
 from ckpt_tools.maps.convert import Converted
 from ckpt_tools.maps.keymap_lines import (
+    SIGNS,
     Line,
     Numbers,
     Patterns,
@@ -69,7 +71,7 @@ from ckpt_tools.maps.keymap_lines import (
     shift_of,
     signs_of,
 )
-from ckpt_tools.maps.keymap_steps import Config, apply, size_of, undo
+from ckpt_tools.maps.keymap_steps import Config, apply, has_size, size_of, undo
 from ckpt_tools.maps.mosaic import Mosaic
 from ckpt_tools.text import first_few
 
@@ -98,6 +100,7 @@ class KeyMap:
         """
         lines = self.section.written
         found, made = self._sort(tensors, [(line, line.hub) for line in lines], config)
+        self._check_counts(found, config)
         places: dict[str, str] = {}
         for line, items in found.items():
             columns: dict[str, dict[Numbers, Mosaic]] = defaultdict(dict)
@@ -161,6 +164,28 @@ class KeyMap:
         patterns = [name for one in (*spellings, *self.section.lost) for name in one.names]
         every = Patterns([(name, None) for name in (*patterns, *self.section.dropped, *self.section.skipped)])
         return all(every.knows(name) for name in names)
+
+    def _check_counts(self, found: Mapping[Line, Mapping[Numbers, object]], config: Config) -> None:
+        """Refuse a hub's model that is not whole: layers that are lacking, or experts in some of them.
+
+        Raises:
+            UsageError: Numbers of names are not those that config.json says, or it does not say.
+        """
+        there: dict[tuple[tuple[str, ...], str, Numbers], set[int]] = defaultdict(set)
+        for line, items in found.items():
+            for sign, keys in () if shift_of(line.hub[0]) else self.section.counts:
+                if sign in line.signs:
+                    at = line.signs.index(sign)
+                    pattern = line.hub[0] if at else ""  # each layer has all experts, but lines are not of all layers
+                    for numbers in items:
+                        there[keys, pattern, numbers[:at]].add(numbers[at])
+        for (keys, pattern, before), own in there.items():
+            key = next((one for one in keys if has_size(one, config)), keys[0])
+            count = size_of(key, config)
+            if odd := sorted(own.symmetric_difference(range(count))):
+                where = f" of {fill(pattern, SIGNS[: len(before)], before)}" if pattern else ""
+                verb = "is lacking" if odd[0] < count else "is one too many"
+                raise UsageError(f"{key} is {count} in config.json, and number {odd[0]}{where} {verb}")
 
     def _lost_beside(self, tensors: Iterable[str]) -> Iterator[tuple[Spelling, Numbers]]:
         """Yield what the other side has beside tensors of the hub, and the hub has not: once for each number."""

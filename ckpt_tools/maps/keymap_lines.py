@@ -78,6 +78,8 @@ class Section:
     """The other side's, which the hub does without."""
     lost: tuple[Spelling, ...] = ()
     """The other side's, which the hub has no place for."""
+    counts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(`*` or `+`, keys of config.json of which one says how many of them there are)."""
 
     @property
     def written(self) -> tuple[Line, ...]:
@@ -92,6 +94,7 @@ class _Draft:
     dropped: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     lost: list[Spelling] = field(default_factory=list)
+    counts: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
 
 
 def signs_of(pattern: str) -> str:
@@ -182,7 +185,7 @@ def parse_sections(text: str, *, where: str) -> dict[str, Section]:
 
 def _parse_line(line: str, draft: _Draft, where: str) -> None:
     word, _, rest = line.partition(" ")
-    if word in ("tie", "drop", "skip", "lost") and "=" not in rest:
+    if word in ("tie", "drop", "skip", "lost", "count") and "=" not in rest:
         _parse_word(word, rest.strip(), draft, where)
         return
     if word == "again":
@@ -212,6 +215,9 @@ def _parse_line(line: str, draft: _Draft, where: str) -> None:
 def _parse_word(word: str, rest: str, draft: _Draft, where: str) -> None:
     """Parse a line that says something about names, and nothing of what they are made of."""
     names = rest.split()
+    if word == "count" and len(names) > 1 and names[0] in SIGNS and all(map(str.isidentifier, names[1:])):
+        draft.counts.append((names[0], tuple(names[1:])))
+        return
     match word:
         case "tie" if len(names) == 2 and not any(map(signs_of, names)):
             draft.ties.append((names[0], names[1]))
@@ -331,6 +337,7 @@ def _finish(draft: _Draft, *, where: str) -> Section:
         dropped=tuple(draft.dropped),
         skipped=tuple(draft.skipped),
         lost=tuple(draft.lost),
+        counts=tuple(draft.counts),
     )
 
 

@@ -117,6 +117,11 @@ def size_of(text: str, config: Config) -> int:
     return product
 
 
+def has_size(key: str, config: Config) -> bool:
+    """Does config.json have a key at all?"""
+    return _look_up(key, config) is not None
+
+
 def _look_up(key: str, config: Config) -> object:
     for there in (config, config.get("text_config")):
         value = there

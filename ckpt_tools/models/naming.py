@@ -194,6 +194,16 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
     return _named(checkpoint, found, None, "the hub", resolve)
 
 
+def name_known(checkpoint: Checkpoint, assets: AssetList, resolve: Resolve) -> Named:
+    """Return a convention's tensors by the hub's names, with what the hub has no place for; others as they are."""
+    claim = claim_of(assets)
+    fqns = [entry.fqn for entry in checkpoint.tensors]
+    known = () if claim is None else conventions_of(fqns, claim.architecture, claim.config)
+    if claim is None or not known:
+        return Named(checkpoint=checkpoint)
+    return _named(checkpoint, agreed(known, _whole(checkpoint.tensors), claim.config), None, "the hub", resolve)
+
+
 def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
     """Refuse matrices that lie side by side in one tensor, cut along that dim by nobody knows whom.
 

@@ -13,8 +13,10 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Box, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.description.transform import find_model, strip_wrappers
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.fsdp2.architecture import architecture_of
+from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.load import targets_of
-from ckpt_tools.fsdp2.names import expected_of, match_names, shapes_of
+from ckpt_tools.fsdp2.names import match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.maps.foreign import Origin
 from ckpt_tools.smoke.blueprint import Blueprint
@@ -79,7 +81,8 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
     reshaped = [name for name, shape in live.items() if name in stored and stored[name].shape != shape]
     if wrong := absent or reshaped:
         way_on = ["load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did"]
-        if absent and expected_of(inner) is not None:
+        known = architecture_of(inner)
+        if absent and known is not None and known.is_known:
             source = blueprint.setting.options.label
             way_on.insert(0, f"make live names of them: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live`")
         finding = Finding.error(
@@ -136,7 +139,7 @@ def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Fi
             whole = found.get(names[name] or "")
             if whole is None or name in shared or whole.shape != tuple(tensor.shape):
                 continue
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().to("cpu")
+            local = local_of(tensor).to("cpu")
             box = expected_box(tensor)
             wanted_values = reader.read(whole, box, local.dtype)
             compared += 1
@@ -267,7 +270,7 @@ def _states(optimizer: torch.optim.Optimizer) -> list[object]:
 def _is_equal(one: object, other: object) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return bool(one == other)
-    a, b = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
+    a, b = local_of(one), local_of(other)
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a.to("cpu")), _bytes(b.to("cpu")))
 
 
@@ -275,7 +278,7 @@ def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
     """Return the bytes of this rank's own parts, each storage once."""
     seen: dict[int, int] = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         if local.numel():
             seen[local.data_ptr()] = local.numel() * local.element_size()
     return sum(seen.values())

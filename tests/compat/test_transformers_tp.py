@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import re
 from pathlib import Path
 
@@ -20,8 +19,10 @@ from names.test_zoo_ranks import inputs_of
 from seeds import guide
 from torch.distributed.tensor import DTensor
 
+from ckpt_tools import open_checkpoint
 from ckpt_tools.cli import main
 from ckpt_tools.fsdp2 import load_checkpoint
+from ckpt_tools.fsdp2.local import local_boxes
 
 parallel = pytest.importorskip("transformers.distributed", reason="transformers before 5.20 cuts in another way")
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
@@ -58,12 +59,8 @@ def load_stock(model, path):
 
 
 def load_by_the_guide(model, path):
-    here = os.getcwd()
-    os.chdir(Path(path).parents[1])
-    try:
+    with contextlib.chdir(Path(path).parents[1]):
         guide.run("convert", "packed", {"model": model})
-    finally:
-        os.chdir(here)
 
 
 LOADS = {"stock": load_stock, "guide": load_by_the_guide, "ckpt": load_checkpoint}
@@ -91,6 +88,14 @@ def differing(parts, others):
         fqn for fqn, (part, cut) in parts.items() if cut != others[fqn][1] or not torch.equal(part, others[fqn][0])
     ]
     return sorted({re.sub(r"\.\d+\.", ".*.", fqn) for fqn in wrong})
+
+
+def elsewhere(model, path):
+    """Return the names of what this rank does not find as one chunk of the checkpoint, with * for numbers."""
+    chunks = {entry.fqn: {chunk.box for chunk in entry.chunks} for entry in open_checkpoint(path).tensors}
+    state = model.state_dict()
+    names = [fqn for fqn, tensor in state.items() if not set(local_boxes(tensor)[1]) <= chunks[fqn]]
+    return sorted({re.sub(r"\.\d+\.", ".*.", fqn) for fqn in names})
 
 
 def fill_with_noise(model):
@@ -124,7 +129,7 @@ def walk(rank, world_size, name, directory, sizes, options, changes):
     reference = kind.from_pretrained(directory / "hub").eval()
     model = kind.from_pretrained(directory / "hub", distributed_config=parallel.DistributedConfig(**sizes)).eval()
     truth = parts_of(model)
-    found = {}
+    found = {"elsewhere": elsewhere(model, directory / "run/start")}
     for how, load in LOADS.items():
         fill_with_noise(model)
         load(model, directory / "run/start")
@@ -135,12 +140,13 @@ def walk(rank, world_size, name, directory, sizes, options, changes):
     return found, float((ours - theirs).abs().max()), said
 
 
-def assert_loads(results, *, packed):
-    """Every way gives what transformers loads; the stock one all but what was warned of."""
+def assert_loads(results, *, packed, uneven=()):
+    """Every way gives what transformers loads; the stock one all but what was warned of. Chunks are what ranks have."""
     said = results[0][2]
     for found, difference, _ in results:
         assert found["guide"] == found["ckpt"] == []
         assert found["stock"] == packed
+        assert found["elsewhere"] == sorted([*packed, *uneven])
         assert difference < _TOLERANCE
     assert ("packed tensors" in said) == bool(packed)
     for name in packed:
@@ -155,22 +161,45 @@ def test_model_that_transformers_cuts_loads_what_shard_wrote(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "changes"),
+    ("name", "options", "changes", "uneven"),
     [
-        ("Qwen3ForCausalLM", [], {"vocab_size": 96}),
-        ("MixtralForCausalLM", [], {"vocab_size": 96}),
-        ("LlamaForCausalLM", ["--tp-uneven", "replicate"], {}),
+        ("Qwen3ForCausalLM", [], {"vocab_size": 96}, []),
+        ("MixtralForCausalLM", [], {"vocab_size": 96}, []),
+        ("LlamaForCausalLM", ["--tp-uneven", "replicate"], {}, ["lm_head.weight", "model.embed_tokens.weight"]),
     ],
 )
-def test_model_that_transformers_cuts_and_shards_loads_what_shard_wrote(name, options, changes, tmp_path):
+def test_model_that_transformers_cuts_and_shards_loads_what_shard_wrote(name, options, changes, uneven, tmp_path):
     options = ["--mesh", "dp_shard=2,tp=2", "--tp-plan", "auto", *options]
     results = run_ranks(4, walk, name, tmp_path, {"tp_size": 2, "fsdp_size": 2}, options, changes, timeout=120)
-    assert_loads(results, packed=ARCHITECTURES[name])
+    assert_loads(results, packed=ARCHITECTURES[name], uneven=uneven)
 
 
 def test_experts_that_transformers_cuts_by_number_load_in_every_way(tmp_path):
     options = ["--mesh", "tp=2", "--tp-plan", "auto"]
     results = run_ranks(2, walk, "MixtralForCausalLM", tmp_path, {"tp_size": 2, "ep_size": 2}, options, {}, timeout=120)
     for found, difference, _ in results:
-        assert found == {"stock": [], "guide": [], "ckpt": []}
+        assert [found[how] for how in LOADS] == [[], [], []]
         assert difference < _TOLERANCE
+
+
+def save_by_the_guide(rank, world_size, name, directory):
+    transformers.utils.logging.set_verbosity(logging.CRITICAL)
+    if rank == 0:
+        sharded(name, zoo.small_config(name), directory, ["--mesh", "tp=2", "--tp-plan", "auto"])
+    dist.barrier()
+    config = parallel.DistributedConfig(tp_size=world_size)
+    model = getattr(transformers, name).from_pretrained(directory / "hub", distributed_config=config)
+    with contextlib.suppress(dcp.api.CheckpointException):  # no Exception
+        dcp.save(model.state_dict(), checkpoint_id=directory / "refused")
+    with contextlib.chdir(directory):
+        guide.run("convert", "packed-save", guide.run("convert", "packed", {"model": model}))
+
+
+def test_experts_in_one_run_are_saved_and_come_back(tmp_path):
+    run_ranks(2, save_by_the_guide, "MixtralForCausalLM", tmp_path, timeout=120)
+    hub, step, whole, out = (str(tmp_path / name) for name in ("hub", "run/step-1", "run/whole", "out"))
+    assert not (tmp_path / "refused" / ".metadata").exists()
+    assert main(["gather", step, out, "--assets", hub, "-q"]) == 2
+    assert main(["reshard", step, whole, "--mesh", "dp_shard=1", "-q"]) == 0
+    assert main(["gather", whole, out, "--assets", hub, "-q"]) == 0
+    assert main(["diff", hub, out, "-q"]) == 0

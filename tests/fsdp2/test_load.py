@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from fsdp2 import models
 from names import zoo
 from safetensors.torch import load_file, save_file
@@ -12,6 +13,8 @@ from torch import nn
 from ckpt_tools import api
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.fsdp2 import load_checkpoint, materialise_buffers
+from ckpt_tools.fsdp2.architecture import architecture_of
+from ckpt_tools.maps import load_table
 
 
 class Net(nn.Module):
@@ -290,13 +293,37 @@ def test_experts_that_are_not_whole_are_refused(moe, edit, what):
     assert model.model.norm.weight.is_meta
 
 
-def test_class_of_ones_own_is_not_renamed(moe):
-    """As from_pretrained: it may mean something else by the names of the model_type that it has."""
-    _, path, _ = moe
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Own"])
+def test_class_of_ones_own_gets_what_from_pretrained_gives_it(moe, name):
+    """By the rules of the installed transformers, whatever the table says of a class of that name."""
+    expected, path, _ = moe
     model = models.build("qwen3-moe")
-    model.__class__ = type("Own", (type(model),), {"__module__": "own"})
-    with pytest.raises(UnreadableError, match=r"4 missing: model\.layers\.0\.mlp\.experts\.gate_up_proj"):
-        load_checkpoint(model, path)
+    model.__class__ = type(name, (type(model),), {"__module__": "own"})
+    load_checkpoint(model, path)
+    assert_equal(model, expected)
+    assert_equal(type(model).from_pretrained(path), expected)
+
+
+def test_class_that_the_table_does_not_know_is_renamed_as_the_installed_transformers_does(tmp_path):
+    config = zoo.small_config("AyaVisionForConditionalGeneration")
+    assert "AyaVisionForConditionalGeneration" not in load_table().architectures
+    expected = zoo.build("AyaVisionForConditionalGeneration", config, "cpu")
+    expected.save_pretrained(tmp_path)
+    model = zoo.build("AyaVisionForConditionalGeneration", config, "meta")
+    load_checkpoint(model, tmp_path)
+    assert_equal(model, expected)
+
+
+def test_rules_of_the_installed_transformers_are_those_of_the_table():
+    config = zoo.small_config("LlavaForConditionalGeneration")
+    model = zoo.build("LlavaForConditionalGeneration", config, "meta")
+    known = architecture_of(model)
+    model.__class__ = type("Own", (type(model),), {"__module__": "transformers.own"})
+    found = architecture_of(model)
+    assert found.source == f"transformers {transformers.__version__}"
+    assert [(r.kind, r.sources, r.targets) for r in found.expected.rules] == [
+        (r.kind, r.sources, r.targets) for r in known.expected.rules
+    ]
 
 
 def test_experts_that_the_hub_stores_transposed_are_turned_where_the_models_shapes_say_so(tmp_path):

@@ -65,6 +65,15 @@ def assert_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Ten
     assert [name for name, tensor in theirs.items() if not torch.equal(tensor, ours[name])] == []
 
 
+class _Anything(type):
+    """A class with whatever is asked of it: decorators that change nothing."""
+
+    def __getattr__(cls, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_args, **_settings: lambda decorated: decorated
+
+
 class _Stub(types.ModuleType):
     """A module that is not there: whatever is taken from it is a class without contents."""
 
@@ -74,9 +83,24 @@ class _Stub(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         inner = {"Config": type("Config", (), {}), "__class_getitem__": classmethod(lambda cls, _key: cls)}
-        made = type(name, (), inner)
+        made = _Anything(name, (), inner)
         setattr(self, name, made)
         return made
+
+
+def per_expert(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Experts one by one, as files have them, of those of a live model."""
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for at, both in enumerate(tensor):
+                made[f"{stem}.{at}.gate_proj.weight"], made[f"{stem}.{at}.up_proj.weight"] = both.chunk(2)
+        elif last == "down_proj":
+            made |= {f"{stem}.{at}.down_proj.weight": one for at, one in enumerate(tensor)}
+        else:
+            made[name] = tensor
+    return made
 
 
 class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):

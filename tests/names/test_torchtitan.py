@@ -117,7 +117,7 @@ def test_model_without_a_map_is_refused_with_those_that_there_are(tmp_path, caps
         ("[x]\na.* = b.{*+k}", "do not go together"),
         ("[x]\na = b.+", "do not go together"),
         ("[x]\na, b = c", "do not go together"),
-        ("[x]\na, b = c : qkv 1 1", "do not go together"),
+        ("[x]\na, b = c : qkv 1 1", "no operation on 2 tensors"),
         ("[x]\na = b\nc = b", "no way back"),
         ("[x]\na = b\na = c", "no way back"),
         ("[x]\n[x]", "two sections"),
@@ -157,7 +157,7 @@ def test_names_that_have_no_line_and_lines_that_lack_a_name_are_said() -> None:
 
     with pytest.raises(UsageError, match=r"the map mine.txt has no place for 'y'|no place for y"):
         maps["*"].forward(tensors("l.0.e.0.w", "y"), {})
-    with pytest.raises(UsageError, match="also needs"):
+    with pytest.raises(UsageError, match="lacks number 1"):
         maps["*"].forward(tensors("l.0.e.0.w", "l.0.e.2.w"), {})
 
 

@@ -57,6 +57,19 @@ def test_gather_of_a_step_gives_the_models_tensors_under_its_names(saved, name, 
         assert any(note.startswith("reads pytorch_model_fsdp_0 of ") and "optimizer_0" in note for note in result.notes)
 
 
+def test_gather_of_a_step_takes_the_config_beside_its_parts(copy_of, tmp_path) -> None:
+    step = copy_of("trainer")
+    (step / "config.json").write_text('{"model_type": "toy"}')
+    (step / "pytorch_model_fsdp_0" / "tokenizer.json").write_text("{}")
+    result = api.gather(step, tmp_path / "out")
+    assert {"config.json", "tokenizer.json"} < {path.name for path in (tmp_path / "out").iterdir()}
+    assert not any("config.json" in note for note in result.notes)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "other"}')
+    api.gather(step, tmp_path / "of-other", assets=tmp_path / "other")
+    assert "other" in (tmp_path / "of-other" / "config.json").read_text()
+
+
 def test_gather_from_inside_of_a_step_reads_its_model(saved, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(saved / "accelerate")
     assert api.gather(".", tmp_path / "out").num_tensors == len(state_of(0))

@@ -99,6 +99,14 @@ def test_step_that_is_not_whole_is_refused_and_nothing_is_written(copy_of, damag
     assert os.listdir(tmp_path) == ["runs"]
 
 
+def test_pickles_of_each_ranks_part_are_refused(copy_of, tmp_path) -> None:
+    step = copy_of("accelerate")
+    shutil.rmtree(step / "optimizer_0")
+    (step / "optimizer_0_rank0.bin").write_bytes(b"x")
+    with pytest.raises(UnreadableError, match="fit no other mesh"):
+        api.reshard(step, tmp_path / "out", mesh="dp_shard=2")
+
+
 def test_file_that_is_a_link_out_of_the_step_is_refused(copy_of, tmp_path) -> None:
     step = copy_of("accelerate")
     (step / "scheduler.bin").rename(tmp_path / "scheduler.bin")

@@ -107,6 +107,45 @@ def test_step_of_which_no_part_is_readable_is_refused(copy_of) -> None:
         api.verify(step)
 
 
+def test_optimizer_in_pickles_beside_the_model_is_not_missing(copy_of) -> None:
+    step = copy_of("accelerate")
+    shutil.rmtree(step / "optimizer_0")
+    for rank in range(2):
+        (step / f"optimizer_0_rank{rank}.bin").write_bytes(b"x")
+    assert api.verify(step).findings == ()
+
+
+def test_part_with_another_spelling_of_its_number_is_none(copy_of) -> None:
+    step = copy_of("accelerate")
+    (step / "optimizer_0").rename(step / "optimizer_00")
+    assert [finding.where for finding in api.verify(step).findings] == ["optimizer_0"]
+
+
+@pytest.mark.parametrize(("name", "lacks"), [("last.ckpt", "meta.pt"), ("step-3", "optimizer")])
+def test_what_other_trainers_resume_from_is_told_when_it_is_missing(copy_of, name, lacks, tmp_path) -> None:
+    checkpoint = copy_of(name)
+    if lacks == "meta.pt":
+        (checkpoint / lacks).unlink()
+    else:
+        api.reshard(checkpoint, tmp_path / "less", mesh="dp_shard=1", exclude=["optimizer**"])
+        checkpoint = tmp_path / "less"
+    assert [(finding.code, finding.where) for finding in api.verify(checkpoint).findings] == [("missing-part", lacks)]
+    assert api.verify(tmp_path / "runs" / "step-3").findings == () if name == "step-3" else True
+    api.reshard(checkpoint, tmp_path / "out", mesh="dp_shard=2")  # as it is
+
+
+def test_hidden_directories_are_unchecked_and_left_out_and_deep_ones_come_along(copy_of, tmp_path) -> None:
+    step = copy_of("accelerate")
+    for directory in (step / ".cache" / "x", step / "a/b/c/d/e"):
+        directory.mkdir(parents=True)
+        (directory / "file").write_text("x")
+    assert any("hidden or linked directories: .cache" in text for text in api.verify(step).not_checked)
+    result = api.reshard(step, tmp_path / "out", mesh="dp_shard=2")
+    assert any("left out, as hidden or linked directories: .cache" in note for note in result.notes)
+    assert (tmp_path / "out/a/b/c/d/e/file").exists()
+    assert api.verify(tmp_path / "out").not_checked == ()
+
+
 def test_missing_rng_state_is_told(written) -> None:
     (written / "ckpt_manifest.json").unlink()
     (written / "random_states_1.pkl").unlink()

@@ -6,11 +6,12 @@ with read_adapter("runs/step-1000") as (opened, adapter):
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.step import open_optimizer
 
 _ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
 _STATE = re.compile(r"^(?:[^.]+\.)?state\.")
@@ -226,6 +228,9 @@ def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
 def _trained(opened: Opened) -> frozenset[str] | None:
     """Return the names that the optimizer has state for, as a plain model has them; None without an optimizer."""
     states = [entry for entry in opened.checkpoint.tensors if opened.format.is_training and is_optimizer(entry)]
+    if not states and opened.step is not None:
+        with suppress(UnreadableError, UsageError), open_optimizer(os.path.dirname(opened.source.root)) as own:
+            states = [entry for entry in own.checkpoint.tensors if is_optimizer(entry)]
     if not states:
         return None
     names = set()
