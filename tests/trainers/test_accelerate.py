@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fsdp2.ranks import run_ranks
+from seeds import guide
 from torch.utils.data import DataLoader
 from trainers import worlds
 from trainers.judges import *  # noqa: F403 - the tests
@@ -17,7 +18,6 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 def train(kind, *, first=0, start=None, resume=None, save=None):
     """Train from batch `first` to the last; return the losses, and the logits where the second step is saved."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils import load_fsdp_model
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT"
@@ -29,7 +29,7 @@ def train(kind, *, first=0, start=None, resume=None, save=None):
     data = DataLoader(worlds.tokens(), batch_size=worlds.GLOBAL_BATCH // accelerator.num_processes)
     model, optimizer, scheduler, data = accelerator.prepare(model, optimizer, scheduler, data)
     if start:
-        load_fsdp_model(plugin, accelerator, model, str(start))
+        guide.run("trainers", "accelerate", {"accelerator": accelerator, "model": model, "start": str(start)})
     if resume:
         accelerator.load_state(str(resume))
     losses, logits = [], None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from fsdp2.ranks import run_ranks
+from seeds import guide
 from torch.utils.data import DataLoader, DistributedSampler
 from trainers import worlds
 from trainers.judges import *  # noqa: F403 - the tests
@@ -34,12 +34,6 @@ def train(kind, *, start=None, resume=None, save=None):
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
 
-        def on_fit_start(self):
-            if start:
-                state = self.model.state_dict()
-                dcp.load(state, checkpoint_id=start)
-                self.model.load_state_dict(state)
-
         def training_step(self, batch, _):
             loss = self.model(input_ids=batch, labels=batch).loss
             self.losses.append(worlds.mean_of_ranks(loss))
@@ -55,6 +49,8 @@ def train(kind, *, start=None, resume=None, save=None):
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    if start:
+        Script.on_fit_start = guide.run("trainers", "lightning", {"start": start})["on_fit_start"]
     num_ranks = dist.get_world_size()
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -81,7 +77,7 @@ def walk(rank, world_size, kind, directory):
     worlds.import_once("lightning", "lightning.pytorch.strategies")
     hub, expected = worlds.start_of(kind, directory)
     start, step = directory / "start", directory / "step=2.ckpt"
-    worlds.run_ckpt("shard", hub, start, "--mesh", "dp_shard=2")
+    worlds.run_ckpt("shard", hub, start, "--mesh", "dp_shard=2", "--for", "lightning", "--prefix", "state_dict.model.")
     straight, live = worlds.run_ranks(2, train, kind, start=start, save=step)
     worlds.run_ckpt("gather", step, directory / "out", "--assets", hub)
     back = worlds.loaded(kind, directory / "out")

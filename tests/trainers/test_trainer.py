@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fsdp2.ranks import run_ranks
+from seeds import guide
 from trainers import worlds
 from trainers.judges import *  # noqa: F403 - the tests
 from trainers.judges import Walked
@@ -16,15 +17,10 @@ _IMPORTED = ("transformers.trainer", "transformers.integrations.peft", "transfor
 def train(kind, output, *, first=0, start=None, resume=None, save=False):
     """Train from step `first` to the last; return the losses, and the logits where the second step is saved."""
     import torch.distributed as dist
-    from accelerate.utils import load_fsdp_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Script(TrainerCallback):
         logits = None
-
-        def on_train_begin(self, args, state, control, *, model, **_):
-            if start:  # there is no state to resume from; the model is wrapped now
-                load_fsdp_model(trainer.accelerator.state.fsdp_plugin, trainer.accelerator, model, str(start))
 
         def on_save(self, args, state, control, *, model, **_):
             self.logits = worlds.logits_of(model)
@@ -50,6 +46,8 @@ def train(kind, output, *, first=0, start=None, resume=None, save=False):
     rows = [{"input_ids": row, "labels": row} for row in worlds.tokens()]
     script = Script()
     trainer = Trainer(worlds.model_of(kind), arguments, train_dataset=rows, callbacks=[script])
+    if start:
+        guide.run("trainers", "trainer", {"trainer": trainer, "start": str(start)})
     trainer.train(resume_from_checkpoint=resume and str(resume))
     history = trainer.state.log_history
     return [entry["loss"] for entry in history if "loss" in entry and entry["step"] > first], script.logits

@@ -150,12 +150,12 @@ def _be_rank(rank, world_size, meeting, work):
         os._exit(code)
 
 
-def flipped(directory: Path, copy: Path) -> Path:
-    """A copy of a checkpoint, or of a step, with one bit of its last tensor changed."""
-    shutil.copytree(directory, copy)
-    with open_path(str(copy)) as opened:
+def flipped(step: Path, copy: Path, part: Path) -> Path:
+    """A copy of a step with one bit of the last tensor of one part changed."""
+    shutil.copytree(step, copy)
+    with open_path(str(copy / part)) as opened:
         span = opened.resolve(opened.checkpoint.tensors[-1]).chunks[-1].span
-    with (copy / span.file).open("r+b") as file:
+    with (copy / part / span.file).open("r+b") as file:
         file.seek(span.offset + span.nbytes - 1)
         (last,) = file.read(1)
         file.seek(-1, os.SEEK_CUR)
