@@ -224,7 +224,10 @@ class MeshOptions:
             metavar="GLOB=AXIS:S(D),…",
         ),
     ] = ()
-    tp_plan: Annotated[str | None, Option("Take the plan of the model's config.json.", metavar="auto")] = None
+    tp_plan: Annotated[
+        str | None,
+        Option("Cut along tp as transformers cuts the architecture that config.json names.", metavar="auto"),
+    ] = None
     tp_uneven: Annotated[
         Literal["refuse", "replicate"],
         Option(
