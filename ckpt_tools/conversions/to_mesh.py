@@ -95,7 +95,7 @@ def _warnings(layout: Layout) -> tuple[str, ...]:
         return ()
     names = first_few(list(layout.packed), 4)
     text = (
-        f"{len(layout.packed)} packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
+        f"packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
         "of each of their matrices on every rank, and dcp.load reads other rows into them, without an error. "
         "Load with ckpt_tools.fsdp2.load_checkpoint, or redistribute them to Shard before dcp.load and back after it"
     )

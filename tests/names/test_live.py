@@ -93,7 +93,7 @@ def test_names_hub_keeps_those_of_the_file(experts, tmp_path) -> None:
 def test_layout_that_inspect_shows_is_the_one_that_shard_writes(experts, tmp_path, capsys) -> None:
     options = ["--mesh", "tp=2", "--tp-plan", "auto"]
     assert main(["shard", str(experts / "hub"), str(tmp_path / "dcp"), *options]) == 0
-    assert "2 packed tensors (model.layers.0.mlp.experts.gate_up_proj, model.layers.1" in capsys.readouterr().err
+    assert "packed tensors (model.layers.0.mlp.experts.gate_up_proj, model.layers.1" in capsys.readouterr().err
     shown = []
     for argv in ([str(experts / "hub"), *options], [str(tmp_path / "dcp")]):
         assert main(["inspect", *argv, "--tensors", "--json"]) == 0
