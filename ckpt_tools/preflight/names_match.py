@@ -43,6 +43,8 @@ def check_names(
         yield from _nothing(comparison, where, framework)
         return
     yield from _check_prefix(comparison, where, framework, mesh, by_dcp=by_dcp)
+    if by_dcp and framework != "torchtitan":  # whose own models are compared with nothing here
+        yield from _check_live(comparison, where, mesh)
     yield from _check_missing(comparison, where, by_dcp=by_dcp)
     yield from _check_left(comparison, where)
     yield from _check_shapes(comparison, where)
@@ -192,6 +194,30 @@ def _check_dcp_root(
         f"{framework} looks for the model's names behind {wanted!r} in a DCP checkpoint; the names here {has}",
         hint,
     )
+
+
+def _check_live(comparison: Comparison, where: str, mesh: str) -> Iterator[Finding]:
+    """Yield an error when names fit by transformers' map alone: `dcp.load` renames nothing, and ties nothing."""
+    mapped = []
+    for name, found in comparison.found.items():
+        names = [without_peft(strip_wrappers(fqn)) for fqn in found.fqns]
+        if len(names) > 1 or any(not (one.endswith(name) or name.endswith("." + one)) for one in names):
+            mapped.append(name)
+    mapped += [
+        name
+        for group in comparison.ties
+        if any(name in comparison.found for name in group)
+        for name in group
+        if name not in comparison.found
+    ]
+    if mapped:
+        yield Finding.error(
+            "checkpoint-naming",
+            where,
+            f"dcp.load finds tensors by the live model's names, and the checkpoint has other names for {len(mapped)} "
+            f"of them: {fold_names(mapped)}",
+            f"ckpt reshard {where} NEW --mesh {mesh} --names live",
+        )
 
 
 def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Iterator[Finding]:

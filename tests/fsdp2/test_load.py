@@ -334,16 +334,18 @@ def test_experts_that_the_hub_stores_transposed_are_turned_where_the_models_shap
     config = zoo.small_config("Qwen3VLMoeForConditionalGeneration")
     config["text_config"]["moe_intermediate_size"] = 12
     expected = zoo.build("Qwen3VLMoeForConditionalGeneration", config, "cpu")
-    expected.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
+    expected.save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
     turned = {
         name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
         for name, tensor in load_file(file).items()
     }
     save_file(turned, file)
-    model = zoo.build("Qwen3VLMoeForConditionalGeneration", config, "meta")
-    load_checkpoint(model, tmp_path)
-    assert_equal(model, expected)
+    api.shard(tmp_path / "hub", tmp_path / "dcp", mesh="dp_shard=2", names="hub")
+    for source in ("hub", "dcp"):
+        model = zoo.build("Qwen3VLMoeForConditionalGeneration", config, "meta")
+        load_checkpoint(model, tmp_path / source)
+        assert_equal(model, expected)
 
 
 # Parameters of which a rank has several runs
