@@ -182,17 +182,18 @@ Destination = Annotated[AnyPath, Argument("Directory to create.", "DST")]
 MeshText = Annotated[
     str | Mesh | None,
     Option(
-        "For example dp_replicate=2,dp_shard=4,tp=2: order is rank order, the last varies fastest; "
-        "-1 is inferred from --world-size. Axes: dp_replicate (ddp), dp_shard (fsdp, dp), tp, ep, cp, pp.",
+        "Device mesh, e.g. dp_replicate=2,dp_shard=4,tp=2; the last axis varies fastest; -1 is inferred from "
+        "--world-size. Axes: dp_replicate (ddp), dp_shard (fsdp, dp), tp, ep, cp, pp.",
         metavar="AXIS=N,…",
     ),
 ]
-WorldSize = Annotated[int | None, Option("Number of ranks, for -1.", min=1)]
+WorldSize = Annotated[int | None, Option("Number of ranks, to infer -1 in --mesh.", min=1)]
 DTypeName = Annotated[str, Option("Cast floating-point tensors.", metavar="keep|bf16|f16|f32")]
 MaxShardSize = Annotated[
     str | None,
     Option(
-        "Largest file, e.g. 5GB (decimal) or 5GiB. Default: the original files where known, else 5GB.", metavar="SIZE"
+        "Maximum size of a file, e.g. 5GB (decimal) or 5GiB (default: the original files where known, else 5GB).",
+        metavar="SIZE",
     ),
 ]
 Include = Annotated[
@@ -202,12 +203,12 @@ Include = Annotated[
         metavar="GLOB",
     ),
 ]
-Exclude = Annotated[Sequence[str], Option("Without these tensors (repeatable).", metavar="GLOB")]
+Exclude = Annotated[Sequence[str], Option("Skip these tensors (repeatable).", metavar="GLOB")]
 Overwrite = Annotated[bool, Option("Replace DST; the old one is kept until the new one is durable.")]
 DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
-NumWorkers = Annotated[int | None, Option("Threads that move bytes.", short="-j", env=True, min=1, max=256)]
+NumWorkers = Annotated[int | None, Option("Number of threads.", short="-j", env=True, min=1, max=256)]
 Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]
-From = Annotated[str | None, Option("Format of SRC; detected by default.", name="--from", metavar="|".join(FORMATS))]
+From = Annotated[str | None, Option("Format of SRC (default: detected).", name="--from", metavar="|".join(FORMATS))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +221,14 @@ class MeshOptions:
     set: Annotated[
         Sequence[str],
         Option(
-            "A placement rule (repeatable, before the file's, first match wins); GLOB= means FSDP alone.",
+            "Placement rule (repeatable; before those of --rules; the first match wins); GLOB= means FSDP only.",
             metavar="GLOB=AXIS:S(D),…",
         ),
     ] = ()
-    tp_plan: Annotated[str | None, Option("Take the plan of the model's config.json.", metavar="auto")] = None
+    tp_plan: Annotated[str | None, Option("Tensor-parallel plan: auto takes the model's own.", metavar="auto")] = None
+    tp_uneven: Annotated[
+        Literal["refuse", "replicate"],
+        Option(
+            "Tensors whose dim both tp and dp_shard cut and tp does not divide: refuse them, or keep them whole on tp."
+        ),
+    ] = "refuse"

@@ -24,9 +24,8 @@ for _name in [name for name in os.environ if name.startswith("CKPT_")]:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+settings.register_profile("all", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
 
 # multiprocessing starts these once and keeps them until the interpreter ends.
 _HOUSEKEEPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -43,6 +42,10 @@ _LEFT = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what is marked `full`, as bin/test alone does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if config.getoption("quick") else "all")
 
 
 def _leave_out_full(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,12 +14,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from ckpt_tools import api
 from ckpt_tools.description.dtypes import BY_NAME
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 """FQN → dtype name, shape, bytes."""
+
+
+def examples(most: int) -> int:
+    """How many examples hypothesis tries: all, or the quick tier's share (its profile in conftest.py)."""
+    return max(10, most * settings.default.max_examples // 100)
 
 
 def content(nbytes: int, seed: int = 0) -> bytes:

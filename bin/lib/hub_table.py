@@ -11,6 +11,7 @@ from hub_models import AUTO, Architecture, Observed
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightTransform
 
+from ckpt_tools.fsdp2.architecture import rule_of
 from ckpt_tools.maps import patterns
 from ckpt_tools.maps.patterns import Node, find, is_number, merge, prune
 from ckpt_tools.maps.sections import add_names, parse_section, split
@@ -366,27 +367,11 @@ def save_lines(key: str) -> list[str]:
 
 
 def _rule_line(key: str, transform: WeightTransform) -> str:
-    kind = type(transform).__name__
-    word = {"WeightRenaming": "rename", "PrefixChange": "rename", "GroupWeightRename": "group"}.get(kind)
-    if kind == "Inkling2IndexOffsetWeightRename":
-        word = f"shift{transform.offset:+d}"
-    if hasattr(transform, "operations"):
-        word = "convert " + ",".join(map(_operation, transform.operations))
-    if word is None:
-        raise ValueError(f"{key}: transformers has a new kind of renaming: {kind}")
-    sources, targets = " + ".join(transform.source_patterns), " + ".join(transform.target_patterns)
-    return f"{word} {sources} -> {targets}"
-
-
-def _operation(operation: object) -> str:
-    """Return an operation with what it is told: ``Chunk(dim=0)``."""
-    told = []
-    for name, value in vars(operation).items():
-        if value is None or value is False or name.endswith("_op"):
-            continue
-        text = "|".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        told.append(f"{name}={text}")
-    return type(operation).__name__ + (f"({';'.join(told)})" if told else "")
+    rule = rule_of(transform)
+    if rule is None:
+        raise ValueError(f"{key}: transformers has a new kind of renaming: {type(transform).__name__}")
+    word = f"{rule.kind} {rule.operations}".strip()
+    return f"{word} {' + '.join(rule.sources)} -> {' + '.join(rule.targets)}"
 
 
 def render(observed: dict[str, Architecture]) -> str:

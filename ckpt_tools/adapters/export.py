@@ -53,6 +53,7 @@ from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
 from ckpt_tools.storage.staging import check_destination
@@ -154,7 +155,10 @@ def export_lora(options: ExportOptions) -> Export:
             model=model,
             start=start,
             assumed=assumptions(whole, is_base_proven=is_base_proven),
-            notes=["left out: " + ", ".join(whole.left_out)] if whole.left_out else [],
+            notes=[
+                *([] if read.opened.step is None else [note_reading(read.opened.step)]),
+                *(["left out: " + ", ".join(whole.left_out)] if whole.left_out else []),
+            ],
         )
         run.findings += findings_of(run.assumed, strict=options.strict)
         if (doubt := doubt_about(whole)) is not None:

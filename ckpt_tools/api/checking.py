@@ -9,10 +9,13 @@ from typing import Annotated
 
 from ckpt_tools.checks import diff as diffing, verify as verifying
 from ckpt_tools.checks.diff import Difference
+from ckpt_tools.checks.step import Pair, pair_parts, verify_step
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.transform import select
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.step import OpenedStep, open_step
+from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.options import (
     AnyPath,
     Argument,
@@ -51,6 +54,9 @@ def verify(options: VerifyOptions) -> Verification:
     level, against, progress = options.level, options.against, options.progress
     workers = options.num_workers or default_num_workers()
     with ExitStack() as stack:
+        step = open_step(os.fspath(options.source)) if options.format is None else None
+        if step is not None:
+            return _verify_step(stack.enter_context(step), options)
         opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
         reference = None if against is None else stack.enter_context(open_path(os.fspath(against)))
         total = opened.checkpoint.total_bytes if level == "data" else 0
@@ -62,6 +68,30 @@ def verify(options: VerifyOptions) -> Verification:
             return result
         difference = diffing.diff(opened, reference, num_workers=workers, progress=receiver)
         return verifying.with_findings(result, _findings_of(difference, os.fspath(against or "")))
+
+
+def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
+    """Check every part of a step, and hold those that the reference has as well against it."""
+    workers = options.num_workers or default_num_workers()
+    with ExitStack() as stack:
+        pairs: tuple[Pair, ...] = ()
+        if options.against is not None:
+            against = os.fspath(options.against)
+            other = open_step(against)
+            reference = open_path(against) if other is None else other
+            stack.callback(reference.__exit__)
+            pairs = pair_parts(step, reference)
+        total = step.total_bytes if options.level == "data" else 0
+        total += sum(side.checkpoint.total_bytes for pair in pairs for side in (pair.ours, pair.theirs))
+        progress = options.progress(total) if options.progress is not None and total else None
+        result = verify_step(step, level=options.level, num_workers=workers, progress=progress)
+        if options.against is None or not result.ok:
+            return result
+        findings: list[Finding] = []
+        for pair in pairs:
+            difference = diffing.diff(pair.ours, pair.theirs, num_workers=workers, progress=progress)
+            findings += _findings_of(difference, f"{os.fspath(options.against)} ({pair.name})")
+        return verifying.with_findings(result, findings, parts=[pair.name for pair in pairs])
 
 
 def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
@@ -106,7 +136,7 @@ def diff(options: DiffOptions) -> Difference:
             for side, beside in ((one, other), (other, one))
         )
         total = left.checkpoint.total_bytes + right.checkpoint.total_bytes
-        return diffing.diff(
+        difference = diffing.diff(
             left,
             right,
             keys_only=options.keys_only,
@@ -115,3 +145,6 @@ def diff(options: DiffOptions) -> Difference:
             num_workers=options.num_workers or default_num_workers(),
             progress=progress(total) if progress is not None and not options.keys_only else None,
         )
+        named = ((options.a, one.step), (options.b, other.step))
+        notes = (f"{os.fspath(path)}: {note_reading(step)}" for path, step in named if step is not None)
+        return replace(difference, notes=tuple(map(escape_name, notes)))

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
-from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job, model_beside
-from ckpt_tools.conversions.to_mesh import KEEP, ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gathering_job, model_beside
+from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_step import converted_job, layout_for, starting_job, step_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.models.naming import MapFile, Naming, ShardNames
+from ckpt_tools.formats.step import open_step
+from ckpt_tools.formats.steps import TrainerName
+from ckpt_tools.models.naming import MapFile, Naming, OtherNames, ShardNames, name_live
 from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
+from ckpt_tools.storage.source import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardOptions(ShardingOptions):
-    """The options of `reshard`."""
+class ConvertOptions(ShardingOptions):
+    """What `shard` and `reshard` take beside what is to be written."""
 
+    trainer: Annotated[
+        TrainerName | None,
+        Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
+    ] = None
     overwrite: Overwrite = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
@@ -30,13 +38,21 @@ class ReshardOptions(ShardingOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOptions(ReshardOptions):
+class ReshardOptions(ConvertOptions):
+    """The options of `reshard`."""
+
+    names: OtherNames = "auto"
+    map: MapFile = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOptions(ConvertOptions):
     """The options of `shard`."""
 
     engine: Annotated[
         Literal["stream", "dtensor"],
         Option(
-            "stream, or the reference path through torch: one process per rank, distribute_tensor, dcp.save.",
+            "stream, or the reference path through PyTorch: one process per rank, distribute_tensor, dcp.save.",
             after="prefix",
         ),
     ] = "stream"
@@ -57,13 +73,21 @@ def shard(options: ShardOptions) -> Conversion:
         if opened.format.loads_by_dcp:
             raise _wrong_verb("the source is already sharded", "reshard", options)
         use_dtensor = options.engine == "dtensor"
-        naming = Naming.of(options.names, options.map)
+        layout, names = None, str(options.names)
+        if options.trainer is not None:
+            source = os.fspath(options.source)
+            layout = layout_for(options.trainer, names=names, prefix=options.prefix, source=source)
+            names = layout.names if options.map is None else names
+            options = replace(options, prefix=layout.prefix)
+        naming = Naming.of(names, options.map)
         if use_dtensor and naming.names not in ("auto", "hub"):
             what = f"--engine dtensor writes the names of the file, not those of --{'map' if naming.own else 'names'}"
             raise UsageError(what, hint="use --engine stream")
-        job = sharding_job(opened, options, naming=KEEP if use_dtensor else naming)
+        naming = Naming(names="hub") if use_dtensor else naming
+        named = name_live(opened.checkpoint, opened.assets, naming, opened.resolve)
+        job = sharding_job(opened, options, named=named)
         job.use_dtensor = use_dtensor
-        return _run(job, options)
+        return _run(job if layout is None else starting_job(job, layout), options)
 
 
 @takes(ReshardOptions)
@@ -77,10 +101,17 @@ def reshard(options: ReshardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
-    with open_path(os.fspath(options.source), format=options.format) as opened:
+    with ExitStack() as stack:
+        naming = Naming.of(options.names, options.map)
+        step = open_step(os.fspath(options.source)) if options.format is None else None
+        if step is not None:
+            stack.callback(step.__exit__)
+            if options.trainer in (None, step.step.trainer):
+                return _run(step_job(step, options, naming), options)
+        opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
-        return _run(sharding_job(opened, options), options)
+        return _run(converted_job(opened, options, naming, options.trainer), options)
 
 
 def _wrong_verb(what: str, instead: str, options: ShardingOptions) -> UsageError:
@@ -109,6 +140,8 @@ def gather(options: GatherOptions) -> Conversion:
             if not os.path.isdir(options.assets):
                 raise UsageError("--assets takes a directory", where=os.fspath(options.assets))
             beside, model = model_beside(os.fspath(options.assets), stack)
+        elif opened.step is not None:
+            beside = assets_of_step(opened, stack.enter_context(Source(os.fspath(options.source))))
         job = gathering_job(opened, options, assets=beside, like=reference)
         originals = filter(None, (opened, reference, model))
         is_selection = bool(options.include or options.exclude)
@@ -116,7 +149,7 @@ def gather(options: GatherOptions) -> Conversion:
         return _run(job, options)
 
 
-def _run(job: Job, options: ReshardOptions | GatherOptions) -> Conversion:
+def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
     job.overwrite = options.overwrite
     job.num_workers = options.num_workers or default_num_workers()
     job.progress = options.progress

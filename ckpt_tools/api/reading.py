@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import starmap
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.description.summarise import Summary, overlay, summarise
+from ckpt_tools.description.summarise import ContentSummary, MeshSource, Summary, overlay, summarise
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.steps import list_contents
+from ckpt_tools.models.naming import MapFile, Naming, OtherNames, name_live
 from ckpt_tools.options import Exclude, From, Include, MeshOptions, Source, takes
 
 
@@ -34,25 +37,47 @@ class InspectOptions(MeshOptions):
     source: Source = field(kw_only=False)
     include: Include = ()
     exclude: Exclude = ()
+    names: OtherNames = "auto"
+    map: MapFile = None
     format: From = None
 
 
 @takes(InspectOptions)
 def inspect(options: InspectOptions) -> Summary:
-    """Summarise a checkpoint from its headers alone; with a mesh, as it would be laid out there.
+    """Summarise a checkpoint from its headers alone; with a mesh or other names, as `shard` would write it.
 
     Raises:
         UsageError: An impossible mesh or rule.
         UnreadableError: Not a complete, readable checkpoint.
     """
     source = os.fspath(options.source)
+    is_overlay = options.mesh is not None or options.rules is not None
+    if not is_overlay and (options.set or options.tp_plan is not None):
+        raise UsageError("rules need a mesh", hint="add for example --mesh dp_shard=8,tp=2")
+    notes: list[str] = []
     with open_path(source, format=options.format) as opened:
-        checkpoint = select(opened.checkpoint, include=options.include, exclude=options.exclude)
-        if options.mesh is None and options.rules is None:
-            if options.set or options.tp_plan is not None:
-                raise UsageError("rules need a mesh", hint="add for example --mesh dp_shard=8,tp=2")
-            return summarise(checkpoint, path=source)
-        from ckpt_tools.conversions.to_mesh import find_layout
+        checkpoint = _named(opened, options, notes, is_overlay=is_overlay)
+        mesh_source: MeshSource | None = None
+        if is_overlay:
+            from ckpt_tools.conversions.to_mesh import find_layout
 
-        virtual = overlay(checkpoint, find_layout(opened, checkpoint, options))
-        return summarise(virtual, path=source, mesh_source="overlay")
+            checkpoint, mesh_source = overlay(checkpoint, find_layout(opened, checkpoint, options)), "overlay"
+        summary = summarise(checkpoint, path=source, mesh_source=mesh_source)
+        contents = () if opened.step is None else tuple(starmap(ContentSummary, list_contents(opened.step)))
+        return replace(summary, names="; ".join(notes), contents=contents)
+
+
+def _named(opened: Opened, options: InspectOptions, notes: list[str], *, is_overlay: bool) -> Checkpoint:
+    """Return what is chosen of a checkpoint, by the names that are asked for, or those that `shard` would write."""
+    naming = Naming.of(options.names, options.map)
+    if naming.names != "auto":
+        from ckpt_tools.conversions.find import name_again
+
+        chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
+        return name_again(replace(opened, checkpoint=chosen), naming, notes)[0].checkpoint
+    checkpoint = opened.checkpoint
+    if is_overlay and not opened.format.loads_by_dcp:
+        named = name_live(checkpoint, opened.assets, naming, opened.resolve)
+        checkpoint = named.checkpoint
+        notes += [named.note] if named.note else []
+    return select(checkpoint, include=options.include, exclude=options.exclude)

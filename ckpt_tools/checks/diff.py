@@ -38,6 +38,8 @@ class Difference:
     changed: tuple[Change, ...]
     num_equal: int = 0
     """Tensors that both have alike."""
+    notes: tuple[str, ...] = ()
+    """What of the two was not compared, for people."""
 
     @property
     def equal(self) -> bool:
@@ -223,4 +225,5 @@ def to_json(difference: Difference) -> dict[str, object]:
             {"fqn": change.fqn, "what": change.what, "relative": change.relative} for change in difference.changed
         ],
         "num_equal": difference.num_equal,
+        "notes": list(difference.notes),
     }

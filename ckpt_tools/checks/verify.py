@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ckpt_tools.checks.copies import check_copies, equal_layouts
 from ckpt_tools.checks.manifest import check_frames, check_manifest, size_of
 from ckpt_tools.checks.spans import check_spans
+from ckpt_tools.checks.trainer import check_trainer
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError
@@ -30,6 +31,8 @@ class Unchecked:
     what: str
     copy_tells: bool = False
     """Comparing another copy bit for bit checks it."""
+    part: str = ""
+    """The part of a step that it is about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +81,18 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
         if checkpoint.blobs:
             unchecked.append(Unchecked(what=f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)"))
     else:
-        outcome = _check_data(opened, checkpoint, sound, findings, num_workers, progress)
+        damaged: set[str] = set()
+        outcome = _check_data(opened, checkpoint, sound, findings, damaged, num_workers, progress)
         nbytes = sum(entry.nbytes for entry in sound)
-        unchecked += _unchecked_chunks(opened, checkpoint, outcome)
+        unchecked += _unchecked_chunks(opened, checkpoint, outcome, damaged)
         unchecked += _check_blobs(opened, findings)
     if opened.single_names:
         total = len(checkpoint.tensors) + len(checkpoint.blobs)
         unchecked.append(Unchecked(what=f"{opened.single_names} of {total} names, which .metadata has only once"))
     unchecked += _unknown_places(opened)
+    if opened.manifest is None and opened.beside:
+        files = first_few([asset.file for asset in opened.beside], 6)
+        unchecked.append(Unchecked(what=f"what lies beside, of which nothing is recorded: {files}"))
     unchecked += [Unchecked(what=what) for what in opened.format.unchecked]
     return Verification(
         level=level,
@@ -97,9 +104,13 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
     )
 
 
-def _unchecked_chunks(opened: Opened, checkpoint: Checkpoint, outcome: Outcome) -> Iterator[Unchecked]:
-    chunks = sum(1 for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes)
-    missing = chunks - outcome.chunks_checked
+def _unchecked_chunks(
+    opened: Opened, checkpoint: Checkpoint, outcome: Outcome, damaged: Collection[str]
+) -> Iterator[Unchecked]:
+    full = [(entry, chunk) for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes]
+    chunks = len(full)
+    told = sum(entry.fqn in damaged and chunk.crc32 is not None for entry, chunk in full)
+    missing = chunks - told - outcome.chunks_checked
     if opened.manifest is None and missing > 0:
         what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum"
         yield Unchecked(what=f"{what} (--against compares copies)", copy_tells=True)
@@ -134,6 +145,7 @@ def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint
         else:
             _check_blob(opened, blob, findings, content=False)
     findings += _check_foreign(opened)
+    findings += check_trainer(opened)
     findings += check_spans(opened, tuple(findings))
     if opened.manifest is not None:
         findings += check_manifest(opened, opened.manifest)
@@ -216,7 +228,8 @@ def _check_foreign(opened: Opened) -> Iterator[Finding]:
     known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
     if manifest is not None:
         known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
-    for name, size in opened.source.list_files(max_depth=0 if manifest is None else 3).items():
+    max_depth = 0 if manifest is None or opened.format.has_parts else 3
+    for name, size in opened.source.list_files(max_depth=max_depth).items():
         # A manifest names every file: all others that hold weights in any tool's format are strange then.
         strange = is_weights(name) if manifest is not None else name.endswith(opened.format.suffix) and size > 0
         if strange and name not in known:
@@ -229,6 +242,7 @@ def _check_data(
     checkpoint: Checkpoint,
     sound: Sequence[TensorEntry],
     findings: list[Finding],
+    damaged_fqns: set[str],
     num_workers: int,
     progress: Progress | None,
 ) -> Outcome:
@@ -236,6 +250,7 @@ def _check_data(
 
     def damaged(entry: TensorEntry, error: CkptError) -> None:
         where = error.where or _files_of(entry)
+        damaged_fqns.add(entry.fqn)
         findings.append(Finding.error("damaged-data", where, error.what, error.hint))
 
     entries = [*sound, *(entry for entry, *_ in files)]
@@ -303,9 +318,12 @@ def _inside(opened: Opened, span: ByteSpan) -> bool:
     return size is not None and span.offset + span.nbytes <= size
 
 
-def with_findings(result: Verification, findings: Sequence[Finding]) -> Verification:
-    """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked."""
-    unchecked = tuple(each for each in result.unchecked if not each.copy_tells)
+def with_findings(result: Verification, findings: Sequence[Finding], *, parts: Collection[str] = ("",)) -> Verification:
+    """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked.
+
+    Of a step these are only some `parts`.
+    """
+    unchecked = tuple(each for each in result.unchecked if not (each.copy_tells and each.part in parts))
     return replace(result, findings=(*result.findings, *findings), unchecked=unchecked)
 
 

@@ -20,7 +20,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "inspect": Command(
         "inspection",
-        "Show what a checkpoint holds and how it is sharded, from its headers alone; --mesh shows another layout.",
+        "Show what a checkpoint holds and how it is sharded, from its headers alone; with --mesh, how it would be.",
     ),
     "shard": Command("convert", "Convert full safetensors into a DTensor-sharded DCP checkpoint."),
     "gather": Command("convert", "Convert a sharded checkpoint into full safetensors that transformers loads."),
@@ -43,17 +43,16 @@ COMMANDS: dict[str, Command] = {
     "estimate": Command(
         "estimate",
         """
-        Say how much memory training takes on one rank, and whether it fits, before a GPU is booked.
+        Estimate the memory of a training rank, strategy by strategy, and whether it fits a device.
 
-        A training step of the real model under FSDP2 runs without data, and PyTorch's own tracker counts; a formula
-        stands beside it as a second opinion, and alone where there is no config or weights are quantised.
+        Runs a training step of the real model under FSDP2 on fake tensors and counts with PyTorch's own tracker. A
+        formula gives a second opinion; it stands alone without a config, and for quantised weights.
         """,
     ),
     "preflight": Command(
         "preflight",
         """
-        Go or no-go before the cluster is booked: will the run that a trainer's config describes start, fit, load,
-        train?
+        Check a training run before it starts: will what a trainer's config describes start, fit, load and train?
 
         Reads the config without the trainer; checks it against rules, the model, the checkpoint and the memory of a
         device, and trains a few steps of a cut-down model. The report lists what was not checked; an option or a
@@ -74,13 +73,13 @@ COMMANDS: dict[str, Command] = {
     "push": Command(
         "push",
         """
-        Push a directory to the Hugging Face hub in one commit, and check what arrived.
+        Upload a directory to the Hugging Face hub in one commit, and check what arrived.
 
-        The token comes from HF_TOKEN or `hf auth login`. Incomplete files are refused, and so is a commit on top
-        of one that somebody else made meanwhile.
+        The token comes from HF_TOKEN or `hf auth login`. Refuses incomplete files, and a branch that changed during
+        the upload.
         """,
     ),
-    "env": Command("env", "Print versions, for a bug report."),
+    "env": Command("env", "Print versions for a bug report."),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json, progress_of, say
+from ckpt_tools.cli.output import Output, note, print_json, progress_of, say
 from ckpt_tools.options import Option
 from ckpt_tools.text import escape_name
 
@@ -21,7 +21,7 @@ def run(
     call: Call[Difference],
     *,
     output: Output,
-    tensors: Annotated[bool, Option("List every tensor that differs, however many.")] = False,
+    tensors: Annotated[bool, Option("List every tensor that differs (default: up to 20, then by module).")] = False,
 ) -> int:
     """Compare, and print the differences."""
     with progress_of(output) as factory:
@@ -29,6 +29,8 @@ def run(
     if output.json:
         print_json(to_json(difference))
         return 0 if difference.equal else 3
+    for text in difference.notes:
+        note(text)
     for fqn in difference.only_in_a:
         say(f"- {escape_name(fqn)}: only in {call.shown('a')}")
     for fqn in difference.only_in_b:

@@ -18,8 +18,8 @@ def run(
     call: Call[Summary],
     *,
     tensors: Annotated[bool, Option("List every tensor.")] = False,
-    tensor: Annotated[Sequence[str], Option("Show one tensor's chunks (repeatable).", metavar="FQN")] = (),
-    by: Annotated[By | None, Option("The one table to show.")] = None,
+    tensor: Annotated[Sequence[str], Option("Show the chunks of a tensor (repeatable).", metavar="FQN")] = (),
+    by: Annotated[By | None, Option("Show only this table.")] = None,
     output: Output,
 ) -> int:
     """Print what a checkpoint holds."""

@@ -74,6 +74,17 @@ def render(
             _render_files(summary, screen, most=FOLD_ABOVE)
         _render_prefixes(summary, screen)
         _render_blobs(summary, screen)
+        _render_contents(summary, screen)
+
+
+def _render_contents(summary: Summary, screen: Screen) -> None:
+    if summary.contents:
+        screen.section("the step")
+        screen.table(
+            ("part", "bytes", "what it is"),
+            ((escape_name(c.name), format_size(c.num_bytes), c.what or "not known") for c in summary.contents),
+            align="lrl",
+        )
 
 
 def _count(number: int, noun: str) -> str:
@@ -92,7 +103,9 @@ def _render_header(summary: Summary, screen: Screen) -> None:
         chunks += f", {format_size(on_disk)} on disk"
     lines = [
         ("path", escape_name(summary.path)),
+        *([("part", f"{summary.contents[0].name} of the step")] if summary.contents else []),
         ("format", summary.format),
+        *([("names", summary.names)] if summary.names else []),
         ("tensors", f"{summary.num_tensors:,}"),
         ("elements", f"{summary.num_elems:,}"),
         ("bytes", f"{summary.total_bytes:,} ({format_size(summary.total_bytes)})"),

@@ -84,8 +84,8 @@ def _print_memory(screen: Screen, report: SmokeReport) -> None:
 
 def _verdict(report: SmokeReport) -> str:
     if not report.ok:
-        failed = [phase.name for phase in report.phases if phase.ok is False]
-        return f"NOT ok: {', '.join(failed) or 'see above'}"
+        codes = dict.fromkeys(finding.code for finding in report.findings if finding.severity == "error")
+        return f"NOT ok: {', '.join(report.failed or codes)}"
     parts = []
     if report.max_grad_error is not None:
         exact = report.max_grad_error == 0

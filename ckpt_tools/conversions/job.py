@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +15,7 @@ from ckpt_tools.errors import StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, detect, read_document
+from ckpt_tools.formats.steps import is_part, note_reading
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
 from ckpt_tools.models.naming import AssetList
@@ -31,9 +31,8 @@ from ckpt_tools.units import format_size
 
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Values of `--dtype`."""
+PART_NOTE = "one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there"
 _MARGIN_BYTES = 16 << 20
-_PART_OF_STEP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""Directories that accelerate and transformers' Trainer put into that of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +113,8 @@ class Job:
     """Called when the job is sound and before anything is written, to begin what runs beside and set `recipe`."""
     accept: Callable[[], None] | None = None
     """Called when every byte is written and before anything is published; raises to refuse the result."""
+    parts: Mapping[str, Job] = field(default_factory=dict)
+    """Directory inside the destination → what is built there: the parts of a step, published with the rest at once."""
     overwrite: bool = False
     use_dtensor: bool = False
     """Write the data files through torch (`--engine dtensor`) instead of the executor."""
@@ -139,8 +140,10 @@ def notes_on(opened: Opened) -> list[str]:
     if opened.left_out:
         left_out = first_few(opened.left_out, limit=4)
         notes.append(f"left out, as weights in another format or of another model: {left_out}")
-    if _PART_OF_STEP.fullmatch(os.path.basename(opened.checkpoint.root)):
-        notes.append("one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there")
+    if opened.step is not None:
+        notes.append(note_reading(opened.step))
+    elif is_part(os.path.basename(opened.checkpoint.root)):
+        notes.append(PART_NOTE)
     return [*notes, *opened.format.caveats]
 
 
@@ -207,6 +210,10 @@ def fingerprint(job: Job, metadata: bytes) -> str:
         digest_bytes(metadata),
         sorted(job.edits),
         job.recipe,
+        [
+            (name, fingerprint(part, format_of(part.target).build_marker(part.named)))
+            for name, part in job.parts.items()
+        ],
     )
     return digest_bytes(json.dumps(state).encode())
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ckpt_tools._version import __version__
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.conversions.job import (
     Conversion,
@@ -20,24 +19,21 @@ from ckpt_tools.conversions.job import (
     fingerprint,
     rewrite_assets,
 )
+from ckpt_tools.conversions.parts import can_adopt, check_step, record_parts
+from ckpt_tools.conversions.record import manifest_of, planned_files, record_of, tensor_records, written_files
 from ckpt_tools.description.checkpoint import Asset, Checkpoint
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import (
     MANIFEST_NAME,
-    UNKNOWN_DIGEST,
     FileRecord,
-    Manifest,
-    TensorRecord,
     build_manifest,
-    manifest_bytes,
 )
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.moving.execute import Outcome, execute, scan
-from ckpt_tools.moving.plan import Plan, asset_name, blob_name, plan_assets
+from ckpt_tools.moving.plan import Plan, asset_name, plan_assets
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging, check_destination
 from ckpt_tools.text import escape_name
@@ -60,28 +56,39 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     check_destination(job.destination, overwrite=job.overwrite)
     if job.overwrite:
         check_replaceable(job.destination)
-    check_claims(job)
-    rewrite_assets(job)
-    plan = Plan(job.source, job.target, job.heads)
-    planned = _planned_files(job)
+    jobs = {"": job, **job.parts}
+    for each in jobs.values():
+        check_claims(each)
+        rewrite_assets(each)
+    plans = {name: Plan(each.source, each.target, each.heads) for name, each in jobs.items()}
+    planned = [(os.path.join(name, file), n) for name, each in jobs.items() for file, n in planned_files(each)]
     needed = sum(nbytes for _, nbytes in planned)
     if dry_run:
-        peak = _BASE_BYTES + job.edit_bytes + plan.peak_bytes(job.num_workers)
-        return _conversion(job, start, planned, read=plan.read_bytes, peak=peak, dry_run=True, published=False)
+        job.notes += _notes_of_parts(job)
+        peak = _BASE_BYTES + job.edit_bytes + max(plan.peak_bytes(job.num_workers) for plan in plans.values())
+        read = sum(plan.read_bytes for plan in plans.values())
+        return _conversion(job, start, planned, read=read, peak=peak, dry_run=True, published=False)
     if job.use_dtensor:
         check_space(needed, job.destination)
         return _run_with_dtensor(job, start)
+    return _write(job, plans, start, needed)
+
+
+def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is_part: bool = False) -> Conversion:
+    """Write the job and, inside of its staging directory, its parts; `plans` has those of the parts by name."""
+    plan = plans[""]
     if job.prepare is not None:
         job.prepare()
     marker = format_of(job.target).build_marker(job.named)
     staging = Staging(job.destination, overwrite=job.overwrite)
-    with _kept_or_discarded(staging):
+    with _kept_or_discarded(staging, is_part=is_part):
         staging.begin(fingerprint(job, marker))
         if staging.found_other:
             job.notes.append("removed what an interrupted run with other arguments or of another source had left")
         check_space(needed - staging.allocated_bytes(), job.destination)
+        parts = _write_parts(job, plans, staging)
         assets = _carry_assets(job, staging)
-        progress = job.progress(plan.read_bytes) if job.progress is not None else None
+        progress = job.progress(plan.read_bytes) if job.progress is not None and plan.read_bytes else None
         outcome = execute(
             plan.files,
             job.opened.source,
@@ -97,107 +104,46 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         if outcome.bytes_kept:
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
             job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
-        return _finish(job, start, staging, outcome, assets, marker)
+        return _finish(job, start, staging, outcome, assets, marker, parts)
 
 
-class _NoDigests(dict[str, str]):
-    """The digests of what nobody has read yet; none is kept."""
-
-    def __missing__(self, name: str) -> str:
-        return UNKNOWN_DIGEST
-
-
-def _planned_files(job: Job) -> list[tuple[str, int]]:
-    """Return (name, bytes) of every file that the job writes."""
-    # Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's
-    # own writer those of the data files are.
-    assets = {asset.file: FileRecord(nbytes=job.asset_bytes(asset), digest=UNKNOWN_DIGEST) for _, asset in job.assets}
-    kind = format_of(job.target)
-    marker = None
-    if kind.marker:
-        marker = FileRecord(nbytes=kind.estimate_marker_bytes(job.named), digest=UNKNOWN_DIGEST)
-    for file in job.opened.checkpoint.files:
-        job.opened.source.size(file)  # the manifest names the sources as they were opened
-    digests = _NoDigests()
-    frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if kind.in_items else {}
-    manifest = manifest_bytes(_manifest_of(job, {}, digests, assets, marker, frames), _tensor_records(job, digests))
-    documents = {name: len(content) for name, content in job.documents.items()}
-    return _written_files(job, assets, documents | {MANIFEST_NAME: manifest}, marker)
+def _write_parts(job: Job, plans: Mapping[str, Plan], staging: Staging) -> dict[str, Conversion]:
+    """Write the parts of a job, each published inside of the staging directory; return what came of them."""
+    done = {}
+    for name, part in job.parts.items():
+        start = time.monotonic()
+        part.destination = staging.begin_part(name)
+        part.num_workers, part.progress = job.num_workers, job.progress
+        if can_adopt(part.destination, num_workers=job.num_workers):
+            part.notes.append("an interrupted run had written it, and it is right")
+            done[name] = _conversion(part, start, planned_files(part), read=0)
+        else:
+            done[name] = _write(part, {"": plans[name]}, start, 0, is_part=True)
+    job.notes += _notes_of_parts(job)
+    return done
 
 
-def _written_files(
-    job: Job, assets: Mapping[str, FileRecord], documents: Mapping[str, int], marker: FileRecord | None
-) -> list[tuple[str, int]]:
-    return [
-        *job.target.files.items(),
-        *((name, record.nbytes) for name, record in assets.items()),
-        *documents.items(),
-        *([(format_of(job.target).marker, marker.nbytes)] if marker is not None else []),
-    ]
-
-
-def _tensor_records(job: Job, digests: Mapping[str, str]) -> Iterator[tuple[str, TensorRecord]]:
-    for entry in job.named.tensors:
-        own = job.aliases.get(entry.fqn, entry.fqn)
-        placements = job.placements.get(own, {})
-        yield (
-            entry.fqn,
-            TensorRecord(dtype=entry.dtype, shape=entry.shape, digest=digests[own], placements=placements),
-        )
-
-
-def _manifest_of(
-    job: Job,
-    tensors: Mapping[str, TensorRecord],
-    digests: Mapping[str, str],
-    assets: Mapping[str, FileRecord],
-    marker: FileRecord | None,
-    frames: Mapping[str, str],
-) -> Manifest:
-    """Return what the manifest says of the job's destination."""
-    documents = {name: _record_of(content) for name, content in (*job.heads.items(), *job.documents.items())}
-    if marker is not None:
-        documents[format_of(job.target).marker] = marker
-    checkpoint = job.opened.checkpoint
-    return Manifest(
-        writer=f"ckpt {__version__}",
-        format=job.target.format,
-        mesh=job.mesh,
-        tensors=tensors,
-        blobs={
-            blob.fqn: FileRecord(nbytes=blob.span.nbytes, digest=digests[blob_name(blob)]) for blob in job.target.blobs
-        },
-        assets=assets,
-        documents=documents,
-        files=job.target.files,
-        frames=frames,
-        source={
-            "name": os.path.basename(os.path.realpath(checkpoint.root)),
-            "format": checkpoint.format,
-            "files": job.opened.source.identities(),
-        },
-        origin=job.origin,
-    )
-
-
-def _record_of(content: bytes) -> FileRecord:
-    return FileRecord(nbytes=len(content), digest=digest_bytes(content))
+def _notes_of_parts(job: Job) -> list[str]:
+    return [f"{name}: {note}" for name, part in job.parts.items() for note in part.notes]
 
 
 @contextmanager
-def _kept_or_discarded(staging: Staging) -> Iterator[None]:
-    """Keep the work of a run that was interrupted or met a system error; discard it on any other failure."""
+def _kept_or_discarded(staging: Staging, *, is_part: bool = False) -> Iterator[None]:
+    """Keep the work of a run that was interrupted or met a system error; discard it on any other failure.
+
+    What to tell of that, the job says that a part belongs to.
+    """
     try:
         yield
     except (KeyboardInterrupt, StorageError, MemoryError) as error:
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) and not is_part:
             destination = escape_name(staging.destination)
             error.add_note(f"{destination} is complete" if staging.is_published else "nothing was published")
         if staging.num_kept:
             staging.keep()
-            error.add_note(
-                f"what was written is kept in {escape_name(staging.directory)}: the same command continues from there"
-            )
+            kept = f"what was written is kept in {escape_name(staging.directory)}"
+            if not is_part:
+                error.add_note(f"{kept}: the same command continues from there")
         raise
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else staging.destination
@@ -233,24 +179,36 @@ def _run_with_dtensor(job: Job, start: float) -> Conversion:
 
 
 def _finish(
-    job: Job, start: float, staging: Staging, outcome: Outcome, assets: Mapping[str, FileRecord], marker: bytes
+    job: Job,
+    start: float,
+    staging: Staging,
+    outcome: Outcome,
+    assets: Mapping[str, FileRecord],
+    marker: bytes,
+    parts: Mapping[str, Conversion] | None = None,
 ) -> Conversion:
     """Write the documents, the commit marker last; check what was written; publish."""
+    parts = parts or {}
     num_digests = _check_digests(job, outcome)
-    marked = _record_of(marker) if marker else None
-    tensors = dict(_tensor_records(job, outcome.digests))
+    marked = record_of(marker) if marker else None
+    tensors = dict(tensor_records(job, outcome.digests))
     with Source(staging.directory) as written:  # what lies around the payloads is little, and is read back
         framed = marker if job.use_dtensor else None
         frames = format_of(job.target).digest_frames(job.target, written, marker=framed)
-    manifest = build_manifest(_manifest_of(job, tensors, outcome.digests, assets, marked, frames))
+    held = dict(record_parts(staging.directory, parts))
+    manifest = build_manifest(manifest_of(job, tensors, outcome.digests, assets, marked, frames, held))
     documents = {**job.documents, MANIFEST_NAME: manifest}
     for name, content in documents.items():
         staging.write_document(name, content)
     if marker:
         staging.write_document(format_of(job.target).marker, marker)
-    files = _written_files(job, assets, {name: len(content) for name, content in documents.items()}, marked)
-    _check_result(staging.directory, job.named)
-    job.opened.source.check_unchanged()
+    files = written_files(job, assets, {name: len(content) for name, content in documents.items()}, marked)
+    if parts:
+        check_step(staging.directory, parts)
+    else:
+        _check_result(staging.directory, job.named)
+    for each in (job, *job.parts.values()):
+        each.opened.source.check_unchanged()
     staging.publish()
     if staging.left_behind is not None:
         job.notes.append(
@@ -258,7 +216,10 @@ def _finish(
             "the next ckpt that writes to this destination removes it, or you do"
         )
     checked = {"digests": num_digests, "crcs": outcome.chunks_checked}
-    return _conversion(job, start, files, read=outcome.bytes_read, checked=checked)
+    checked = {key: count + sum(part.checked.get(key, 0) for part in parts.values()) for key, count in checked.items()}
+    files += [(os.path.join(name, file), nbytes) for name, part in parts.items() for file, nbytes in part.files]
+    read = outcome.bytes_read + sum(part.bytes_read for part in parts.values())
+    return _conversion(job, start, files, read=read, checked=checked)
 
 
 def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
@@ -266,7 +227,7 @@ def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
     records = {}
     for name, content in job.rewritten.items():
         staging.write_document(name, content)
-        records[name] = _record_of(content)
+        records[name] = record_of(content)
     by_source: dict[int, tuple[Source, list[Asset]]] = {}
     for source, asset in job.assets:
         if asset.file not in job.rewritten:
@@ -293,7 +254,7 @@ def _conversion(
     return Conversion(
         source=job.opened.source.root,
         destination=job.destination,
-        num_tensors=len(job.target.tensors),
+        num_tensors=sum(len(each.target.tensors) for each in (job, *job.parts.values())),
         bytes_read=read,
         bytes_written=sum(nbytes for _, nbytes in files),
         seconds=time.monotonic() - start,
@@ -302,8 +263,8 @@ def _conversion(
         verified=published,
         checked=checked or {},
         notes=tuple(job.notes),
-        warnings=tuple(job.warnings),
-        not_checked=tuple(job.not_checked),
+        warnings=tuple(text for each in (job, *job.parts.values()) for text in each.warnings),
+        not_checked=tuple(text for each in (job, *job.parts.values()) for text in each.not_checked),
         architecture=job.architecture,
         dry_run=dry_run,
         published=published,

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Annotated
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
+from ckpt_tools.conversions.find import as_stored, check_tied, is_same, model_in
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
-from ckpt_tools.description.transform import find_model, is_optimizer, rename, select, strip_prefix, strip_wrappers
+from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_weights
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_hf_asset, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
-from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import AssetList, GatherNames, MapFile, Naming, name_back, name_hub
-from ckpt_tools.moving.plan import check_complete
-from ckpt_tools.moving.read import read_blocks
 from ckpt_tools.options import (
     AnyPath,
     Destination,
@@ -58,21 +55,23 @@ class GatherOptions:
     strip_prefix: Annotated[
         str,
         Option(
-            "auto finds the model inside a trainer's state and strips wrappers such as _orig_mod.",
+            "Prefix to strip; auto finds the model inside a trainer's state and strips wrappers such as _orig_mod.",
             metavar="auto|none|PFX",
         ),
     ] = "auto"
-    assets: Annotated[AnyPath | None, Option("Config, tokenizer, … to put beside the weights.", metavar="DIR")] = None
-    like: Annotated[AnyPath | None, Option("Restore this model's names, order, files and dtypes.", metavar="REF")] = (
-        None
-    )
+    assets: Annotated[
+        AnyPath | None, Option("Directory with config and tokenizer, to copy beside the weights.", metavar="DIR")
+    ] = None
+    like: Annotated[
+        AnyPath | None, Option("Reference model whose names, order, files and dtypes to restore.", metavar="REF")
+    ] = None
     include: Include = ()
     exclude: Exclude = ()
     names: GatherNames = "auto"
     map: MapFile = None
-    allow_foreign_names: Annotated[
-        bool, Option("Write names that the architecture in config.json does not have, or not all of its names.")
-    ] = False
+    allow_foreign_names: Annotated[bool, Option("Allow names that do not match the architecture in config.json.")] = (
+        False
+    )
     overwrite: Overwrite = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
@@ -107,7 +106,7 @@ def gathering_job(
                 "--like decides on names, files and dtypes by itself",
                 hint="leave out --dtype, --max-shard-size, --strip-prefix, --names, --include and --exclude",
             )
-        model, names = _model(opened, strip, notes)
+        model, names = model_in(opened, strip, notes)
         return _restore(
             *(opened, model, names, like.origin, destination),
             *(_assets(opened, assets or assets_of(like)), notes, naming),
@@ -118,12 +117,12 @@ def gathering_job(
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
         return _restore(opened, model, names, original, destination, _assets(opened, assets), notes, naming)
     chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
-    model, names = _model(chosen, strip, notes)
+    model, names = model_in(chosen, strip, notes)
     beside = _assets(opened, assets)
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
     named = name_hub(model, beside, naming, opened.resolve)
-    _check_tied(named.aliases, model, opened)
+    check_tied(named.aliases, model, opened)
     if named.note:
         notes.append(named.note)
     source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
@@ -142,85 +141,9 @@ def gathering_job(
         dtype=dtype,
         names={fqn: names.get(own, own) for fqn, own in named.sources.items()}
         | {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources},
-        apart=_as_stored(named.apart, names),
+        apart=as_stored(named.apart, names),
         notes=notes,
     )
-
-
-def _as_stored(apart: Iterable[TensorEntry], names: Mapping[str, str]) -> tuple[TensorEntry, ...]:
-    """Return tensors by the names that they have in the source."""
-    return tuple(replace(entry, fqn=names.get(entry.fqn, entry.fqn)) for entry in apart)
-
-
-def _check_tied(aliases: Mapping[str, str], model: Checkpoint, opened: Opened) -> None:
-    """Refuse to leave out a name of tied weights when its bytes are others.
-
-    Raises:
-        UsageError: They are: the model was trained with two tensors where its config says one.
-    """
-    entries = {entry.fqn: entry for entry in model.tensors}
-    for alias, name in aliases.items():
-        if not _is_same(entries[alias], entries[name], opened, tied=True):
-            raise UsageError(
-                f"{alias!r} and {name!r} are one tensor by the config, and differ in the checkpoint",
-                where=opened.source.root,
-                hint=f"is tie_word_embeddings in {CONFIG_NAME} what was trained? --names live writes both",
-            )
-
-
-def _model(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
-    """Return the model's tensors under their plain names, and {plain name: name in the source}."""
-    checkpoint = opened.checkpoint
-    if strip == "none" or (strip == "auto" and not opened.format.is_training):
-        model = replace(checkpoint, blobs=())
-        new_name: Callable[[str], str] = str
-    elif strip == "auto":
-        model, prefix = find_model(checkpoint)
-        recorded = opened.origin.prefix if opened.origin is not None else ""
-        if recorded and all(entry.fqn.startswith(recorded) for entry in model.tensors):
-            prefix = recorded  # what `shard --prefix` put there need not be guessed
-        stripped = strip_prefix((strip_wrappers(entry.fqn) for entry in model.tensors), prefix)
-
-        def new_name(fqn: str) -> str:
-            return stripped(strip_wrappers(fqn))
-
-        if prefix:
-            notes.append(f"stripped the prefix {escape_name(prefix)!r} (--strip-prefix none keeps it)")
-    else:
-        prefix = strip if strip.endswith(".") else strip + "."
-        inside = tuple(entry for entry in checkpoint.tensors if entry.fqn.startswith(prefix))
-        if not inside:
-            raise UsageError(
-                f"no tensor begins with {prefix!r}",
-                hint="`ckpt inspect SRC` shows the prefixes; --strip-prefix auto finds the model's",
-            )
-        model = replace(checkpoint, tensors=inside, blobs=())
-        new_name = strip_prefix((entry.fqn for entry in inside), prefix)
-    notes += _omitted(checkpoint, model)
-    if checkpoint.blobs:
-        notes.append(f"left out {len(checkpoint.blobs)} non-tensor items, which safetensors cannot hold")
-    if not model.tensors:
-        raise UnreadableError(
-            "the checkpoint holds no model tensors",
-            where=checkpoint.root,
-            hint="`ckpt inspect SRC --tensors` lists what it holds; --strip-prefix PFX chooses a part of it",
-        )
-    renamed = rename(model, new_name)
-    names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
-    return renamed, names
-
-
-def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
-    """Say which tensors of `checkpoint` are not in `model`."""
-    kept = {entry.fqn for entry in model.tensors}
-    omitted = [entry for entry in checkpoint.tensors if entry.fqn not in kept]
-    others = [entry.fqn for entry in omitted if not is_optimizer(entry)]
-    notes = []
-    if len(omitted) > len(others):
-        notes.append(f"left out {len(omitted) - len(others)} tensors of optimizer state")
-    if others:
-        notes.append(f"left out {len(others)} tensors that are not the model's: {first_few(others)}")
-    return notes
 
 
 def _restore(
@@ -308,7 +231,7 @@ def _turned_back(
         return model, names, ()
     found = {entry.fqn: "" for entry in named.checkpoint.tensors}
     found |= {fqn: names.get(own, own) for fqn, own in named.sources.items()}
-    return named.checkpoint, found, _as_stored(named.apart, names)
+    return named.checkpoint, found, as_stored(named.apart, names)
 
 
 def _leave_out_twins(
@@ -318,29 +241,10 @@ def _leave_out_twins(
     kept = [entry for fqn, entry in found.items() if fqn in wanted]
     for fqn, entry in [(fqn, entry) for fqn, entry in found.items() if fqn not in wanted]:
         alike = [other for other in kept if (other.shape, other.dtype) == (entry.shape, entry.dtype)]
-        twin = next((other for other in alike if _is_same(entry, other, opened, ties(entry.fqn, other.fqn))), None)
+        twin = next((other for other in alike if is_same(entry, other, opened, ties(entry.fqn, other.fqn))), None)
         if twin is not None:
             del found[fqn]
             notes.append(f"left out {escape_name(fqn)!r}: it is {escape_name(twin.fqn)!r}, byte for byte")
-
-
-def _is_same(one: TensorEntry, other: TensorEntry, opened: Opened, tied: bool) -> bool:
-    """Are the bytes the same? Tensors of one value everywhere (zeros, ones) prove nothing unless the names are tied."""
-    for entry in (one, other):
-        check_complete(entry)
-    if [(c.box, c.span) for c in one.chunks] == [(c.box, c.span) for c in other.chunks]:
-        return True  # two names of one item
-    itemsize = max(1, one.dtype.num_bytes(1))
-    left, right = (read_blocks(opened.resolve(entry), opened.source) for entry in (one, other))
-    first: bytes | None = None
-    varies = False
-    for pair in zip_longest(left, right):
-        if None in pair or pair[0][1] != pair[1][1]:
-            return False
-        content = pair[0][1]
-        first = bytes(content[:itemsize]) if first is None else first
-        varies = varies or content != memoryview(first * (len(content) // itemsize))
-    return varies or (tied and first is not None)
 
 
 def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntry]) -> None:
@@ -372,6 +276,13 @@ def _assets(opened: Opened, others: AssetList | None) -> AssetList:
 def assets_of(opened: Opened) -> AssetList:
     """Return the assets of an open checkpoint."""
     return [(opened.source, asset) for asset in opened.checkpoint.assets]
+
+
+def assets_of_step(opened: Opened, root: Source) -> AssetList:
+    """Return what lies beside the parts of a step and belongs to its model: a config, a tokenizer."""
+    own = {asset.file for asset in opened.checkpoint.assets}
+    beside = () if opened.step is None else opened.step.beside
+    return [(root, asset) for asset in beside if is_hf_asset(asset.file) and asset.file not in own]
 
 
 def model_beside(path: str, stack: ExitStack) -> tuple[AssetList, Opened | None]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
+from ckpt_tools.conversions.find import name_again
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import Layout, Placement, parse_mesh
@@ -15,7 +16,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
-from ckpt_tools.models.naming import Naming, name_live
+from ckpt_tools.models.naming import Named, Naming
 from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
@@ -23,9 +24,8 @@ from ckpt_tools.placement.place import cut_entry, place_tensors
 from ckpt_tools.placement.rule import Rule
 from ckpt_tools.placement.tp_plan import tp_plan_rules
 from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.text import first_few
 
-KEEP = Naming(names="hub")
-"""The names of the source."""
 _MAX_RULES_BYTES = 16 << 20
 
 
@@ -36,7 +36,7 @@ class ShardingOptions(MeshOptions):
     source: Source = field(kw_only=False)
     destination: Destination = field(kw_only=False)
     dtype: DTypeName = "keep"
-    prefix: Annotated[str, Option("Put in front of every name (model.).", metavar="PFX")] = ""
+    prefix: Annotated[str, Option("Prefix for every name, e.g. model.", metavar="PFX")] = ""
     include: Include = ()
     exclude: Exclude = ()
 
@@ -72,9 +72,34 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
             )
         plan = auto_plan(config.values, os.path.abspath(opened.source.root))
         rules += tp_plan_rules(config.values, [entry.fqn for entry in checkpoint.tensors], plan)
-    placements: dict[str, Mapping[str, Placement]] = dict(place_tensors(checkpoint.tensors, mesh, rules))
-    placements |= _like_parameters(checkpoint.tensors, rules, placements)
-    return Layout(mesh=mesh, placements=placements)
+    layout = place_tensors(checkpoint.tensors, mesh, rules, uneven=options.tp_uneven)
+    like_parameters = _like_parameters(checkpoint.tensors, rules, layout.placements)
+    return replace(layout, placements={**layout.placements, **like_parameters})
+
+
+def _notes(layout: Layout) -> tuple[str, ...]:
+    if not layout.kept_whole:
+        return ()
+    axes = "×".join(dict.fromkeys(axis for found in layout.kept_whole.values() for axis in found))
+    names = first_few(list(layout.kept_whole), 4)
+    return (f"whole on {axes}, which does not divide them (--tp-uneven replicate): {names}",)
+
+
+def _warnings(layout: Layout) -> tuple[str, ...]:
+    """Say which parameters stock PyTorch does not load into a model that transformers has cut.
+
+    Source: PyTorch 2.13, whose `DTensor.__create_chunk_list__` describes a `_StridedShard` by its first offset and its
+    size, as if it were one run; transformers 5.23 redistributes these tensors before it saves or loads.
+    """
+    if not layout.packed:
+        return ()
+    names = first_few(list(layout.packed), 4)
+    text = (
+        f"{len(layout.packed)} packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
+        "of each of their matrices on every rank, and dcp.load reads other rows into them, without an error. "
+        "Load with ckpt_tools.fsdp2.load_checkpoint, or redistribute them to Shard before dcp.load and back after it"
+    )
+    return (text,)
 
 
 def _like_parameters(
@@ -113,31 +138,80 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
-def sharding_job(opened: Opened, options: ShardingOptions, *, naming: Naming = KEEP) -> Job:
-    """Return the job that writes `opened`, cut as `options` say."""
-    dtype, prefix = options.dtype, options.prefix
-    assets = [(opened.source, asset) for asset in (*opened.checkpoint.assets, *opened.beside)]
-    named = name_live(opened.checkpoint, assets, naming, opened.resolve)
+def _find_layout(opened: Opened, checkpoint: Checkpoint, named: Named, options: MeshOptions) -> Layout:
+    """Return `find_layout`; a plan that does not fit the names is refused with the reason why they were kept."""
+    try:
+        return find_layout(opened, checkpoint, options)
+    except UsageError as error:
+        if options.tp_plan is None or named.map is not None or not named.note:
+            raise
+        raise UsageError(f"{error.what} ({named.note})", where=error.where, hint=error.hint) from error
+
+
+def sharding_job(
+    opened: Opened,
+    options: ShardingOptions,
+    *,
+    named: Named | None = None,
+    root: str = "",
+    layout: Layout | None = None,
+) -> Job:
+    """Return the job that writes `opened`, cut as `options` say.
+
+    Args:
+        opened: The source.
+        options: What is asked for.
+        named: Its tensors by other names; None keeps those that they have.
+        root: Prefix that the names had without being part of them.
+        layout: Where the tensors go, if that is known already.
+    """
+    origin, notes = opened.origin, notes_on(opened)
+    if named is None:
+        named = Named.as_it_is(opened.checkpoint)
+        prefix = options.prefix
+        origin = None if origin is None else replace(origin, prefix=prefix + origin.prefix)
+    else:
+        prefix = options.prefix + root
+        origin = None if origin is None else replace(origin, prefix=prefix, map=named.map)
+        notes += [named.note] if named.note else []
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
-    layout = find_layout(opened, renamed, options)
+    layout = layout or _find_layout(opened, renamed, named, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
-    target = cast_target(source, dtype)
+    target = cast_target(source, options.dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
     kept = {old.fqn: new.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)}
-    origin = opened.origin if dtype == "keep" and chosen is named.checkpoint else None
     return Job(
         opened=opened,
         source=source,
         target=place(target.tensors, cells, source.blobs),
         destination=os.fspath(options.destination),
-        assets=assets,
-        dtype=dtype,
+        assets=opened.assets,
+        dtype=options.dtype,
         names={new: named.sources.get(old, "") for old, new in kept.items()},
         aliases={prefix + alias: kept[fqn] for alias, fqn in named.aliases.items() if fqn in kept},
         apart=named.apart,
-        origin=None if origin is None else replace(origin, prefix=prefix + origin.prefix, map=named.map or origin.map),
+        origin=origin if options.dtype == "keep" and chosen is named.checkpoint else None,
         mesh=layout.mesh,
         placements=layout.placements,
-        notes=[*notes_on(opened), *([named.note] if named.note else [])],
+        notes=[*notes, *_notes(layout)],
+        warnings=_warnings(layout),
     )
+
+
+def resharding_job(opened: Opened, options: ShardingOptions, naming: Naming) -> Job:
+    """Return the job that writes `opened`, cut as `options` say, and by the names of `naming` if it asks for some.
+
+    Raises:
+        UsageError: As `sharding_job`; there is other state than weights, which cannot be named again.
+    """
+    if naming.names == "auto":
+        return sharding_job(opened, options)
+    notes: list[str] = []
+    chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
+    if chosen is not opened.checkpoint:
+        opened = replace(opened, checkpoint=chosen, origin=None)
+    named, root = name_again(opened, naming, notes)
+    job = sharding_job(opened, replace(options, include=(), exclude=()), named=named, root=root)
+    job.notes += notes
+    return job

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from operator import add, sub
@@ -125,6 +125,10 @@ class Layout:
 
     mesh: Mesh
     placements: Mapping[str, Mapping[str, Placement]]
+    packed: tuple[str, ...] = ()
+    """Tensors of several matrices side by side, of each of which a rank of the live model has a part; one run here."""
+    kept_whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """FQN → axes that a rule names and that do not cut it, since they would cut unevenly."""
 
 
 def parse_mesh(text: str, *, world_size: int | None = None) -> Mesh:

@@ -73,6 +73,16 @@ class BlockSummary:
     """Logical bytes, in the order of `Summary.ranks`."""
 
 
+@dataclass(frozen=True, slots=True)
+class ContentSummary:
+    """A directory or file of a training step, or several files that differ by a number."""
+
+    name: str
+    num_bytes: int
+    what: str
+    """What a trainer keeps there; "" where that is not known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Everything that `ckpt inspect` tells about a checkpoint."""
@@ -111,6 +121,10 @@ class Summary:
     """FQN → axis → placement, when known."""
     tensors: tuple[TensorEntry, ...] = ()
     """The tensors themselves."""
+    names: str = ""
+    """What `--names` changed, for people; empty where the names are those that are stored."""
+    contents: tuple[ContentSummary, ...] = ()
+    """Of a training step whose model this is: everything that it consists of, the model first."""
 
     @property
     def imbalance(self) -> float | None:
@@ -365,6 +379,7 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
     document: dict[str, object] = {
         "path": summary.path,
         "format": summary.format,
+        "names": summary.names or None,
         "num_tensors": summary.num_tensors,
         "num_elements": summary.num_elems,
         "total_bytes": summary.total_bytes,
@@ -391,6 +406,7 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
         "mesh": None if summary.mesh is None else dict(summary.mesh.axes),
         "mesh_source": summary.mesh_source,
         "virtual": summary.is_virtual,
+        "contents": [{"name": c.name, "nbytes": c.num_bytes, "what": c.what} for c in summary.contents],
     }
     if tensors is not None:
         document["tensors"] = [_tensor_json(summary, tensor) for tensor in tensors]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpt_tools.description.transform import is_optimizer
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.estimate.evaluate import evaluate, propose
+from ckpt_tools.estimate.evaluate import Track, evaluate, propose
 from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_from_shapes
 from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
@@ -56,14 +56,18 @@ def by_formula(options: EstimateOptions) -> Estimate:
         UnreadableError: The checkpoint cannot be described.
     """
     title, figures, notes = _find_figures(options)
-    cases = evaluate(figures, options, lambda _: _NO_CONFIG)
+    return replace(estimate_of(options, title, figures, lambda _: _NO_CONFIG), notes=notes)
+
+
+def estimate_of(options: EstimateOptions, title: str, figures: Figures, track: Track) -> Estimate:
+    """Return what is estimated of a model, without notes."""
+    cases = evaluate(figures, options, track)
     return Estimate(
         model=title,
         params=figures.params,
         cases=cases,
         gpu_memory=options.gpu_bytes,
-        proposals=propose(figures, options, cases, lambda _: _NO_CONFIG),
-        notes=notes,
+        proposals=propose(figures, options, cases, track),
         peak_rss_bytes=peak_rss_bytes(),
     )
 

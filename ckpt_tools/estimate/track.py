@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.model import batch_of, build, shard
-from ckpt_tools.estimate.options import OPTIMIZERS, Case
+from ckpt_tools.estimate.options import DTYPE_BYTES, OPTIMIZERS, Case
 from ckpt_tools.estimate.report import Memory
 from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh
+from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.local import assemble
 from ckpt_tools.models.recipe import Batch, Recipe
 
@@ -137,7 +137,7 @@ def _track(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory:
     model = build(recipe, case)
     batch = batch_of(recipe, _base_of(model), case)
     shard(model, mesh, recipe, case)
-    shapes = {id(p): tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape) for p in model.parameters()}
+    shapes = {id(p): tuple(local_of(p).shape) for p in model.parameters()}
     with FakeTensorMode():
         _fill(model, shapes)
         tokens = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
@@ -235,14 +235,13 @@ def _passing(model: nn.Module, case: Case) -> int:
     from ckpt_tools.fsdp2 import plan_of
 
     plan = plan_of(model)
-    widths = {"bf16": 2, "f16": 2, "f32": 4}
     most = 0
     for name in plan.blocks if plan is not None else ():
         total = 0
         for parameter in model.get_submodule(name).parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = local_of(parameter)
             total += local.numel() * local.element_size()
-            total += local.numel() * widths[case.reduce_dtype] if parameter.requires_grad else 0
+            total += local.numel() * DTYPE_BYTES[case.reduce_dtype] if parameter.requires_grad else 0
         most = max(most, total)
     return most
 

@@ -14,7 +14,7 @@ from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
 from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.file_names import is_hf_asset, is_step_file, is_weights
+from ckpt_tools.formats.file_names import METADATA_NAME, is_hf_asset, is_step_file, is_weights
 from ckpt_tools.formats.format import Format, Opened, Reader, read_document
 from ckpt_tools.formats.frames import digest_frames, planned_payloads
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS
@@ -24,8 +24,6 @@ from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
-METADATA_NAME = ".metadata"
-"""The file that makes a directory a DCP checkpoint; written last."""
 METADATA_LIMITS = DEFAULT_LIMITS
 """How much a `.metadata` may ask for; looked up whenever one is opened."""
 

@@ -6,6 +6,8 @@ import fnmatch
 
 INDEX_SUFFIX = ".safetensors.index.json"
 """End of the name of an HF index."""
+METADATA_NAME = ".metadata"
+"""The file that makes a directory a DCP checkpoint; written last."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 """Ends of the names of what `torch.save` writes."""
 

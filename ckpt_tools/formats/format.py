@@ -15,6 +15,7 @@ from typing import Protocol, Self
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.errors import LimitError
 from ckpt_tools.formats.manifest import Manifest, Origin
+from ckpt_tools.formats.steps import Step
 from ckpt_tools.storage.source import Source
 
 
@@ -44,6 +45,8 @@ class Format(Protocol):
     """Every chunk is an item with a head of its own, which says dtype, sizes and CRC-32, but not whose it is."""
     loads_by_dcp: bool = False
     """PyTorch's `dcp.load` reads it, whole items at a time; `shard` and `reshard` write it."""
+    has_parts: bool = False
+    """Its data lie in directories that are checkpoints of their own (`formats.step`)."""
     unchecked: tuple[str, ...] = ()
     """What no level of `verify` can check in it, in words."""
     caveats: tuple[str, ...] = ()
@@ -112,6 +115,8 @@ class Opened:
     beside: tuple[Asset, ...] = ()
     """Files of a training step beside its DCP files (Lightning's meta.pt, RNG states, …): `reshard` carries them along
     as they are, unopened; a model does not need them."""
+    step: Step | None = None
+    """The step whose model this is, where the path named the step."""
     single_names: int = 0
     """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
 
@@ -120,6 +125,11 @@ class Opened:
 
     def __exit__(self, *_: object) -> None:
         self.source.close()
+
+    @property
+    def assets(self) -> list[tuple[Source, Asset]]:
+        """Files that hold no weights, of the checkpoint and beside it, and where from."""
+        return [(self.source, asset) for asset in (*self.checkpoint.assets, *self.beside)]
 
     def resolved(self) -> Checkpoint:
         """Return the description with every chunk's span on its raw bytes; reads the items' headers."""

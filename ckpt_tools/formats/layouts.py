@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ckpt_tools.errors import ForeignLayoutError, UnreadableError
-from ckpt_tools.formats.dcp import METADATA_NAME
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, PICKLES
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME, PICKLES
 from ckpt_tools.formats.table import detect_format
 
 _PICKLED = (*PICKLES, ".pkl", ".tar")
@@ -97,21 +96,12 @@ def _pickled(path: str) -> UnreadableError:
 def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> UnreadableError | None:
     """Return the error for a layout that is known by its names, these directly in `path` or one directory below."""
     top = list(top)
-    directories = sorted({name.partition("/")[0] for name in files if "/" in name})
     if any(name.endswith(".distcp") for name in top):
         hint = "use the checkpoint before it, or save it again"
         if any(re.fullmatch(r"__\d+\.metadata", name) for name in top):
             hint = "use_collectives=False writes one metadata file per rank and no .metadata: save without it"
         what = "a DCP checkpoint without .metadata: the save was killed before it finished"
         return UnreadableError(what, where=path, hint=hint)
-    if any(name.startswith("pytorch_model_fsdp") for name in directories):
-        child = next(name for name in directories if name.startswith("pytorch_model_fsdp"))
-        return UnreadableError(
-            "an accelerate checkpoint: the model lies in a directory of its own",
-            where=path,
-            hint=f"use {path}/{child} for the model"
-            + (f", {path}/optimizer_0 for the optimizer" if "optimizer_0" in directories else ""),
-        )
     if any(re.fullmatch(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt", name) for name in top):
         what = "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute"
         return ForeignLayoutError(what, where=path, hint=_verl_hint(files, path))

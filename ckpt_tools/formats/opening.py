@@ -48,6 +48,9 @@ def _choose(source: Source, files: Mapping[str, int], path: str, wanted: Format 
         found = detect_format(files, is_file=is_file)
     elif found.is_file != is_file:
         found = None if found.counterpart is None else find_format(found.counterpart)
+    if found is not None and found.loads_by_dcp and not found.detects(files):
+        whole = detect_format(files, is_file=is_file)  # a step in parts, each of this format
+        return found if whole is None or not whole.has_parts else whole
     if found is not None:
         return found
     if not is_file:

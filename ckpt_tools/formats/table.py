@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FORMATS: Mapping[str, str] = {
     "safetensors": "safetensors",
     "dcp": "dcp",
+    "step": "step",
     "hf-sharded": "hf_sharded",
     "hf": "hf",
 }

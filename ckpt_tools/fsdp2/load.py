@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,8 +18,9 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.buffers import materialise_buffers
-from ckpt_tools.fsdp2.local import assemble, local_box
-from ckpt_tools.fsdp2.names import describe_misfit, match_names
+from ckpt_tools.fsdp2.internals import local_of
+from ckpt_tools.fsdp2.local import assemble, read_parts
+from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
@@ -74,7 +76,7 @@ def load_checkpoint(
 
     def read() -> tuple[dict[str, torch.Tensor], LoadReport]:
         with open_path(os.fspath(path)) as opened:
-            return _read(model, opened, strict=strict, prefix=prefix, dtype=dtype, device=device, names=names)
+            return read_state(model, opened, strict=strict, prefix=prefix, dtype=dtype, device=device, names=names)
 
     state, report = together(read)
     return install(model, state, report, device=device)
@@ -139,25 +141,26 @@ def targets_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str
     return state, shared
 
 
-def _read(
+def read_state(
     model: nn.Module,
     opened: Opened,
     *,
-    strict: bool,
-    prefix: str,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    names: Callable[[str], str | None] | None,
+    strict: bool = True,
+    prefix: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    names: Callable[[str], str | None] | None = None,
 ) -> tuple[dict[str, torch.Tensor], LoadReport]:
+    """Read what `load_checkpoint` installs, with its arguments; not collective, and the model stays as it is."""
     targets, shared = targets_of(model)
     known = {name: source for name in targets if (source := name if names is None else names(name)) is not None}
     targets = {name: targets[name] for name in known}
     shared = {name: first for name, first in shared.items() if name in targets and first in targets}
-    by_source, left = match_names(opened.checkpoint, model, tuple(dict.fromkeys(known.values())), prefix)
-    found = {name: by_source[source] for name, source in known.items() if source in by_source}
+    match = match_names(opened.checkpoint, model, {known[n]: s for n, s in shapes_of(targets).items()}, prefix)
+    found = {name: match.found[source] for name, source in known.items() if source in match.found}
     sources = sources_of(targets, shared, found)
     missing = tuple(name for name in targets if shared.get(name, name) not in sources and not _may_miss(model, name))
-    unexpected = tuple(fqn for fqn in left if not _may_be_extra(model, fqn))
+    unexpected = tuple(fqn for fqn in match.left if not _may_be_extra(model, fqn))
     if strict and (missing or unexpected):
         raise _strict_error(opened, targets, missing, unexpected)
     _check_shapes(opened, targets, sources)
@@ -167,7 +170,7 @@ def _read(
     for name, whole in sources.items():
         like = targets[name]
         wanted = dtype if dtype is not None and like.is_floating_point() else like.dtype
-        local = reader.read(whole, local_box(like), wanted)
+        local = read_parts(like, partial(reader.read, whole, dtype=wanted))
         state[name] = assemble(local.to(place), like)
     _check_ties(opened, reader, targets, shared, found, state)
     report = LoadReport(
@@ -218,8 +221,8 @@ def _check_ties(
         if found[name].shape != tuple(targets[name].shape):
             _check_shapes(opened, targets, {name: found[name]})
         tensor = state[first]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        other = reader.read(found[name], local_box(targets[name]), local.dtype)
+        local = local_of(tensor)
+        other = read_parts(targets[name], partial(reader.read, found[name], dtype=local.dtype))
         if not torch.equal(other.to(local.device), local):
             raise UsageError(
                 f"the model shares one parameter for {first!r} and {name!r}, and the checkpoint has two that differ",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,23 +21,57 @@ from ckpt_tools.fsdp2.internals import StridedShard
 def local_box(tensor: torch.Tensor) -> Box:
     """Return which elements of the global tensor this rank holds; all of a plain tensor.
 
-    Where a dim is cut, PyTorch itself is asked: its own cut of that dim's indices.
+    Raises:
+        CkptError: They are not one box; see `local_boxes`.
+    """
+    _, boxes = local_boxes(tensor)
+    if len(boxes) > 1:
+        raise CkptError(
+            f"this rank's part of a tensor of shape {list(tensor.shape)} is not one box",
+            hint="tp cuts several matrices side by side in it, or does not divide it; load_checkpoint loads such parts",
+        )
+    return boxes[0]
+
+
+def local_boxes(tensor: torch.Tensor) -> tuple[int, tuple[Box, ...]]:
+    """Return the boxes of the global tensor that this rank holds, and the dim along which they follow each other.
+
+    There are several where transformers' tensor parallelism gives every rank a part of each of the matrices that lie
+    side by side in a tensor, and where FSDP cuts a dim that tp has cut unevenly. Where a dim is cut, PyTorch itself is
+    asked: its own cut of that dim's indices.
 
     Raises:
-        CkptError: They are not a rectangle (FSDP over an uneven tensor-parallel cut of the same dim).
+        CkptError: The boxes are not what the rank has, or follow each other along two dims.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Box((0,) * len(shape), shape)
+        return 0, (Box((0,) * len(shape), shape),)
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-    ranges = [
-        _range(length, mesh, tuple(_on_first_dim(placement, dim) for placement in placements))
+    runs = [
+        _runs(length, mesh, tuple(_on_first_dim(placement, dim) for placement in placements))
         for dim, length in enumerate(shape)
     ]
-    sizes = tuple(size for _, size in ranges)
+    sizes = tuple(sum(size for _, size in parts) for parts in runs)
     if sizes != tuple(tensor.to_local().shape) and math.prod(sizes) != tensor.to_local().numel():
         raise CkptError(f"a rank holds {tuple(tensor.to_local().shape)} where its placements say {sizes}")
-    return Box(tuple(offset for offset, _ in ranges), sizes)
+    several = [dim for dim, parts in enumerate(runs) if len(parts) > 1]
+    if len(several) > 1:
+        raise CkptError(f"this rank's part of a tensor of shape {list(shape)} is in several runs along two dims")
+    boxes = tuple(
+        Box(tuple(offset for offset, _ in parts), tuple(size for _, size in parts)) for parts in product(*runs)
+    )
+    return (several[0] if several else 0), boxes
+
+
+def read_parts(tensor: torch.Tensor, read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
+    """Return what this rank holds of a tensor, put together from what `read` returns for each of its boxes.
+
+    Raises:
+        CkptError: As `local_boxes`.
+    """
+    dim, boxes = local_boxes(tensor)
+    parts = [read(box) for box in boxes]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def assemble(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -74,22 +110,17 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 @lru_cache(maxsize=4096)
-def _range(length: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> tuple[int, int]:
+def _runs(length: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...]) -> tuple[tuple[int, int], ...]:
+    """Return offset and length of every run of this rank's indices of a dim, in the order in which it has them."""
     if all(isinstance(placement, TorchReplicate) for placement in placements):
-        return 0, length
+        return ((0, length),)
     indices = distribute_tensor(
         torch.arange(length, device=mesh.device_type), mesh, placements, src_data_rank=None
     ).to_local()
-    size = indices.numel()
-    if not size:
-        return length, 0
-    start, last = int(indices[0]), int(indices[-1])
-    if last - start + 1 != size:
-        raise CkptError(
-            f"this rank's part of a dim of {length} elements is not one run",
-            hint="the tensor-parallel cut of that dim is uneven; choose a tp that divides it",
-        )
-    return start, size
+    if not indices.numel():
+        return ((length, 0),)
+    ends = (indices.diff() != 1).nonzero().flatten() + 1
+    return tuple((int(run[0]), run.numel()) for run in torch.tensor_split(indices, ends.cpu()))
 
 
 def _on_first_dim(placement: TorchPlacement, dim: int) -> TorchPlacement:

@@ -1,97 +1,166 @@
-"""Which tensor of a checkpoint belongs to which name of a model: roots, wrappers, transformers' conversions."""
+"""Which tensor of a checkpoint belongs to which name of a model: roots, wrappers, and the maps of its architecture."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, strip_wrappers
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2.buffers import is_transformers
-from ckpt_tools.fsdp2.read import Piece, Whole, as_whole
-from ckpt_tools.text import first_few
+from ckpt_tools.formats.table import format_of
+from ckpt_tools.fsdp2.architecture import architecture_of
+from ckpt_tools.fsdp2.read import Whole, as_whole
+from ckpt_tools.maps.convert import convert
+from ckpt_tools.maps.mosaic import whole
+from ckpt_tools.maps.operations import UnknownOperationError
+from ckpt_tools.text import escape_name, first_few
+
+Shapes = Mapping[str, tuple[int, ...] | None]
+"""Name → shape of the model's tensor; None where the checkpoint's may be another (4-bit weights)."""
 
 
-def match_names(
-    checkpoint: Checkpoint, model: nn.Module, names: Collection[str], prefix: str
-) -> tuple[dict[str, Whole], tuple[str, ...]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Which tensors of a checkpoint a model gets."""
+
+    found: Mapping[str, Whole] = field(default_factory=dict)
+    """Name of the model → what to read."""
+    left: tuple[str, ...] = ()
+    """FQNs of the checkpoint that are left over."""
+    whose: str = ""
+    """By whose map the names are found; empty where they are those of the file, perhaps under another root."""
+
+    @property
+    def title(self) -> str:
+        """What was done, for people."""
+        changed = [(one.only, name) for name, one in self.found.items() if one.only is None or one.only.fqn != name]
+        if not changed:
+            return "names as in the file"
+        if self.whose:
+            return f"names of {self.whose}: {len(changed)} of {len(self.found)} tensors are renamed, joined or split"
+        old = ", ".join(f"{entry.fqn} is {name}" for entry, name in changed[:1] if entry)
+        return f"names as in the file, but for what stands before them ({escape_name(old)})"
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...] | None]:
+    """Return what `match_names` holds the checkpoint's tensors against."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def match_names(checkpoint: Checkpoint, model: nn.Module, names: Shapes, prefix: str) -> Match:
     """Find the tensor for every name of the model.
+
+    A file of the hub is what `from_pretrained` and `ckpt shard` take it for: its names go through the maps of the
+    model's class. What `dcp.load` reads has the model's own names, unless these maps find more of them.
 
     Args:
         checkpoint: What was opened.
-        model: Transformers models bring renamings and mergers for files of the hub's layout.
+        model: Built, on any device; the maps are those of its class, when it is one of transformers.
         names: FQNs of the model's state dict.
         prefix: What the checkpoint's names have in front of the model's; "auto" finds it, or what they lack.
 
-    Returns:
-        FQN of the model → what to read, and the checkpoint's FQNs that are left over.
-
     Raises:
-        UsageError: No tensor begins with `prefix`, or two tensors claim one name.
+        UsageError: No tensor begins with `prefix`, two tensors claim one name, or the map needs what is not there.
     """
-    if prefix != "auto":
-        entries = [entry for entry in checkpoint.tensors if not prefix or entry.fqn.startswith(prefix)]
-        if not entries:
-            raise UsageError(
-                f"no tensor of the checkpoint begins with {prefix!r}",
-                where="prefix",
-                hint='use "auto", or look at the names with `ckpt inspect --tensors`',
-            )
-        outside = len(entries) < len(checkpoint.tensors)
-        rest = [] if outside else [entry for entry in entries if is_optimizer(entry)]
-        plain = {strip_wrappers(entry.fqn.removeprefix(prefix)): entry for entry in entries if entry not in rest}
-    else:
-        inside, root = find_model(checkpoint)
-        plain = {strip_wrappers(entry.fqn).removeprefix(root): entry for entry in inside.tensors}
+    plain = _plain(checkpoint, prefix)
     candidates = [plain]
     if prefix == "auto" and (rooted := _without_root(plain, names)) is not plain:
         candidates.append(rooted)
-    best: tuple[dict[str, Whole], tuple[str, ...]] = ({}, ())
+    best = Match(left=tuple(entry.fqn for entry in plain.values()))
+    best_score: tuple[int, ...] = (0, 0, 0)
+    is_live = format_of(checkpoint).loads_by_dcp
     for candidate in candidates:
-        found = {name: as_whole(candidate[name]) for name in names if name in candidate}
-        left = tuple(entry.fqn for name, entry in candidate.items() if name not in found)
-        for result in ((found, left), _convert(model, candidate, names) if len(found) < len(names) else None):
-            if result is not None and (len(result[0]), -len(result[1])) > (len(best[0]), -len(best[1])):
-                best = result
-    return best if best[0] else ({}, tuple(entry.fqn for entry in plain.values()))
+        same = _same(candidate, names)
+        is_whole = _score(same, names)[0] == len(names)
+        mapped = _mapped(candidate, model, names, is_needed=not is_whole) if not (is_live and is_whole) else None
+        for match in (same, mapped) if is_live else (mapped, same):
+            if match is not None and match.found and (score := _score(match, names)) > best_score:
+                best, best_score = match, score
+    return best
+
+
+def _plain(checkpoint: Checkpoint, prefix: str) -> dict[str, TensorEntry]:
+    """Return the model's tensors by the names that they have without `prefix`, or the root that is found."""
+    if prefix == "auto":
+        inside, root = find_model(checkpoint)
+        return {strip_wrappers(entry.fqn).removeprefix(root): entry for entry in inside.tensors}
+    entries = [entry for entry in checkpoint.tensors if not prefix or entry.fqn.startswith(prefix)]
+    if not entries:
+        raise UsageError(
+            f"no tensor of the checkpoint begins with {prefix!r}",
+            where="prefix",
+            hint='use "auto", or look at the names with `ckpt inspect --tensors`',
+        )
+    outside = len(entries) < len(checkpoint.tensors)
+    rest = [] if outside else [entry for entry in entries if is_optimizer(entry)]
+    return {strip_wrappers(entry.fqn.removeprefix(prefix)): entry for entry in entries if entry not in rest}
+
+
+def _score(match: Match, names: Shapes) -> tuple[int, int, int]:
+    """Return how well it fits: names whose shape is right, all names, and what is left over."""
+    fitting = sum(names[name] in (None, one.shape) for name, one in match.found.items())
+    return fitting, len(match.found), -len(match.left)
+
+
+def _same(plain: Mapping[str, TensorEntry], names: Shapes) -> Match:
+    return Match(
+        found={name: as_whole(plain[name]) for name in names if name in plain},
+        left=tuple(entry.fqn for name, entry in plain.items() if name not in names),
+    )
+
+
+def _mapped(plain: Mapping[str, TensorEntry], model: nn.Module, names: Shapes, *, is_needed: bool) -> Match | None:
+    """Return what the map of the model's class makes of the tensors; None when there is none.
+
+    Raises:
+        UsageError: The map cannot be followed, and without it the checkpoint does not fit (`is_needed`).
+    """
+    known = architecture_of(model)
+    if known is None:
+        return None
+    mosaics = {name: whole(entry.fqn, entry.dtype, entry.shape) for name, entry in plain.items()}
+    shapes = {name: shape for name, shape in names.items() if shape is not None}
+    try:
+        made = convert(mosaics, known.expected, names.__contains__, known.config, shapes)
+    except UsageError as error:
+        if not is_needed:
+            return None
+        error.hint = "pass prefix, if the checkpoint holds more than this model"
+        if isinstance(error.__cause__, UnknownOperationError):
+            error.hint = (
+                "save the model once with transformers in its own names: "
+                "save_pretrained(..., save_original_format=False)"
+            )
+        raise
+    entries = {entry.fqn: entry for entry in plain.values()}
+    found = {name: Whole(fqn=name, mosaic=made[name], entries=entries) for name in names if name in made}
+    used = {source for one in found.values() for source in one.mosaic.sources}
+    return Match(
+        found=found,
+        left=tuple(fqn for fqn in entries if fqn not in used),
+        whose=f"the live {known.expected.architecture} of {known.source}",
+    )
 
 
 def _without_root(plain: dict[str, TensorEntry], names: Collection[str]) -> dict[str, TensorEntry]:
     """Return the entries under the names that agree best with the model's: with a root taken away or added."""
-    wanted = set(names)
-    best, best_count = plain, sum(name in wanted for name in plain)
-    if best_count == len(wanted):
-        return best
-    for change in _changes(plain, wanted):
-        changed = {new: entry for name, entry in plain.items() if (new := change(name)) is not None}
-        count = sum(name in wanted for name in changed)
-        if count > best_count:
-            best, best_count = changed, count
-    return best
-
-
-def _changes(plain: Iterable[str], wanted: Collection[str]) -> list[Callable[[str], str | None]]:
-    """Return the renamings to try: those that make some names agree, most frequent first."""
-    tails = {name.rpartition(".")[0]: name for name in wanted}
-    less = (partial(_without, root) for root in _roots(plain, wanted))
-    more = (partial(_below, root, wanted) for root in _roots(tails.values(), set(plain)))
-    return [*less, *more]
-
-
-def _without(root: str, name: str) -> str | None:
-    return name[len(root) :] if name.startswith(root) else None
-
-
-def _below(root: str, wanted: Collection[str], name: str) -> str:
-    return name if name in wanted else root + name
+    if all(name in plain for name in names):
+        return plain
+    tails = {name.rpartition(".")[0]: name for name in names}
+    less = (
+        {name[len(root) :]: entry for name, entry in plain.items() if name.startswith(root)}
+        for root in _roots(plain, names)
+    )
+    more = (
+        {name if name in names else root + name: entry for name, entry in plain.items()}
+        for root in _roots(tails.values(), plain)
+    )
+    return max((plain, *less, *more), key=lambda option: sum(name in names for name in option))
 
 
 def _roots(names: Iterable[str], known: Collection[str]) -> list[str]:
@@ -105,113 +174,7 @@ def _roots(names: Iterable[str], known: Collection[str]) -> list[str]:
     return [root for root, _ in found.most_common(3)]
 
 
-def _convert(
-    model: nn.Module, plain: Mapping[str, TensorEntry], names: Collection[str]
-) -> tuple[dict[str, Whole], tuple[str, ...]] | None:
-    """Apply the conversions that transformers has for the model; None when it has none.
-
-    Source: `conversion_mapping.py` and `core_model_loading.py` of transformers 5.23. Renamings are applied as they
-    are; of the operations on tensors, stacking (experts) and concatenation, whose parts can be read box by box.
-    """
-    if not is_transformers(model):
-        return None
-    try:
-        from transformers import core_model_loading as loading
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        return None
-    with _original_classes(model):
-        transforms = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
-    base = getattr(model, "base_model_prefix", "") or None
-    wanted = dict.fromkeys(names, True)
-    groups: dict[str, list[tuple[str | None, str]]] = defaultdict(list)
-    for source in plain:
-        target, pattern = loading.rename_source_key(source, renamings, converters, base, wanted)
-        groups[target].append((pattern, source))
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, Whole] = {}
-    left: list[str] = []
-    for target, members in groups.items():
-        if target not in wanted:
-            left += [plain[source].fqn for _, source in members]
-        elif members[0][0] is None:
-            if len(members) > 1:
-                raise UsageError(
-                    f"{len(members)} tensors of the checkpoint are named {target!r} in the model: "
-                    + first_few([source for _, source in members]),
-                    hint="pass the prefix of the one that is meant",
-                )
-            found[target] = as_whole(plain[members[0][1]])
-        else:
-            converter = by_pattern[members[0][0]]
-            found[target] = _merge(target, converter, members, plain)
-    return found, tuple(left)
-
-
 def describe_misfit(missing: Collection[str], unexpected: Collection[str]) -> str:
     """Say which names are missing and which nobody expects: "1 missing: a; 2 unexpected: b, c"."""
     both = (("missing", missing), ("unexpected", unexpected))
     return "; ".join(f"{len(names)} {label}: {first_few(names, 4)}" for label, names in both if names)
-
-
-@contextmanager
-def _original_classes(model: nn.Module) -> Iterator[None]:
-    """Give the units their original classes: `fully_shard` makes new ones, and transformers goes by the names."""
-    changed = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, kind in changed:
-        module.__class__ = next(k for k in kind.__mro__ if not issubclass(k, FSDPModule))  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module, kind in changed:
-            module.__class__ = kind
-
-
-def _merge(
-    target: str,
-    converter: Any,  # noqa: ANN401 - transformers' own, imported only where it is there
-    members: Sequence[tuple[str | None, str]],
-    plain: Mapping[str, TensorEntry],
-) -> Whole:
-    """Put tensors together as a converter's operations say: stack each source's list, then concatenate."""
-    operations = [(type(op).__name__, getattr(op, "dim", 0)) for op in converter.operations]
-    kinds = [kind for kind, _ in operations]
-    if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]):
-        raise UsageError(
-            f"the checkpoint's form of {target!r} has to be converted by {', '.join(kinds)}, which is not supported",
-            hint="save the model once with transformers in its own names: "
-            "save_pretrained(..., save_original_format=False)",
-        )
-    patterns = list(converter.source_patterns)
-    lists: dict[str, list[TensorEntry]] = {pattern: [] for pattern in patterns}
-    for pattern, source in sorted(members, key=lambda member: _natural(member[1])):
-        lists[str(pattern)].append(plain[source])
-    dims = dict(operations)
-    stack = dims.get("MergeModulelist")
-    concatenate = dims.get("Concatenate")
-    columns = [entries for entries in lists.values() if entries]
-    if (stack is not None and len({len(entries) for entries in columns}) > 1) or len(columns) < len(patterns):
-        raise UsageError(f"the parts of {target!r} are not complete in the checkpoint")
-    pieces: list[Piece] = []
-    new_dims = () if stack is None else (stack,)
-    base = 0
-    for entries in columns:
-        for number, entry in enumerate(entries, start=1):
-            offsets = [0] * (len(entry.shape) + len(new_dims))
-            if stack is not None:
-                offsets[stack] = number - 1
-            if concatenate is not None:
-                offsets[concatenate] = base
-            piece = Piece(entry, tuple(offsets), new_dims)
-            pieces.append(piece)
-            if concatenate is not None and (stack is None or number == len(entries)):
-                base += piece.box.sizes[concatenate]
-    ends = [tuple(o + n for o, n in zip(p.box.offsets, p.box.sizes, strict=True)) for p in pieces]
-    shape = tuple(max(lengths) for lengths in zip(*ends, strict=True))
-    return Whole(shape=shape, dtype=pieces[0].entry.dtype, pieces=tuple(pieces))
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part]

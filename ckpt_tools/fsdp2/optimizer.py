@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.torch_value import MAX_VALUE_BYTES, parse_value
 from ckpt_tools.fsdp2.agree import together
-from ckpt_tools.fsdp2.local import assemble, local_box, torch_dtype
+from ckpt_tools.fsdp2.local import assemble, read_parts, torch_dtype
 from ckpt_tools.fsdp2.read import BoxReader, as_whole
 
 _Item = TensorEntry | BlobEntry
@@ -86,7 +87,7 @@ def _state_dict(model: nn.Module, optimizer: Optimizer, opened: Opened) -> dict[
 def _value(item: _Item, parameter: torch.Tensor, reader: BoxReader, opened: Opened) -> object:
     """Return one entry of a parameter's state: cut like the parameter when it has its shape, else whole."""
     if isinstance(item, TensorEntry) and item.shape == tuple(parameter.shape) and item.shape:
-        local = reader.read(as_whole(item), local_box(parameter), torch_dtype(item.dtype))
+        local = read_parts(parameter, partial(reader.read, as_whole(item), dtype=torch_dtype(item.dtype)))
         return assemble(local.to(parameter.device), parameter)
     return _whole(item, reader, opened)
 

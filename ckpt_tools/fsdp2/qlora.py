@@ -24,7 +24,7 @@ from ckpt_tools.fsdp2.agree import from_rank0, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
 from ckpt_tools.fsdp2.local import torch_dtype
 from ckpt_tools.fsdp2.lora import base_name, base_of, finish_adapters
-from ckpt_tools.fsdp2.names import describe_misfit, match_names
+from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
 from ckpt_tools.fsdp2.quant_state import MAX_TEXT_BYTES, Quantised, attach, parse_text, quantised_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.scatter import rank0_load
@@ -241,10 +241,12 @@ def _expect(layers: Mapping[str, nn.Module], texts: Mapping[str, int]) -> None:
 
 def _match(
     root: nn.Module, naming: Names, layers: Mapping[str, nn.Module], opened: Opened, prefix: str
-) -> dict[str, Whole]:
-    names = dict.fromkeys(name for key in root.state_dict() if (name := naming(key)) is not None)
-    names |= dict.fromkeys(f"{name}.weight.{_facts(layer).text_key}" for name, layer in layers.items())
-    return match_names(opened.checkpoint, root, tuple(names), prefix)[0]
+) -> Mapping[str, Whole]:
+    shapes = shapes_of(root.state_dict())
+    names = {name: shape for key, shape in shapes.items() if (name := naming(key)) is not None}
+    for name, layer in layers.items():  # whole in one checkpoint, packed in another
+        names |= {f"{name}.weight": None, f"{name}.weight.{_facts(layer).text_key}": None}
+    return match_names(opened.checkpoint, root, names, prefix).found
 
 
 def _choose(

@@ -5,6 +5,7 @@ Shape legend: a box has offsets and sizes in elements of the global tensor.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,48 +15,51 @@ from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.maps.mosaic import Mosaic, crop, lay_out, whole
 from ckpt_tools.moving.boxes import BytesReader
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A source tensor as a part of a tensor that the checkpoint stores in parts (experts of one layer)."""
-
-    entry: TensorEntry
-    offsets: tuple[int, ...]
-    """Where its first element lies in the whole."""
-    new_dims: tuple[int, ...]
-    """Dims of the whole that the piece does not have; it has size 1 there."""
-
-    @property
-    def box(self) -> Box:
-        """Its elements of the whole."""
-        sizes = list(self.entry.shape)
-        for dim in sorted(self.new_dims):
-            sizes.insert(dim, 1)
-        return Box(self.offsets, tuple(sizes))
+from ckpt_tools.moving.plan import check_complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """A tensor to read: one of the checkpoint's, or several put together."""
+    """A tensor to read: one of the checkpoint's, or parts of several put together."""
 
-    shape: tuple[int, ...]
-    dtype: DType
-    pieces: tuple[Piece, ...]
+    fqn: str
+    """Its name, for messages."""
+    mosaic: Mosaic
+    """How it is put together."""
+    entries: Mapping[str, TensorEntry]
+    """FQN → tensor of the checkpoint; those of the mosaic are among them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.mosaic.shape
+
+    @property
+    def dtype(self) -> DType:
+        """Its dtype in the checkpoint."""
+        return self.mosaic.dtype
+
+    @property
+    def only(self) -> TensorEntry | None:
+        """The tensor of the checkpoint that it is, as it is; None where it is put together."""
+        found = [self.entries[source] for source in self.mosaic.sources]
+        return found[0] if len(found) == 1 and self.mosaic.is_only(found[0].shape) else None
 
 
 def as_whole(entry: TensorEntry) -> Whole:
     """Return a tensor that the checkpoint stores under one name."""
-    piece = Piece(entry, (0,) * len(entry.shape), ())
-    return Whole(shape=entry.shape, dtype=entry.dtype, pieces=(piece,))
+    return Whole(fqn=entry.fqn, mosaic=whole(entry.fqn, entry.dtype, entry.shape), entries={entry.fqn: entry})
 
 
 class BoxReader:
     """Reads boxes of the tensors of one open checkpoint."""
 
     def __init__(self, opened: Opened) -> None:
+        self._opened = opened
         self._bytes = BytesReader(opened)
+        self._raw: dict[str, TensorEntry] = {}
 
     @property
     def bytes_read(self) -> int:
@@ -70,39 +74,34 @@ class BoxReader:
             UsageError: A cast that is not between floating-point types.
         """
         wanted = _dtype_of(dtype)
-        if len(whole.pieces) == 1 and not whole.pieces[0].new_dims:
-            return self._read_entry(whole.pieces[0].entry, box, wanted)
+        if whole.dtype is not wanted and not (whole.dtype.is_float and wanted.is_float):
+            raise UsageError(
+                f"tensor {whole.fqn!r} is {whole.dtype.name} in the checkpoint and {wanted.name} in the "
+                "model; only floating-point types are cast",
+            )
+        if whole.dtype.torch_name is None or whole.dtype.pack > 1:
+            raise UsageError(f"tensor {whole.fqn!r}: a model cannot take {whole.dtype.name} elements")
         result = torch.empty(box.sizes, dtype=dtype)
-        for piece in whole.pieces:
-            part = piece.box.intersect(box) if 0 not in box.sizes else None
-            if part is None:
-                continue
-            dims = [dim for dim in range(len(part.sizes)) if dim not in piece.new_dims]
-            own = Box(
-                tuple(part.offsets[dim] - piece.offsets[dim] for dim in dims), tuple(part.sizes[dim] for dim in dims)
-            )
-            target = tuple(
-                slice(o - b, o - b + n) for o, b, n in zip(part.offsets, box.offsets, part.sizes, strict=True)
-            )
-            result[target] = self._read_entry(piece.entry, own, wanted).reshape(part.sizes)
+        if result.numel():
+            memory = result.reshape(-1).view(torch.uint8).numpy().data
+            entry = whole.only
+            if entry is None:
+                entry, box = self._lay_out(whole, box), Box((0,) * len(box.sizes), box.sizes)
+            self._bytes.read_into(entry, box, wanted, memory)
         return result
 
     def read_whole(self, whole: Whole, dtype: torch.dtype) -> torch.Tensor:
         """Return all elements, as `read`."""
         return self.read(whole, Box((0,) * len(whole.shape), whole.shape), dtype)
 
-    def _read_entry(self, entry: TensorEntry, box: Box, dtype: DType) -> torch.Tensor:
-        if entry.dtype is not dtype and not (entry.dtype.is_float and dtype.is_float):
-            raise UsageError(
-                f"tensor {entry.fqn!r} is {entry.dtype.name} in the checkpoint and {dtype.name} in the "
-                "model; only floating-point types are cast",
-            )
-        if entry.dtype.torch_name is None or entry.dtype.pack > 1:
-            raise UsageError(f"tensor {entry.fqn!r}: a model cannot take {entry.dtype.name} elements")
-        result = torch.empty(box.sizes, dtype=getattr(torch, str(dtype.torch_name)))
-        if result.numel():
-            self._bytes.read_into(entry, box, dtype, result.reshape(-1).view(torch.uint8).numpy().data)
-        return result
+    def _lay_out(self, whole: Whole, box: Box) -> TensorEntry:
+        """Return the elements of a box as a tensor of their own: views of the tensors that they come from."""
+        part = crop(whole.mosaic, box)
+        for fqn in part.sources:
+            if fqn not in self._raw:
+                check_complete(whole.entries[fqn])
+                self._raw[fqn] = self._opened.resolve(whole.entries[fqn])
+        return lay_out(whole.fqn, part, self._raw)
 
 
 def _dtype_of(dtype: torch.dtype) -> DType:

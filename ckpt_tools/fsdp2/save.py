@@ -26,8 +26,8 @@ from ckpt_tools.conversions.job import check_replaceable
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.dcp import METADATA_NAME
 from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
 from ckpt_tools.formats.opening import Opened, open_path

@@ -18,7 +18,7 @@ from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2.agree import gather, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, install, sources_of, targets_of
 from ckpt_tools.fsdp2.local import assemble, local_box
-from ckpt_tools.fsdp2.names import describe_misfit, match_names
+from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.text import first_few
 
@@ -144,8 +144,9 @@ def _opened(
         else:
             opened = stack.enter_context(open_path(os.fspath(source)))
             reader = BoxReader(opened)
-            found, unexpected = match_names(opened.checkpoint, model, tuple(targets), "auto")
-            wholes = sources_of(targets, shared, found)
+            match = match_names(opened.checkpoint, model, shapes_of(targets), "auto")
+            unexpected = match.left
+            wholes = sources_of(targets, shared, match.found)
             shapes = {name: whole.shape for name, whole in wholes.items()}
             reads = {name: partial(reader.read_whole, whole, targets[name].dtype) for name, whole in wholes.items()}
         for name, like in targets.items():

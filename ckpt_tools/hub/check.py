@@ -10,8 +10,7 @@ from typing import Literal
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
-from ckpt_tools.formats.dcp import METADATA_NAME
-from ckpt_tools.formats.file_names import INDEX_SUFFIX
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
 from ckpt_tools.formats.hf_sharded import SHARDED_FILE
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path, read_file

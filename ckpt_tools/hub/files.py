@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
-from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.hub.plan import LocalFile
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.source import Source

@@ -7,15 +7,15 @@ nowhere, a part that is not there or an operation that needs the model is an err
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps.hold import hold
 from ckpt_tools.maps.mosaic import Mosaic
-from ckpt_tools.maps.operations import run
+from ckpt_tools.maps.operations import Shapes, run
 from ckpt_tools.maps.patterns import matches, missing, tree
-from ckpt_tools.maps.renames import Route, Rule, renamed, routes, routes_back
+from ckpt_tools.maps.renames import Route, renamed, routes, routes_back
 from ckpt_tools.maps.table import Expected
 from ckpt_tools.text import first_few
 
@@ -55,7 +55,7 @@ def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -
     def has(name: str) -> bool:
         return matches(expected.names, name, expected.counts)
 
-    made = convert(tensors, expected.rules, expected.base, has, config)
+    made = convert(tensors, expected, has, config)
     live = {name: tensor for name, tensor in made.items() if has(name)}
     used = {source for tensor in live.values() for source in tensor.sources}
     aliases = dict(_aliases(live, expected))
@@ -95,29 +95,48 @@ def to_hub(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) ->
 
 
 def convert(
-    tensors: Mapping[str, Mosaic], rules: Sequence[Rule], base: str, has: Callable[[str], bool], config: Config
+    tensors: Mapping[str, Mosaic],
+    expected: Expected,
+    has: Callable[[str], bool],
+    config: Config,
+    shapes: Shapes | None = None,
 ) -> dict[str, Mosaic]:
-    """Return everything that loading makes of tensors, also what the model drops; arguments as those of `routes`.
+    """Return everything that loading makes of tensors; those that go nowhere are left out.
+
+    Args:
+        tensors: Name in the file → it, whole.
+        expected: The architecture's.
+        has: Does the live model have this name?
+        config: The model's config.json.
+        shapes: Live name → shape, where a model is built: some operations need them.
 
     Raises:
-        UsageError: An operation is not known, or the tensors are not as it needs them.
+        UsageError: An operation is not known, the tensors are not as it needs them, or two have one name.
     """
-    return _run(routes(tensors, rules, base, has), tensors, config)
+    found = routes(tensors, expected.rules, expected.base, has)
+    return _run((route for route in found if has(route.new)), tensors, config, shapes)
 
 
-def _run(found: Iterable[Route], tensors: Mapping[str, Mosaic], config: Config) -> dict[str, Mosaic]:
+def _run(
+    found: Iterable[Route], tensors: Mapping[str, Mosaic], config: Config, shapes: Shapes | None = None
+) -> dict[str, Mosaic]:
     """Do the conversions of some routes; tensors without one keep what they are."""
     made: dict[str, Mosaic] = {}
+    names: dict[str, str] = {}
     groups: dict[str, tuple[Route, dict[str, list[Mosaic]]]] = {}
     for route in found:
         if route.rule is None:
-            made[route.new] = tensors[route.name]
+            if route.new in made:
+                raise UsageError(f"{names[route.new]!r} and {route.name!r} are both named {route.new!r} in the model")
+            made[route.new], names[route.new] = tensors[route.name], route.name
             continue
         _, columns = groups.setdefault(route.new, (route, {source: [] for source in route.rule.sources}))
         columns[route.source].append(tensors[route.name])
     for route, columns in groups.values():
+        if len({len(column) for column in columns.values()}) > 1:
+            raise UsageError(f"the parts of {first_few(route.targets, 2)} are not complete")
         try:
-            made |= run(route.rule.operations if route.rule else "", columns, route.targets, config)
+            made |= run(route.rule.operations if route.rule else "", columns, route.targets, config, shapes)
         except ValueError as error:
             raise UsageError(f"{first_few(route.targets, 2)}: {error}") from error
     return made

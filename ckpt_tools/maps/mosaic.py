@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -119,6 +119,17 @@ def part_of(tensor: Mosaic, dim: int, start: int, length: int) -> Mosaic:
         if inside is not None:
             pieces.append(_moved_piece(_narrowed(piece, inside), dim, -start))
     return Mosaic(dtype=tensor.dtype, shape=window.sizes, pieces=tuple(pieces))
+
+
+def crop(tensor: Mosaic, box: Box) -> Mosaic:
+    """Return the elements of a box.
+
+    Raises:
+        ValueError: It does not lie inside the tensor.
+    """
+    for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = part_of(tensor, dim, start, length)
+    return tensor
 
 
 def chunk(tensor: Mosaic, dim: int, count: int) -> list[Mosaic]:
@@ -316,12 +327,6 @@ def _chunk(one: Chunk, box: Box, strides: tuple[int, ...], position: int, dtype:
         strides=None if plain else strides,
         crc32=one.crc32 if plain and span == one.span else None,
     )
-
-
-def is_seen_whole(entry: TensorEntry, laid_out: Iterable[Chunk]) -> bool:
-    """Do the views keep every recorded CRC-32 of an entry's chunks?"""
-    kept = {(view.span, view.crc32) for view in laid_out}
-    return all(one.crc32 is None or (one.span, one.crc32) in kept for one in entry.chunks)
 
 
 def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -38,20 +38,26 @@ AssetList = Sequence[tuple[Source, Asset]]
 ShardNames = Annotated[
     Literal["auto", "hub", "live", "torchtitan", "megatron", "meta"],
     Option(
-        "Names to write: live are those of the model in memory, hub those of its files; "
-        "auto is live where the architecture is known, else the file's."
+        "Names to write: those of the live model, of the hub's files, or of a library; auto is live where ckpt knows "
+        "the architecture, else the file's."
     ),
 ]
 GatherNames = Annotated[
     Literal["auto", "hub", "live", "torchtitan", "megatron", "meta"],
     Option(
-        "Names to write: auto is hub where the architecture is known; live are those that are there. "
-        "torchtitan, megatron and meta say whose these are, and write the hub's."
+        "Names to write: auto is hub where ckpt knows the architecture; live keeps those of SRC; a library's name says "
+        "whose those are, and writes the hub's."
+    ),
+]
+OtherNames = Annotated[
+    Literal["auto", "hub", "live", "torchtitan", "megatron", "meta"],
+    Option(
+        "Names of the weights: those of the live model, of the hub's files, or of a library; auto keeps those of SRC."
     ),
 ]
 MapFile = Annotated[
     AnyPath | None,
-    Option("A map of your own between the hub's names and others, instead of --names.", metavar="FILE"),
+    Option("Key map of your own, from the hub's names to others, instead of --names.", metavar="FILE"),
 ]
 Resolve = Callable[[TensorEntry], TensorEntry]
 """Returns a tensor with its chunks on their raw bytes."""
@@ -101,6 +107,11 @@ class Named:
     note: str = ""
     """What was done, for people; empty for nothing."""
 
+    @classmethod
+    def as_it_is(cls, checkpoint: Checkpoint) -> Self:
+        """Return it by its own names."""
+        return cls(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
@@ -135,7 +146,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
     Raises:
         UsageError: `names` asks for them, and it is not certain what they are.
     """
-    plain = Named(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+    plain = Named.as_it_is(checkpoint)
     names = naming.names
     if names == "hub":
         return plain
@@ -146,7 +157,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
             raise UsageError(
                 error.what if naming.own else f"--names {names}: {error.what}",
                 where=error.where or checkpoint.root,
-                hint="--names hub keeps the names of the file",
+                hint="leave out --names to keep names that are not known",
             ) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
     whose = f"{names}'s {known.architecture}" if names in CONVENTIONS else f"the live {known.architecture}"
@@ -160,7 +171,7 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
     Raises:
         UsageError: `names` is "hub", and it is not certain what they are.
     """
-    plain = Named(checkpoint=checkpoint, sources={entry.fqn: entry.fqn for entry in checkpoint.tensors})
+    plain = Named.as_it_is(checkpoint)
     if naming.names == "live":
         return plain
     try:

@@ -26,7 +26,7 @@ class BytesReader:
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._indexes: dict[str, BoxIndex[Chunk]] = {}
+        self._indexes: dict[str, tuple[TensorEntry, BoxIndex[Chunk]]] = {}
         self._buffers = Buffers()
         self._into = _Target()
         self.bytes_read = 0
@@ -76,11 +76,11 @@ class BytesReader:
 
     def _restrict(self, entry: TensorEntry, box: Box) -> TensorEntry:
         """Return `entry` with the chunks that `box` needs, on their raw bytes; only their headers are read."""
-        index = self._indexes.get(entry.fqn)
-        if index is None:
+        known = self._indexes.get(entry.fqn)
+        if known is None or known[0] is not entry:  # a part that was laid out for this read has the whole's name
             check_complete(entry)
-            index = self._indexes[entry.fqn] = chunk_index(entry)
-        needed = tuple(chunk for chunk, _ in index.overlaps(box))
+            known = self._indexes[entry.fqn] = (entry, chunk_index(entry))
+        needed = tuple(chunk for chunk, _ in known[1].overlaps(box))
         entry = self._opened.resolve(replace(entry, chunks=needed))
         for chunk in entry.chunks:  # before memory is taken for what headers claim
             span, size = chunk.span, self._opened.source.size(chunk.span.file)

@@ -9,15 +9,21 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.layout import FSDP_AXIS, Grid, Mesh, Placement, Shard, cut_tensor
+from ckpt_tools.description.layout import FSDP_AXIS, Grid, Layout, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement.rule import Rule
 
+Uneven = Literal["refuse", "replicate"]
+"""What to do with a cut that PyTorch could not load: refuse it, or keep the tensor off these axes."""
 
-def place_tensors(tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule]) -> dict[str, dict[str, Placement]]:
-    """Return FQN → axis → placement; axes that are not named replicate.
+
+def place_tensors(
+    tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule], *, uneven: Uneven = "refuse"
+) -> Layout:
+    """Return where every tensor goes.
 
     A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it says
     (`--set` before the file's). Scalars are replicated.
@@ -30,6 +36,8 @@ def place_tensors(tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Ru
     _check_axes(rules, mesh)
     unmatched = list(rules)
     result: dict[str, dict[str, Placement]] = {}
+    packed = []
+    kept_whole: dict[str, tuple[str, ...]] = {}
     for entry in entries:
         unmatched = [rule for rule in unmatched if not rule.matches(entry.fqn)]
         rule = next((rule for rule in rules if rule.matches(entry.fqn)), None)
@@ -37,18 +45,24 @@ def place_tensors(tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Ru
         if entry.shape and any(name == FSDP_AXIS for name, _ in mesh.axes):
             placements[FSDP_AXIS] = Shard(0)
         if rule is not None:
+            _check_shape(entry, rule)
             placements |= rule.placements(entry.fqn, len(entry.shape))
         cuts = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
+        if uneven == "replicate" and (axes := _uneven_axes(entry, mesh, cuts)):
+            kept_whole[entry.fqn] = axes
+            cuts = {axis: placement for axis, placement in cuts.items() if axis not in axes}
         _check_cuts(entry, mesh, cuts, rule)
         result[entry.fqn] = dict(cuts)
+        if rule is not None and rule.is_packed(len(entry.shape)) and any(mesh.size(a) > 1 for a in rule.axes):
+            packed.append(entry.fqn)
     for rule in unmatched:
         if not rule.optional:
             raise UsageError(
                 f"the rule {rule.match!r} matches no tensor",
                 where=rule.origin,
-                hint=_nearest(rule.match, [entry.fqn for entry in entries]),
+                hint=rule.hint or _nearest(rule.match, [entry.fqn for entry in entries]),
             )
-    return result
+    return Layout(mesh=mesh, placements=result, packed=tuple(packed), kept_whole=kept_whole)
 
 
 def cut_entry(entry: TensorEntry, mesh: Mesh, placements: Mapping[str, Placement]) -> Grid:
@@ -73,6 +87,18 @@ def _check_axes(rules: Sequence[Rule], mesh: Mesh) -> None:
                     where=rule.origin,
                     hint=f"add the axis: --mesh {mesh},{axis}=N",
                 )
+
+
+def _check_shape(entry: TensorEntry, rule: Rule) -> None:
+    """Refuse a tensor that is not the one which the rule is about: it may be transposed, or of another config."""
+    meant = rule.shapes.get(entry.fqn, entry.shape)
+    if meant != entry.shape and rule.axes:
+        raise UsageError(
+            f"tensor {entry.fqn!r} has shape {list(entry.shape)} here and {list(meant)} in the live model: "
+            f"the style {rule.style} would cut another dim than it means",
+            where=rule.origin,
+            hint=f"is config.json that of the weights? --set '{entry.fqn}=tp:S(d)' cuts the dim d that you mean",
+        )
 
 
 def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], rule: Rule | None) -> None:
@@ -106,17 +132,17 @@ def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where
     num_ranks = mesh.size(FSDP_AXIS)
     if fsdp is None or num_ranks == 1:
         return
-    dim = fsdp.dim
-    length = entry.shape[dim] // (entry.dtype.pack if dim == len(entry.shape) - 1 else 1)
-    others = [axis for axis, placement in cuts.items() if placement == fsdp and axis != FSDP_AXIS]
+    dim, length = fsdp.dim, _length(entry, fsdp.dim)
+    others = _same_dim(cuts, fsdp)
     num_parts = math.prod(mesh.size(axis) for axis in others)
-    if length % num_parts:
+    if _uneven_axes(entry, mesh, cuts):
         axes = "×".join(others)
         raise UsageError(
             f"tensor {entry.fqn!r}: {axes} and {FSDP_AXIS} both cut dim {dim}, and its {length} elements are "
             f"not divisible by {axes}={num_parts}; PyTorch saves such tensors in a way that it cannot load",
             where=where,
-            hint=f"keep it off {axes} (--set '{entry.fqn}=') or choose a size that divides {length}",
+            hint=f"keep it off {axes} (--set '{entry.fqn}=', or --tp-uneven replicate for all such tensors), "
+            f"or choose a size that divides {length}",
         )
     if dim > 0 and (length // num_parts) % num_ranks:
         inside = f" left by {'×'.join(others)}={num_parts}" if others else ""
@@ -126,6 +152,24 @@ def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where
             where=where,
             hint=f"cut dim 0 instead ({FSDP_AXIS}:S(0)), or choose a size that divides {length // num_parts}",
         )
+
+
+def _uneven_axes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard]) -> tuple[str, ...]:
+    """Return the axes that cut the same dim as FSDP into parts of different lengths; see `_check_fsdp`."""
+    fsdp = cuts.get(FSDP_AXIS)
+    if fsdp is None or mesh.size(FSDP_AXIS) == 1 or fsdp.dim >= len(entry.shape):
+        return ()
+    others = _same_dim(cuts, fsdp)
+    return others if _length(entry, fsdp.dim) % math.prod(map(mesh.size, others)) else ()
+
+
+def _same_dim(cuts: Mapping[str, Shard], fsdp: Shard) -> tuple[str, ...]:
+    return tuple(axis for axis, placement in cuts.items() if placement == fsdp and axis != FSDP_AXIS)
+
+
+def _length(entry: TensorEntry, dim: int) -> int:
+    """Return the length of a dim as torch counts it."""
+    return entry.shape[dim] // (entry.dtype.pack if dim == len(entry.shape) - 1 else 1)
 
 
 def _check_bytes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where: str | None) -> None:

@@ -11,26 +11,28 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.description.layout import Mesh, Placement, Shard
 from ckpt_tools.errors import UsageError
 
-Cut = Literal["out", "in", "rows", "columns", "experts", "whole", "packed"]
-"""What a style cuts: a layer's output or input features, a table's rows or columns, experts, nothing."""
+Cut = Literal["out", "in", "packed_out", "packed_in", "rows", "columns", "experts", "whole"]
+"""What a style cuts: a layer's output or input features, those of each of the matrices that one tensor holds side by
+side, a table's rows or columns, experts, nothing."""
 
 _STYLES: dict[Cut, str] = {
     "out": "colwise colwise_rep colwise_gather_output local_colwise",
     "in": "rowwise rowwise_rep rowwise_split_input local_rowwise",
+    "packed_out": "packed_colwise",
+    "packed_in": "packed_rowwise local_packed_rowwise",
     "rows": "embedding_rowwise",
     "columns": "embedding_colwise",
     "experts": "grouped_gemm",
-    "packed": "packed_colwise packed_rowwise local_packed_rowwise",
     # These steer activations and gradients and leave their parameters uncut.
     "whole": "replicate replicated_with_grad_allreduce sequence_parallel mla_kv_a_proj all_reduce moe_tp_experts "
-    "moe_identity_expert ep_dispatch_experts local_params local gather",
+    "moe_identity_expert ep_dispatch_experts ep_router local_params local gather",
 }
 STYLES: dict[str, Cut] = {style: cut for cut, styles in _STYLES.items() for style in styles.split()}
 """Every known style → what it cuts."""
@@ -55,6 +57,10 @@ class Rule:
     """Where the rule was written, for messages."""
     optional: bool = False
     """True when the rule may match nothing (parameters that a plan names and a model may lack)."""
+    hint: str = ""
+    """What to do when it matches nothing and should; without, the nearest names are shown."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    """FQN → the shape that its dims are counted in, where that is known; another one is refused."""
 
     def __post_init__(self) -> None:
         compile_glob(self.match)
@@ -69,13 +75,6 @@ class Rule:
                 f"unknown style {self.style!r} in the rule for {self.match!r}",
                 where=self.origin,
                 hint=suggest(self.style, STYLES, "the styles are"),
-            )
-        if STYLES[self.style] == "packed":
-            raise UsageError(
-                f"the style {self.style!r} of {self.match!r} is not supported: the tensor holds several "
-                "matrices side by side, and every rank needs a part of each, which is not one rectangle",
-                where=self.origin,
-                hint="leave the tensor off the tp axis (place: {}), or unpack it first",
             )
 
     @property
@@ -101,6 +100,13 @@ class Rule:
         dim = _cut_dim(STYLES[self.style or ""], fqn, num_dims)
         return {} if dim is None else {axis: Shard(dim) for axis in self.axes}
 
+    def is_packed(self, num_dims: int) -> bool:
+        """Whether a rank of the live model has a part of each of the matrices in the tensor, and no single run.
+
+        transformers marks these parameters with PyTorch's `_StridedShard`, and cuts the vectors beside them in one run.
+        """
+        return num_dims > 1 and STYLES.get(self.style or "") in ("packed_out", "packed_in")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSet:
@@ -117,12 +123,15 @@ def _cut_dim(how: Cut, fqn: str, num_dims: int) -> int | None:
     """Return the dim that is cut, None for none. A scalar is never cut.
 
     Linear weights are (…, out, in): experts stacked along dim 0 keep that dim whole. The bias of a rowwise
-    layer is added after the sum over ranks, so every rank keeps all of it.
+    layer is added after the sum over ranks, so every rank keeps all of it. Packed matrices lie along the dim that is
+    cut; a file has the parts of that dim one after the other, as transformers' own checkpoints of them.
     """
-    if num_dims == 0 or how in ("whole", "packed"):
+    if num_dims == 0 or how == "whole":
         return None
-    if how == "out":
+    if how in ("out", "packed_out"):
         return max(num_dims - 2, 0)
+    if how == "packed_in":
+        return num_dims - 1 if num_dims > 1 else None
     if how == "in":
         return None if fqn.rpartition(".")[2] == "bias" else num_dims - 1
     if how == "columns":

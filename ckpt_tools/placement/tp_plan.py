@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement.rule import STYLES, Rule
@@ -23,6 +23,8 @@ from ckpt_tools.walls.config import without_code_keys
 
 _ORIGIN = "--tp-plan auto"
 _WRITE_RULES = "write the rules yourself: --rules FILE, or --set 'GLOB=tp:S(0)'"
+
+_OTHER_NAMES = f"the plan has the names of the live model: leave out --names and --engine dtensor, or {_WRITE_RULES}"
 
 _LLAMA = {
     "lm_head": "colwise_gather_output",
@@ -52,6 +54,8 @@ class TpPlan:
     """Keys whose parameters a checkpoint leaves out because they are tied to others."""
     base_prefix: str
     """What the names of the bare model lack, with its dot ("model."); "" when this is the bare model."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameter → its shape in the live model, of what the styles are about; empty where no model was built."""
 
 
 def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: TpPlan | None) -> tuple[Rule, ...]:
@@ -69,17 +73,19 @@ def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: Tp
     """
     check_quantization(config)
     plan = found or _built_in_plan(config)
-    names = _checkpoint_names(plan, fqns)
+    prefix, root = _find_root(plan, fqns)
     origin = f"{_ORIGIN} ({plan.title})"
+    shapes = {root + name.removeprefix(prefix): shape for name, shape in plan.shapes.items() if name.startswith(prefix)}
     rules = []
     # A parameter's own entry is longer than its module's, and comes first.
-    for key in sorted(names, key=lambda key: -key.count(".")):
+    for key in sorted(_keys(plan, prefix), key=lambda key: -key.count(".")):
+        match = root + key.removeprefix(prefix)
         try:
-            rule = Rule(match=names[key], style=plan.styles[key], origin=origin, optional=key in plan.may_lack)
+            rule = Rule(match=match, style=plan.styles[key], origin=origin, hint=_OTHER_NAMES, shapes=shapes)
         except UsageError as error:
             raise UsageError(error.what, where=error.where, hint=_WRITE_RULES) from error
-        if rule.axes:
-            rules.append(rule)
+        # What stays whole is a rule, too: that of a parameter comes before the one that cuts the rest of its module.
+        rules.append(replace(rule, optional=not rule.axes or key in plan.may_lack))
     return tuple(rules)
 
 
@@ -153,21 +159,26 @@ def find_tp_plan(config: Mapping[str, object]) -> TpPlan | None:
         what = f"config.json does not describe a {architecture}: {type(error).__name__}: {error}"
         raise _no_plan(what, architecture) from error
     styles = dict(model.tp_plan or {})
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    parameters = {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     is_bare = model.base_model is model
     return _plan(architecture, styles, parameters, tied, "" if is_bare else f"{model.base_model_prefix}.")
 
 
 def _plan(
-    title: str, styles: Mapping[str, str], parameters: Sequence[str], tied: Collection[str], base_prefix: str
+    title: str,
+    styles: Mapping[str, str],
+    parameters: Mapping[str, tuple[int, ...]],
+    tied: Collection[str],
+    base_prefix: str,
 ) -> TpPlan:
     owned = {key: [name for name in parameters if _key_pattern(key).fullmatch(name)] for key in styles}
     present = {key: style for key, style in styles.items() if owned[key]}
     if not any(STYLES.get(style) != "whole" for style in present.values()):
         raise _no_plan(f"transformers has no tensor-parallel plan for {title}")
     may_lack = frozenset(key for key in present if all(name in tied for name in owned[key]))
-    return TpPlan(title=title, styles=present, may_lack=may_lack, base_prefix=base_prefix)
+    shapes = {name: parameters[name] for key in present for name in owned[key]}
+    return TpPlan(title=title, styles=present, may_lack=may_lack, base_prefix=base_prefix, shapes=shapes)
 
 
 def _built_in_plan(config: Mapping[str, object]) -> TpPlan:
@@ -189,24 +200,32 @@ def _key_pattern(key: str, root: str = "") -> re.Pattern[str]:
     return re.compile(rf"{root}{body}(?:\.[^.]+)?")
 
 
-def _checkpoint_names(plan: TpPlan, fqns: Collection[str]) -> dict[str, str]:
-    """Return each key of the plan → its name in the checkpoint, the keys that the bare model lacks left out.
+def _keys(plan: TpPlan, prefix: str) -> list[str]:
+    return [key for key in plan.styles if key.startswith(prefix)]
 
-    Of all roots that occur before a key's name the one that serves most keys is taken; without any, there is no plan.
+
+def _find_root(plan: TpPlan, fqns: Collection[str]) -> tuple[str, str]:
+    """Return what the names of the plan have in front and the checkpoint's lack, and what these have instead.
+
+    Keys of the plan that lack the former are left out. Of all roots that occur before a key's name the one that serves
+    most keys is taken; without any, there is no plan.
     """
-    best: tuple[int, dict[str, str]] = (0, {})
+    best: tuple[int, str, str] = (0, "", "")
     for prefix in dict.fromkeys(("", plan.base_prefix)):
-        keys = {key: key.removeprefix(prefix) for key in plan.styles if key.startswith(prefix)}
         served: dict[str, set[str]] = {}
-        for key, name in keys.items():
-            pattern = _key_pattern(name, root=r"(?P<root>(?:.*\.)?)")
+        for key in _keys(plan, prefix):
+            pattern = _key_pattern(key.removeprefix(prefix), root=r"(?P<root>(?:.*\.)?)")
             for match in map(pattern.fullmatch, fqns):
                 if match is not None and not set("*?{}") & set(match["root"]):
                     served.setdefault(match["root"], set()).add(key)
         for root, found in sorted(served.items()):
             if len(found) > best[0]:
-                best = (len(found), {key: root + name for key, name in keys.items()})
+                best = (len(found), prefix, root)
     if not best[0]:
         examples = ", ".join(list(plan.styles)[:2])
-        raise _no_plan(f"the checkpoint has none of the names of the plan, such as {examples}", plan.title)
-    return best[1]
+        raise UsageError(
+            f"the checkpoint has none of the names of the plan, such as {examples}",
+            where=f"{_ORIGIN} ({plan.title})",
+            hint=_OTHER_NAMES,
+        )
+    return best[1:]

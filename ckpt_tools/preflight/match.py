@@ -12,7 +12,9 @@ from ckpt_tools.description.infer import infer_mesh
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
+from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_FILES, OPTIMIZER_PART, POLICY_PART, is_model_part
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import config_path
 from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
@@ -27,12 +29,6 @@ from ckpt_tools.text import escape_name
 
 COMPARE = "ckpt_tools.preflight.meta_model:compare"
 """What runs in the child."""
-_MODEL_CHILDREN = ("pytorch_model_fsdp_0", "model")
-"""Where accelerate puts the model inside of a checkpoint of its own."""
-_VERL_CHILD = "actor"
-"""Where verl puts the policy inside of a global_step_N."""
-_OPTIMIZER_CHILD = "optimizer_0"
-_OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
 _SAMPLE_BYTES = 1 << 16
 """Of two tied tensors, to see whether they are the same."""
 _SAVES_OPTIMIZER: Mapping[str, str] = {
@@ -96,7 +92,7 @@ def check_checkpoint(
         cuts: Smaller configs, of which one that runs is looked for where the model is large (`Comparison.trial`).
     """
     # Where accelerate and verl put the model in what they save.
-    inside = (os.path.join(path, child) for child in (_MODEL_CHILDREN[0], _VERL_CHILD))
+    inside = (os.path.join(path, child) for child in (MODEL_PART, POLICY_PART))
     path = next(filter(os.path.isdir, inside), path)
     try:
         with open_path(path) as opened:
@@ -225,10 +221,10 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
     if any(map(is_optimizer, checkpoint.tensors)):
         return
     parent = os.path.dirname(os.path.abspath(path))
-    for directory in {path, parent} if os.path.basename(path) in _MODEL_CHILDREN else {path}:
-        if os.path.exists(os.path.join(directory, _OPTIMIZER_CHILD, ".metadata")):
+    for directory in {path, parent} if is_model_part(os.path.basename(path)) else {path}:
+        if os.path.exists(os.path.join(directory, OPTIMIZER_PART, METADATA_NAME)):
             return
-        if any(os.path.exists(os.path.join(directory, name)) for name in _OPTIMIZER_FILES):
+        if any(os.path.exists(os.path.join(directory, name)) for name in OPTIMIZER_FILES):
             return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start anew with these weights as the base model")

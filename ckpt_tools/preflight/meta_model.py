@@ -20,7 +20,7 @@ from ckpt_tools.description.layout import Mesh, Shard
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.table import format_of
-from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.names import match_names, shapes_of
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import ModelConfig
@@ -167,23 +167,22 @@ def _match(
     adapters = tuple(entry.fqn for entry in opened.checkpoint.tensors if is_factor(entry.fqn))
     comparison = replace(comparison, adapters=adapters)
     plain, original = _without_peft(opened.checkpoint, set(adapters))
-    names = tuple(model.state_dict(keep_vars=True))
     try:
-        wholes, left = match_names(plain, model, names, "auto")
+        match = match_names(plain, model, shapes_of(model.state_dict(keep_vars=True)), "auto")
     except UsageError as error:
         return replace(comparison, refused=(error.what, error.hint)), None
     found = {
         name: FoundTensor(
             dtype=whole.dtype.name,
             shape=tuple(whole.shape),
-            fqns=tuple(original[piece.entry.fqn] for piece in whole.pieces),
+            fqns=tuple(original[source] for source in whole.mosaic.sources),
         )
-        for name, whole in wholes.items()
+        for name, whole in match.found.items()
     }
-    used = {piece.entry.fqn for whole in wholes.values() for piece in whole.pieces}
+    used = {source for whole in match.found.values() for source in whole.mosaic.sources}
     entries = [entry for entry in plain.tensors if entry.fqn in used]
     reads = _reads(mesh, config.values, opened.checkpoint, entries) if mesh is not None and entries else None
-    return replace(comparison, found=found, left=tuple(original[fqn] for fqn in left)), reads
+    return replace(comparison, found=found, left=tuple(original[fqn] for fqn in match.left)), reads
 
 
 def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoint, dict[str, str]]:
@@ -215,6 +214,8 @@ def _reads(mesh: Mesh, values: Mapping[str, object], checkpoint: Checkpoint, ent
         placed = place_tensors([entry for entry in entries if math.prod(entry.shape)], mesh, rules)
     except CkptError as error:
         return Reads(refused=(error.what, error.hint))
-    placements = {fqn: {a: cut for a, cut in cuts.items() if isinstance(cut, Shard)} for fqn, cuts in placed.items()}
+    placements = {
+        fqn: {a: cut for a, cut in cuts.items() if isinstance(cut, Shard)} for fqn, cuts in placed.placements.items()
+    }
     whole_items = format_of(checkpoint).loads_by_dcp
     return Reads(ranks=count_reads(entries, mesh, placements, whole_items=whole_items))

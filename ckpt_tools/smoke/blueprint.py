@@ -15,7 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2 import LoadReport, add_lora, load_base, load_checkpoint, load_quantised, quantise_linears
 from ckpt_tools.fsdp2.lora import base_name, linear_layers
-from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.names import match_names, shapes_of
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import Recipe
@@ -92,9 +92,11 @@ class Blueprint:
 
 def adopt_dtypes(model: nn.Module, source: str) -> None:
     """Give the parameters of a model on meta the dtypes that the checkpoint stores them in; what is shared stays so."""
-    names = {strip_wrappers(fqn): fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = {strip_wrappers(fqn): fqn for fqn in parameters}
+    shapes = shapes_of({name: parameters[fqn] for name, fqn in names.items()})
     with open_path(source) as opened:
-        found, _ = match_names(opened.checkpoint, model, tuple(names), "auto")
+        found = match_names(opened.checkpoint, model, shapes, "auto").found
     wanted: dict[int, torch.dtype] = {}
     for name, whole in found.items():
         dtype = getattr(torch, whole.dtype.torch_name or "", None)

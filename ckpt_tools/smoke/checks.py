@@ -13,13 +13,21 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Box, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.description.transform import find_model, strip_wrappers
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.fsdp2.architecture import architecture_of
+from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.load import targets_of
-from ckpt_tools.fsdp2.names import match_names
+from ckpt_tools.fsdp2.names import match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
+from ckpt_tools.maps.foreign import Origin
+from ckpt_tools.models.conventions import CONVENTIONS
 from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.smoke.setting import Setting
+from ckpt_tools.text import first_few
 
 MAX_FINDINGS = 5
 """Findings of one kind that a rank reports; the last one says how many there are."""
+LIVE_NAMES = "live-names"
+"""Code of a checkpoint whose names are not those of the live model."""
 GRADIENT_FLOOR = 1e-3
 """A gradient is compared relative to its largest element, or to this part of the largest of all parameters.
 
@@ -44,27 +52,78 @@ def expected_box(tensor: torch.Tensor) -> Box:
     return cut_tensor(shape, axes, placements).local_box(axes.rank(coordinate))
 
 
-def missing_for_dcp(model: nn.Module, source: str) -> Finding | None:
-    """Return a warning when stock `dcp.load(model.state_dict())` would not find all of its names in the checkpoint.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """How the names of the checkpoint are those of the model."""
 
-    `load_checkpoint` maps names: tied weights that a file holds once, and what transformers renames or fuses.
+    title: str
+    """By which map they were found, for people."""
+    note: str = ""
+    """What `dcp.load` needs that this run does not know of."""
+    finding: Finding | None = None
+    """Why stock `dcp.load(model.state_dict())` would fail."""
+
+
+def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
+    """Say by which map a loaded model's names were found, and hold them against what `dcp.load` looks for.
+
+    Files of the hub are renamed by everybody who loads them. `dcp.load` renames nothing: names of a checkpoint that
+    it reads must be the live model's, under a root or wrappers that the training script may have as well.
     """
-    with open_path(source) as opened:
-        if not opened.format.loads_by_dcp:
-            return None
-        inside, prefix = find_model(opened.checkpoint)
-    stored = {strip_wrappers(entry.fqn) for entry in inside.tensors}
-    names = model.state_dict(keep_vars=True)
-    missing = [name for name in names if prefix + name not in stored]
-    if not missing:
-        return None
-    return Finding.warning(
-        code="live-names",
+    is_adapted = blueprint.setting.options.lora
+    inner = model.get_base_model() if is_adapted else model  # type: ignore[operator]
+    with open_path(blueprint.source) as opened:
+        match = match_names(opened.checkpoint, inner, _wanted(model, blueprint), "auto")
+        inside, root = find_model(opened.checkpoint)
+        if is_adapted or not opened.format.loads_by_dcp:  # an adapted model's own names are nobody's checkpoint
+            return Naming(title=match.title)
+    live = shapes_of({name: one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)})
+    stored = {strip_wrappers(entry.fqn).removeprefix(root): entry for entry in inside.tensors}
+    absent = [name for name in live if name not in stored]
+    reshaped = [name for name, shape in live.items() if name in stored and stored[name].shape != shape]
+    if wrong := absent or reshaped:
+        way_on = ["load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did"]
+        known = architecture_of(inner)
+        if absent and known is not None and known.is_known:
+            way_on.insert(0, _make_live(blueprint.setting))
+        finding = Finding.error(
+            code=LIVE_NAMES,
+            where=wrong[0],
+            what=f"dcp.load(model.state_dict(), ...) would fail: {len(wrong)} of the live model's {len(live)} tensors "
+            f"are not in the checkpoint {'by their names' if absent else 'in their shapes'}: {first_few(wrong, 3)}",
+            hint=", or ".join(way_on),
+        )
+        return Naming(title=match.title, finding=finding)
+    note = ""
+    if any(strip_wrappers(entry.fqn) != entry.fqn for entry in stored.values()):
+        note = "the names have parts that wrappers put in: dcp.load finds them in a model that is wrapped alike"
+    elif root:
+        note = f"the names are below {root!r}: dcp.load finds them in a state dict that is nested alike"
+    return Naming(title=match.title, note=note)
+
+
+def _make_live(setting: Setting) -> str:
+    return f"write the live names: `ckpt reshard {setting.options.label} DST --mesh {setting.mesh} --names live`"
+
+
+def foreign_names(missing: Sequence[str], num_names: int, owner: Origin, setting: Setting) -> Finding:
+    """Return the finding that a checkpoint has the names of somebody else's model, `owner`'s."""
+    way_on = owner.way_on.replace("{source}", setting.options.label)
+    if owner.code in CONVENTIONS:
+        way_on = f"{_make_live(setting)}; {way_on}"
+    return Finding.error(
+        code=LIVE_NAMES,
         where=missing[0],
-        what=f"{len(missing)} of {len(names)} names of the live model are not in the checkpoint, which holds these "
-        "weights under other names: dcp.load(model.state_dict(), ...) fails with 'Missing key'",
-        hint="load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did",
+        what=f"the names are {owner.what}: {len(missing)} of {num_names} tensors of the live model are not found "
+        f"by them: {first_few(missing, 3)}",
+        hint=way_on,
     )
+
+
+def _wanted(model: nn.Module, blueprint: Blueprint) -> dict[str, tuple[int, ...] | None]:
+    """Return the names that the model has in the checkpoint of the base model."""
+    shapes = shapes_of(targets_of(model)[0])
+    return {base: shape for name, shape in shapes.items() if (base := blueprint.base_name(name)) is not None}
 
 
 def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Finding], int, int]:
@@ -79,14 +138,13 @@ def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Fi
     findings: list[Finding] = []
     compared = nbytes = 0
     with open_path(blueprint.source) as opened:
-        wanted = tuple(dict.fromkeys(base for base in names.values() if base is not None))
-        found, _ = match_names(opened.checkpoint, inner, wanted, "auto")
+        found = match_names(opened.checkpoint, inner, _wanted(model, blueprint), "auto").found
         reader = BoxReader(opened)
         for name, tensor in targets.items():
             whole = found.get(names[name] or "")
             if whole is None or name in shared or whole.shape != tuple(tensor.shape):
                 continue
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().to("cpu")
+            local = local_of(tensor).to("cpu")
             box = expected_box(tensor)
             wanted_values = reader.read(whole, box, local.dtype)
             compared += 1
@@ -217,7 +275,7 @@ def _states(optimizer: torch.optim.Optimizer) -> list[object]:
 def _is_equal(one: object, other: object) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return bool(one == other)
-    a, b = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
+    a, b = local_of(one), local_of(other)
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a.to("cpu")), _bytes(b.to("cpu")))
 
 
@@ -225,7 +283,7 @@ def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
     """Return the bytes of this rank's own parts, each storage once."""
     seen: dict[int, int] = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         if local.numel():
             seen[local.data_ptr()] = local.numel() * local.element_size()
     return sum(seen.values())

@@ -114,7 +114,7 @@ def _run_world(setting: Setting, here: Here, name: str, saved: Saved | None = No
 
 def _is_sound(outcome: Outcome) -> bool:
     """Did every rank do everything?"""
-    return not outcome.findings and not any(log.has_said for log in outcome.logs.values())
+    return not outcome.findings and not any(log.failed for log in outcome.logs.values())
 
 
 def _of_traces(directory: str, outcome: Outcome) -> list[Finding]:

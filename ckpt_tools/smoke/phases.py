@@ -12,17 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2 import clip_grad_norm, save_checkpoint, shard_model
+from ckpt_tools.fsdp2 import LoadReport, clip_grad_norm, save_checkpoint, shard_model
 from ckpt_tools.fsdp2.agree import from_rank0, gather, share
 from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.compare import compare_ranks
 from ckpt_tools.fsdp2.mesh import TP_AXIS
 from ckpt_tools.fsdp2.watch import watch
+from ckpt_tools.maps import origins_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.recipe import Batch, call, has_loss, loss_of
 from ckpt_tools.smoke import blueprint as blueprints
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, local_bytes, missing_for_dcp
+from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, foreign_names, judge_names, local_bytes
 from ckpt_tools.smoke.machine import free_memory
 from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.reference import Reference, make_optimizer, on_device
@@ -137,24 +138,35 @@ def shard(run: Run) -> str:
 def load(run: Run) -> str:
     """Load the checkpoint; names that do not fit are findings."""
     report = run.blueprint.load(run.model)
+    title = ""
     if run.rank == 0:
-        _report_names(run, "missing-tensor", report.missing, "the checkpoint does not have it")
-        if not run.blueprint.recipe.is_cut:
-            _report_names(run, "unexpected-tensor", report.unexpected, "the model has no name for it")
-        if not report.missing and not run.setting.options.lora:
-            live = missing_for_dcp(run.model, run.blueprint.source)
-            run.report(*([] if live is None else [live]))
+        _report_names(run, report)
+        if not report.missing and run.setting.options.source is not None:
+            naming = judge_names(run.model, run.blueprint)
+            title = f"; {naming.title}"
+            run.note(*filter(None, [naming.note]))
+            if naming.finding is not None:  # an error of the checkpoint: what ckpt has loaded of it can be tried
+                run.journal.finding(naming.finding)
     total = sum(gather(report.loaded_bytes))
     if not total:  # quantising needs whole layers
-        return "read, quantised and sent by rank 0"
-    return f"{format_size(total)} read by {run.world_size} ranks"
+        return f"read, quantised and sent by rank 0{title}"
+    return f"{format_size(total)} read by {run.world_size} ranks{title}"
 
 
-def _report_names(run: Run, code: str, names: tuple[str, ...], what: str) -> None:
-    for name in names[:_MAX_NAMES]:
-        run.error(code, name, what, "does the config belong to this checkpoint? `ckpt inspect --tensors`")
-    if len(names) > _MAX_NAMES:
-        run.error(code, "…", f"{len(names) - _MAX_NAMES} more: {what}")
+def _report_names(run: Run, report: LoadReport) -> None:
+    """Report names that do not fit: one by one, or, where hardly any does, whose they are."""
+    num_names = len(run.model.state_dict(keep_vars=True))
+    if 2 * len(report.missing) > num_names and (owners := origins_of(report.unexpected)):
+        run.report(foreign_names(report.missing, num_names, owners[0], run.setting))
+        return
+    for code, names, what in (
+        ("missing-tensor", report.missing, "the checkpoint does not have it"),
+        ("unexpected-tensor", () if run.blueprint.recipe.is_cut else report.unexpected, "the model has no name for it"),
+    ):
+        for name in names[:_MAX_NAMES]:
+            run.error(code, name, what, "does the config belong to this checkpoint? `ckpt inspect --tensors`")
+        if len(names) > _MAX_NAMES:
+            run.error(code, "…", f"{len(names) - _MAX_NAMES} more: {what}")
 
 
 def compare(run: Run) -> str:

@@ -11,9 +11,7 @@ from torch import nn
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2 import materialise_buffers, parameter_groups
-from ckpt_tools.fsdp2.load import assign, sources_of, targets_of
-from ckpt_tools.fsdp2.names import match_names
-from ckpt_tools.fsdp2.read import BoxReader
+from ckpt_tools.fsdp2.load import assign, read_state
 from ckpt_tools.models.hf_recipe import FEEDS_ITSELF, HfRecipe, stopped
 from ckpt_tools.models.recipe import Batch, Recipe, call, loss_of
 from ckpt_tools.smoke.blueprint import Blueprint
@@ -117,11 +115,7 @@ def on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
 
 def _load(model: nn.Module, source: str, device: torch.device) -> None:
     """Read a whole checkpoint into an unsharded model, without talking to other ranks."""
-    targets, shared = targets_of(model)
     with open_path(source) as opened:
-        found, _ = match_names(opened.checkpoint, model, tuple(targets), "auto")
-        reader = BoxReader(opened)
-        wholes = sources_of(targets, shared, found)
-        state = {name: reader.read_whole(whole, targets[name].dtype).to(device) for name, whole in wholes.items()}
+        state, _ = read_state(model, opened, strict=False, device=device)
     assign(model, state)
     materialise_buffers(model, device)

@@ -115,10 +115,14 @@ class SmokeReport:
     """Under torchrun, only rank 0 speaks."""
 
     @property
+    def failed(self) -> tuple[str, ...]:
+        """The phases that failed."""
+        return tuple(phase.name for phase in self.phases if phase.ok is False)
+
+    @property
     def ok(self) -> bool:
         """True when no phase failed and nothing worse than a warning was found."""
-        failed = any(phase.ok is False for phase in self.phases)
-        return not failed and not any(finding.severity == "error" for finding in self.findings)
+        return not self.failed and not any(finding.severity == "error" for finding in self.findings)
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON document (without the schema version)."""

@@ -93,7 +93,7 @@ def run_in_torchrun(
         left = board.collect(setting.timeout_s if done else _GRACE_S)
         outcome = Outcome(logs={number: each.log for number, each in left.items()})
         report = assemble(setting, outcome)
-        if rank == 0 and done and report.ok:
+        if rank == 0 and done and not report.failed:
             report = _with_reload(setting, outcome, run_local)
         if rank == 0:
             board.say("reported")

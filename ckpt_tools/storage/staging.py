@@ -59,6 +59,7 @@ class Staging:
             publish.remove_empty(self._made)
             raise
         self._files: list[str] = []
+        self._parts: list[str] = []
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._descriptors = Descriptors(self._open)
         self._journal: JournalWriter | None = None
@@ -115,8 +116,18 @@ class Staging:
 
     @property
     def num_kept(self) -> int:
-        """Blocks that the next run of the same command could continue from."""
-        return len(self.records) + (self._journal.num_records if self._journal is not None else 0)
+        """Blocks, and parts whole or begun, that the next run of the same command could continue from."""
+        count = len(self.records) + (self._journal.num_records if self._journal is not None else 0)
+        return count + sum(os.path.lexists(path) or os.path.lexists(staging_path(path)) for path in self._parts)
+
+    def begin_part(self, directory: str) -> str:
+        """Return where a `Staging` of its own may build a directory that is published with the rest.
+
+        It is there already when an interrupted run, whose work is continued, had come to its end.
+        """
+        path = os.path.join(self.directory, directory)
+        self._parts.append(path)
+        return path
 
     def create(self, file: str, nbytes: int) -> None:
         """Create `file` with `nbytes` of allocated space; one that is continued is kept when it has that size.
@@ -262,6 +273,9 @@ class Staging:
         for directory, subdirectories, names in os.walk(self.directory):
             for name in [*subdirectories, *names]:
                 path = os.path.join(directory, name)
+                if path in self._parts:
+                    subdirectories.remove(name)
+                    continue
                 if os.path.relpath(path, self.directory) in mine:
                     continue
                 if os.path.isdir(path) and not os.path.islink(path):

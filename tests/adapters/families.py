@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -224,8 +225,8 @@ def adapt(case: Case, adapter_name: str = "default"):
     return model.eval()
 
 
-def save_all(rank: int, world_size: int, directory: str) -> None:
-    """On every rank: shard every case's model with FSDP2, and save it."""
+def save_all(rank: int, world_size: int, directory: str, names: Iterable[str]) -> None:
+    """On every rank: shard the model of every case named with FSDP2, and save it."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
@@ -239,7 +240,8 @@ def save_all(rank: int, world_size: int, directory: str) -> None:
 
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         model = adapt(case)
         if rank == 0:
             Path(directory, name).mkdir()

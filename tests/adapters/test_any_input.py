@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings, strategies as st
-from samples import safetensors_bytes
+from samples import examples, safetensors_bytes
 
 from ckpt_tools import api
 from ckpt_tools.description.dtypes import BY_NAME
@@ -120,7 +120,7 @@ def likely(draw):
     return tensors | draw(st.dictionaries(NAMES, st.tuples(DTYPES, SHAPES), max_size=2))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
 @given(
     TENSORS | likely(),
     CONFIGS,

@@ -157,6 +157,17 @@ def really(name: str, tensors: Tensors, tmp_path: Path) -> set[str] | None:
     return changed
 
 
+QUICK = [
+    "flux1: kohya's names",
+    "flux2: DoRA",
+    "sd3: ComfyUI's names, all",
+    "sdxl: dora_scale",
+    "flux2: LoKr",
+    "flux1: LoHa",
+]
+
+
+@pytest.mark.full(but=QUICK)
 @pytest.mark.parametrize("case", CASES)
 def test_simulated_diffusers_is_the_real_one(case: str, tmp_path: Path) -> None:
     name, make = CASES[case]

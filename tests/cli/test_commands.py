@@ -190,7 +190,7 @@ def test_verify_against_another_format_compares_bits(run: Path, tmp_path: Path, 
 def test_diff_json_has_the_documented_fields(run: Path, tmp_path: Path, ckpt: Ckpt, ckpt_json) -> None:
     assert ckpt_json("diff", tmp_path / "model", run) == {
         "schema_version": 1, "equal": True, "only_in_a": [], "only_in_b": [], "changed": [],
-        "num_equal": len(MODEL),
+        "num_equal": len(MODEL), "notes": [],
     }  # fmt: skip
     other = {k: v for k, v in MODEL.items() if k != "model.step"} | {UP: tensor("BF16", 16, 8, seed=99)}
     write_model(tmp_path / "other", other | {"x": tensor("U8", 1), "model.empty": tensor("F32", 0, 4)})
@@ -424,6 +424,26 @@ def test_text_says_what_was_written_and_checked(model: Path, tmp_path: Path, ckp
     assert "would write" in out
     assert "__3_0.distcp" in out
     assert not (tmp_path / "again").exists()
+
+
+def test_uneven_cut_is_refused_or_left_out_with_a_note(model: Path, tmp_path: Path, ckpt_json) -> None:
+    argv = [
+        "shard",
+        model,
+        tmp_path / "run",
+        "--mesh",
+        "dp_shard=2,tp=2",
+        "--set",
+        "model.layers.*.{up,norm}.*=tp:S(0)",
+    ]
+    error = ckpt_json(*argv, code=2)["error"]
+    assert "norm.weight" in error["what"]
+    assert "--tp-uneven replicate" in error["hint"]
+    (note,) = ckpt_json(*argv, "--tp-uneven", "replicate")["notes"]
+    assert note == "whole on tp, which does not divide them (--tp-uneven replicate): model.layers.0.norm.weight"
+    tensors = {one["fqn"]: one for one in ckpt_json("inspect", tmp_path / "run", "--tensors")["tensors"]}
+    assert len(tensors[UP]["chunks"]) == 4
+    assert len(tensors["model.layers.0.norm.weight"]["chunks"]) == 2
 
 
 @pytest.mark.parametrize("mode", ["auto", "bar", "plain", "none"])

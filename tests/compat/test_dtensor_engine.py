@@ -122,7 +122,7 @@ def test_save_with_dtensor_hsdp_loads_and_has_the_predicted_table(model, tmp_pat
     source, expected = model
     mesh = Mesh((("dp_replicate", 2), ("dp_shard", 2)))
     rules = (parse_set("experts=dp_shard:S(1)"), parse_set("layers.0.o.bias=fsdp:R"))
-    placements = place_tensors(source.tensors, mesh, rules)
+    placements = place_tensors(source.tensors, mesh, rules).placements
     save_with_dtensor(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
     assert_saved(source, tmp_path / "out", mesh, placements, expected)
 
@@ -131,7 +131,7 @@ def test_save_with_dtensor_hsdp_loads_and_has_the_predicted_table(model, tmp_pat
 def test_save_with_dtensor_fsdp_tp_loads_and_has_the_predicted_table(model, tmp_path):
     source, expected = model
     mesh = Mesh((("dp_shard", 2), ("tp", 2)))
-    placements = place_tensors(source.tensors, mesh, parse_rules(RULES, where="r").rules)
+    placements = place_tensors(source.tensors, mesh, parse_rules(RULES, where="r").rules).placements
     save_with_dtensor(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
     assert_saved(source, tmp_path / "out", mesh, placements, expected)
 
@@ -141,7 +141,7 @@ def test_save_with_dtensor_renamed_tensors_without_fsdp_are_found_by_their_bytes
     source, expected = model
     renamed = replace(source, tensors=tuple(replace(entry, fqn=f"model.{entry.fqn}") for entry in source.tensors))
     mesh = Mesh((("ep", 2),))
-    placements = place_tensors(renamed.tensors, mesh, (parse_set("model.experts=ep:S(0)"),))
+    placements = place_tensors(renamed.tensors, mesh, (parse_set("model.experts=ep:S(0)"),)).placements
     save_with_dtensor(renamed, str(tmp_path / "out"), mesh, placements, timeout_s=60)
     expected = {f"model.{fqn}": tensor for fqn, tensor in expected.items()}
     assert_saved(renamed, tmp_path / "out", mesh, placements, expected)
@@ -155,7 +155,7 @@ def test_save_with_dtensor_every_dtype_comes_back_bit_by_bit(tmp_path):
     save_file(tensors | {"f4": f4}, tmp_path / "m.safetensors")
     source = describe(tmp_path, "m.safetensors")
     mesh = Mesh((("dp_shard", 1), ("tp", 2)))
-    placements = place_tensors(source.tensors, mesh, (parse_set("**=tp:S(1)"),))
+    placements = place_tensors(source.tensors, mesh, (parse_set("**=tp:S(1)"),)).placements
     save_with_dtensor(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
     assert_saved(source, tmp_path / "out", mesh, placements, tensors)
     # Torch cannot copy F4, so dcp.load cannot either: read the items where the metadata says they are.

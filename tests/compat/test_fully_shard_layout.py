@@ -149,7 +149,7 @@ def entries_of(metadata):
 def assert_same_table(metadata, owners, mesh, rules):
     entries = entries_of(metadata)
     assert entries
-    placed = place_tensors(entries, mesh, rules)
+    placed = place_tensors(entries, mesh, rules).placements
     for entry in entries:
         chunks = metadata.state_dict_metadata[entry.fqn].chunks
         theirs = [

@@ -121,6 +121,7 @@ def test_dcp_load_without_process_group_is_bitwise_equal(written, llama_dir, ass
     assert_same(state, expected)
 
 
+@pytest.mark.full
 def test_dcp_to_torch_save_gives_the_original_tensors(written, llama_dir, tmp_path, assert_same):
     expected = load_file(llama_dir / "model.safetensors")
     with without_ranks():

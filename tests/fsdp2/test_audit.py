@@ -58,6 +58,7 @@ def _states(rank, world_size):
     return before, forward, snapshot(model)
 
 
+@pytest.mark.full
 def test_snapshot_phases_of_full_shard_are_those_of_pytorch():
     before, forward, backward = run_ranks(2, _states)[0]
     assert [state.modules for state in before] == [("",), ("layers.0",), ("layers.1",)]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from fsdp2 import models
+from names import zoo
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpt_tools import api
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.fsdp2 import load_checkpoint, materialise_buffers
+from ckpt_tools.fsdp2.architecture import architecture_of
+from ckpt_tools.maps import load_table
 
 
 class Net(nn.Module):
@@ -227,3 +231,112 @@ def test_base_model_files_load_into_a_model_with_a_head_and_say_what_is_missing(
     report = load_checkpoint(model, tmp_path, strict=False)
     assert report.missing == ("lm_head.weight",)
     assert torch.equal(model.model.norm.weight, full.model.norm.weight)
+
+
+@pytest.fixture
+def moe(tmp_path):
+    """A live model with stacked experts, its files, and what changes them."""
+    model = models.build("qwen3-moe", "cpu")
+    model.save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
+
+    def change(edit):
+        state = load_file(file)
+        edit(state)
+        save_file(state, file)
+
+    return model, tmp_path / "hub", change
+
+
+EXPERT = "model.layers.0.mlp.experts.1."
+
+
+def test_same_tensors_from_the_files_of_the_hub_and_from_what_shard_writes_of_them(moe, tmp_path):
+    expected, path, _ = moe
+    for names in ("live", "hub"):
+        api.shard(path, tmp_path / f"dcp-{names}", mesh="dp_shard=3", names=names)
+    for source in (path, tmp_path / "dcp-live", tmp_path / "dcp-hub"):
+        model = models.build("qwen3-moe")
+        report = load_checkpoint(model, source)
+        assert_equal(model, expected)
+        assert report.loaded_bytes == sum(t.nbytes for t in expected.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (
+            lambda state: state.pop(EXPERT + "gate_proj.weight"),
+            r"the parts of model\.layers\.0\.mlp\.experts\.gate_up_proj",
+        ),
+        (lambda state: state.pop(EXPERT + "down_proj.weight"), r"experts\.down_proj: \[3, .*in the model"),
+        (
+            lambda state: [state.pop(name) for name in list(state) if "layers.0.mlp.experts" in name and "up" in name],
+            "are not complete",
+        ),
+        (
+            lambda state: state.update({EXPERT + "up_proj.weight": torch.ones(3, 3)}),
+            "tensors that are stacked differ in shape",
+        ),
+        (
+            lambda state: state.update({"norm.weight": state["model.norm.weight"].clone()}),
+            r"'model.norm.weight' and 'norm.weight' are both named 'model.norm.weight' in the model",
+        ),
+    ],
+)
+def test_experts_that_are_not_whole_are_refused(moe, edit, what):
+    _, path, change = moe
+    change(edit)
+    model = models.build("qwen3-moe")
+    with pytest.raises(UsageError, match=what):
+        load_checkpoint(model, path)
+    assert model.model.norm.weight.is_meta
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Own"])
+def test_class_of_ones_own_gets_what_from_pretrained_gives_it(moe, name):
+    """By the rules of the installed transformers, whatever the table says of a class of that name."""
+    expected, path, _ = moe
+    model = models.build("qwen3-moe")
+    model.__class__ = type(name, (type(model),), {"__module__": "own"})
+    load_checkpoint(model, path)
+    assert_equal(model, expected)
+    assert_equal(type(model).from_pretrained(path), expected)
+
+
+def test_class_that_the_table_does_not_know_is_renamed_as_the_installed_transformers_does(tmp_path):
+    config = zoo.small_config("AyaVisionForConditionalGeneration")
+    assert "AyaVisionForConditionalGeneration" not in load_table().architectures
+    expected = zoo.build("AyaVisionForConditionalGeneration", config, "cpu")
+    expected.save_pretrained(tmp_path)
+    model = zoo.build("AyaVisionForConditionalGeneration", config, "meta")
+    load_checkpoint(model, tmp_path)
+    assert_equal(model, expected)
+
+
+def test_rules_of_the_installed_transformers_are_those_of_the_table():
+    config = zoo.small_config("LlavaForConditionalGeneration")
+    model = zoo.build("LlavaForConditionalGeneration", config, "meta")
+    known = architecture_of(model)
+    model.__class__ = type("Own", (type(model),), {"__module__": "transformers.own"})
+    found = architecture_of(model)
+    assert found.source == f"transformers {transformers.__version__}"
+    assert [(r.kind, r.sources, r.targets) for r in found.expected.rules] == [
+        (r.kind, r.sources, r.targets) for r in known.expected.rules
+    ]
+
+
+def test_experts_that_the_hub_stores_transposed_are_turned_where_the_models_shapes_say_so(tmp_path):
+    config = zoo.small_config("Qwen3VLMoeForConditionalGeneration")
+    config["text_config"]["moe_intermediate_size"] = 12
+    expected = zoo.build("Qwen3VLMoeForConditionalGeneration", config, "cpu")
+    expected.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(turned, file)
+    model = zoo.build("Qwen3VLMoeForConditionalGeneration", config, "meta")
+    load_checkpoint(model, tmp_path)
+    assert_equal(model, expected)

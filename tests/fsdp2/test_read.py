@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
+from samples import examples
 
 from ckpt_tools import api
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.fsdp2.read import BoxReader, Piece, Whole, as_whole
+from ckpt_tools.fsdp2.read import BoxReader, Whole, as_whole
+from ckpt_tools.maps import mosaic
 
 SHAPES = {"matrix": (13, 12), "cube": (5, 6, 8), "vector": (17,), "scalar": (), "strided": (6, 10)}
 
@@ -37,7 +41,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "rows", "columns", "both", "torch"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_box_of_any_format_is_that_of_the_tensor(made, form, data):
     directory, state = made
@@ -59,21 +63,24 @@ def test_box_of_any_format_is_that_of_the_tensor(made, form, data):
         assert torch.equal(half, state[name][part].bfloat16())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
-def test_box_of_stacked_and_concatenated_tensors_is_that_of_the_whole(made, data):
+def test_box_of_tensors_that_are_put_together_is_that_of_the_whole(made, data):
     directory, state = made
     with open_path(str(directory / "rows")) as opened:
         entry = next(entry for entry in opened.checkpoint.tensors if entry.fqn == "matrix")
-        # Three in a list, each beside another: (3, 26, 12)
-        pieces = tuple(Piece(entry, (i, 13 * j, 0), (0,)) for i in range(3) for j in range(2))
-        whole = Whole(shape=(3, 26, 12), dtype=entry.dtype, pieces=pieces)
-        expected = torch.stack([torch.cat([state["matrix"]] * 2)] * 3)
+        # Three in a list, each beside its own transposed last rows: (3, 25, 12)
+        matrix = mosaic.whole("matrix", entry.dtype, entry.shape)
+        rest = mosaic.transpose(mosaic.part_of(matrix, 0, 1, 12), 0, 1)
+        whole = Whole(fqn="w", mosaic=mosaic.stack([mosaic.join([matrix, rest], 0)] * 3, 0), entries={"matrix": entry})
+        expected = torch.stack([torch.cat([state["matrix"], state["matrix"][1:].t()])] * 3)
+        reader = BoxReader(opened)
         box = []
         for length in whole.shape:
             start = data.draw(st.integers(0, length))
             box.append((start, data.draw(st.integers(0, length - start))))
-        found = BoxReader(opened).read(whole, Box(*map(tuple, zip(*box, strict=True))), torch.float32)
+        found = reader.read(whole, Box(*map(tuple, zip(*box, strict=True))), torch.float32)
+        assert reader.bytes_read == found.numel() * 4
         assert torch.equal(found, expected[tuple(slice(o, o + n) for o, n in box)])
 
 
@@ -100,6 +107,23 @@ def test_damaged_chunk_is_refused_when_it_is_read_whole(made, tmp_path):
     file.write_bytes(data)
     with open_path(str(tmp_path / "rows")) as opened, pytest.raises(UnreadableError, match="'matrix' is damaged"):
         BoxReader(opened).read(as_whole(entry), Box((0, 0), (13, 12)), torch.float32)
+    stacked = mosaic.stack([mosaic.whole("matrix", entry.dtype, entry.shape)] * 2, 0)
+    stack = Whole(fqn="w", mosaic=stacked, entries={"matrix": entry})
+    with open_path(str(tmp_path / "rows")) as opened:
+        reader = BoxReader(opened)
+        reader.read(stack, Box((0, 12, 0), (2, 1, 12)), torch.float32)
+        with pytest.raises(UnreadableError, match="'w' is damaged"):
+            reader.read(stack, Box((1, 0, 0), (1, 13, 12)), torch.float32)
+
+
+def test_incomplete_tensor_is_refused_by_its_name_in_the_checkpoint(made):
+    with open_path(str(made[0] / "rows")) as opened:
+        entry = next(entry for entry in opened.checkpoint.tensors if entry.fqn == "matrix")
+        entry = replace(entry, chunks=entry.chunks[1:])
+        turned = mosaic.transpose(mosaic.whole("matrix", entry.dtype, entry.shape), 0, 1)
+        whole = Whole(fqn="w", mosaic=turned, entries={"matrix": entry})
+        with pytest.raises(UnreadableError, match="'matrix' is incomplete"):
+            BoxReader(opened).read_whole(whole, torch.float32)
 
 
 def test_integers_are_not_cast(tmp_path):

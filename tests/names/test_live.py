@@ -90,6 +90,35 @@ def test_names_hub_keeps_those_of_the_file(experts, tmp_path) -> None:
 
 
 @pytest.mark.full
+def test_layout_that_inspect_shows_is_the_one_that_shard_writes(experts, tmp_path, capsys) -> None:
+    options = ["--mesh", "tp=2", "--tp-plan", "auto"]
+    assert main(["shard", str(experts / "hub"), str(tmp_path / "dcp"), *options]) == 0
+    assert "2 packed tensors (model.layers.0.mlp.experts.gate_up_proj, model.layers.1" in capsys.readouterr().err
+    shown = []
+    for argv in ([str(experts / "hub"), *options], [str(tmp_path / "dcp")]):
+        assert main(["inspect", *argv, "--tensors", "--json"]) == 0
+        tensors = json.loads(capsys.readouterr().out)["tensors"]
+        shown.append({one["fqn"]: {(*chunk["offsets"], *chunk["sizes"]) for chunk in one["chunks"]} for one in tensors})
+    assert shown[0] == shown[1]
+    # The way out for names that are not those of the plan.
+    assert main(["shard", str(experts / "hub"), str(tmp_path / "other"), *options, "--names", "hub"]) == 2
+    assert "names of the live model" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_plan_that_does_not_fit_says_why_the_names_are_those_of_the_file(experts, tmp_path, capsys) -> None:
+    shutil.copytree(experts / "hub", tmp_path / "hub")
+    tensors = load_file(tmp_path / "hub" / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.0.up_proj.weight"]
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "tp=2", "--tp-plan", "auto"]
+    assert main(args) == 2
+    error = capsys.readouterr().err
+    assert "experts.gate_up_proj' matches no tensor (names of the file: " in error
+    assert "names of the live model" in error
+
+
+@pytest.mark.full
 def test_names_live_of_a_gathered_model_are_those_of_training(experts, tmp_path) -> None:
     args = ["gather", str(experts / "run"), str(tmp_path / "hf"), "--names", "live", "--assets", str(experts / "hub")]
     assert main([*args, "-q"]) == 0

@@ -127,14 +127,54 @@ def test_operations_do_what_those_of_transformers_do(text, operations, groups, t
     ("text", "what"),
     [
         ("Frobnicate(dim=0)", "Frobnicate is not known"),
-        ("Split(dim=0)", "Split is not known"),
-        ("Transpose(dim0=0;dim1=1;check_dims=True)", "the shape in the model says"),
+        ("Split(dim=0)", "config.json does not say"),
+        ("Transpose(dim0=0;dim1=1;check_dims=True)", "config.json does not say"),
         ("Chunk(dim=0;num_shards_attribute=n)", "not known"),
     ],
 )
 def test_operation_that_needs_more_than_names_and_shapes_is_refused(text, what) -> None:
     with pytest.raises(UnknownOperationError, match=what):
         run(text, {"w": [whole("0", I64, (4, 4))]}, ["v"], {})
+
+
+class Live(torch.nn.Module):
+    """A model whose shapes are asked for."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(shape)))
+
+
+@pytest.mark.parametrize(
+    ("text", "operation", "shape", "shapes"),
+    [
+        ("Split(dim=0)", loading.Split(0), (9, 2), {"q": (6, 2), "k": (2, 2), "v": (1, 2)}),
+        ("Transpose(dim0=1;dim1=2;check_dims=True)", loading.Transpose(1, 2, True), (3, 4, 2), {"v": (3, 2, 4)}),
+        ("Transpose(dim0=1;dim1=2;check_dims=True)", loading.Transpose(1, 2, True), (3, 4, 2), {"v": (3, 4, 2)}),
+    ],
+)
+def test_operation_that_needs_the_models_shapes_does_what_that_of_transformers_does(
+    text, operation, shape, shapes
+) -> None:
+    first, *_ = targets = list(shapes)
+    tensors = tensors_of({"w": 1}, shape)
+    expected = operation.convert(
+        {name: one for name, (one,) in tensors.items()},
+        source_patterns=["w"],
+        target_patterns=targets,
+        full_layer_name=first,
+        model=Live(shapes),
+    )
+    found = run(text, {"w": [whole("0", I64, shape)]}, targets, {}, shapes)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(values_of(found[name], shape), tensor), name
+
+
+def test_split_into_parts_that_are_not_the_whole_is_refused() -> None:
+    with pytest.raises(ValueError, match="4 rows are not the"):
+        run("Split(dim=0)", {"w": [whole("0", I64, (4, 4))]}, ["q", "k"], {}, {"q": (2, 4), "k": (1, 4)})
 
 
 def test_renaming_of_a_group_is_switched_on_by_its_first_for_all_names() -> None:

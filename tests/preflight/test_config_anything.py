@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from preflight.config_examples import EXAMPLES, FIXTURES
+from samples import examples
 
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.preflight.configs import read_config
@@ -49,7 +50,7 @@ MAPPINGS = {
 
 
 @pytest.mark.parametrize("name", MAPPINGS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_anywhere_gives_a_config_or_a_clear_refusal(name: str, data: st.DataObject, tmp_path: Path) -> None:
     values: Any = copy.deepcopy(MAPPINGS[name])
@@ -77,7 +78,7 @@ def test_any_value_anywhere_gives_a_config_or_a_clear_refusal(name: str, data: s
 
 
 @pytest.mark.full
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     words=st.lists(
         st.one_of(

@@ -470,7 +470,7 @@ def test_reads_of_one_rank_are_what_dcp_reads_for_it(models, tmp_path):
     mesh = parse_mesh("dp_shard=2")
     with open_path(str(tmp_path / "run")) as opened:
         tensors = opened.checkpoint.tensors
-    reads = count_reads(tensors, mesh, place_tensors(tensors, mesh, []), whole_items=True)
+    reads = count_reads(tensors, mesh, place_tensors(tensors, mesh, []).placements, whole_items=True)
     stored = dcp.FileSystemReader(tmp_path / "run").read_metadata().state_dict_metadata
     for one in reads:
         count = 0

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from samples import examples
 
 from ckpt_tools.preflight.configs.commands import read_script
 
@@ -132,7 +133,7 @@ WORDS = st.lists(
 
 
 @needs_bash
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(words=WORDS)
 def test_any_words_are_those_of_bash_or_stay_variables(words: list[str]) -> None:
     script = "launch " + "".join(words)

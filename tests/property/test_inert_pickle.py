@@ -7,6 +7,7 @@ import pickle
 import random
 
 from hypothesis import assume, given, settings, strategies as st
+from samples import examples
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
@@ -54,7 +55,7 @@ METADATA = example_metadata()
 
 
 @given(VALUES, st.sampled_from([2, 3, 4, 5]), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_parse_plain_value_equals_what_was_pickled(value: object, protocol: int, with_c: bool) -> None:
     data = (pickle.dumps if with_c else pickle._dumps)(value, protocol)
     # Protocol 2 writes bytes as calls.
@@ -65,7 +66,7 @@ def test_parse_plain_value_equals_what_was_pickled(value: object, protocol: int,
 
 
 @given(st.lists(st.tuples(st.integers(0, len(METADATA) - 1), st.integers(0, 255)), min_size=1, max_size=3))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_parse_metadata_with_changed_bytes_is_read_or_refused(changes: list[tuple[int, int]]) -> None:
     damaged = bytearray(METADATA)
     for position, value in changes:
@@ -74,7 +75,7 @@ def test_parse_metadata_with_changed_bytes_is_read_or_refused(changes: list[tupl
 
 
 @given(st.integers(0, len(METADATA)), st.integers(0, len(METADATA)), st.binary(max_size=8))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_parse_metadata_with_parts_replaced_is_read_or_refused(start: int, end: int, new: bytes) -> None:
     read_or_refuse(METADATA[:start] + new + METADATA[end:])
 
@@ -83,7 +84,7 @@ OPCODES = [bytes([code]) for code in range(256)] + [b"h%c" % i for i in range(30
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_parse_random_opcodes_are_read_or_refused(seed: int) -> None:
     rng = random.Random(seed)
     body = b"".join(rng.choice(OPCODES) for _ in range(60))

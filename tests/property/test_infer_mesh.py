@@ -4,6 +4,7 @@ import math
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from samples import examples
 
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
@@ -160,7 +161,7 @@ def _anything(draw) -> tuple[Mesh, Rules]:
     return mesh, rules
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(_anything(), st.booleans(), st.randoms(use_true_random=False))
 def test_infer_mesh_any_layout_explains_every_chunk_or_says_nothing(case, anywhere: bool, random) -> None:
     mesh, rules = case
@@ -175,7 +176,7 @@ def test_infer_mesh_any_layout_explains_every_chunk_or_says_nothing(case, anywhe
             )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.integers(1, 40),
     st.lists(st.lists(st.integers(0, 50), max_size=3).map(tuple), min_size=1, max_size=6),

@@ -8,6 +8,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from samples import examples
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as TorchReplicate, Shard as TorchShard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -119,7 +120,7 @@ def layouts(draw):
 
 
 @given(layouts())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_cut_tensor_any_layout_equals_distribute_tensor(layout):
     shape, mesh, placements = layout
     assert_equals_torch(shape, mesh, placements)
@@ -136,7 +137,7 @@ def any_layouts(draw):
 
 
 @given(any_layouts(), st.sampled_from([1, 2]))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_cells_distinct_boxes_tile_the_shape_and_the_lowest_rank_owns(layout, pack):
     shape, mesh, placements = layout
     if shape:
@@ -172,7 +173,7 @@ def is_contiguous(positions):
     st.sampled_from([4, 6, 8, 16, 64]),
     st.integers(1, 200),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_split_blocks_tile_in_row_major_order_contiguously(shape, element_bits, block_bytes):
     granule = {4: 2, 6: 4}.get(element_bits, 1)
     if shape:
@@ -192,7 +193,7 @@ def test_split_blocks_tile_in_row_major_order_contiguously(shape, element_bits, 
 
 
 @given(any_layouts(), st.integers(1, 64))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_split_blocks_part_of_any_chunk_is_one_run_of_it(layout, block_bytes):
     shape, mesh, placements = layout
     for _, chunk in cut_tensor(shape, mesh, placements).cells:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given, settings, strategies as st
-from samples import small_blocks
+from samples import examples, small_blocks
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
@@ -129,7 +129,7 @@ def _assert_whole(files: Sequence[FilePlan], source: Checkpoint) -> None:
         assert check_tiling(entry.shape, boxes[entry.fqn]) is None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), shapes=shapes(), before=meshes(), after=meshes(), blobs=st.lists(st.integers(0, 90), max_size=2))
 def test_plan_for_a_mesh_writes_every_byte_once_and_reads_inside_spans(data, shapes, before, after, blobs) -> None:
     source = _raw_source(data.draw, shapes, before)
@@ -150,7 +150,7 @@ def test_plan_for_a_mesh_writes_every_byte_once_and_reads_inside_spans(data, sha
         _assert_writes_tile(plan.files)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data(), shapes=shapes(), mesh=meshes(), limit=st.integers(1, 300))
 def test_plan_for_hf_files_writes_every_byte_once_and_reads_inside_spans(data, shapes, mesh, limit) -> None:
     source = _raw_source(data.draw, shapes, mesh)
@@ -166,7 +166,7 @@ def test_plan_for_hf_files_writes_every_byte_once_and_reads_inside_spans(data, s
     assert plan.total_bytes == sum(placed.files.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), shapes=shapes(), before=meshes(), after=meshes())
 def test_plan_of_one_file_names_all_that_it_needs(data, shapes, before, after) -> None:
     source = _raw_source(data.draw, shapes, before)

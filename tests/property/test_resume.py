@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from samples import content, files_of, memory_directory, shard_model, small_blocks, staging_left, tensor, write_model
+from samples import (
+    content,
+    examples,
+    files_of,
+    memory_directory,
+    shard_model,
+    small_blocks,
+    staging_left,
+    tensor,
+    write_model,
+)
 
 from ckpt_tools import api
 
@@ -43,7 +53,7 @@ def _staged(root: Path) -> Path:
 
 
 @pytest.mark.full
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     verb=st.sampled_from(("shard", "gather", "reshard")),
     stops=st.lists(st.integers(0, TOTAL - 1), min_size=1, max_size=3),

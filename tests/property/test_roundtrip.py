@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from hypothesis import HealthCheck, assume, example, given, settings, strategies as st
-from samples import files_of, memory_directory, small_blocks, staging_left, write_model
+from samples import examples, files_of, memory_directory, small_blocks, staging_left, write_model
 
 from ckpt_tools import api
 from ckpt_tools.description.dtypes import BY_NAME
@@ -65,7 +65,7 @@ def _try(convert, *args, **options):
         raise
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     tensors=models(),
     num_files=st.integers(1, 3),
@@ -106,7 +106,7 @@ def test_gather_after_shard_and_reshards_gives_the_same_files(tensors, num_files
         assert staging_left(root) == []
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     tensors=models(), mesh=st.sampled_from(MESHES[:5]), limit=st.integers(1, 400), prefix=st.sampled_from(("", "m."))
 )

@@ -41,20 +41,10 @@ LAYOUTS = {
         "use {path}/step-10",
     ),
     "hub-parent": (("org--model/model.safetensors",), "a directory of checkpoints", "use {path}/org--model"),
-    "accelerate": (
-        (
-            "pytorch_model_fsdp_0/.metadata",
-            "pytorch_model_fsdp_0/__0_0.distcp",
-            "optimizer_0/.metadata",
-            "scheduler.bin",
-        ),
-        "accelerate checkpoint",
-        "use {path}/pytorch_model_fsdp_0 for the model, {path}/optimizer_0 for the optimizer",
-    ),
-    "accelerate-no-optimizer": (
-        ("pytorch_model_fsdp_0/.metadata",),
-        "accelerate checkpoint",
-        "use {path}/pytorch_model_fsdp_0 for the model",
+    "accelerate-without-a-model": (
+        ("optimizer_0/.metadata", "optimizer_0/__0_0.distcp", "scheduler.bin"),
+        "a step without its model",
+        "restore it",
     ),
     "accelerate-full-pickle": (
         ("pytorch_model_fsdp.bin", "optimizer.bin"),

@@ -80,6 +80,7 @@ def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
     assert document == {
         "path": "/runs/step-9",
         "format": "dcp",
+        "names": None,
         "num_tensors": 3,
         "num_elements": 12,
         "total_bytes": 46,
@@ -106,6 +107,7 @@ def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
         "mesh": {"dp_shard": 2},
         "mesh_source": "inferred",
         "virtual": False,
+        "contents": [],
         "tensors": [
             {
                 "fqn": "model.layers.0.b",

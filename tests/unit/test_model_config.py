@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from samples import MODEL, write_model
+from samples import MODEL, examples, write_model
 from transformers import AutoConfig
 
 from ckpt_tools import api
@@ -80,7 +80,7 @@ def expected(value: object, *, is_root: bool = True, name: str = "") -> object:
     }
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(VALUES, st.sampled_from([None, 1, "\t"]), st.booleans())
 def test_config_changes_as_its_objects_would(value: object, indent: int | str | None, is_ascii: bool) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from samples import examples
 
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
@@ -23,6 +25,7 @@ from ckpt_tools.placement.place import cut_entry, place_tensors
 from ckpt_tools.placement.rule import STYLES, Rule
 from ckpt_tools.placement.tp_plan import (
     LLAMA_FAMILY,
+    TpPlan,
     _built_in_plan,
     check_quantization,
     find_tp_plan,
@@ -98,7 +101,7 @@ def naive(pattern):
 
 
 @given(st.text("ab.*?", max_size=9), st.lists(st.text("ab.", max_size=9), min_size=20, max_size=20))
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 def test_compile_glob_any_pattern_equals_the_plain_regular_expression(pattern, names):
     for name in names:
         assert bool(compile_glob(pattern).fullmatch(name)) == bool(naive(pattern).fullmatch(name)), name
@@ -172,7 +175,6 @@ def test_parse_rules_minus_one_takes_the_world_size():
             "did you mean colwise",
         ),
         ("version: 1\nrules: [{match: a, style: 1}]", "style must be a name", None),
-        ("version: 1\nrules: [{match: a, style: packed_colwise}]", "several matrices", "off the tp axis"),
         ("version: 1\nrules: [{match: '{a', place: {}}]", "without its counterpart", None),
         ("version: 1\nrules: [{match: a, match: b, place: {}}]", "written twice", None),
         ("version: 1\nmesh: {dp_shard: two}", "'two' ranks", None),
@@ -261,6 +263,11 @@ def test_parse_set_bad_text_is_refused(text, fragment):
         ("rowwise", "down_proj", 3, {"tp": Shard(2)}),
         ("rowwise_rep", "weight", 2, {"tp": S1}),
         ("rowwise_split_input", "weight", 2, {"tp": S1}),
+        ("packed_colwise", "weight", 2, {"tp": S0}),
+        ("packed_colwise", "gate_up_proj", 3, {"tp": S1}),
+        ("packed_colwise", "bias", 1, {"tp": S0}),
+        ("packed_rowwise", "gate_up_proj", 3, {"tp": Shard(2)}),
+        ("packed_rowwise", "bias", 1, {}),
         ("embedding_rowwise", "weight", 2, {"tp": S0}),
         ("embedding_colwise", "weight", 2, {"tp": S1}),
         ("grouped_gemm", "gate_up_proj", 3, {"ep": S0}),
@@ -301,7 +308,7 @@ def test_styles_know_all_that_transformers_registers():
 def test_place_tensors_default_is_what_fully_shard_gives():
     mesh = Mesh((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)))
     tensors = [tensor("a", 4, 4), tensor("b", 3), tensor("scalar"), tensor("empty", 0, 4)]
-    assert place_tensors(tensors, mesh, ()) == {
+    assert place_tensors(tensors, mesh, ()).placements == {
         "a": {"dp_shard": S0},
         "b": {"dp_shard": S0},
         "scalar": {},
@@ -310,12 +317,12 @@ def test_place_tensors_default_is_what_fully_shard_gives():
 
 
 def test_place_tensors_mesh_without_fsdp_replicates():
-    assert place_tensors([tensor("a", 4)], Mesh((("tp", 2),)), ()) == {"a": {}}
+    assert place_tensors([tensor("a", 4)], Mesh((("tp", 2),)), ()).placements == {"a": {}}
 
 
 def test_place_tensors_first_match_wins():
     rules = (parse_set("a.w="), parse_set("a.*=tp:S(1)"), parse_set("**=tp:S(0)"))
-    placed = place_tensors([tensor("a.w", 4, 4), tensor("a.v", 4, 4), tensor("b", 4, 4)], FSDP_TP, rules)
+    placed = place_tensors([tensor("a.w", 4, 4), tensor("a.v", 4, 4), tensor("b", 4, 4)], FSDP_TP, rules).placements
     assert placed == {
         "a.w": {"dp_shard": S0},
         "a.v": {"dp_shard": S0, "tp": S1},
@@ -325,12 +332,15 @@ def test_place_tensors_first_match_wins():
 
 def test_place_tensors_rule_that_is_overtaken_everywhere_still_matches():
     rules = (parse_set("**="), parse_set("a=tp:S(0)"))
-    assert place_tensors([tensor("a", 4)], FSDP_TP, rules) == {"a": {"dp_shard": S0}}
+    assert place_tensors([tensor("a", 4)], FSDP_TP, rules).placements == {"a": {"dp_shard": S0}}
 
 
 def test_place_tensors_rule_moves_or_lifts_fsdp():
     rules = (parse_set("a=dp_shard:S(1)"), parse_set("b=dp_shard:R"))
-    assert place_tensors([tensor("a", 3, 8), tensor("b", 3)], FSDP, rules) == {"a": {"dp_shard": S1}, "b": {}}
+    assert place_tensors([tensor("a", 3, 8), tensor("b", 3)], FSDP, rules).placements == {
+        "a": {"dp_shard": S1},
+        "b": {},
+    }
 
 
 def test_place_tensors_rule_without_a_match_is_refused_with_the_nearest_names():
@@ -344,7 +354,7 @@ def test_place_tensors_rule_without_a_match_is_refused_with_the_nearest_names():
 
 def test_place_tensors_optional_rule_may_match_nothing():
     rule = Rule(match="lm_head", style="colwise", optional=True)
-    assert place_tensors([tensor("a", 4)], FSDP_TP, (rule,)) == {"a": {"dp_shard": S0}}
+    assert place_tensors([tensor("a", 4)], FSDP_TP, (rule,)).placements == {"a": {"dp_shard": S0}}
 
 
 @pytest.mark.parametrize("rule", [parse_set("a=tp:S(0)"), parse_set("a=tp:R"), Rule(match="a", style="rowwise")])
@@ -370,7 +380,7 @@ def test_place_tensors_uneven_same_dim_is_refused_because_torch_cannot_load_it(a
 def test_place_tensors_uneven_same_dim_of_two_axes_counts_their_product():
     mesh = Mesh((("dp_shard", 2), ("ep", 2), ("tp", 2)))
     rules = (parse_set("a=ep:S(0),tp:S(0)"),)
-    assert place_tensors([tensor("a", 8)], mesh, rules)["a"] == {"dp_shard": S0, "ep": S0, "tp": S0}
+    assert place_tensors([tensor("a", 8)], mesh, rules).placements["a"] == {"dp_shard": S0, "ep": S0, "tp": S0}
     with pytest.raises(UsageError, match="not divisible by ep×tp=4"):
         place_tensors([tensor("a", 6)], mesh, rules)
 
@@ -385,12 +395,32 @@ def test_place_tensors_uneven_same_dim_of_two_axes_counts_their_product():
     ],
 )
 def test_place_tensors_uneven_cut_that_torch_loads_is_allowed(mesh, text):
-    placed = place_tensors([tensor("a", 7, 5)], mesh, (parse_set(text),))
+    placed = place_tensors([tensor("a", 7, 5)], mesh, (parse_set(text),)).placements
     assert placed["a"]["tp"] in (S0, S1)
 
 
+def test_place_tensors_packed_matrices_are_named_where_ranks_have_parts_of_them():
+    rules = (Rule(match="a.off", place={}), Rule(match="a.*", style="packed_colwise"))
+    tensors = [tensor("a.off", 8, 4), tensor("a.w", 8, 4), tensor("a.bias", 8), tensor("b", 8, 4)]
+    assert place_tensors(tensors, FSDP_TP, rules).packed == ("a.w",)
+    assert place_tensors(tensors, Mesh((("tp", 1),)), rules).packed == ()
+
+
+def test_place_tensors_uneven_cut_is_left_out_on_demand():
+    tensors = [tensor("a.odd", 7, 4), tensor("a.even", 8, 4), tensor("a.scalar")]
+    rules = (Rule(match="a.*", style="colwise"),)
+    placed = place_tensors(tensors, FSDP_TP, rules, uneven="replicate")
+    assert placed.placements == {"a.odd": {"dp_shard": S0}, "a.even": {"dp_shard": S0, "tp": S0}, "a.scalar": {}}
+    assert placed.kept_whole == {"a.odd": ("tp",)}
+    # Without FSDP in the same dim, PyTorch and transformers cut unevenly.
+    assert place_tensors(tensors, Mesh((("tp", 2),)), rules, uneven="replicate").kept_whole == {}
+    with pytest.raises(UsageError, match="not divisible by tp=2") as caught:
+        place_tensors(tensors, FSDP_TP, rules)
+    assert "--tp-uneven replicate" in caught.value.hint
+
+
 def test_place_tensors_uneven_fsdp_inside_an_even_tp_cut_is_allowed():
-    assert place_tensors([tensor("a", 6)], Mesh((("dp_shard", 4), ("tp", 2))), (parse_set("a=tp:S(0)"),))
+    assert place_tensors([tensor("a", 6)], Mesh((("dp_shard", 4), ("tp", 2))), (parse_set("a=tp:S(0)"),)).placements
 
 
 def test_place_tensors_uneven_fsdp_on_another_dim_is_refused_as_by_fully_shard():
@@ -402,7 +432,7 @@ def test_place_tensors_uneven_fsdp_on_another_dim_is_refused_as_by_fully_shard()
 
 def test_place_tensors_f4_is_counted_in_bytes():
     rules = (parse_set("a=dp_shard:S(1)"),)
-    assert place_tensors([tensor("a", 3, 16, dtype="F4")], FSDP, rules) == {"a": {"dp_shard": S1}}
+    assert place_tensors([tensor("a", 3, 16, dtype="F4")], FSDP, rules).placements == {"a": {"dp_shard": S1}}
     with pytest.raises(UsageError, match="needs the 6 elements"):
         place_tensors([tensor("a", 3, 12, dtype="F4")], FSDP, rules)
     with pytest.raises(UsageError, match="ends inside a byte"):
@@ -410,11 +440,11 @@ def test_place_tensors_f4_is_counted_in_bytes():
 
 
 def test_place_tensors_f6_cut_inside_a_byte_is_refused():
-    assert place_tensors([tensor("a", 4, 4, dtype="F6_E2M3")], FSDP, ()) == {"a": {"dp_shard": S0}}
+    assert place_tensors([tensor("a", 4, 4, dtype="F6_E2M3")], FSDP, ()).placements == {"a": {"dp_shard": S0}}
     with pytest.raises(UsageError, match="inside a byte") as caught:
         place_tensors([tensor("a", 8, dtype="F6_E2M3")], FSDP, ())
     assert "a=dp_shard:R" in caught.value.hint
-    assert place_tensors([tensor("a", 8, dtype="F6_E2M3")], FSDP, (parse_set("a=dp_shard:R"),)) == {"a": {}}
+    assert place_tensors([tensor("a", 8, dtype="F6_E2M3")], FSDP, (parse_set("a=dp_shard:R"),)).placements == {"a": {}}
 
 
 def test_cut_entry_f4_gives_logical_elements_cut_at_bytes():
@@ -462,9 +492,9 @@ def llama_config(**changes):
 
 
 def plan_rules(config, names):
-    """Return the rules of transformers' plan, found in this process."""
+    """Return the rules of transformers' plan, found in this process, for tensors of any shape."""
     check_quantization(config)
-    return tp_plan_rules(config, names, found_plan(config))
+    return [replace(rule, shapes={}) for rule in tp_plan_rules(config, names, found_plan(config))]
 
 
 def found_plan(config):
@@ -475,7 +505,7 @@ def found_plan(config):
 
 def placed_by_plan(config, names):
     tensors = [tensor(name, *(8,) if "norm" in name else (8, 8)) for name in names]
-    placed = place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(config, names))
+    placed = place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(config, names)).placements
     return {name: str(placements["tp"]) for name, placements in placed.items() if placements}
 
 
@@ -523,17 +553,75 @@ def test_tp_plan_rules_missing_projection_is_refused():
         placed_by_plan(llama_config(), names)
 
 
-def test_tp_plan_rules_qwen3_moe_packed_experts_are_refused():
-    config = llama_config(
-        model_type="qwen3_moe",
-        architectures=["Qwen3MoeForCausalLM"],
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-    )
-    with pytest.raises(UsageError, match="packed_colwise") as caught:
-        plan_rules(config, LLAMA_NAMES)
-    assert "--rules" in caught.value.hint
+MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
+
+KINDS = ("gate", "up", "down")
+
+
+def moe_names():
+    """The names of the live model."""
+    experts = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+    rest = [name for name in LLAMA_NAMES if ".mlp." not in name]
+    return [*rest, *(f"model.layers.{i}.mlp.{name}" for i in range(2) for name in experts)]
+
+
+@todays_plans
+def test_tp_plan_rules_experts_are_cut_inside_and_the_router_is_whole():
+    names = moe_names()
+    tensors = [tensor(name, *(4, 8, 8) if "experts" in name else (8, 8)) for name in names]
+    placed = place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(llama_config(**MOE), names))
+    experts = {name: cuts for name, cuts in placed.placements.items() if ".mlp." in name}
+    assert experts == {
+        f"model.layers.{i}.mlp.{name}": cuts
+        for i in range(2)
+        for name, cuts in {
+            "gate.weight": {},
+            "experts.gate_up_proj": {"tp": S1},
+            "experts.down_proj": {"tp": Shard(2)},
+        }.items()
+    }
+    assert placed.packed == tuple(f"model.layers.{i}.mlp.experts.gate_up_proj" for i in range(2))
+
+
+@todays_plans
+def test_tp_plan_rules_names_of_the_files_are_refused_with_the_way_out():
+    files = [
+        f"model.layers.{i}.mlp.experts.{e}.{p}_proj.weight" for i in range(2) for e in range(4) for p in ("up", "down")
+    ]
+    names = [*(name for name in moe_names() if "experts" not in name), *files]
+    tensors = [tensor(name, 8, 8) for name in names]
+    with pytest.raises(UsageError, match="matches no tensor") as caught:
+        place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(llama_config(**MOE), names))
+    assert "names of the live model" in caught.value.hint
+
+
+@todays_plans
+def test_tp_plan_rules_tensor_of_another_shape_is_refused():
+    plan = found_plan(llama_config())
+    shapes = {f"app.{name}": plan.shapes.get(name, (16,)) for name in LLAMA_NAMES}
+    rules = tp_plan_rules(llama_config(), list(shapes), plan)
+    assert place_tensors([tensor(name, *shape) for name, shape in shapes.items()], Mesh((("tp", 2),)), rules)
+    name = "app.model.layers.1.mlp.down_proj.weight"
+    shapes[name] = shapes[name][::-1]
+    with pytest.raises(UsageError, match=r"has shape \[32, 16\] here and \[16, 32\] in the live model") as caught:
+        place_tensors([tensor(name, *shape) for name, shape in shapes.items()], Mesh((("tp", 2),)), rules)
+    assert f"--set '{name}=tp:S(d)'" in caught.value.hint
+
+
+def test_tp_plan_rules_whole_parameter_of_a_module_that_is_cut_stays_whole():
+    styles = {"m.proj": "colwise", "m.proj.scale": "replicate"}
+    plan = TpPlan(title="a model", styles=styles, may_lack=frozenset(), base_prefix="")
+    names = ["m.proj.weight", "m.proj.scale"]
+    rules = tp_plan_rules({}, names, plan)
+    placed = place_tensors([tensor(name, 8, 8) for name in names], Mesh((("tp", 2),)), rules).placements
+    assert placed == {"m.proj.weight": {"tp": S0}, "m.proj.scale": {}}
 
 
 @pytest.mark.parametrize(

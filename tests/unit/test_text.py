@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from samples import examples
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
@@ -35,7 +36,7 @@ def test_escape_name_known_text_shows_literal(text: str, shown: str) -> None:
     assert escape_name(text) == shown
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.text(st.characters(), max_size=30))
 def test_escape_name_any_text_is_printable_and_encodable(text: str) -> None:
     shown = escape_name(text)

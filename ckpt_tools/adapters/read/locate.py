@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, ALL_NAMES, TRAINER_NAMES
 from ckpt_tools.errors import StorageError, UnreadableError, UsageError
-from ckpt_tools.formats.dcp import METADATA_NAME
+from ckpt_tools.formats.file_names import METADATA_NAME
+from ckpt_tools.formats.steps import is_model_part
 from ckpt_tools.text import first_few
 
 PEFT_FILE = "adapter_model.safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 DIFFUSERS_TRAPS = ("scheduler", "optimizer", "checkpoint")
 """diffusers overlooks a file with one of these in its name, and fails when no other is there."""
-_ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_\d+)?")
 _VERL_PICKLE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 
 
@@ -55,15 +55,9 @@ def locate(path: str, adapter_name: str | None) -> Location:
     for name in (PEFT_FILE, DIFFUSERS_FILE):
         if name in files:
             return Location(path=os.path.join(path, name), sidecars=_beside(path, name))
-    fsdp = sorted(name for name in directories if _ACCELERATE.fullmatch(name))
-    if fsdp:
-        if len(fsdp) > 1:
-            raise UsageError(
-                f"the checkpoint of {len(fsdp)} models: {', '.join(fsdp)}",
-                where=path,
-                hint=f"name one: {os.path.join(path, fsdp[0])}",
-            )
-        return locate(os.path.join(path, fsdp[0]), adapter_name)
+    models = sorted(filter(is_model_part, directories))
+    if models:
+        return Location(path=path, sidecars=_around_dcp(os.path.join(path, models[0])))
     if any(_VERL_PICKLE.fullmatch(name) for name in files):
         hint = "verl's model_merger writes safetensors; or save with the LoRA adapter's own directory"
         if held:
@@ -125,5 +119,5 @@ def _around_dcp(path: str) -> tuple[tuple[str, frozenset[str]], ...]:
     """Trainers put PEFT's configuration beside the DCP directory that holds the model."""
     path = os.path.abspath(path)
     parent = os.path.dirname(path)
-    above = ALL_NAMES if _ACCELERATE.fullmatch(os.path.basename(path)) else frozenset({"lora_train_meta.json"})
+    above = ALL_NAMES if is_model_part(os.path.basename(path)) else frozenset({"lora_train_meta.json"})
     return (path, ALL_NAMES), (parent, above)

@@ -1,0 +1,170 @@
+"""The model in a checkpoint, and its tensors by other names than those that they have there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import zip_longest
+
+from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.transform import find_model, is_optimizer, rename, strip_prefix, strip_wrappers
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.manifest import Origin
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.models.config import CONFIG_NAME
+from ckpt_tools.models.naming import Named, Naming, name_back, name_hub, name_live
+from ckpt_tools.moving.plan import check_complete
+from ckpt_tools.moving.read import read_blocks
+from ckpt_tools.text import escape_name, first_few
+
+
+def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
+    """Return the model's tensors under their plain names, and {plain name: name in the source}.
+
+    `strip` is what `--strip-prefix` says; what is left out is added to `notes`.
+
+    Raises:
+        UsageError: No tensor has the prefix that is to be stripped.
+        UnreadableError: There is no model.
+    """
+    checkpoint = opened.checkpoint
+    if strip == "none" or (strip == "auto" and not opened.format.is_training):
+        model = replace(checkpoint, blobs=())
+        new_name: Callable[[str], str] = str
+    elif strip == "auto":
+        model, prefix = find_model(checkpoint)
+        recorded = opened.origin.prefix if opened.origin is not None else ""
+        if recorded and all(entry.fqn.startswith(recorded) for entry in model.tensors):
+            prefix = recorded  # what `shard --prefix` put there need not be guessed
+        stripped = strip_prefix((strip_wrappers(entry.fqn) for entry in model.tensors), prefix)
+
+        def new_name(fqn: str) -> str:
+            return stripped(strip_wrappers(fqn))
+
+        if prefix:
+            notes.append(f"stripped the prefix {escape_name(prefix)!r} (--strip-prefix none keeps it)")
+    else:
+        prefix = strip if strip.endswith(".") else strip + "."
+        inside = tuple(entry for entry in checkpoint.tensors if entry.fqn.startswith(prefix))
+        if not inside:
+            raise UsageError(
+                f"no tensor begins with {prefix!r}",
+                hint="`ckpt inspect SRC` shows the prefixes; --strip-prefix auto finds the model's",
+            )
+        model = replace(checkpoint, tensors=inside, blobs=())
+        new_name = strip_prefix((entry.fqn for entry in inside), prefix)
+    notes += _omitted(checkpoint, model)
+    if checkpoint.blobs:
+        notes.append(f"left out {len(checkpoint.blobs)} non-tensor items, which safetensors cannot hold")
+    if not model.tensors:
+        raise UnreadableError(
+            "the checkpoint holds no model tensors",
+            where=checkpoint.root,
+            hint="`ckpt inspect SRC --tensors` lists what it holds; --strip-prefix PFX chooses a part of it",
+        )
+    renamed = rename(model, new_name)
+    names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
+    return renamed, names
+
+
+def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
+    """Say which tensors of `checkpoint` are not in `model`."""
+    kept = {entry.fqn for entry in model.tensors}
+    omitted = [entry for entry in checkpoint.tensors if entry.fqn not in kept]
+    others = [entry.fqn for entry in omitted if not is_optimizer(entry)]
+    notes = []
+    if len(omitted) > len(others):
+        notes.append(f"left out {len(omitted) - len(others)} tensors of optimizer state")
+    if others:
+        notes.append(f"left out {len(others)} tensors that are not the model's: {first_few(others)}")
+    return notes
+
+
+def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named, str]:
+    """Return a sharded model's tensors by other names, and the prefix that its own have.
+
+    The way leads over the hub's names: by the map that the manifest records, else by what the names say themselves.
+
+    Args:
+        opened: The source.
+        naming: Which names.
+        notes: What is decided is added here.
+
+    Raises:
+        UsageError: It is not certain what the names are, there is no place for one of them, or other state than the
+            model's weights would lose its names.
+    """
+    model, names = model_in(opened, "auto", notes)
+    checkpoint = opened.checkpoint
+    if len(model.tensors) < len(checkpoint.tensors) or checkpoint.blobs:
+        others = {e.fqn for e in checkpoint.tensors} | {blob.fqn for blob in checkpoint.blobs}
+        others -= set(names.values())
+        raise UsageError(
+            f"only a model's weights can be named again, and the source also holds {first_few(sorted(others), 3)}",
+            where=opened.source.root,
+            hint="choose the weights (--include 'model.**'); for the whole state, keep its names",
+        )
+    assets = opened.assets
+    origin = opened.origin
+    if origin is not None and origin.map is not None:
+        first = name_back(model, _tensors_of(origin), assets, origin.map, Naming(), opened.resolve)
+    else:
+        first = name_hub(model, assets, naming if naming.names == "hub" else Naming(), opened.resolve)
+        check_tied(first.aliases, model, opened)
+    second = name_live(first.checkpoint, assets, naming, opened.resolve)
+    whole = {middle: names[own] for middle, own in first.sources.items()}
+    apart = {entry.fqn: entry for entry in as_stored(first.apart, names)}
+    apart |= {whole[e.fqn]: replace(e, fqn=whole[e.fqn]) for e in second.apart if e.fqn in whole}
+    sources = {fqn: whole[middle] for fqn, middle in second.sources.items() if middle in whole}
+    notes += [note for note in (second.note or first.note,) if note]
+    roots = {own.removesuffix(plain) for plain, own in names.items()}
+    named = replace(second, sources=sources, apart=tuple(apart.values()), note="")
+    return named, roots.pop() if len(roots) == 1 else ""
+
+
+def _tensors_of(origin: Origin) -> list[TensorEntry]:
+    """Return what the files hold that the manifest remembers."""
+    heads = origin.headers.items()
+    parsed = (safetensors.parse_header(text.encode(), file=name, file_nbytes=None) for name, text in heads)
+    return [entry for head in parsed for entry in head.tensors]
+
+
+def as_stored(apart: Iterable[TensorEntry], names: Mapping[str, str]) -> tuple[TensorEntry, ...]:
+    """Return tensors by the names that they have in the source."""
+    return tuple(replace(entry, fqn=names.get(entry.fqn, entry.fqn)) for entry in apart)
+
+
+def check_tied(aliases: Mapping[str, str], model: Checkpoint, opened: Opened) -> None:
+    """Refuse to leave out a name of tied weights when its bytes are others.
+
+    Raises:
+        UsageError: They are: the model was trained with two tensors where its config says one.
+    """
+    entries = {entry.fqn: entry for entry in model.tensors}
+    for alias, name in aliases.items():
+        if not is_same(entries[alias], entries[name], opened, tied=True):
+            raise UsageError(
+                f"{alias!r} and {name!r} are one tensor by the config, and differ in the checkpoint",
+                where=opened.source.root,
+                hint=f"is tie_word_embeddings in {CONFIG_NAME} what was trained? --names live writes both",
+            )
+
+
+def is_same(one: TensorEntry, other: TensorEntry, opened: Opened, tied: bool) -> bool:
+    """Are the bytes the same? Tensors of one value everywhere (zeros, ones) prove nothing unless the names are tied."""
+    for entry in (one, other):
+        check_complete(entry)
+    if [(c.box, c.span) for c in one.chunks] == [(c.box, c.span) for c in other.chunks]:
+        return True  # two names of one item
+    itemsize = max(1, one.dtype.num_bytes(1))
+    left, right = (read_blocks(opened.resolve(entry), opened.source) for entry in (one, other))
+    first: bytes | None = None
+    varies = False
+    for pair in zip_longest(left, right):
+        if None in pair or pair[0][1] != pair[1][1]:
+            return False
+        content = pair[0][1]
+        first = bytes(content[:itemsize]) if first is None else first
+        varies = varies or content != memoryview(first * (len(content) // itemsize))
+    return varies or (tied and first is not None)

@@ -1,0 +1,69 @@
+"""The parts of a step that a job writes: what is known of them once they are built, and that they are right."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+
+from ckpt_tools.checks.step import verify_step
+from ckpt_tools.checks.verify import verify
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.file_names import METADATA_NAME
+from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord
+from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.step import open_step
+from ckpt_tools.storage.source import Source
+
+
+def can_adopt(path: str, *, num_workers: int) -> bool:
+    """Is there a part that an interrupted run of the same job had finished, every byte as it was written?
+
+    One that is not is removed.
+    """
+    if not os.path.lexists(path):
+        return False
+    try:
+        with open_path(path) as opened:
+            if opened.manifest is not None and verify(opened, level="data", num_workers=num_workers).ok:
+                return True
+    except CkptError:
+        pass
+    shutil.rmtree(path)
+    return False
+
+
+def record_parts(directory: str, names: Iterable[str]) -> Iterator[tuple[str, FileRecord]]:
+    """Yield what the manifest of a step says of its parts: their `.metadata` and manifests, which say the rest."""
+    with Source(directory) as written:
+        for part in names:
+            for document in (METADATA_NAME, MANIFEST_NAME):
+                name = f"{part}/{document}"
+                content = written.read(name, 0, written.size(name))
+                yield name, FileRecord(nbytes=len(content), digest=digest_bytes(content))
+
+
+def check_step(directory: str, names: Iterable[str]) -> None:
+    """Open a step as a user would, and hold it against what was to be written.
+
+    Raises:
+        CkptError: It is something else.
+    """
+    opened = open_step(directory)
+    if opened is None:
+        raise _unlike("it is no step", directory)
+    with opened as step:
+        result = verify_step(step, level="structure", num_workers=1)
+        if not result.ok:
+            raise _unlike(result.errors[0].what, result.errors[0].where)
+        if sorted(part.directory for part in step.step.parts) != sorted(names):
+            raise _unlike("its parts are not those of the plan", directory)
+
+
+def _unlike(what: str, where: str) -> CkptError:
+    return CkptError(
+        f"what was written does not pass its own check: {what}",
+        where=where,
+        hint="nothing was published; please report this with the output of `ckpt env`",
+    )

@@ -1,0 +1,228 @@
+"""Jobs that end in a trainer's own layout: whole training steps, and what `--for TRAINER` asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ckpt_tools.conversions.find import model_in, name_again
+from ckpt_tools.conversions.job import PART_NOTE, Job
+from ckpt_tools.conversions.to_mesh import ShardingOptions, find_layout, resharding_job, sharding_job
+from ckpt_tools.description.checkpoint import Checkpoint
+from ckpt_tools.description.layout import Layout, Mesh
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats import step as steps_format
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.step import OpenedStep
+from ckpt_tools.formats.steps import (
+    TRAINERS,
+    TrainerLayout,
+    TrainerName,
+    dataloader_ranks,
+    missing_parts,
+    note_missing_rng,
+    trainer_of,
+)
+from ckpt_tools.maps import origins_of
+from ckpt_tools.models.config import config_beside
+from ckpt_tools.models.naming import Named, Naming
+from ckpt_tools.text import first_few
+
+_OTHER_LIBRARIES = ("torchtitan", "megatron", "nanotron", "gguf")
+"""Codes of names that no model of transformers or diffusers has, adapted or wrapped."""
+
+
+def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) -> TrainerLayout:
+    """Return what `--for` writes; the other options must say nothing, or the same.
+
+    Args:
+        trainer: Value of `--for`.
+        names: Value of `--names`.
+        prefix: Value of `--prefix`; it may go on where the trainer's ends.
+        source: What is converted, for messages.
+
+    Raises:
+        UsageError: The trainer loads no DCP checkpoint, or an option says something else.
+    """
+    layout = TRAINERS[trainer]
+    if layout.refusal:
+        raise UsageError(
+            f"--for {trainer}: {layout.refusal}", hint=layout.instead.format(source=source) if layout.instead else None
+        )
+    own = "live" if layout.names == "auto" and layout.prefix else layout.names
+    if own != "auto" and names not in ("auto", own):
+        raise UsageError(f"--for {trainer} writes --names {own}, and --names {names} is given", hint="leave out one")
+    if prefix and not prefix.startswith(layout.prefix):
+        raise UsageError(
+            f"--for {trainer} puts {layout.prefix!r} in front of every name, and --prefix {prefix} is given",
+            hint="leave out one",
+        )
+    return replace(layout, names=layout.names if names == "auto" else names, prefix=prefix or layout.prefix)
+
+
+def starting_job(job: Job, layout: TrainerLayout) -> Job:
+    """Return the job that writes `job`'s checkpoint where the trainer looks for it.
+
+    Raises:
+        UsageError: Its data files are PyTorch's to write.
+    """
+    job.notes += [layout.start.format(destination=job.destination)] if layout.start else []
+    if not layout.part:
+        return job
+    if job.use_dtensor:
+        raise UsageError(
+            "--engine dtensor writes a DCP directory alone", hint=f"use --engine stream, or write into {layout.part}/"
+        )
+    outer = _outer(job.opened, job.destination, {layout.part: job}, job.mesh)
+    outer.notes, job.notes = job.notes, []
+    return outer
+
+
+def _outer(opened: Opened, destination: str, parts: dict[str, Job], mesh: Mesh | None) -> Job:
+    """Return the job of a directory that holds parts, and nothing else yet."""
+    name = steps_format.FORMAT.name
+    return Job(
+        opened=opened,
+        source=Checkpoint(root=opened.source.root, format=name, tensors=()),
+        target=Checkpoint(root="", format=name, tensors=()),
+        destination=destination,
+        mesh=mesh,
+        parts=parts,
+    )
+
+
+def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
+    """Return the job that writes a whole step, each part cut as `options` say, and the files beside as they are.
+
+    Raises:
+        UsageError: An option that would leave something out, or change names in one part alone.
+        UnreadableError: A part is not complete, or one that resuming needs is not there.
+    """
+    path = step.root.source.root
+    for _, error in step.broken:
+        raise error
+    for directory, is_needed in missing_parts(step.step):
+        if is_needed:
+            raise UnreadableError(
+                f"{step.step.title} without {directory}",
+                where=path,
+                hint=f"restore it, or convert one part: {_give(step)}",
+            )
+    if step.step.rank_files:
+        raise UnreadableError(
+            f"{first_few(step.step.rank_files)}: pickles of each rank's own part, which fit no other mesh",
+            where=path,
+            hint="save with DCP (accelerate's use_dcp=True)",
+        )
+    single: Sequence[tuple[str, object]] = (
+        ("--prefix", options.prefix),
+        ("--include", options.include),
+        ("--exclude", options.exclude),
+        ("--map" if naming.own else "--names", naming.names != "auto"),
+    )
+    for flag, value in single:
+        if value:
+            what = f"{flag} is for one checkpoint, and this is a step of {len(step.parts)}"
+            raise UsageError(what, where=path, hint=f"convert one part: {_give(step)}")
+    parts: dict[str, Job] = {}
+    mesh: Mesh | None = None
+    for index in sorted({part.index for part, _ in step.parts}):
+        own = [(part, opened) for part, opened in step.parts if part.index == index]
+        layout = _layout(step, [opened for _, opened in own], options)
+        mesh = layout.mesh
+        for part, opened in own:
+            job = parts[part.directory] = sharding_job(opened, options, layout=layout)
+            job.notes = [note for note in job.notes if note != PART_NOTE]
+    outer = _outer(step.root, os.fspath(options.destination), parts, mesh)
+    outer.assets = [(step.root.source, asset) for asset in step.step.beside]
+    outer.dtype = options.dtype
+    outer.notes = [f"a whole step: {first_few(list(parts), 6)} and {len(outer.assets)} files beside them, as they are"]
+    if step.passed_over:
+        outer.notes.append(f"left out, as hidden or linked directories: {first_few(step.passed_over, 6)}")
+    if mesh is not None and (note := note_missing_rng(step.step.names, mesh.world_size)):
+        outer.notes.append(note)
+    return outer
+
+
+def _give(step: OpenedStep) -> str:
+    return os.path.join(step.root.source.root, step.parts[0][0].directory)
+
+
+def _layout(step: OpenedStep, group: list[Opened], options: ShardingOptions) -> Layout:
+    """Return where a model and its optimizer go: rules and plans are of parameters, and state follows them."""
+    tensors = tuple(entry for opened in group for entry in opened.checkpoint.tensors)
+    has_config = (opened for opened in (*group, step.root) if config_beside(opened.source) is not None)
+    with_config = next(has_config, group[0]) if options.tp_plan is not None else group[0]
+    return find_layout(with_config, replace(group[0].checkpoint, tensors=tensors), options)
+
+
+def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trainer: TrainerName | None) -> Job:
+    """Return the job of `reshard` on one DCP checkpoint: all of it, or for another trainer its model alone.
+
+    Raises:
+        UsageError: As `layout_for`; or the names cannot be brought into those that are wanted.
+    """
+    own = trainer_of(opened.checkpoint, opened.beside)
+    if trainer is None or (trainer == own and not options.prefix):
+        job = resharding_job(opened, options, naming)
+        job.notes += _notes_on_loader(opened, job.mesh)
+        return job
+    if naming.own:
+        raise UsageError(f"--map brings names of its own, and --for {trainer} those of {trainer}", hint="leave out one")
+    layout = layout_for(trainer, names=naming.names, prefix=options.prefix, source=opened.source.root)
+    model, names = model_in(opened, "auto", [])
+    origin, inside = opened.origin, set(names.values())
+    if origin is not None:
+        is_whole = len(model.tensors) == len(opened.checkpoint.tensors)
+        is_whole = is_whole and all(old == origin.prefix + new for new, old in names.items())
+        origin = origin if is_whole else None
+    kept = tuple(entry for entry in opened.checkpoint.tensors if entry.fqn in inside)
+    checkpoint = replace(opened.checkpoint, tensors=kept, blobs=())
+    chosen = replace(opened, checkpoint=checkpoint, beside=(), origin=origin)
+    notes: list[str] = []
+    if (wanted := _names_for(opened, layout)) is None:
+        named = Named(checkpoint=model, sources=names, map=None if origin is None else origin.map)
+    else:
+        named, _ = name_again(chosen, Naming(names=wanted), notes)
+    job = sharding_job(chosen, replace(options, prefix=layout.prefix), named=named)
+    job.notes += [*notes, *_notes_on_rest(opened, model)]
+    job.warnings = (*job.warnings, *_warn_of_names(model, trainer))
+    return starting_job(job, layout)
+
+
+def _names_for(opened: Opened, layout: TrainerLayout) -> str | None:
+    """Return what is to be done with the names: those of a file become the live model's, others stay; None for that."""
+    origin = opened.origin
+    made = None if origin is None else "hub" if origin.map is None else origin.map.names
+    if layout.names != "auto":
+        return None if made == layout.names else layout.names
+    return "auto" if made == "hub" and layout.prefix else None
+
+
+def _warn_of_names(model: Checkpoint, trainer: TrainerName) -> Iterator[str]:
+    """Say that a model of transformers does not have these names, when they are certainly another library's."""
+    owners = [owner for owner in origins_of([entry.fqn for entry in model.tensors]) if owner.code in _OTHER_LIBRARIES]
+    if owners and TRAINERS[trainer].prefix:
+        yield f"the names are {owners[0].what}, and stay: a model of transformers does not load them"
+
+
+def _notes_on_rest(opened: Opened, model: Checkpoint) -> Iterator[str]:
+    """Say what of a step another trainer does not get."""
+    checkpoint = opened.checkpoint
+    count = len(checkpoint.tensors) - len(model.tensors)
+    rest = [f"{count} tensors (optimizer state and the like)"] if count else []
+    rest += [f"{len(checkpoint.blobs)} items that are not tensors"] if checkpoint.blobs else []
+    rest += [asset.file for asset in opened.beside]
+    if rest:
+        yield f"the model alone, for another trainer; left out: {first_few(rest, 6)}"
+
+
+def _notes_on_loader(opened: Opened, mesh: Mesh | None) -> Iterator[str]:
+    """Say what torchtitan does with the state of a data loader that other ranks saved."""
+    saved = dataloader_ranks(opened.checkpoint)
+    if saved and mesh is not None and saved != mesh.size("dp_replicate") * mesh.size("dp_shard"):
+        yield (
+            f"the data loader's state is of {saved} data-parallel ranks, and torchtitan refuses it on another number: "
+            'checkpoint.exclude_from_loading = ["dataloader"] begins the data anew'
+        )

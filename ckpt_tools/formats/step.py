@@ -1,0 +1,156 @@
+"""Directories of a training step that keep the model and the optimizer apart: each a DCP checkpoint of its own.
+
+Whoever opens such a directory gets its model; `open_step` gives every part.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Self
+
+from ckpt_tools.description.checkpoint import Checkpoint
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.dcp import Dcp
+from ckpt_tools.formats.format import Format, Opened, read_document
+from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.steps import MODEL_PART, Part, Step, find_step, is_part
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import first_few
+
+_MAX_DEPTH = 16
+"""Directories below the step in which files are looked for."""
+
+
+class StepDirectory(Format):
+    """What accelerate's `save_state` and transformers' Trainer write under FSDP with SHARDED_STATE_DICT."""
+
+    name = "step"
+    suffix = Dcp.suffix
+    has_parts = True
+
+    def detects(self, files: Mapping[str, int]) -> bool:
+        """By the directories of its parts."""
+        return find_step(files) is not None
+
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+        """Open the model's part."""
+        step = find_step(files)
+        _refuse_links(path)
+        models = () if step is None else step.models
+        if step is None or not models:
+            raise UnreadableError(
+                f"a step without its model: {MODEL_PART} is not there",
+                where=path,
+                hint="restore it; the optimizer alone can be inspected and verified by its own directory",
+            )
+        if len(models) > 1:
+            raise UsageError(
+                f"{step.title} of {len(models)} models: {first_few([part.directory for part in models], 6)}",
+                where=path,
+                hint=f"name one: {os.path.join(path, models[0].directory)}",
+            )
+        opened = open_path(os.path.join(path, models[0].directory))
+        source.close()
+        return replace(opened, step=step)
+
+
+FORMAT = StepDirectory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedStep:
+    """An open step: every part, and the files beside them."""
+
+    step: Step
+    root: Opened
+    """The directory itself: no tensors, the files beside the parts, and what a manifest of ckpt's says of all."""
+    parts: tuple[tuple[Part, Opened], ...]
+    broken: tuple[tuple[Part, UnreadableError], ...]
+    """The parts that are not complete, readable checkpoints."""
+    passed_over: tuple[str, ...]
+    """Directories beside the parts that are hidden, and links to directories: ckpt does not look into them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for opened in (self.root, *(opened for _, opened in self.parts)):
+            opened.source.close()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(opened.checkpoint.total_bytes for _, opened in self.parts)
+
+
+def open_step(path: str) -> OpenedStep | None:
+    """Open every part of the step at `path`; None when it is no step in parts.
+
+    Raises:
+        UnreadableError: No part is readable, or one is a link.
+    """
+    if not os.path.isdir(path):
+        return None
+    with ExitStack() as stack:
+        source = stack.enter_context(Source(path))
+        files = source.list_files(max_depth=_MAX_DEPTH)
+        if Dcp().detects(files) or (step := find_step(files)) is None:
+            return None
+        _refuse_links(path)
+        manifest = None
+        if MANIFEST_NAME in files:
+            manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+        parts, broken = [], []
+        for part in step.parts:
+            try:
+                opened = open_path(os.path.join(path, part.directory), format=Dcp.name if part.is_saved else None)
+            except UnreadableError as error:
+                broken.append((part, error))
+            else:
+                parts.append((part, stack.enter_context(opened)))
+        if not parts:
+            raise broken[0][1]
+        stack.pop_all()
+        root = Opened(
+            format=FORMAT,
+            checkpoint=Checkpoint(root=source.root, format=FORMAT.name, tensors=()),
+            source=source,
+            manifest=manifest,
+            beside=step.beside,
+        )
+        return OpenedStep(
+            step=step, root=root, parts=tuple(parts), broken=tuple(broken), passed_over=_passed_over(path)
+        )
+
+
+def _passed_over(path: str) -> tuple[str, ...]:
+    found = []
+    for directory, subdirectories, _ in os.walk(path):
+        for name in list(subdirectories):
+            whole = os.path.join(directory, name)
+            depth = os.path.relpath(whole, path).count(os.sep)
+            if name.startswith(".") or os.path.islink(whole) or depth >= _MAX_DEPTH:
+                found.append(os.path.relpath(whole, path))
+                subdirectories.remove(name)
+    return tuple(sorted(found))
+
+
+def _refuse_links(path: str) -> None:
+    """Refuse a step with directories that are links: what is behind them would be passed over.
+
+    Raises:
+        UnreadableError: It has some.
+    """
+    with os.scandir(path) as entries:
+        links = sorted(entry.name for entry in entries if entry.is_symlink() and entry.is_dir())
+    if links:
+        what = "a part of the step" if is_part(links[0]) else "a directory of the step"
+        raise UnreadableError(
+            f"{what} is a symbolic link, which ckpt does not follow",
+            where=os.path.join(path, links[0]),
+            hint="copy what it leads to into the step if you trust it",
+        )

@@ -1,0 +1,300 @@
+"""What the directory of a training step looks like, trainer by trainer.
+
+Most trainers save a step as one DCP directory. accelerate and transformers' Trainer give the model and the optimizer a
+DCP directory each, and put small files beside: RNG states of every rank, the scheduler, the trainer's own progress.
+
+Source: accelerate 1.15 `utils/fsdp_utils.py`, `checkpointing.py`; transformers 5.23 `trainer.py`; lightning 2.6
+`fabric/strategies/model_parallel.py`; torchtitan 0.3 `components/checkpointer/dcp.py`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ckpt_tools.description.checkpoint import Asset, Checkpoint
+from ckpt_tools.formats.file_names import METADATA_NAME, is_hf_asset
+from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.storage.journal import JOURNAL_NAME
+from ckpt_tools.text import first_few
+
+Holds = Literal["model", "optimizer"]
+
+MODEL_PART = "pytorch_model_fsdp_0"
+OPTIMIZER_PART = "optimizer_0"
+META_FILE = "meta.pt"
+"""What makes a DCP directory a checkpoint of Lightning's."""
+POLICY_PART = "actor"
+"""Where verl puts the policy inside of a global_step_N."""
+OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
+"""Where a trainer puts a whole optimizer beside the model."""
+_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_(0|[1-9]\d{0,5})", re.ASCII)
+_PICKLED_OPTIMIZER = re.compile(r"optimizer(_\d+)?(_rank\d+)?\.(bin|pt)|optimizer\.safetensors", re.ASCII)
+_RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)\w*_rank\d+\.bin", re.ASCII)
+_HOLDS: Mapping[str, Holds] = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
+_TRAINER_STATE = "trainer_state.json"
+_SCHEDULERS = ("scheduler.bin", "scheduler.pt")
+_KINDS = (
+    ("random_states_*.pkl", "RNG state of a rank"),
+    ("rng_state*.pth", "RNG state of a rank"),
+    ("scheduler*.bin", "learning-rate scheduler"),
+    ("scheduler.pt", "learning-rate scheduler"),
+    ("sampler*.bin", "sampler of a data loader"),
+    ("dl_state_dict*.bin", "state of a data loader"),
+    ("scaler.pt", "gradient scaler"),
+    ("optimizer*.bin", "pickled state of an optimizer"),
+    ("custom_checkpoint_*.pkl", "an object that the script registered"),
+    (_TRAINER_STATE, "progress of the Trainer"),
+    ("training_args.bin", "arguments of the Trainer"),
+    (META_FILE, "Lightning's loops, callbacks and schedulers"),
+)
+"""Name of a file beside the parts → what it is."""
+_RNG = re.compile(r"(?:random_states|rng_state)_(\d{1,9})\.(?:pkl|pth)", re.ASCII)
+_LOADER = re.compile(r"dataloader\.dp_rank_\d+", re.ASCII)
+_LONE_RNG = "rng_state.pth"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A DCP directory inside of a step."""
+
+    directory: str
+    """Its name in the step."""
+    holds: Holds
+    index: int
+    """Which of several models or optimizers."""
+    nbytes: int
+    """Of its files."""
+    is_saved: bool
+    """It has `.metadata`: its save came to an end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The directory of a step that keeps the model and the optimizer apart."""
+
+    trainer: Literal["accelerate", "trainer"]
+    parts: tuple[Part, ...]
+    """Models before optimizers."""
+    beside: tuple[Asset, ...]
+    """Every other file."""
+
+    @property
+    def title(self) -> str:
+        """Whose it is, for people."""
+        return "accelerate's step" if self.trainer == "accelerate" else "the Trainer's step"
+
+    @property
+    def models(self) -> tuple[Part, ...]:
+        """The parts that hold a model."""
+        return tuple(part for part in self.parts if part.holds == "model")
+
+    @property
+    def rank_files(self) -> tuple[str, ...]:
+        """Pickles of a rank's own part of a model or an optimizer (accelerate's use_dcp=False), in order."""
+        return tuple(sorted(filter(_RANK_FILE.fullmatch, self.names)))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the files beside the parts."""
+        return frozenset(asset.file for asset in self.beside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLayout:
+    """What a trainer starts from."""
+
+    names: str = "auto"
+    """As `--names` of `shard`."""
+    prefix: str = ""
+    """In front of every name."""
+    part: str = ""
+    """Directory of the model; "" where the checkpoint itself is it."""
+    start: str = ""
+    """How the trainer loads it, for people."""
+    refusal: str = ""
+    """Why there is nothing that ckpt could write for it."""
+    instead: str = ""
+    """What to do then."""
+
+
+TrainerName = Literal["accelerate", "trainer", "torchtitan", "lightning", "verl", "plain"]
+TRAINERS: Mapping[TrainerName, TrainerLayout] = {
+    "accelerate": TrainerLayout(
+        prefix="model.",
+        part=MODEL_PART,
+        start="accelerate.utils.load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, {destination!r}) "
+        "loads it after prepare(); load_state wants an optimizer as well",
+    ),
+    "trainer": TrainerLayout(
+        prefix="model.",
+        part=MODEL_PART,
+        start="load_fsdp_model(trainer.accelerator.state.fsdp_plugin, trainer.accelerator, model, {destination!r}) "
+        "loads it, in a callback's on_train_begin; resume_from_checkpoint wants a step that the Trainer saved",
+    ),
+    "torchtitan": TrainerLayout(
+        names="torchtitan",
+        start="checkpoint.initial_load_path = {destination!r} begins there",
+    ),
+    "lightning": TrainerLayout(
+        prefix="state_dict.",
+        start='dcp.load({{"state_dict": state}}, checkpoint_id={destination!r}) loads it, with state = '
+        "get_model_state_dict(module); where the module keeps the model as self.model, add --prefix state_dict.model.",
+    ),
+    "verl": TrainerLayout(
+        refusal="verl starts from a model as the hub has it, and resumes from pickles of its own alone",
+        instead="set actor_rollout_ref.model.path to {source}",
+    ),
+    "plain": TrainerLayout(),
+}
+"""Value of `--for` → what is written."""
+
+
+def find_step(files: Mapping[str, int]) -> Step | None:
+    """Return the step that a directory with these files (relative name → size) is; None when it is none of its kind."""
+    sizes: dict[str, int] = {}
+    for name, size in files.items():
+        directory, slash, _ = name.partition("/")
+        if slash and is_part(directory):
+            sizes[directory] = sizes.get(directory, 0) + size
+    held = [name for name in sizes if any(_is_data(file, name) for file in files)]
+    if not held or METADATA_NAME in files:
+        return None
+    parts = sorted((_part(name, sizes[name], files) for name in held), key=lambda part: (part.holds, part.index))
+    own = (MANIFEST_NAME, JOURNAL_NAME)
+    beside = (name for name in files if name.partition("/")[0] not in held and name not in own)
+    return Step(
+        trainer="trainer" if _TRAINER_STATE in files else "accelerate",
+        parts=tuple(parts),
+        beside=tuple(Asset(file=name, nbytes=files[name]) for name in beside),
+    )
+
+
+def is_part(directory: str) -> bool:
+    """Is this what accelerate calls the directory of a model or an optimizer inside of a step?"""
+    return _PART.fullmatch(directory) is not None
+
+
+def is_model_part(directory: str) -> bool:
+    """Is this what accelerate calls the directory of a model inside of a step?"""
+    found = _PART.fullmatch(directory)
+    return found is not None and _HOLDS[found[1]] == "model"
+
+
+def describe_file(name: str) -> str:
+    """Say what a trainer keeps in a file of this name beside the parts; "" for what is not known."""
+    return next((what for pattern, what in _KINDS if fnmatch.fnmatchcase(name, pattern)), "")
+
+
+def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
+    """Yield what a step consists of: (name, bytes, what it is). Files that differ by a number are one row."""
+    whole = {"model": "the model", "optimizer": "the optimizer's state"}
+    for part in step.parts:
+        yield part.directory, part.nbytes, whole[part.holds] + ("" if part.is_saved else ", not saved to the end")
+    rows: dict[str, list[Asset]] = {}
+    for asset in step.beside:
+        rows.setdefault(re.sub(r"\d+", "*", asset.file), []).append(asset)
+    for pattern, assets in rows.items():
+        one = len(assets) == 1
+        name = assets[0].file if one else f"{pattern} ({len(assets)} files)"
+        yield name, sum(asset.nbytes for asset in assets), describe_file(assets[0].file)
+
+
+def note_reading(step: Step) -> str:
+    """Say that the model is read of a step, and what is not; a config or a tokenizer may be."""
+    model = step.models[0].directory
+    others = replace(step, beside=tuple(asset for asset in step.beside if not is_hf_asset(asset.file)))
+    rest = [name for name, _, _ in list_contents(others) if name != model]
+    return f"reads {model} of {step.title}" + (f", and not {first_few(rest, 6)}" if rest else "")
+
+
+def missing_parts(step: Step) -> Iterator[tuple[str, bool]]:
+    """Yield the parts that resuming wants and that are not there: (directory, does training certainly need it?).
+
+    A scheduler is only there where an optimizer was.
+    """
+    there = {part.directory for part in step.parts}
+    was_trained = not step.names.isdisjoint(_SCHEDULERS)
+    if not step.models:
+        yield MODEL_PART, True
+    is_pickled = any(map(_PICKLED_OPTIMIZER.fullmatch, step.names))
+    has_optimizer = len(there) > len(step.models)
+    for index in range(max((part.index for part in step.parts), default=0) + 1):
+        model, optimizer = f"pytorch_model_fsdp_{index}", f"optimizer_{index}"
+        if model not in there and step.models:
+            yield model, True
+        if optimizer not in there and not is_pickled:
+            yield optimizer, was_trained and not has_optimizer
+
+
+def rng_ranks(names: Iterable[str]) -> frozenset[int]:
+    """Return the ranks whose RNG states are among these files."""
+    return frozenset(int(found[1]) for name in names if (found := _RNG.fullmatch(name)))
+
+
+def note_missing_rng(names: Collection[str], num_ranks: int) -> str:
+    """Say which of `num_ranks` ranks would find no RNG state among these files; "" when none was saved, or none lacks.
+
+    The Trainer goes on without it, and so does accelerate, which keeps its step counter in the same file.
+    """
+    if _LONE_RNG in names and num_ranks == 1:
+        return ""
+    ranks = rng_ranks(names)
+    if not ranks:
+        return ""
+    by_trainer = any(name.startswith("rng_state") for name in names)
+    if by_trainer and num_ranks == 1:
+        return f"no {_LONE_RNG}, which the Trainer reads on one rank: its RNG begins anew"
+    missing = [rank for rank in range(num_ranks) if rank not in ranks]
+    if not missing:
+        return ""
+    shown = ", ".join(map(str, missing)) if len(missing) < 9 else f"{missing[0]} … {missing[-1]}"
+    also = "" if by_trainer else ", and accelerate's step counter, which lies in the same files"
+    return f"no RNG state of rank{'s' if len(missing) > 1 else ''} {shown}: RNG{also}, begins anew there"
+
+
+def trainer_of(checkpoint: Checkpoint, beside: Iterable[Asset]) -> TrainerName | None:
+    """Return whose step one DCP directory is; None where nothing tells, as of a model alone."""
+    roots = _roots(checkpoint)
+    if "state_dict" in roots and any(asset.file == META_FILE for asset in beside):
+        return "lightning"
+    return "torchtitan" if "train_state" in roots and "optimizer" in roots else None
+
+
+def _roots(checkpoint: Checkpoint) -> frozenset[str]:
+    paths = (*(entry.path for entry in checkpoint.tensors), *(blob.path for blob in checkpoint.blobs))
+    return frozenset(str(path[0]) for path in paths if path)
+
+
+def missing_of_trainer(checkpoint: Checkpoint, beside: Iterable[Asset]) -> Iterator[tuple[str, str]]:
+    """Yield what resuming wants and one DCP directory lacks: (name, what is wrong), where it is certain whose it is."""
+    roots = _roots(checkpoint)
+    if "state_dict" in roots and "optimizer_0" in roots and not any(asset.file == META_FILE for asset in beside):
+        yield META_FILE, f"a checkpoint of Lightning's without {META_FILE}: Lightning does not take it for one"
+    if "train_state" in roots and "lr_scheduler" in roots and "optimizer" not in roots:
+        yield "optimizer", "a step of torchtitan's without the optimizer's state"
+
+
+def dataloader_ranks(checkpoint: Checkpoint) -> int:
+    """Return of how many data-parallel ranks torchtitan's data loader left its state; 0 where there is none."""
+    return sum(_LOADER.fullmatch(blob.fqn) is not None for blob in checkpoint.blobs)
+
+
+def _part(name: str, nbytes: int, files: Mapping[str, int]) -> Part:
+    kind, _, number = name.rpartition("_")
+    return Part(
+        directory=name,
+        holds=_HOLDS[kind],
+        index=int(number),
+        nbytes=nbytes,
+        is_saved=f"{name}/{METADATA_NAME}" in files,
+    )
+
+
+def _is_data(file: str, directory: str) -> bool:
+    """Is this a file of DCP directly in the directory?"""
+    parent, _, name = file.rpartition("/")
+    return parent == directory and (name == METADATA_NAME or name.endswith(".distcp"))
