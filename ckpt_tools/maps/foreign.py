@@ -58,7 +58,7 @@ ORIGINS = (
         r"|ffn_norm\.|moe\.(?:experts|router|routed_experts)\b)|^tok_embeddings\.|^mtp_layers\.",
         "torchtitan's or Meta's own",
         "ckpt converts those of Llama, Qwen3, DeepSeek-V3 and gpt-oss where config.json names the model; for others "
-        "write a map (--map FILE), or use torchtitan's convert_to_hf.py or transformers' convert_llama_weights_to_hf.py",
+        "write a map (--map FILE), torchtitan's convert_to_hf.py or transformers' convert_llama_weights_to_hf.py",
     ),
     _origin(
         "megatron",
