@@ -16,6 +16,7 @@ from ckpt_tools.description.transform import select
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import OpenedStep, open_step
 from ckpt_tools.formats.steps import note_reading
+from ckpt_tools.models.name_options import LibraryNames
 from ckpt_tools.options import (
     AnyPath,
     Argument,
@@ -38,6 +39,7 @@ class VerifyOptions:
 
     source: Source = field(kw_only=False)
     against: Annotated[AnyPath | None, Option("Compare bit for bit, whatever the formats.", metavar="REF")] = None
+    names: LibraryNames = "auto"
     level: Annotated[Level, Option("structure reads headers, data every byte.")] = "data"
     num_workers: NumWorkers = None
     format: From = None
@@ -66,8 +68,9 @@ def verify(options: VerifyOptions) -> Verification:
         result = verifying.verify(opened, level=level, num_workers=workers, progress=receiver)
         if reference is None or not result.ok:
             return result
-        difference = diffing.diff(opened, reference, num_workers=workers, progress=receiver)
-        return verifying.with_findings(result, _findings_of(difference, os.fspath(against or "")))
+        difference = diffing.diff(opened, reference, names=options.names, num_workers=workers, progress=receiver)
+        findings = _findings_of(difference, os.fspath(against or ""))
+        return verifying.with_findings(result, findings, not_compared=difference.notes)
 
 
 def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
@@ -88,10 +91,14 @@ def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
         if options.against is None or not result.ok:
             return result
         findings: list[Finding] = []
+        left_out: list[str] = []
         for pair in pairs:
-            difference = diffing.diff(pair.ours, pair.theirs, num_workers=workers, progress=progress)
+            difference = diffing.diff(
+                pair.ours, pair.theirs, names=options.names, num_workers=workers, progress=progress
+            )
+            left_out += difference.notes
             findings += _findings_of(difference, f"{os.fspath(options.against)} ({pair.name})")
-        return verifying.with_findings(result, findings, parts=[pair.name for pair in pairs])
+        return verifying.with_findings(result, findings, parts=[pair.name for pair in pairs], not_compared=left_out)
 
 
 def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
@@ -113,6 +120,7 @@ class DiffOptions:
     rtol: Annotated[float | None, Option("Relative tolerance.", min=0)] = None
     include: Include = ()
     exclude: Exclude = ()
+    names: LibraryNames = "auto"
     num_workers: NumWorkers = None
     progress: Progress = None
 
@@ -142,9 +150,10 @@ def diff(options: DiffOptions) -> Difference:
             keys_only=options.keys_only,
             atol=options.atol,
             rtol=options.rtol,
+            names=options.names,
             num_workers=options.num_workers or default_num_workers(),
             progress=progress(total) if progress is not None and not options.keys_only else None,
         )
         named = ((options.a, one.step), (options.b, other.step))
         notes = (f"{os.fspath(path)}: {note_reading(step)}" for path, step in named if step is not None)
-        return replace(difference, notes=tuple(map(escape_name, notes)))
+        return replace(difference, notes=(*map(escape_name, notes), *difference.notes))
