@@ -302,7 +302,7 @@ def _publish(run: _Run, adapter: Adapter[Factor], output: Output, config: Fields
             return _export(run, output, config)
         staging.publish()
         if staging.left_behind is not None:
-            run.notes.append(f"what was there before could not be removed: {escape_name(staging.left_behind)}")
+            run.notes.append(f"the old destination could not be removed: {escape_name(staging.left_behind)}")
     return _export(run, output, config, published=True)
 
 

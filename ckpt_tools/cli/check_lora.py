@@ -59,7 +59,7 @@ def _verdict(report: LoaderReport) -> str:
     if not report.loads:
         return "refuses it"
     if not report.changes:
-        return "loads nothing, and says at most a warning"
+        return "loads nothing, with a warning at most"
     if not report.is_whole:
         return "loads it, but not as it is meant"
     return "loads it, whole" if report.is_proven else "loads it, if the base model has these modules"

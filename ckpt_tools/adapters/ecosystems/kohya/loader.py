@@ -26,7 +26,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     """Apply kohya's rules."""
     if file.architecture is None:
         loading.unchecked(
-            file.file, "the model family is not known to ckpt", "--architecture names one that ckpt knows"
+            file.file, "ckpt does not know the model family", "--architecture names one that ckpt knows"
         )
         return
     if file.architecture == "llm" or file.architecture == "flux2":
@@ -58,7 +58,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if outside and not needs_lycoris:
         loading.needs(
             outside[0],
-            "kohya's networks.lora looks for modules inside the blocks, and leaves others out unless it is told of "
+            "kohya's networks.lora looks for modules inside the blocks, and skips others unless it is configured for "
             "them: load it with --network_module lycoris.kohya",
         )
     if needs_lycoris:
@@ -66,7 +66,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
             "loader-needs",
             "info",
             file.file,
-            "kohya's networks.lora has plain LoRA alone: load it with --network_module lycoris.kohya",
+            "kohya's networks.lora supports only plain LoRA: load it with --network_module lycoris.kohya",
         )
 
 
