@@ -161,9 +161,7 @@ class Lora(ScaledFamily):
                 )
             config[name] = Sourced(bool(having), f"{what} in every module" if having else f"no {what}")
         known = adapter.settings.get(self.init_field)
-        config[self.init_field] = known or Sourced(
-            True, "no sign that the base was changed before training (PiSSA, …)"
-        )
+        config[self.init_field] = known or Sourced(True, "no sign that the base was changed before training (PiSSA, …)")
         return config
 
     def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:

@@ -56,9 +56,7 @@ def _check_file(file: AdapterFile) -> None:
     everything = (file.file, *file.siblings)
     allowed = [name for name in everything if not any(trap in name for trap in DIFFUSERS_TRAPS)]
     if not allowed:
-        raise RejectedError(
-            f"it ignores files with {', '.join(DIFFUSERS_TRAPS)} in their names, and there is no other"
-        )
+        raise RejectedError(f"it ignores files with {', '.join(DIFFUSERS_TRAPS)} in their names, and there is no other")
     if file.file not in allowed and DIFFUSERS_FILE not in allowed:
         raise RejectedError(f"it ignores {file.file!r} and loads {allowed[0]!r} instead")
 

@@ -25,9 +25,7 @@ _NOT_BLOCKS = ("input_blocks.0.",)
 def load(file: AdapterFile, loading: Loading) -> None:
     """Apply kohya's rules."""
     if file.architecture is None:
-        loading.unchecked(
-            file.file, "ckpt does not know the model family", "--architecture names one that ckpt knows"
-        )
+        loading.unchecked(file.file, "ckpt does not know the model family", "--architecture names one that ckpt knows")
         return
     if file.architecture == "llm" or file.architecture == "flux2":
         what = "language models" if file.architecture == "llm" else "FLUX.2"

@@ -136,9 +136,7 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
         config["bias"] = known
     elif "bias" in family.peft_fields:
         kind = f"{family.name}_only" if set(biases) <= adapted else "all"
-        config["bias"] = (
-            Sourced(kind, "trained biases") if biases else Sourced("none", "no sign of trained biases")
-        )
+        config["bias"] = Sourced(kind, "trained biases") if biases else Sourced("none", "no sign of trained biases")
     settled = adapter.settings.get("modules_to_save")
     paths = [module.path for module in whole]
     _check_tied(adapter, paths)
