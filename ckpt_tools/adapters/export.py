@@ -117,10 +117,10 @@ class _Run:
 def export_lora(options: ExportOptions) -> Export:
     """Export an adapter; reads its tensors and no others.
 
-    With `dry_run`, values are not looked at.
+    With `dry_run`, values are not checked.
 
     Raises:
-        UsageError: Something is not known and changes the result, or the target cannot express the adapter.
+        UsageError: An unknown setting on which the result depends, or a target that cannot express the adapter.
         UnreadableError: No adapter here, or a damaged source.
         DestinationExistsError: The destination exists.
     """

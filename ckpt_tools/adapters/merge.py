@@ -41,7 +41,7 @@ _TORCH_BYTES = 256 << 20
 
 
 class MergeUnchangedError(CkptError):
-    """Tensors come out as they were, although the adapter changes them."""
+    """Tensors come out unchanged, although the adapter changes them."""
 
     exit_code = 3
     code = "merge-unchanged"

@@ -24,13 +24,13 @@ _NO_CONFIG = "there is no config.json, so there is nothing to run"
 
 
 def run_estimate(options: EstimateOptions) -> Estimate:
-    """Say how much memory a training run takes on the rank that holds the most.
+    """Estimate how much memory a training run takes on the rank that holds the most.
 
     With a config.json, two training steps run in a process of their own, on tensors without data, and PyTorch's own
     tracker counts; the formula stands beside it. Otherwise the formula alone answers.
 
     Raises:
-        UsageError: A model that cannot be built, or a mesh that cannot be.
+        UsageError: A model that cannot be built, or an impossible mesh.
         UnreadableError: A checkpoint without a config that cannot be described.
     """
     start = time.perf_counter()

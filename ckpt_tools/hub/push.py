@@ -101,8 +101,8 @@ class Push:
         """Push, or plan to.
 
         Raises:
-            UsageError: Options that contradict each other, or names that cannot be.
-            UnreadableError: The directory holds something that is not whole.
+            UsageError: Options that contradict each other, or invalid names.
+            UnreadableError: The directory holds something incomplete.
             HubError: The hub refused, or is away.
         """
         options = self._options

@@ -25,7 +25,7 @@ class Arithmetic:
     """What an adapter makes of one tensor.
 
     Raises:
-        CkptError: The factors do not fit, or something that the result depends on is not known.
+        CkptError: The factors do not fit, or an unknown setting on which the result depends.
     """
 
     def __init__(self, edit: TensorEdit) -> None:
