@@ -223,7 +223,7 @@ _ENTRIES = (
         id="mixed-clip",
         symptom="`_foreach_norm got mixed …`, or `aten.stack … must have the same mesh`, from `clip_grad_norm_`",
         cause="the gradients are not all DTensors on one mesh",
-        fix="`ckpt_tools.fsdp2.clip_grad_norm`, which takes the norm mesh by mesh",
+        fix="`ckpt_tools.fsdp2.clip_grad_norm`, which computes the norm mesh by mesh",
         found_by=("exception",),
     ),
     Entry(

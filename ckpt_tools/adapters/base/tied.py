@@ -76,7 +76,7 @@ def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> 
                 f"{changed} and {kept} hold the same values, as a tied embedding and head do, and the adapter changes "
                 "one of them: a model that ties them would load only one of the two",
                 where=changed,
-                hint=f"{UNTIE}; if they are not tied, say so in a config.json beside the base: "
+                hint=f"{UNTIE}; if they are not tied, declare it in a config.json beside the base: "
                 '{"tie_word_embeddings": false}',
             )
 

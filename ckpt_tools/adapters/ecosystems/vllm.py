@@ -67,12 +67,12 @@ def load(file: AdapterFile, loading: Loading) -> None:
         loading.misreads(
             ADAPTER_CONFIG,
             f"vLLM ignores {name} and loads the factors as plain ones: {reason}",
-            "ckpt export-lora or merge-lora say whether it can be served in another way",
+            "ckpt export-lora or merge-lora show whether it can be served in another way",
         )
     if embeddings:
         loading.needs(
             min(embeddings),
-            "vLLM takes adapters of embeddings and of lm_head for some models only, and refuses them for others",
+            "vLLM accepts adapters of embeddings and of lm_head for some models only, and refuses them for others",
         )
 
 

@@ -99,7 +99,7 @@ class Oft(RotatingFamily):
         if "R" in module.factors and math.prod(shape[2:]) > 1:
             raise UsageError(
                 f"{module.path} is a convolution: PEFT's OFT rotates patches of its input and takes the mean "
-                "where they overlap, which no weights do (PEFT's own merge gives another model than was trained)",
+                "where they overlap, which no weights do (PEFT's own merge gives a different model than was trained)",
                 where=module.path,
                 hint="load it unmerged with PEFT; leave it out here with --exclude",
             )

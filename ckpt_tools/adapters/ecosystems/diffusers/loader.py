@@ -56,7 +56,7 @@ def _check_file(file: AdapterFile) -> None:
     everything = (file.file, *file.siblings)
     allowed = [name for name in everything if not any(trap in name for trap in DIFFUSERS_TRAPS)]
     if not allowed:
-        raise RejectedError(f"it ignores files with {', '.join(DIFFUSERS_TRAPS)} in their names, and there is no other")
+        raise RejectedError(f"it ignores files with {', '.join(DIFFUSERS_TRAPS)} in their names; there is no other")
     if file.file not in allowed and DIFFUSERS_FILE not in allowed:
         raise RejectedError(f"it ignores {file.file!r} and loads {allowed[0]!r} instead")
 
@@ -310,7 +310,7 @@ def _encoder_names(keys: Keys, part: Part) -> Keys:
     has_own = any("lora_linear_layer" in key for key in keys)
     has_attention = is_peft and any(f".{x}_proj.lora_" in key for key in keys for x in ("q", "k", "v", "out"))
     if not (has_own or has_attention):
-        raise RejectedError(f"an adapter of the MLPs of {part.component} alone, under PEFT's names, is not recognised")
+        raise RejectedError(f"an adapter of only the MLPs of {part.component}, under PEFT's names, is not recognised")
     for old, new in ((".lora_linear_layer.down", ".lora_A"), (".lora_linear_layer.up", ".lora_B")):
         keys = {key.replace(old, new): name for key, name in keys.items()}
     return keys
