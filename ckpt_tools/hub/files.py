@@ -192,7 +192,7 @@ def read_whole(source: Source, file: LocalFile) -> bytes:
 def changed(path: str) -> CkptError:
     """Return the error for a file that is written to while it is pushed."""
     return CkptError(
-        "the file changed during the push; nothing was committed",
+        "the file changed while it was pushed; nothing was committed",
         where=path,
         hint="wait until its writer has finished, then run the command again",
     )

@@ -266,7 +266,7 @@ class Push:
             if isinstance(error, KeyboardInterrupt):
                 where = f"{hub.account.endpoint}/{hub.repo}"
                 error.add_note(f"check at {where} whether it was committed" if is_uploaded else "nothing was committed")
-                error.add_note("run the command again: what was uploaded is not sent again")
+                error.add_note("run the command again: it skips what is already uploaded")
             if created:
                 error.add_note(f"the repository {hub.repo} was created")
             raise

@@ -428,7 +428,7 @@ def test_push_file_changed_meanwhile_is_not_committed(hub: Hub, push_json, model
     hub.make("me/model")
     hub.faults.append(Fault("preupload", kind="act", act=train_on))
     error = push_json(model, "me/model", code=1)
-    assert "changed during the push" in error["what"]
+    assert "changed while it was" in error["what"]
     assert "nothing was committed" in error["what"]
     assert len(hub.repos["me/model"].commits) == 1
 
@@ -454,7 +454,7 @@ def test_push_failed_upload_resumes_without_sending_again(hub: Hub, push_json, m
         (Fault("commit", status=403), "may not write to me/model", "--create-pr"),
         (
             Fault("batch", status=403, body={"error": "Private repository storage limit reached"}),
-            "no room",
+            "out of storage",
             "billing",
         ),
         (Fault("repos/create", status=402), "payment required", "billing"),

@@ -181,7 +181,7 @@ def _parts(
     for rows in slot.rows:
         if not rows.entry.dtype.is_float:
             raise _MismatchError(
-                f"the base's weight is {rows.entry.dtype.name}: quantised weights cannot be merged into, take the "
+                f"the base's weight is {rows.entry.dtype.name}: quantised weights cannot be merged into; use the "
                 "original ones"
             )
     if role != "weight" or module.is_saved:

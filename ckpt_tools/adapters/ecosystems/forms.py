@@ -207,7 +207,7 @@ def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Ada
     named = under_base_names(loaded, base.shapes)
     if named is None:
         raise UsageError(
-            f"ckpt has no tables for {title}, and the adapter's modules are not called as the base's are",
+            f"ckpt has no tables for {title}, and the adapter's modules do not have the base's names",
             where=loaded.modules[0].path,
             hint="is it the base of the training run?",
         )

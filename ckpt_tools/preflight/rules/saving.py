@@ -22,7 +22,7 @@ def _gathered(case: Case) -> int | None:
     "CKPT060: FULL_STATE_DICT, because nothing else is set",
     why="Every save gathers all parameters and the optimizer's state in the host memory of rank 0, while others wait;"
     " resuming needs the same again",
-    fix="state_dict_type: SHARDED_STATE_DICT; ckpt gather makes one model of it afterwards",
+    fix="state_dict_type: SHARDED_STATE_DICT; ckpt gather turns it into one model afterwards",
     frameworks=HF,
 )
 def full_by_default(case: Case) -> Iterator[Violation]:
@@ -54,7 +54,7 @@ def full_by_default(case: Case) -> Iterator[Violation]:
 @warning_rule(
     "CKPT061: FULL_STATE_DICT of a large model",
     why="Rank 0 gathers all parameters and the optimizer's state in its host memory at every save",
-    fix="SHARDED_STATE_DICT; ckpt gather makes one model of it afterwards",
+    fix="SHARDED_STATE_DICT; ckpt gather turns it into one model afterwards",
     frameworks=HF,
 )
 def full_and_large(case: Case) -> Iterator[Violation]:
