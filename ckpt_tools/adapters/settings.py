@@ -219,7 +219,9 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
     ]
     if missing:
         zero = said_zero(missing[0], adapter)
-        why = "it is in no tensor, header or file beside it" if zero is None else f"it is 0 in {zero}, which changes nothing"
+        why = "it is in no tensor, header or file beside it"
+        if zero is not None:
+            why = f"it is 0 in {zero}, which changes nothing"
         raise UsageError(
             f"alpha of {some_modules(missing)} is not known: {why}",
             where="--alpha",
