@@ -161,7 +161,7 @@ _ENTRIES = (
     Entry(
         id="load-dtype",
         symptom="`Expected out tensor to have dtype …` in the all-gather, or an integer tensor in a load",
-        cause="a load changed the dtype of parameters after they were gathered in another one",
+        cause="a load gave parameters a dtype other than the one that they were gathered in",
         fix="cast before the load: `t.to(p.dtype)`",
         found_by=("exception", "audit"),
     ),

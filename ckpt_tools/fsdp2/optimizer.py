@@ -167,7 +167,7 @@ class _Stored:
                 raise UsageError(
                     "the parameters of one group had different options when they were saved",
                     where="load_optimizer",
-                    hint="create the same groups as then: parameter_groups with the same arguments",
+                    hint="create the groups that were saved: parameter_groups with the same arguments",
                 )
             found = options
         return found or {}

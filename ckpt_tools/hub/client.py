@@ -55,7 +55,7 @@ def find_account(*, endpoint: str | None = None, token: str | None = None) -> Ac
     """Return the hub's address and the token: the arguments, else the environment, else what `hf auth login` stored.
 
     Raises:
-        UsageError: The address is not a URL, or the token contains characters that are invalid in a token.
+        UsageError: The address is not a URL, or the token contains invalid characters.
         HubError: HF_HUB_OFFLINE is set, or nobody is logged in.
     """
     from huggingface_hub import get_token

@@ -178,7 +178,7 @@ def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:
     if advice is not None:
         hint = f"{in_own_words(advice.what, spec)}: then it needs {format_size(advice.estimate.needed)}, and fits"
     else:
-        hint = f"none of the changes tried fits ({len(estimate.proposals)} changes): use more ranks, or a smaller model"
+        hint = f"none of the {len(estimate.proposals)} changes tried fits: use more ranks, or a smaller model"
     named = (spec.keys.get(name) for name in ("strategy", "mesh", "axes.dp_shard", "world_size"))
     key = next(filter(None, named), "memory")
     what = (

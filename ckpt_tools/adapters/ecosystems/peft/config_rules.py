@@ -90,7 +90,7 @@ def check_task(config: Config, model_type: str | None, loading: Loading) -> None
         loading.misreads(
             ADAPTER_CONFIG,
             f"task_type is {task}: PEFT calls the model with input_ids, which a {model_type} model does not take",
-            "set task_type to null: PEFT then passes its own arguments to the model",
+            "set task_type to null: PEFT then passes on the arguments that it receives",
         )
 
 

@@ -223,7 +223,7 @@ def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> N
                 f"{module.path!r} was trained in part: {absent[0]!r} is not among what was "
                 "trained, and PEFT saves modules whole",
                 where=base.source,
-                hint="if its tensors are not needed: --exclude",
+                hint="if its tensors are not needed, leave them out: --exclude",
             )
 
 
