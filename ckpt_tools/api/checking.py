@@ -38,9 +38,11 @@ class VerifyOptions:
     """The options of `verify`."""
 
     source: Source = field(kw_only=False)
-    against: Annotated[AnyPath | None, Option("Compare bit for bit, whatever the formats.", metavar="REF")] = None
+    against: Annotated[AnyPath | None, Option("Copy to compare with, bit for bit, of any format.", metavar="REF")] = (
+        None
+    )
     names: LibraryNames = "auto"
-    level: Annotated[Level, Option("structure reads headers, data every byte.")] = "data"
+    level: Annotated[Level, Option("What to read: structure, headers only; data, every byte.")] = "data"
     num_workers: NumWorkers = None
     format: From = None
     progress: Progress = None
@@ -51,7 +53,7 @@ def verify(options: VerifyOptions) -> Verification:
     """Check a checkpoint and collect everything that is wrong.
 
     Raises:
-        UnreadableError: So broken that it cannot even be described.
+        UnreadableError: The checkpoint is too damaged to be described.
     """
     level, against, progress = options.level, options.against, options.progress
     workers = options.num_workers or default_num_workers()
@@ -114,9 +116,9 @@ class DiffOptions:
     """The options of `diff`."""
 
     a: Annotated[AnyPath, Argument("A checkpoint of any format.", "A")] = field(kw_only=False)
-    b: Annotated[AnyPath, Argument("Another one.", "B")] = field(kw_only=False)
+    b: Annotated[AnyPath, Argument("The other checkpoint.", "B")] = field(kw_only=False)
     keys_only: Annotated[bool, Option("Names, shapes and dtypes only; reads no tensor.")] = False
-    atol: Annotated[float | None, Option("Absolute tolerance; bitwise by default.", min=0)] = None
+    atol: Annotated[float | None, Option("Absolute tolerance (default: bitwise).", min=0)] = None
     rtol: Annotated[float | None, Option("Relative tolerance.", min=0)] = None
     include: Include = ()
     exclude: Exclude = ()

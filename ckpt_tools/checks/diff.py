@@ -37,7 +37,7 @@ class Difference:
     only_in_b: tuple[str, ...]
     changed: tuple[Change, ...]
     num_equal: int = 0
-    """Tensors that both have alike."""
+    """Tensors that are equal in both."""
     notes: tuple[str, ...] = ()
     """What of the two was not compared, for people."""
 

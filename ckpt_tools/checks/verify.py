@@ -120,7 +120,7 @@ def _unknown_places(opened: Opened) -> Iterator[Unchecked]:
     is_bare = opened.manifest is None and opened.format.in_items
     if files := equal_layouts(opened.checkpoint.tensors) if is_bare else []:
         shown = f"{len(files)}: {first_few(files, 2)}"
-        what = f"whether files of equal layout changed places ({shown}); a manifest or --against tells"
+        what = f"whether files of equal layout were swapped ({shown}); a manifest or --against shows it"
         yield Unchecked(what=what, copy_tells=True)
 
 

@@ -129,5 +129,5 @@ def notes_of(recipe: Recipe, seq_len: int) -> tuple[str, ...]:
     notes = list(recipe.notes_on(recipe.batch(model, 0)))
     positions = max_positions(getattr(model, "config", None))
     if positions is not None and positions < seq_len:
-        notes.append(f"the config has {positions} positions, and {seq_len} tokens are more")
+        notes.append(f"the config has only {positions} positions for {seq_len} tokens")
     return tuple(notes)

@@ -44,7 +44,7 @@ class Match:
         if self.whose:
             return f"names of {self.whose}: {len(changed)} of {len(self.found)} tensors are renamed, joined or split"
         old = ", ".join(f"{entry.fqn} is {name}" for entry, name in changed[:1] if entry)
-        return f"names as in the file, but for what stands before them ({escape_name(old)})"
+        return f"names as in the file, except for their prefix ({escape_name(old)})"
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...] | None]:
