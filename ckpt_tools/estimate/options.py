@@ -233,7 +233,7 @@ def _check_source(options: EstimateOptions) -> None:
     if len(given) < len(figures):
         missing = [name for name in figures if name not in given]
         raise UsageError(
-            f"the size of the model is not given: {', '.join(missing)} missing" if given else "no model",
+            f"the size of the model is not given: {', '.join(missing)} missing" if given else "no model given",
             hint=SIZES_HINT,
         )
     for name, value in (*figures.items(), ("--vocab", options.vocab)):
