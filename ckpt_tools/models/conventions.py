@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps.convert import Converted
+from ckpt_tools.maps.hold import Held, hold
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps
 from ckpt_tools.maps.mosaic import Mosaic
+from ckpt_tools.maps.table import load_table
 from ckpt_tools.text import first_few
 
 CONVENTIONS = ("torchtitan", "megatron", "meta")
@@ -80,3 +82,15 @@ def refuse_lost(found: Converted, *, where: str) -> None:
             where=where,
             hint=f"leave it out where it does not matter (all zeros, say): --exclude {glob}",
         )
+
+
+def check_whole(hub: Collection[str], architecture: str, config: _Config) -> None:
+    """Refuse a file in which tensors are lacking, where the architecture is known: a library's model lacks them, too.
+
+    Raises:
+        UsageError: Some are.
+    """
+    expected = load_table().expected(architecture, config)
+    held = Held() if expected is None else hold(hub, expected, config)
+    if lacking := [*held.missing, *held.incomplete]:
+        raise UsageError(f"a {architecture} has tensors that the file has not: {first_few(lacking, 4)}")

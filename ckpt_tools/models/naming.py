@@ -24,6 +24,7 @@ from ckpt_tools.models.conventions import (
     CONVENTIONS,
     UnclearNamesError,
     agreed,
+    check_whole,
     conventions_of,
     map_of,
     refuse_lost,
@@ -294,7 +295,11 @@ def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) 
     if naming.own or naming.names in CONVENTIONS:
         title, key_map, config = _key_map(naming, assets)
         known = TensorMap(names=naming.names, architecture=title, digest=key_map.digest)
-        return known, key_map.forward(_whole(tensors), config)
+        hub = _whole(tensors)
+        found = key_map.forward(hub, config)
+        if not naming.own:
+            check_whole(hub, title, config)
+        return known, found
     claim = _claim(assets)
     expected = _expected(claim)
     if claim.config.get("quantization_config") is not None:

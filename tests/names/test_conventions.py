@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import toys
 from names.keymaps import assert_same
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli import main
 
@@ -140,3 +140,17 @@ def test_part_of_a_tensor_is_compared_as_it_is(tmp_path, capsys) -> None:
     dcp.save({"decoder.layers.0.mlp.linear_fc1.weight_w": torch.ones(64, 32)}, checkpoint_id=tmp_path / "step")
     assert main(["diff", str(tmp_path / "step"), hub, "-q"]) == 3
     assert "- decoder.layers.0.mlp.linear_fc1.weight_w" in capsys.readouterr().out
+
+
+def test_file_that_lacks_a_tensor_is_refused(tmp_path, capsys) -> None:
+    directory = tmp_path / "hub"
+    toys.save("llama", directory)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    args = ["shard", str(directory), str(tmp_path / "made"), "--mesh", "dp_shard=2"]
+    for names in ("meta", "torchtitan"):
+        assert main([*args, "--names", names]) == 2
+        assert "the file has not: model.layers.1.self_attn.k_proj.weight" in capsys.readouterr().err
+    assert main([*args, "--names", "megatron"]) == 2
+    assert "also needs model.layers.1.self_attn.k_proj.weight" in capsys.readouterr().err
