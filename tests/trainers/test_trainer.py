@@ -11,8 +11,7 @@ import transformers
 from fsdp2.ranks import run_ranks
 from seeds import guide
 from trainers import worlds
-from trainers.judges import *  # noqa: F403 - the tests
-from trainers.judges import Walked
+from trainers.judges import Walked, judge
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 for _needed in ("accelerate", "peft"):
@@ -108,7 +107,6 @@ def walk(rank, world_size, has_adapter, directory):
     return walked
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["whole", "adapter"])
-def walked(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("trainer")
-    return run_ranks(1, walk, request.param, directory, timeout=250, backend=None)[0]
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["whole", "adapter"])
+def test_trainer_starts_resumes_and_returns_to_the_hub(has_adapter, tmp_path):
+    judge(run_ranks(1, walk, has_adapter, tmp_path, timeout=280, backend=None)[0], tmp_path)
