@@ -1,4 +1,4 @@
-"""What is asked of every trainer; a file per trainer imports these tests and brings its own `walked`."""
+"""What is asked of every trainer, of what one walk brought: a walk is long, so it is one test."""
 
 from __future__ import annotations
 
@@ -32,34 +32,28 @@ class Walked:
     """What `verify` must find sound: the step, and the resharded ones."""
 
 
-def test_first_loss_is_that_of_from_pretrained(walked):
-    assert walked.straight[0] == pytest.approx(walked.expected, abs=1e-5)  # a batch is summed in another order
-
-
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_resharded_step_resumes_as_the_original_does(walked, num_ranks):
-    assert walked.ours[num_ranks] == walked.theirs[num_ranks]
-    assert walked.ours[num_ranks] == pytest.approx(walked.straight[2:], abs=1e-4)  # of another number of ranks
-
-
-def test_trainer_resumes_on_as_many_ranks_as_if_it_had_not_stopped(walked):
+def judge(walked: Walked, tmp_path: Path) -> None:
+    """Assert all that a user of the trainer counts on."""
+    first = pytest.approx(walked.expected, abs=1e-5)  # the mean of a batch is summed in another order
+    assert walked.straight[0] == first
     assert walked.theirs[2] == walked.straight[2:]
-
-
-def test_gathered_step_is_the_live_model(walked):
+    for num_ranks in (1, 4):
+        assert walked.ours[num_ranks] == walked.theirs[num_ranks]
+        assert walked.ours[num_ranks] == pytest.approx(walked.straight[2:], abs=1e-4)  # of two ranks
     assert walked.live.keys() == walked.back.keys()
     assert [name for name, tensor in walked.live.items() if not torch.equal(tensor, walked.back[name])] == []
-
-
-def test_verify_is_green_until_a_bit_flips_in_any_part(walked, tmp_path):
     for step in walked.steps:
         result = api.verify(step, level="data")
         assert result.ok
         # A step for more ranks than it is from has no RNG states of the others, and nobody can make them.
         assert {finding.code for finding in result.findings} <= {"missing-rng-state"}
-    step = walked.steps[0]
+    judge_flips(walked.steps[0], tmp_path)
+
+
+def judge_flips(step: Path, tmp_path: Path) -> None:
+    """Assert that `verify` finds one changed bit in any part of a step."""
     parts = [file.parent.relative_to(step) for file in step.rglob(".metadata")]
     assert parts
     for number, part in enumerate(parts):
-        copy = worlds.flipped(step, tmp_path / str(number), part)
+        copy = worlds.flipped(step, tmp_path / f"flipped-{number}", part)
         assert [finding.code for finding in api.verify(copy, level="data").findings] == ["damaged-data"]

@@ -8,8 +8,7 @@ from fsdp2.ranks import run_ranks
 from seeds import guide
 from torch.utils.data import DataLoader
 from trainers import worlds
-from trainers.judges import *  # noqa: F403 - the tests
-from trainers.judges import Walked
+from trainers.judges import Walked, judge
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -67,7 +66,6 @@ def walk(rank, world_size, kind, directory):
     return walked
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe"])
-def walked(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    return run_ranks(1, walk, request.param, directory, timeout=250, backend=None)[0]
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_accelerate_starts_resumes_and_returns_to_the_hub(kind, tmp_path):
+    judge(run_ranks(1, walk, kind, tmp_path, timeout=280, backend=None)[0], tmp_path)

@@ -8,8 +8,7 @@ from fsdp2.ranks import run_ranks
 from seeds import guide
 from torch.utils.data import DataLoader, DistributedSampler
 from trainers import worlds
-from trainers.judges import *  # noqa: F403 - the tests
-from trainers.judges import Walked
+from trainers.judges import Walked, judge
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("lightning", reason="needs lightning")
@@ -92,7 +91,5 @@ def walk(rank, world_size, kind, directory):
     return walked
 
 
-@pytest.fixture(scope="module")
-def walked(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("lightning")
-    return run_ranks(1, walk, "qwen3-moe", directory, timeout=250, backend=None)[0]
+def test_lightning_starts_resumes_and_returns_to_the_hub(tmp_path):
+    judge(run_ranks(1, walk, "qwen3-moe", tmp_path, timeout=280, backend=None)[0], tmp_path)

@@ -15,8 +15,7 @@ import torch._utils
 import toys
 from fsdp2.ranks import run_ranks
 from trainers import worlds
-from trainers.judges import *  # noqa: F403 - the tests
-from trainers.judges import Walked
+from trainers.judges import Walked, judge
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 for _needed in ("torchtitan", "torchdata", "spmd_types", "tyro"):
@@ -213,7 +212,5 @@ def walk(rank, world_size, kind, directory):
     return walked
 
 
-@pytest.fixture(scope="module")
-def walked(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("torchtitan")
-    return run_ranks(1, walk, "llama", directory, timeout=250, backend=None)[0]
+def test_torchtitan_starts_resumes_and_returns_to_the_hub(tmp_path):
+    judge(run_ranks(1, walk, "llama", tmp_path, timeout=280, backend=None)[0], tmp_path)

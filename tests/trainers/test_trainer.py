@@ -1,20 +1,34 @@
-"""transformers' Trainer with `fsdp`, for real: from a sharded hub model, over a resharded step, back to the hub."""
+"""transformers' Trainer with `fsdp`, for real: from a sharded hub model, over a resharded step, back to the hub.
+
+And with a LoRA of PEFT, whose steps hold the adapter alone.
+"""
 
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers
 from fsdp2.ranks import run_ranks
 from seeds import guide
 from trainers import worlds
-from trainers.judges import *  # noqa: F403 - the tests
-from trainers.judges import Walked
+from trainers.judges import Walked, judge
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
-pytest.importorskip("accelerate", reason="needs accelerate")
+for _needed in ("accelerate", "peft"):
+    pytest.importorskip(_needed, reason=f"needs {_needed}")
 _IMPORTED = ("transformers.trainer", "transformers.integrations.peft", "transformers.integrations.bitsandbytes", "peft")
 
 
-def train(kind, output, *, first=0, start=None, resume=None, save=False):
+def adapted(hub):
+    """The model of the hub with an adapter that nobody has trained."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(transformers.LlamaForCausalLM.from_pretrained(hub), settings)
+
+
+def train(output, *, base=None, first=0, start=None, resume=None, save=False):
     """Train from step `first` to the last; return the losses, and the logits where the second step is saved."""
     import torch.distributed as dist
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -45,7 +59,8 @@ def train(kind, output, *, first=0, start=None, resume=None, save=False):
     )
     rows = [{"input_ids": row, "labels": row} for row in worlds.tokens()]
     script = Script()
-    trainer = Trainer(worlds.model_of(kind), arguments, train_dataset=rows, callbacks=[script])
+    model = adapted(base) if base else worlds.model_of("llama")
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[script])
     if start:
         guide.run("trainers", "trainer", {"trainer": trainer, "start": str(start)})
     trainer.train(resume_from_checkpoint=resume and str(resume))
@@ -53,29 +68,45 @@ def train(kind, output, *, first=0, start=None, resume=None, save=False):
     return [entry["loss"] for entry in history if "loss" in entry and entry["step"] > first], script.logits
 
 
-def walk(rank, world_size, kind, directory):
+def there_and_back(hub, directory, run):
+    """Train the whole model from what `shard` writes; return what came out, and the model of what `gather` writes."""
+    start, out = directory / "start", directory / "out"
+    worlds.run_ckpt("shard", hub, start, "--mesh", "dp_shard=2", "--for", "trainer")
+    straight, live = worlds.run_ranks(2, train, run, start=start, save=True)
+    worlds.run_ckpt("gather", run / "checkpoint-2", out, "--assets", hub)
+    return straight, live, worlds.loaded("llama", out)
+
+
+def there_and_back_with_adapter(hub, directory, run):
+    """Train an adapter on the hub's model; return what came out, and the model with what `export-lora` writes."""
+    from peft import PeftModel
+
+    straight, live = worlds.run_ranks(2, train, run, base=hub, save=True)
+    worlds.run_ckpt("export-lora", run / "checkpoint-2", directory / "adapter", "--alpha", "8", "--base", hub)
+    base = transformers.LlamaForCausalLM.from_pretrained(hub)
+    return straight, live, worlds.logits_of(PeftModel.from_pretrained(base, directory / "adapter"))
+
+
+def walk(rank, world_size, has_adapter, directory):
     """Everything with one import of the Trainer."""
     worlds.import_once(*_IMPORTED)
     worlds.let_accelerate_use_cpu()
-    hub, expected = worlds.start_of(kind, directory)
-    start, run, other = directory / "start", directory / "run", directory / "other"
-    worlds.run_ckpt("shard", hub, start, "--mesh", "dp_shard=2", "--for", "trainer")
-    straight, live = worlds.run_ranks(2, train, kind, run, start=start, save=True)
+    hub, expected = worlds.start_of("llama", directory)
+    base = hub if has_adapter else None
+    run, other = directory / "run", directory / "other"
+    straight, live, back = (there_and_back_with_adapter if has_adapter else there_and_back)(hub, directory, run)
     step = run / "checkpoint-2"
-    worlds.run_ckpt("gather", step, directory / "out", "--assets", hub)
-    back = worlds.loaded(kind, directory / "out")
     walked = Walked(expected=expected, straight=straight, live=live, back=back, steps=[step])
     for num_ranks in (1, 2, 4):
-        walked.theirs[num_ranks], _ = worlds.run_ranks(num_ranks, train, kind, other, first=2, resume=step)
+        walked.theirs[num_ranks], _ = worlds.run_ranks(num_ranks, train, other, base=base, first=2, resume=step)
     for num_ranks in (1, 4):
-        ours = directory / f"on-{num_ranks}"
+        ours = directory / f"on-{num_ranks}/checkpoint-2"
         worlds.run_ckpt("reshard", step, ours, "--mesh", f"dp_shard={num_ranks}")
-        walked.ours[num_ranks], _ = worlds.run_ranks(num_ranks, train, kind, other, first=2, resume=ours)
+        walked.ours[num_ranks], _ = worlds.run_ranks(num_ranks, train, other, base=base, first=2, resume=ours)
         walked.steps.append(ours)
     return walked
 
 
-@pytest.fixture(scope="module")
-def walked(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("trainer")
-    return run_ranks(1, walk, "llama", directory, timeout=250, backend=None)[0]
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["whole", "adapter"])
+def test_trainer_starts_resumes_and_returns_to_the_hub(has_adapter, tmp_path):
+    judge(run_ranks(1, walk, has_adapter, tmp_path, timeout=280, backend=None)[0], tmp_path)
