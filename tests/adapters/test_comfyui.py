@@ -41,7 +41,7 @@ def test_dora_is_exact_in_comfyui_with_the_base(dora, tmp_path):
     root, merged = dora
     result = api.export_lora(root / "dcp", tmp_path / "out", to="comfyui", alpha=6, base=root / "base")
     assert result.ok
-    assert any("ComfyUI alone" in note for note in result.conversion.notes)
+    assert any("for ComfyUI only" in note for note in result.conversion.notes)
     file = next((tmp_path / "out").iterdir())
     tensors, before, after = load_file(file), native_weights("flux1", flux1()), native_weights("flux1", merged)
     changed = {name.rpartition(".dora_scale")[0] for name in tensors if name.endswith(".dora_scale")}
