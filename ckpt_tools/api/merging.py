@@ -19,7 +19,7 @@ from ckpt_tools.options import default_num_workers, takes
 
 @takes(MergeOptions)
 def merge_lora(options: MergeOptions) -> Conversion:
-    """Merge an adapter of any family into its base, streaming.
+    """Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming.
 
     Tensors that the adapter does not change are copied as bytes. Adapted ones are computed in float32 and cast once.
     Memory: a few blocks and the adapter; for families that mix the rows of a weight (LyCORIS' OFT and BOFT, DoRA by
