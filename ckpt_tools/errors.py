@@ -21,7 +21,7 @@ from ckpt_tools.text import escape_message
 
 
 class CkptError(Exception):
-    """Something went wrong, told in three parts. Names from files are made safe to show here, and nowhere before.
+    """An error in three parts. Names from files are escaped here, and nowhere before.
 
     Args:
         what: What happened, with the expected and the found value.
@@ -55,13 +55,13 @@ class StorageError(CkptError):
 
 
 class HubError(CkptError):
-    """The hub refused a request, could not be reached, or gave an answer that makes no sense."""
+    """The hub refused a request, could not be reached, or gave an unexpected response."""
 
     code = "hub"
 
 
 class UsageError(CkptError):
-    """The arguments cannot be meant: bad option, impossible mesh, rule that matches nothing."""
+    """Invalid arguments: bad option, impossible mesh, rule that matches nothing."""
 
     exit_code = 2
     code = "usage"

@@ -225,7 +225,10 @@ class MeshOptions:
             metavar="GLOB=AXIS:S(D),…",
         ),
     ] = ()
-    tp_plan: Annotated[str | None, Option("Tensor-parallel plan: auto takes the model's own.", metavar="auto")] = None
+    tp_plan: Annotated[
+        str | None,
+        Option("Cut along tp as transformers cuts the architecture that config.json names.", metavar="auto"),
+    ] = None
     tp_uneven: Annotated[
         Literal["refuse", "replicate"],
         Option(

@@ -18,7 +18,7 @@ HEAD = """\
 <!-- Written by bin/docs from signatures and docstrings. Do not edit. -->
 
 What `import ckpt_tools` offers, without importing torch. The functions have the names and defaults of the
-[command line](cli.md), which is a thin face on them.
+[command line](cli.md), which is a thin layer over them.
 """
 _SECTION = re.compile(r"(Args|Returns|Raises|Yields|Source|Note|Example):")
 _ENTRY = re.compile(r"(\*{0,2}\w[\w.]*): (.*)")

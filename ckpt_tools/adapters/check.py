@@ -229,7 +229,7 @@ def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loa
     what = "no loader reads a training checkpoint: export the adapter first"
     hint = "ckpt export-lora SRC DST --to " + (next((x for x in wanted if x != "vllm"), "peft"))
     if adapter.convention == "torchtitan":  # whose q and k have other rows
-        hint = "let the trainer export it (torchtune's checkpointer writes PEFT's format)"
+        hint = "export it with the trainer (torchtune's checkpointer writes PEFT's format)"
     if wanted:
         run.findings.append(Finding.error(code="loader-format", where=path, what=what, hint=hint))
     else:

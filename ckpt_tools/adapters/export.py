@@ -118,10 +118,10 @@ class _Run:
 def export_lora(options: ExportOptions) -> Export:
     """Export an adapter; reads its tensors and no others.
 
-    With `dry_run`, values are not looked at.
+    With `dry_run`, values are not checked.
 
     Raises:
-        UsageError: Something is not known and changes the result, or the target cannot express the adapter.
+        UsageError: An unknown setting on which the result depends, or a target that cannot express the adapter.
         UnreadableError: No adapter here, or a damaged source.
         DestinationExistsError: The destination exists.
     """
@@ -306,7 +306,7 @@ def _publish(run: _Run, adapter: Adapter[Factor], output: Output, config: Fields
             return _export(run, output, config)
         staging.publish()
         if staging.left_behind is not None:
-            run.notes.append(f"what was there before could not be removed: {escape_name(staging.left_behind)}")
+            run.notes.append(f"the old destination could not be removed: {escape_name(staging.left_behind)}")
     return _export(run, output, config, published=True)
 
 

@@ -41,7 +41,7 @@ _TORCH_BYTES = 256 << 20
 
 
 class MergeUnchangedError(CkptError):
-    """Tensors come out as they were, although the adapter changes them."""
+    """Tensors come out unchanged, although the adapter changes them."""
 
     exit_code = 3
     code = "merge-unchanged"
@@ -88,7 +88,7 @@ def merging_job(base: Opened, read: OpenedAdapter, options: MergeOptions, *, num
     loading = LazyAdapter(adapter, read.opened)
     try:
         job = _with_edits(job, adapter, read, loading, scale)
-        job.notes += [f"assumed: {each.text}, which nothing says. Otherwise: {each.otherwise}" for each in assumed]
+        job.notes += [f"assumed: {each.text}, which is not recorded. Otherwise: {each.otherwise}" for each in assumed]
         yield job
     finally:
         loading.close()
@@ -163,7 +163,7 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
         if module.is_dora or family_of(module).is_rotation:
             what = "DoRA" if module.is_dora else module.family.upper()
             raise UsageError(
-                f"a multiple of {what} is not defined ({module.path})",
+                f"{what} cannot be scaled ({module.path})",
                 where="--scale",
                 hint="leave out --scale",
             )
@@ -254,7 +254,7 @@ def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, scale: float) -> lis
     if scale != 1.0:
         notes.append(f"times {scale:g} (--scale)")
         if any(module.is_saved for module in adapter.modules):
-            notes.append("tensors that the adapter holds whole were taken as they are: --scale does not apply to them")
+            notes.append("tensors that the adapter holds whole were copied unchanged: --scale does not apply to them")
     if adapter.left_out:
         notes.append("left out of the adapter's source: " + ", ".join(adapter.left_out))
     return [*notes, *match.notes]
@@ -273,7 +273,7 @@ def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> li
     if lost:
         dtypes = sorted({edit.dtype.name for edit in edits.values()})
         raise MergeUnchangedError(
-            f"{len(lost)} of {total} adapted tensors come out as they were: the changes are smaller than a step of "
+            f"{len(lost)} of {total} adapted tensors come out unchanged: the changes are smaller than a step of "
             f"{' or '.join(dtypes)}: {some(lost)}",
             hint=("" if dtypes == ["F32"] else "--dtype f32 keeps them; ")
             + "if they should be larger, is --alpha right?",
@@ -281,6 +281,6 @@ def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> li
     if len(idle) == total:
         raise MergeUnchangedError(
             "the result equals the base: the adapter's factors are zero, or multiply to zero",
-            hint="`ckpt check-lora ADAPTER` says more; was the adapter saved before it was trained?",
+            hint="`ckpt check-lora ADAPTER` shows more; was the adapter saved before it was trained?",
         )
     return [f"{len(idle)} of {total} tensors get no change: the adapter's factors for them are zero"] if idle else []

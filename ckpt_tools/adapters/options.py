@@ -44,7 +44,7 @@ class ExportOptions:
 
     source: Annotated[
         AnyPath,
-        Argument("What holds the adapter: a training checkpoint (DCP), a PEFT directory, a safetensors file.", "SRC"),
+        Argument("Source of the adapter: a training checkpoint (DCP), a PEFT directory, a safetensors file.", "SRC"),
     ] = field(kw_only=False)
     destination: Destination = field(kw_only=False)
     to: Annotated[str, Option("Format to write.", metavar="peft|diffusers|kohya|comfyui")] = "peft"
@@ -74,7 +74,7 @@ class CheckOptions:
 
     source: Annotated[
         AnyPath,
-        Argument("What holds the adapter: a safetensors file, a PEFT directory, a training checkpoint.", "SRC"),
+        Argument("Source of the adapter: a safetensors file, a PEFT directory, a training checkpoint.", "SRC"),
     ] = field(kw_only=False)
     base: Base = None
     loaders: Annotated[
@@ -103,18 +103,18 @@ class MergeOptions:
     ] = field(kw_only=False)
     destination: Destination = field(kw_only=False)
     dtype: DTypeName = "keep"
-    scale: Annotated[float, Option("Multiplies what the adapter adds.", metavar="X")] = 1.0
+    scale: Annotated[float, Option("Factor for what the adapter adds.", metavar="X")] = 1.0
     alpha: Alpha = None
     adapter_name: AdapterName = None
     config: Config = ()
     max_shard_size: MaxShardSize = None
     include: Annotated[Sequence[str], Option("Only these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
-    exclude: Annotated[Sequence[str], Option("Without these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
+    exclude: Annotated[Sequence[str], Option("Skip these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
     strict: Strict = False
     overwrite: Overwrite = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: Annotated[
-        str | None, Option("Format of BASE; detected by default.", name="--from", metavar="|".join(FORMATS))
+        str | None, Option("Format of BASE (default: detected).", name="--from", metavar="|".join(FORMATS))
     ] = None
     progress: Progress = None

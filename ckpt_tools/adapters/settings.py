@@ -219,9 +219,9 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
     ]
     if missing:
         zero = said_zero(missing[0], adapter)
-        why = (
-            "it is in no tensor, header or file beside it" if zero is None else f"{zero} says 0, which changes nothing"
-        )
+        why = "it is in no tensor, header or file beside it"
+        if zero is not None:
+            why = f"it is 0 in {zero}, which changes nothing"
         raise UsageError(
             f"alpha of {some_modules(missing)} is not known: {why}",
             where="--alpha",
@@ -295,7 +295,7 @@ _RSLORA = Assumption(
 _INIT = Assumption(
     field="init_lora_weights",
     value=True,
-    otherwise="PiSSA, OLoRA and the like change the base to begin with, and the factors belong to the rest",
+    otherwise="PiSSA, OLoRA and the like change the base before training, and the factors belong to the changed base",
 )
 _ALPHAS = Assumption(field="alpha_pattern", value={}, otherwise="modules with an alpha of their own get the common one")
 
@@ -334,7 +334,7 @@ def findings_of(assumed: Sequence[Assumption], *, strict: bool) -> tuple[Finding
             code="assumed",
             severity="error" if strict else "warning",
             where=each.field,
-            what=f"{each.field} is assumed to be {json.dumps(each.value)}: nothing in the source says it. "
+            what=f"{each.field} is assumed to be {json.dumps(each.value)}: the source does not record it. "
             f"Otherwise: {each.otherwise}",
             hint=_hint(each),
         )
@@ -346,12 +346,12 @@ def _hint(assumed: Assumption) -> str:
     beside = "put the adapter_config.json of the training run beside the source"
     if assumed.field == "alpha_pattern":
         return beside
-    return f"say it: --config {assumed.text}; or {beside}"
+    return f"set it: --config {assumed.text}; or {beside}"
 
 
 def sourced(assumed: Sequence[Assumption]) -> dict[str, Sourced[object]]:
     """Return field → value and source, for the configuration."""
-    return {each.field: Sourced(each.value, "assumed: nothing in the source says it") for each in assumed}
+    return {each.field: Sourced(each.value, "assumed: the source does not record it") for each in assumed}
 
 
 def header_of(assumed: Sequence[Assumption]) -> dict[str, str]:

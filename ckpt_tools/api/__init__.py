@@ -1,4 +1,4 @@
-"""One function per verb, with the command line's names and defaults; the command line is a thin face on these.
+"""One function per verb, with the command line's names and defaults; the command line is a thin layer over these.
 
 A verb is loaded when it is asked for: nobody waits for the others.
 """

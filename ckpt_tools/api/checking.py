@@ -16,6 +16,7 @@ from ckpt_tools.description.transform import select
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import OpenedStep, open_step
 from ckpt_tools.formats.steps import note_reading
+from ckpt_tools.models.name_options import LibraryNames
 from ckpt_tools.options import (
     AnyPath,
     Argument,
@@ -37,8 +38,11 @@ class VerifyOptions:
     """The options of `verify`."""
 
     source: Source = field(kw_only=False)
-    against: Annotated[AnyPath | None, Option("Compare bit for bit, whatever the formats.", metavar="REF")] = None
-    level: Annotated[Level, Option("structure reads headers, data every byte.")] = "data"
+    against: Annotated[AnyPath | None, Option("Copy to compare with, bit for bit, of any format.", metavar="REF")] = (
+        None
+    )
+    names: LibraryNames = "auto"
+    level: Annotated[Level, Option("What to read: structure, headers only; data, every byte.")] = "data"
     num_workers: NumWorkers = None
     format: From = None
     progress: Progress = None
@@ -49,7 +53,7 @@ def verify(options: VerifyOptions) -> Verification:
     """Check a checkpoint and collect everything that is wrong.
 
     Raises:
-        UnreadableError: So broken that it cannot even be described.
+        UnreadableError: The checkpoint is too damaged to be described.
     """
     level, against, progress = options.level, options.against, options.progress
     workers = options.num_workers or default_num_workers()
@@ -66,8 +70,9 @@ def verify(options: VerifyOptions) -> Verification:
         result = verifying.verify(opened, level=level, num_workers=workers, progress=receiver)
         if reference is None or not result.ok:
             return result
-        difference = diffing.diff(opened, reference, num_workers=workers, progress=receiver)
-        return verifying.with_findings(result, _findings_of(difference, os.fspath(against or "")))
+        difference = diffing.diff(opened, reference, names=options.names, num_workers=workers, progress=receiver)
+        findings = _findings_of(difference, os.fspath(against or ""))
+        return verifying.with_findings(result, findings, not_compared=difference.notes)
 
 
 def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
@@ -88,10 +93,14 @@ def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
         if options.against is None or not result.ok:
             return result
         findings: list[Finding] = []
+        left_out: list[str] = []
         for pair in pairs:
-            difference = diffing.diff(pair.ours, pair.theirs, num_workers=workers, progress=progress)
+            difference = diffing.diff(
+                pair.ours, pair.theirs, names=options.names, num_workers=workers, progress=progress
+            )
+            left_out += difference.notes
             findings += _findings_of(difference, f"{os.fspath(options.against)} ({pair.name})")
-        return verifying.with_findings(result, findings, parts=[pair.name for pair in pairs])
+        return verifying.with_findings(result, findings, parts=[pair.name for pair in pairs], not_compared=left_out)
 
 
 def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
@@ -107,12 +116,13 @@ class DiffOptions:
     """The options of `diff`."""
 
     a: Annotated[AnyPath, Argument("A checkpoint of any format.", "A")] = field(kw_only=False)
-    b: Annotated[AnyPath, Argument("Another one.", "B")] = field(kw_only=False)
+    b: Annotated[AnyPath, Argument("The other checkpoint.", "B")] = field(kw_only=False)
     keys_only: Annotated[bool, Option("Names, shapes and dtypes only; reads no tensor.")] = False
-    atol: Annotated[float | None, Option("Absolute tolerance; bitwise by default.", min=0)] = None
+    atol: Annotated[float | None, Option("Absolute tolerance (default: bitwise).", min=0)] = None
     rtol: Annotated[float | None, Option("Relative tolerance.", min=0)] = None
     include: Include = ()
     exclude: Exclude = ()
+    names: LibraryNames = "auto"
     num_workers: NumWorkers = None
     progress: Progress = None
 
@@ -142,9 +152,10 @@ def diff(options: DiffOptions) -> Difference:
             keys_only=options.keys_only,
             atol=options.atol,
             rtol=options.rtol,
+            names=options.names,
             num_workers=options.num_workers or default_num_workers(),
             progress=progress(total) if progress is not None and not options.keys_only else None,
         )
         named = ((options.a, one.step), (options.b, other.step))
         notes = (f"{os.fspath(path)}: {note_reading(step)}" for path, step in named if step is not None)
-        return replace(difference, notes=tuple(map(escape_name, notes)))
+        return replace(difference, notes=(*map(escape_name, notes), *difference.notes))

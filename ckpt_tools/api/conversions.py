@@ -17,7 +17,8 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import TrainerName
-from ckpt_tools.models.naming import MapFile, Naming, OtherNames, ShardNames, name_live
+from ckpt_tools.models.name_options import MapFile, OtherNames, ShardNames
+from ckpt_tools.models.naming import Naming, name_live
 from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
 from ckpt_tools.storage.source import Source
 

@@ -8,12 +8,12 @@ from ckpt_tools.options import takes
 
 @takes(EstimateOptions)
 def estimate(options: EstimateOptions) -> Estimate:
-    """Say how much memory training a model takes on the rank that holds the most; nothing is allocated.
+    """Estimate how much memory training a model takes on the rank that holds the most; nothing is allocated.
 
-    With a config.json, a step is run without data, and tracked; otherwise a formula answers.
+    With a config.json, a training step runs without data and is tracked; otherwise a formula gives the estimate.
 
     Raises:
-        UsageError: Options or a mesh that cannot be, or a model that cannot be built.
+        UsageError: Invalid options, an impossible mesh, or a model that cannot be built.
         UnreadableError: The checkpoint cannot be described.
     """
     return run_estimate(options)

@@ -21,15 +21,15 @@ from ckpt_tools.options import default_num_workers, takes
 def merge_lora(options: MergeOptions) -> Conversion:
     """Merge an adapter of any family into its base, streaming.
 
-    Tensors that the adapter leaves alone are moved as bytes. Adapted ones are computed in float32 and cast once.
+    Tensors that the adapter does not change are copied as bytes. Adapted ones are computed in float32 and cast once.
     Memory: a few blocks and the adapter; for families that mix the rows of a weight (LyCORIS' OFT and BOFT, DoRA by
     column) a few times the largest weight that they adapt. A base of safetensors gives safetensors; one in DCP gives
     DCP, on its mesh.
 
     Raises:
-        UsageError: A module that does not fit the base, or something that the result depends on is not known.
+        UsageError: A module that does not fit the base, or an unknown setting on which the result depends.
         UnreadableError: Base or adapter are incomplete or damaged.
-        MergeUnchangedError: Tensors come out as they were, although the adapter changes them.
+        MergeUnchangedError: Tensors come out unchanged, although the adapter changes them.
         DestinationExistsError: The destination exists.
     """
     if not math.isfinite(options.scale) or not options.scale:

@@ -16,7 +16,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
     something depends, `ok` is false. The trainer itself is never imported.
 
     Raises:
-        UsageError: Nobody's config, or a path that is not there.
+        UsageError: Not the config of a known trainer, or a path that does not exist.
         UnreadableError: The config is damaged.
     """
     # pydantic comes with it, which no other command needs.

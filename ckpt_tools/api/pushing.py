@@ -14,14 +14,15 @@ from ckpt_tools.options import default_num_workers, takes
 def push(options: PushOptions) -> PushResult:
     """Push a directory to the hub in one commit, and check what arrived.
 
-    What is there must be whole, as `verify` sees it. The commit is made on the state that the plan was made on, or not
-    at all. The directory is not written to: a model card, or the keys that its README.md lacks, are only sent.
+    The directory must be complete, as `verify` judges it. The commit is made on the revision that was planned
+    for, or not at all. The directory is not written to: a model card, or the keys that its README.md lacks, are only
+    uploaded.
 
     Raises:
-        UsageError: Options that contradict each other, or names that cannot be.
-        UnreadableError: The directory holds something that is not whole, or changes meanwhile.
-        AdapterRefusedError: It holds an adapter that would load and change nothing, or not load.
-        HubError: The hub refused or is away, or somebody else committed meanwhile.
+        UsageError: Options that contradict each other, or invalid names.
+        UnreadableError: The directory holds something incomplete, or changes meanwhile.
+        AdapterRefusedError: It holds an adapter that would not load, or would load and change nothing.
+        HubError: The hub refused or cannot be reached, or somebody else committed meanwhile.
     """
     path = os.fspath(options.directory)
     if not os.path.isdir(path):

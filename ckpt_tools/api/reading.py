@@ -12,7 +12,8 @@ from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.steps import list_contents
-from ckpt_tools.models.naming import MapFile, Naming, OtherNames, name_live
+from ckpt_tools.models.name_options import MapFile, OtherNames
+from ckpt_tools.models.naming import Naming, name_live
 from ckpt_tools.options import Exclude, From, Include, MeshOptions, Source, takes
 
 

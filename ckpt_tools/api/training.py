@@ -14,12 +14,12 @@ from ckpt_tools.smoke import SmokeOptions, SmokeReport, run_smoke
 class SmokeCall(SmokeOptions):
     """The options of `smoke`, and who is told of its progress."""
 
-    on_phase: Annotated[Callable[[str, str], None] | None, Doc('Told "begun", "done" or "failed" for every phase.')] = (
-        None
-    )
+    on_phase: Annotated[
+        Callable[[str, str], None] | None, Doc('Called with each phase and "begun", "done" or "failed".')
+    ] = None
     on_abandoned: Annotated[
         Callable[[SmokeReport], None] | None,
-        Doc("Under torchrun, given the report when ranks hang, before the process ends."),
+        Doc("Under torchrun, called with the report when ranks hang, before the process ends."),
     ] = None
 
 
@@ -31,7 +31,7 @@ def smoke(options: SmokeCall) -> SmokeReport:
     `ckpt_tools.models.builtin`.
 
     Raises:
-        UsageError: Options, mesh or model that cannot be.
+        UsageError: Impossible options, mesh or model.
         UnreadableError: The source is not a complete checkpoint.
     """
     told = SmokeOptions(**{each.name: getattr(options, each.name) for each in fields(SmokeOptions)})

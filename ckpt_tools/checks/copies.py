@@ -63,7 +63,7 @@ def check_copies(tensors: Iterable[TensorEntry], source: Source) -> Iterator[Fin
         else:
             hint = (
                 "tied weights and the experts of an upcycled model are equal; anything else means that one file was "
-                "copied over the other: --against another copy tells"
+                "copied over the other: --against another copy shows which"
             )
             yield Finding.warning("copied-file", file, what, hint)
 

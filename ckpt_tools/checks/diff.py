@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import plain_names
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Naming, name_known, name_live
 from ckpt_tools.moving.execute import Progress, scan
@@ -37,7 +37,7 @@ class Difference:
     only_in_b: tuple[str, ...]
     changed: tuple[Change, ...]
     num_equal: int = 0
-    """Tensors that both have alike."""
+    """Tensors that are equal in both."""
     notes: tuple[str, ...] = ()
     """What of the two was not compared, for people."""
 
@@ -54,6 +54,7 @@ def diff(
     keys_only: bool = False,
     atol: float | None = None,
     rtol: float | None = None,
+    names: str = "auto",
     num_workers: int,
     progress: Progress | None = None,
 ) -> Difference:
@@ -68,13 +69,16 @@ def diff(
         keys_only: Compare names, shapes and dtypes only; reads no tensor.
         atol: Absolute tolerance; None with `rtol` None means bitwise.
         rtol: Relative tolerance.
+        names: Library whose names one of them may have; "auto" finds it.
         num_workers: Threads that read.
         progress: Called with bytes done, of both sides.
 
     Raises:
         UnreadableError: One of them is incomplete or damaged.
+        UsageError: The names are not those of `names`, or of several libraries that mean different tensors by them.
     """
-    ours, theirs = _match_names(a, b)
+    our_side, their_side = _match_names(a, b, names)
+    ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
@@ -102,38 +106,59 @@ def diff(
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
         changed=tuple(changed[fqn] for fqn in ours if fqn in changed),
         num_equal=len(shared) - len(changed),
+        notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out))),
     )
 
 
 _Entries = Mapping[str, TensorEntry]
 
 
-def _match_names(a: Opened, b: Opened) -> tuple[_Entries, _Entries]:
-    """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """A checkpoint by certain names."""
+
+    entries: _Entries
+    left_out: tuple[str, ...] = ()
+    """What has no place among them, for people."""
+
+
+def _match_names(a: Opened, b: Opened, names: str) -> tuple[_Side, _Side]:
+    """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model.
+
+    Raises:
+        UsageError: `names` is a library, and neither has its names; or libraries mean different tensors by the names.
+    """
     ours, theirs = (_by_names(opened.checkpoint) for opened in (a, b))
     best = _closest(ours, theirs)
-    if best[0].keys() == best[1].keys():
+    if best[0].entries.keys() == best[1].entries.keys():
         return best
     assets = [(opened.source, asset) for opened in (a, b) for asset in opened.checkpoint.assets]
-    return _closest([*ours, *_otherwise(a, ours[-1], assets)], [*theirs, *_otherwise(b, theirs[-1], assets)])
+    more = [_otherwise(opened, side[-1].entries, assets, names) for opened, side in ((a, ours), (b, theirs))]
+    if names != "auto" and all(len(found) == 1 for found in more):
+        raise UsageError(f"neither checkpoint has names of {names}'s for the model that config.json names")
+    return _closest([*ours, *more[0]], [*theirs, *more[1]])
 
 
-def _by_names(checkpoint: Checkpoint) -> tuple[_Entries, _Entries]:
-    return {entry.fqn: entry for entry in checkpoint.tensors}, plain_names(checkpoint)
+def _by_names(checkpoint: Checkpoint) -> tuple[_Side, _Side]:
+    return _Side(entries={entry.fqn: entry for entry in checkpoint.tensors}), _Side(entries=plain_names(checkpoint))
 
 
-def _closest(ours: Sequence[_Entries], theirs: Sequence[_Entries]) -> tuple[_Entries, _Entries]:
-    return min(product(ours, theirs), key=lambda pair: len(pair[0].keys() ^ pair[1].keys()))
+def _closest(ours: Sequence[_Side], theirs: Sequence[_Side]) -> tuple[_Side, _Side]:
+    return min(product(ours, theirs), key=lambda pair: len(pair[0].entries.keys() ^ pair[1].entries.keys()))
 
 
-def _otherwise(opened: Opened, entries: _Entries, assets: AssetList) -> Iterator[_Entries]:
-    """Yield a checkpoint's tensors by the hub's names and by the live model's, where it is certain what they are."""
+def _otherwise(opened: Opened, entries: _Entries, assets: AssetList, names: str) -> list[_Side]:
+    """Return a checkpoint's tensors by the live model's names, and by the hub's if they have a library's."""
     tensors = tuple(replace(entry, fqn=fqn) for fqn, entry in entries.items())
-    hub = name_known(replace(opened.checkpoint, tensors=tensors), assets, opened.resolve).checkpoint
-    yield {entry.fqn: entry for entry in hub.tensors}
-    named = name_live(hub, assets, Naming(), opened.resolve)
-    found = {entry.fqn: entry for entry in named.checkpoint.tensors}
-    yield found | {alias: found[name] for alias, name in named.aliases.items()}
+    checkpoint = replace(opened.checkpoint, tensors=tensors)
+    hub = name_known(checkpoint, assets, names, opened.resolve)
+    left_out = () if hub is None else hub.left_out
+    live = name_live(checkpoint if hub is None else hub.checkpoint, assets, Naming(), opened.resolve)
+    found = {entry.fqn: entry for entry in live.checkpoint.tensors}
+    sides = [_Side(entries=found | {alias: found[name] for alias, name in live.aliases.items()}, left_out=left_out)]
+    if hub is not None:
+        sides.insert(0, _Side(entries={entry.fqn: entry for entry in hub.checkpoint.tensors}, left_out=left_out))
+    return sides
 
 
 def _compare_kinds(one: TensorEntry, other: TensorEntry) -> str | None:

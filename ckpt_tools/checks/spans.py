@@ -67,7 +67,7 @@ def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str]) -
             "long-file",
             file,
             f"{extra} bytes after its last item, which nothing refers to",
-            "a leftover of an earlier save, or a file of another one",
+            "a leftover of an earlier save, or a file of another checkpoint",
         )
 
 
@@ -84,7 +84,7 @@ def _problem(sharing: list[_Owner], *, is_left_over: bool) -> str | None:
     (first, chunk), *others = sharing
     for fqn, other in others:
         if fqn == first and chunk is not None and other is not None and chunk.box != other.box:
-            return f"two different chunks of tensor {fqn!r} are said to lie here"
+            return f"two different chunks of tensor {fqn!r} are recorded here"
         if is_left_over:
-            return f"{first!r} and {fqn!r} are both said to lie here, and other data nowhere"
+            return f"{first!r} and {fqn!r} are both recorded here, and other data nowhere"
     return None

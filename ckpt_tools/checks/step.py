@@ -23,7 +23,7 @@ def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: P
     findings = [*_check_parts(step), *_check_manifest(step)]
     unchecked: list[Unchecked] = []
     if step.passed_over:
-        unchecked.append(Unchecked(what=f"hidden or linked directories: {first_few(step.passed_over, 6)}"))
+        unchecked.append(Unchecked(what=f"what is hidden, linked or no regular file: {first_few(step.passed_over, 6)}"))
     results = [verify(step.root, level=level, num_workers=num_workers)]
     findings += results[0].findings
     unchecked += results[0].unchecked

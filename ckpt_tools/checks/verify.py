@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -120,7 +120,7 @@ def _unknown_places(opened: Opened) -> Iterator[Unchecked]:
     is_bare = opened.manifest is None and opened.format.in_items
     if files := equal_layouts(opened.checkpoint.tensors) if is_bare else []:
         shown = f"{len(files)}: {first_few(files, 2)}"
-        what = f"whether files of equal layout changed places ({shown}); a manifest or --against tells"
+        what = f"whether files of equal layout were swapped ({shown}); a manifest or --against shows it"
         yield Unchecked(what=what, copy_tells=True)
 
 
@@ -318,12 +318,19 @@ def _inside(opened: Opened, span: ByteSpan) -> bool:
     return size is not None and span.offset + span.nbytes <= size
 
 
-def with_findings(result: Verification, findings: Sequence[Finding], *, parts: Collection[str] = ("",)) -> Verification:
+def with_findings(
+    result: Verification,
+    findings: Sequence[Finding],
+    *,
+    parts: Collection[str] = ("",),
+    not_compared: Iterable[str] = (),
+) -> Verification:
     """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked.
 
-    Of a step these are only some `parts`.
+    Of a step these are only some `parts`. What was `not_compared` stays unchecked.
     """
     unchecked = tuple(each for each in result.unchecked if not (each.copy_tells and each.part in parts))
+    unchecked += tuple(Unchecked(what=f"against the reference: {what}") for what in dict.fromkeys(not_compared))
     return replace(result, findings=(*result.findings, *findings), unchecked=unchecked)
 
 

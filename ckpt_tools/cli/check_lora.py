@@ -55,11 +55,11 @@ def _say_loaders(result: LoraCheck, *, verbose: bool) -> None:
 
 def _verdict(report: LoaderReport) -> str:
     if report.loads is None:
-        return "cannot be told"
+        return "not known"
     if not report.loads:
         return "refuses it"
     if not report.changes:
-        return "loads nothing, and says at most a warning"
+        return "loads nothing, with a warning at most"
     if not report.is_whole:
-        return "loads it, but not as it is meant"
+        return "loads it, but not as intended"
     return "loads it, whole" if report.is_proven else "loads it, if the base model has these modules"

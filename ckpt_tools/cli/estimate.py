@@ -114,4 +114,4 @@ def _print_verdict(screen: Screen, result: Estimate, *, quiet: bool) -> None:
     if advice is not None:
         screen.line(f"hint: {advice.what}")
     elif result.proposals:
-        screen.line("hint: nothing that was tried fits: a larger device, more ranks, or a smaller model")
+        screen.line("hint: none of the changes tried fits: use a larger device, more ranks, or a smaller model")

@@ -51,7 +51,7 @@ def run(
 ) -> int:
     """Export, print the configuration, and push if asked to."""
     if push is None and (private or create_pr or revision or commit_message or license or endpoint):
-        raise UsageError("nothing is pushed", hint="these options come with --push REPO")
+        raise UsageError("options of push need --push REPO", hint="add --push REPO, or leave these options out")
     send = functools.partial(
         _push,
         license=license,
@@ -112,7 +112,7 @@ def _push(result: Export, *, license: str | None, repo: str, **options: Any) -> 
     except BaseException as error:
         if not options.get("dry_run"):
             shown = escape_name(destination)
-            error.add_note(f"the adapter is written and complete in {shown}; to send it: ckpt push {shown} {repo}")
+            error.add_note(f"the adapter is written and complete in {shown}; to upload it: ckpt push {shown} {repo}")
         raise
 
 

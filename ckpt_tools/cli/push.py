@@ -24,7 +24,7 @@ def run(
         str | None, Option("Hub id of the base model, for the model card.", metavar="ORG/NAME", after="commit_message")
     ] = None,
     license: License = None,  # noqa: A002 - the option's name
-    no_card: Annotated[bool, Option("Make no model card, and add nothing to README.md.")] = False,
+    no_card: Annotated[bool, Option("Write no model card, and add nothing to README.md.")] = False,
     output: Output,
 ) -> int:
     """Push, and print the proof that it arrived."""

@@ -19,7 +19,8 @@ from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_hf_asset, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
-from ckpt_tools.models.naming import AssetList, GatherNames, MapFile, Naming, name_back, name_hub
+from ckpt_tools.models.name_options import GatherNames, MapFile
+from ckpt_tools.models.naming import AssetList, Naming, name_back, name_hub
 from ckpt_tools.options import (
     AnyPath,
     Destination,

@@ -95,7 +95,7 @@ def _warnings(layout: Layout) -> tuple[str, ...]:
         return ()
     names = first_few(list(layout.packed), 4)
     text = (
-        f"{len(layout.packed)} packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
+        f"packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
         "of each of their matrices on every rank, and dcp.load reads other rows into them, without an error. "
         "Load with ckpt_tools.fsdp2.load_checkpoint, or redistribute them to Shard before dcp.load and back after it"
     )
@@ -138,6 +138,16 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
+def _find_layout(opened: Opened, checkpoint: Checkpoint, named: Named, options: MeshOptions) -> Layout:
+    """Return `find_layout`; a plan that does not fit the names is refused with the reason why they were kept."""
+    try:
+        return find_layout(opened, checkpoint, options)
+    except UsageError as error:
+        if options.tp_plan is None or named.map is not None or not named.note:
+            raise
+        raise UsageError(f"{error.what} ({named.note})", where=error.where, hint=error.hint) from error
+
+
 def sharding_job(
     opened: Opened,
     options: ShardingOptions,
@@ -166,7 +176,7 @@ def sharding_job(
         notes += [named.note] if named.note else []
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
-    layout = layout or find_layout(opened, renamed, options)
+    layout = layout or _find_layout(opened, renamed, named, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
     target = cast_target(source, options.dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}

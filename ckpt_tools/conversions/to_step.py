@@ -139,7 +139,7 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
     outer.dtype = options.dtype
     outer.notes = [f"a whole step: {first_few(list(parts), 6)} and {len(outer.assets)} files beside them, as they are"]
     if step.passed_over:
-        outer.notes.append(f"left out, as hidden or linked directories: {first_few(step.passed_over, 6)}")
+        outer.notes.append(f"left out, as hidden, linked or no regular files: {first_few(step.passed_over, 6)}")
     if mesh is not None and (note := note_missing_rng(step.step.names, mesh.world_size)):
         outer.notes.append(note)
     return outer

@@ -148,7 +148,7 @@ class Checkpoint:
     blobs: tuple[BlobEntry, ...] = ()
     """Non-tensor items."""
     assets: tuple[Asset, ...] = ()
-    """Files to carry along."""
+    """Files to copy with the weights."""
     mesh: Mesh | None = None
     """The mesh it was sharded for, when recorded."""
     placements: Mapping[str, Mapping[str, Placement]] | None = None

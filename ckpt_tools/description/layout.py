@@ -350,6 +350,16 @@ class Blocks:
     def __iter__(self) -> Iterator[Box]:
         return (self[i] for i in range(len(self)))
 
+    def rows(self) -> Iterator[range]:
+        """Yield the indices of blocks that lie side by side along `dim`: any that follow each other are one box."""
+        count = 1 if self.dim < 0 else max(1, -(-self.shape[self.dim] // self.step))
+        return (range(start, start + count) for start in range(0, len(self), count))
+
+    def span(self, indices: range) -> Box:
+        """Return the box of blocks that follow each other in one of `rows`."""
+        first, last = self[indices[0]], self[indices[-1]]
+        return Box(first.offsets, tuple(map(sub, map(add, last.offsets, last.sizes), first.offsets)))
+
 
 def split_blocks(shape: tuple[int, ...], element_bits: int, *, block_bytes: int, granule: int = 1) -> Blocks:
     """Return the canonical blocks of a tensor.

@@ -85,7 +85,7 @@ class ContentSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Everything that `ckpt inspect` tells about a checkpoint."""
+    """Everything that `ckpt inspect` shows about a checkpoint."""
 
     path: str
     """The path as the user wrote it."""
@@ -108,7 +108,7 @@ class Summary:
     blobs: tuple[BlobEntry, ...]
     """Items that are not tensors."""
     assets: tuple[Asset, ...]
-    """Files that come along."""
+    """Files that are copied with the weights."""
     prefixes: tuple[PrefixSummary, ...]
     """The FQN tree, folded to at most `MAX_PREFIXES` rows; branches in source order, one may be `OTHER`."""
     blocks: tuple[BlockSummary, ...]
@@ -116,7 +116,7 @@ class Summary:
     mesh: Mesh | None
     """The mesh, when known."""
     mesh_source: MeshSource | None
-    """Who says so."""
+    """Where the mesh comes from."""
     placements: Mapping[str, Mapping[str, Placement]] | None
     """FQN → axis → placement, when known."""
     tensors: tuple[TensorEntry, ...] = ()
@@ -134,7 +134,7 @@ class Summary:
 
     @property
     def is_virtual(self) -> bool:
-        """True when the files are not written, only imagined by an overlay."""
+        """True when the files do not exist: an overlay describes them."""
         return self.mesh_source == "overlay"
 
     def placements_of(self, fqn: str) -> dict[str, Placement] | None:

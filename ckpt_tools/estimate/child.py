@@ -10,8 +10,7 @@ from functools import partial
 from ckpt_tools.errors import RefusedConfigError
 from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
-from ckpt_tools.estimate.run import by_formula, config_of
-from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.estimate.run import by_formula, config_of, estimate_of
 from ckpt_tools.models.config import read_config
 from ckpt_tools.processes.child import Here, build_behind_walls
 
@@ -32,7 +31,6 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
     found = read_config(config, hint=SIZES_HINT)
     import torch
 
-    from ckpt_tools.estimate.evaluate import evaluate, propose
     from ckpt_tools.estimate.model import figures_of, notes_of
     from ckpt_tools.estimate.track import track
     from ckpt_tools.models.hf_recipe import HfRecipe
@@ -40,14 +38,5 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
     torch.set_num_threads(1)
     recipe = HfRecipe(found.values, found.where, otherwise=SIZES_HINT)
     build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
-    figures, tracked = figures_of(recipe), partial(track, recipe)
-    cases = evaluate(figures, options, tracked)
-    return Estimate(
-        model=recipe.title,
-        params=figures.params,
-        cases=cases,
-        gpu_memory=options.gpu_bytes,
-        proposals=propose(figures, options, cases, tracked),
-        notes=notes_of(recipe, options.seq_len),
-        peak_rss_bytes=peak_rss_bytes(),
-    )
+    result = estimate_of(options, recipe.title, figures_of(recipe), partial(track, recipe))
+    return replace(result, notes=notes_of(recipe, options.seq_len))

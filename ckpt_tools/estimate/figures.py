@@ -116,7 +116,7 @@ def figures_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Figures,
     kinds = [(dict(parts), count) for (_, parts), count in looks.items() if count > 1]
     if not kinds:
         raise UsageError(
-            "no repeated blocks in these tensors, and nothing says what FSDP would wrap",
+            "no repeated blocks in these tensors, so it is not known what FSDP would wrap",
             hint="write --params, --layers and --hidden instead",
         )
     notes: list[str] = []
@@ -125,7 +125,7 @@ def figures_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Figures,
         blocks.append(block_of(parts.values(), count, _matrices(parts)))
         deep = sum(math.prod(shape) for shape in parts.values() if len(shape) > 2)
         if 2 * deep > blocks[-1].params:
-            notes.append("more than half of a block is no matrix: its activations are not in the formula")
+            notes.append("more than half of a block is not a matrix: its activations are not in the formula")
     hidden = blocks[0].hidden
     vocab = next((shape[0] for name, shape in shapes.items() if len(shape) == 2 and _OUTPUT.search(name)), 0)
     if not vocab:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -18,17 +17,15 @@ from ckpt_tools.fsdp2.lora import linear_layers
 from ckpt_tools.fsdp2.mesh import TP_AXIS
 from ckpt_tools.fsdp2.ties import output_layer
 from ckpt_tools.models.hf_recipe import max_positions
-from ckpt_tools.models.parameters import replace_parameters
+from ckpt_tools.models.parameters import DTYPES, replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch, Recipe
-
-_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 def build(recipe: Recipe, case: Case) -> nn.Module:
     """Return the model on meta, in the dtypes that its parameters have between steps, adapters added."""
     with torch.device("meta"):
         model = recipe.build()
-    cast(model, _DTYPES[case.master_dtype if case.lora is None else case.frozen_dtype])
+    cast(model, DTYPES[case.master_dtype if case.lora is None else case.frozen_dtype])
     if case.lora is None:
         return model
     config = {
@@ -38,13 +35,13 @@ def build(recipe: Recipe, case: Case) -> nn.Module:
         "target_modules": linear_layers(model),
     }
     adapted: nn.Module = add_lora(model, config)
-    cast(adapted, _DTYPES[case.master_dtype], trained=True)
+    cast(adapted, DTYPES[case.master_dtype], trained=True)
     return adapted.train()
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, recipe: Recipe, case: Case) -> None:
     """Shard `model` as ckpt's own runs do."""
-    precision = Precision(param_dtype=_DTYPES[case.param_dtype], reduce_dtype=_DTYPES[case.reduce_dtype])
+    precision = Precision(param_dtype=DTYPES[case.param_dtype], reduce_dtype=DTYPES[case.reduce_dtype])
     policy = parse_policy(case.strategy, precision=precision, cpu_offload=case.offload)
     shard_model(
         model,
@@ -132,5 +129,5 @@ def notes_of(recipe: Recipe, seq_len: int) -> tuple[str, ...]:
     notes = list(recipe.notes_on(recipe.batch(model, 0)))
     positions = max_positions(getattr(model, "config", None))
     if positions is not None and positions < seq_len:
-        notes.append(f"the config has {positions} positions, and {seq_len} tokens are more")
+        notes.append(f"the config has only {positions} positions for {seq_len} tokens")
     return tuple(notes)

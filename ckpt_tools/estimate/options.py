@@ -116,7 +116,7 @@ class Case(Training):
 class _ModelAndRanks:
     model: Annotated[
         AnyPath | None,
-        Argument("A config.json or its directory; or a checkpoint without one, for the formula alone.", "[MODEL]"),
+        Argument("A config.json or its directory; or a checkpoint without one, for the formula only.", "[MODEL]"),
     ] = field(default=None, kw_only=False)
     params: Annotated[
         int | str | None,
@@ -233,7 +233,7 @@ def _check_source(options: EstimateOptions) -> None:
     if len(given) < len(figures):
         missing = [name for name in figures if name not in given]
         raise UsageError(
-            f"nothing says how large the model is: {', '.join(missing)} missing" if given else "no model",
+            f"the size of the model is not given: {', '.join(missing)} missing" if given else "no model",
             hint=SIZES_HINT,
         )
     for name, value in (*figures.items(), ("--vocab", options.vocab)):

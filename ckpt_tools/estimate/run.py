@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpt_tools.description.transform import is_optimizer
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.estimate.evaluate import evaluate, propose
+from ckpt_tools.estimate.evaluate import Track, evaluate, propose
 from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_from_shapes
 from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
@@ -20,17 +20,17 @@ from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.child:estimate"
 """What runs in a process of its own."""
-_NO_CONFIG = "there is no config.json, and nothing to run"
+_NO_CONFIG = "there is no config.json, so there is nothing to run"
 
 
 def run_estimate(options: EstimateOptions) -> Estimate:
-    """Say how much memory a training run takes on the rank that holds the most.
+    """Estimate how much memory a training run takes on the rank that holds the most.
 
     With a config.json, two training steps run in a process of their own, on tensors without data, and PyTorch's own
     tracker counts; the formula stands beside it. Otherwise the formula alone answers.
 
     Raises:
-        UsageError: A model that cannot be built, or a mesh that cannot be.
+        UsageError: A model that cannot be built, or an impossible mesh.
         UnreadableError: A checkpoint without a config that cannot be described.
     """
     start = time.perf_counter()
@@ -44,7 +44,7 @@ def run_estimate(options: EstimateOptions) -> Estimate:
 
 def start_estimate(options: EstimateOptions) -> Child[Estimate]:
     """Return a process that estimates, to be entered."""
-    relief = "end what else runs, or let the formula answer alone (--params, --layers, --hidden)"
+    relief = "stop other processes, or use only the formula (--params, --layers, --hidden)"
     return Child(ESTIMATE, options, Estimate, does="estimates", relief=relief, walled=True)
 
 
@@ -56,14 +56,18 @@ def by_formula(options: EstimateOptions) -> Estimate:
         UnreadableError: The checkpoint cannot be described.
     """
     title, figures, notes = _find_figures(options)
-    cases = evaluate(figures, options, lambda _: _NO_CONFIG)
+    return replace(estimate_of(options, title, figures, lambda _: _NO_CONFIG), notes=notes)
+
+
+def estimate_of(options: EstimateOptions, title: str, figures: Figures, track: Track) -> Estimate:
+    """Return what is estimated of a model, without notes."""
+    cases = evaluate(figures, options, track)
     return Estimate(
         model=title,
         params=figures.params,
         cases=cases,
         gpu_memory=options.gpu_bytes,
-        proposals=propose(figures, options, cases, lambda _: _NO_CONFIG),
-        notes=notes,
+        proposals=propose(figures, options, cases, track),
         peak_rss_bytes=peak_rss_bytes(),
     )
 
@@ -81,7 +85,7 @@ def config_of(options: EstimateOptions) -> str | None:
         file = config_path(path)
         return file if os.path.isfile(file) and _names_architecture(file) else None
     if not os.path.exists(path):
-        raise UsageError("there is no such file or directory", where=path, hint=SIZES_HINT)
+        raise UsageError("no such file or directory", where=path, hint=SIZES_HINT)
     if not path.endswith(".json") or path.endswith(".index.json"):
         return None
     return path
@@ -101,7 +105,7 @@ def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ..
     """
     if options.path is None:
         if options.num_params is None or options.layers is None or options.hidden is None:
-            raise UsageError("nothing says how large the model is", hint="--params, --layers and --hidden")
+            raise UsageError("the size of the model is not given", hint="--params, --layers and --hidden")
         figures = figures_from_counts(
             params=options.num_params, layers=options.layers, hidden=options.hidden, vocab=options.vocab
         )

@@ -54,7 +54,7 @@ _HOST = ("params", "grads", "optimizer")
 def refuse_torch(version: str = torch.__version__) -> str | None:
     """Say why a torch of this version cannot track, or return None."""
     if is_older(version, FLOORS["torch"]):
-        return f"torch {version} is older than {'.'.join(map(str, FLOORS['torch']))}, whose tracker is used"
+        return f"torch {version} is older than {'.'.join(map(str, FLOORS['torch']))}, whose tracker ckpt uses"
     try:
         from torch.distributed._tools import fsdp2_mem_tracker
         from torch.testing._internal.distributed import fake_pg
@@ -65,7 +65,7 @@ def refuse_torch(version: str = torch.__version__) -> str | None:
     kinds = {kind.value for kind in getattr(fsdp2_mem_tracker, "_FSDPRefType", ())}
     missing += sorted(kinds ^ set(_GROUPS)) + ([] if hasattr(fake_pg, "FakeStore") else ["FakeStore"])
     if missing:
-        return f"the tracker of torch {version} is another one ({', '.join(missing)})"
+        return f"the tracker of torch {version} differs ({', '.join(missing)})"
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.dcp import Dcp
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
@@ -72,7 +72,7 @@ class OpenedStep:
     broken: tuple[tuple[Part, UnreadableError], ...]
     """The parts that are not complete, readable checkpoints."""
     passed_over: tuple[str, ...]
-    """Directories beside the parts that are hidden, and links to directories: ckpt does not look into them."""
+    """What is not looked at: hidden directories, links to directories and to nothing, and what is no regular file."""
 
     def __enter__(self) -> Self:
         return self
@@ -129,13 +129,18 @@ def open_step(path: str) -> OpenedStep | None:
 
 def _passed_over(path: str) -> tuple[str, ...]:
     found = []
-    for directory, subdirectories, _ in os.walk(path):
+    for directory, subdirectories, files in os.walk(path):
+        inside = "" if directory == path else os.path.relpath(directory, path)
         for name in list(subdirectories):
-            whole = os.path.join(directory, name)
-            depth = os.path.relpath(whole, path).count(os.sep)
-            if name.startswith(".") or os.path.islink(whole) or depth >= _MAX_DEPTH:
-                found.append(os.path.relpath(whole, path))
+            relative = os.path.join(inside, name)
+            if (
+                name.startswith(".")
+                or os.path.islink(os.path.join(directory, name))
+                or relative.count("/") >= _MAX_DEPTH
+            ):
+                found.append(relative)
                 subdirectories.remove(name)
+        found += [os.path.join(inside, name) for name in files if not os.path.isfile(os.path.join(directory, name))]
     return tuple(sorted(found))
 
 
@@ -169,9 +174,13 @@ def _refuse_links(path: str) -> None:
 
     Raises:
         UnreadableError: It has some.
+        StorageError: It cannot be listed.
     """
-    with os.scandir(path) as entries:
-        links = sorted(entry.name for entry in entries if entry.is_symlink() and entry.is_dir())
+    try:
+        with os.scandir(path) as entries:
+            links = sorted(entry.name for entry in entries if entry.is_symlink() and entry.is_dir())
+    except OSError as error:
+        raise StorageError(f"cannot list: {error.strerror}", where=path) from error
     if links:
         what = "a part of the step" if is_part(links[0]) else "a directory of the step"
         raise UnreadableError(

@@ -93,7 +93,7 @@ def _check_methods(model: nn.Module, states: tuple[State, ...]) -> Iterator[Find
     for module in chain.from_iterable(state.modules for state in states):
         for path in find_double_wraps(module):
             way = " → ".join(path)
-            what = f"{way}: {path[-1]} is registered as an entry and runs inside {path[0]}, an entry of the same module"
+            what = f"{way}: {path[-1]} is registered as an entry point and runs inside {path[0]}, another entry point"
             yield build_finding("double-wrap", shown(names.get(module, "?")), what)
 
 
@@ -236,7 +236,7 @@ def _check_roots(states: tuple[State, ...]) -> Iterator[Finding]:
             continue
         for above in states:
             if above is not state and _contains(above, state):
-                what = f"took itself for the root, and {shown(above.fqns[0])} contains it"
+                what = f"became the root, although {shown(above.fqns[0])} contains it"
                 yield build_finding("root-not-first", shown(state.fqns[0]), what)
                 break
 

@@ -105,7 +105,7 @@ def _unusable(owners: Owners, modules: dict[str, nn.Module], wanted: str | type,
         return UsageError(
             f"{label!r} cannot be a unit of its own: {_problem(owners, modules[name])}",
             where=name,
-            hint=f"name its modules: {name}.*" if is_list else "leave it to the root, or wrap what contains both",
+            hint=f"name its modules: {name}.*" if is_list else "leave it to the root, or wrap a module that has both",
         )
     names = {*modules, *(type(module).__name__ for module in modules.values())}
     near = difflib.get_close_matches(str(label), sorted(names), n=3, cutoff=0.4)

@@ -72,7 +72,8 @@ _ENTRIES = (
     Entry(
         id="double-wrap",
         symptom=f"`Expects to be in one of (UNSHARDED), not SHARDED` in backward (torch ≤ 2.5), later {_MIXED}",
-        cause="a registered method runs inside another entry of the same module: the inner one releases the parameters",
+        cause="a registered method runs inside another entry point of its module: the inner one releases the "
+        "parameters",
         fix="drop either the registration or the dispatch, so that every call enters the module once",
         found_by=("exception", "audit", "watch"),
     ),
@@ -87,7 +88,7 @@ _ENTRIES = (
     Entry(
         id="root-not-first",
         symptom="`FSDP state has already been lazily initialized`",
-        cause="a wrapped part ran a forward pass before its root did, and took itself for the root",
+        cause="a wrapped part ran a forward pass before its root did, and became the root itself",
         fix="run the first forward pass through the root",
         found_by=("exception", "audit"),
     ),
@@ -116,7 +117,7 @@ _ENTRIES = (
     Entry(
         id="stale-optimizer",
         symptom="the loss does not move",
-        cause="the optimizer holds parameters that are not the model's any more",
+        cause="the optimizer holds parameters that no longer belong to the model",
         fix="create the optimizer after `fully_shard` and after a load with `assign=True`",
         found_by=("exception", "audit"),
         silent=True,
@@ -124,7 +125,7 @@ _ENTRIES = (
     Entry(
         id="meta-param",
         symptom="`FSDP parameters should be materialized from meta device`",
-        cause="parameters were never given data",
+        cause="parameters never received data",
         fix="load a checkpoint with `assign=True` that has them, or `to_empty()` and initialise",
         found_by=("exception", "audit"),
     ),
@@ -160,7 +161,7 @@ _ENTRIES = (
     Entry(
         id="load-dtype",
         symptom="`Expected out tensor to have dtype …` in the all-gather, or an integer tensor in a load",
-        cause="a load changed parameters to another dtype than the one that they were gathered in",
+        cause="a load gave parameters a dtype other than the one that they were gathered in",
         fix="cast before the load: `t.to(p.dtype)`",
         found_by=("exception", "audit"),
     ),
@@ -174,7 +175,7 @@ _ENTRIES = (
     Entry(
         id="unmanaged",
         symptom="ranks drift apart; `_foreach … got mixed` from an optimizer",
-        cause="a trainable parameter belongs to no group: nobody averages its gradient",
+        cause="a trainable parameter belongs to no group, so its gradient is never averaged",
         fix="add it before `fully_shard` (PEFT adapters too), or freeze it",
         found_by=("exception", "audit"),
         silent=True,
@@ -183,7 +184,7 @@ _ENTRIES = (
         id="rank-init",
         symptom="a loss that is worse than on one device",
         cause="ranks started from different weights; FSDP2 does not broadcast",
-        fix="seed every rank alike before building, or load a checkpoint",
+        fix="use the same seed on every rank before building, or load a checkpoint",
         found_by=("ranks",),
         silent=True,
     ),
@@ -222,21 +223,21 @@ _ENTRIES = (
         id="mixed-clip",
         symptom="`_foreach_norm got mixed …`, or `aten.stack … must have the same mesh`, from `clip_grad_norm_`",
         cause="the gradients are not all DTensors on one mesh",
-        fix="`ckpt_tools.fsdp2.clip_grad_norm`, which takes the norm mesh by mesh",
+        fix="`ckpt_tools.fsdp2.clip_grad_norm`, which computes the norm mesh by mesh",
         found_by=("exception",),
     ),
     Entry(
         id="sharding-state",
         symptom="memory that stays high, or a later failure",
         cause="a group is not in the state that its strategy leads to after this phase",
-        fix="see which module it is; `reset_iter_state()` on the root after a failed iteration",
+        fix="check which module it is; `reset_iter_state()` on the root after a failed iteration",
         found_by=("audit",),
     ),
     Entry(
         id="unknown",
         symptom="anything else",
         cause="none of the known failures of FSDP2",
-        fix="read the error itself; its own message and traceback are all that is known",
+        fix="read the error itself: ckpt knows no more than its message and traceback",
         found_by=("exception",),
     ),
 )

@@ -182,7 +182,7 @@ def _loads(case: _Case) -> Diagnosis | None:
         if "got mixed torch.Tensor and DTensor" in case.text:
             return case.build("load-plain", match[1])
         if "can require gradients" in case.text:
-            return case.build("load-dtype", match[1], f"{match[1]} was given integers, and requires gradients")
+            return case.build("load-dtype", match[1], f"{match[1]} requires gradients but was given integers")
     if "exceeds dimension size" in case.text and case.stack.passes("reset_sharded_param", "load_state_dict"):
         return case.build("load-placement", _owner(case))
     if re.search(r"out tensor to have dtype", case.text) and case.stack.passes("wait_for_unshard"):
@@ -248,7 +248,7 @@ def _double_wrapped(case: _Case, only: Group | None = None) -> Diagnosis | None:
             paths = find_double_wraps(module)
             if paths:
                 way = " → ".join(paths[0])
-                cause = f"{way}: {paths[0][-1]} is registered as an entry and runs inside {paths[0][0]}"
+                cause = f"{way}: {paths[0][-1]} is registered as an entry point and runs inside {paths[0][0]}"
                 return case.build("double-wrap", case.name(module), cause)
     return None
 
@@ -357,8 +357,8 @@ def _ranks(case: _Case) -> Diagnosis | None:
     if findings:
         first = findings[0]
         return case.build(first.code, first.where, first.what)
-    waits = f"this rank waited for the others in {where or 'a collective'}, and they did not come"
-    return case.build("rank-skip", where, f"{waits}; run every rank under watch(model, traces=DIR) to see who did what")
+    waits = f"this rank waited for the others in {where or 'a collective'}, which never arrived"
+    return case.build("rank-skip", where, f"{waits}; run all ranks under watch(model, traces=DIR) to see what each did")
 
 
 _RULES: tuple[Callable[[_Case], Diagnosis | None], ...] = (_texts, _loads, _optimizers, _freed, _meta, _mixes, _ranks)

@@ -108,7 +108,7 @@ def _guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         except (AttributeError, ImportError) as error:
             raise CkptError(
-                f"FSDP2 of this PyTorch looks different inside: {error}",
+                f"FSDP2 in this PyTorch release has different internals: {error}",
                 where=f"torch {torch.__version__}",
                 hint="use a release of PyTorch that ckpt was tested with (`ckpt env` names them)",
             ) from error

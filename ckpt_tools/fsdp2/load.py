@@ -200,7 +200,7 @@ def _check_shapes(opened: Opened, targets: Mapping[str, torch.Tensor], sources: 
     ]
     if wrong:
         raise UsageError(
-            f"{len(wrong)} tensors have other shapes: {'; '.join(wrong[:4])}",
+            f"{len(wrong)} tensors have different shapes: {'; '.join(wrong[:4])}",
             where=opened.source.root,
             hint="build the model from the config.json that belongs to the checkpoint",
         )
@@ -253,7 +253,7 @@ def _patterns(model: nn.Module, attribute: str) -> Iterable[str]:
 def _strict_error(
     opened: Opened, targets: Mapping[str, torch.Tensor], missing: Sequence[str], unexpected: Sequence[str]
 ) -> UnreadableError:
-    hint = "pass strict=False if that is meant"
+    hint = "pass strict=False if that is intended"
     if missing and unexpected:
         near = difflib.get_close_matches(missing[0], unexpected, n=1, cutoff=0.4)
         if near:
@@ -262,7 +262,7 @@ def _strict_error(
                 "rename with `ckpt reshard`/`ckpt gather`"
             )
     if missing and len(missing) == len(targets):
-        hint = "no name agrees: is this a checkpoint of that model? `ckpt inspect --tensors` lists its names"
+        hint = "no name matches: is this a checkpoint of that model? `ckpt inspect --tensors` lists its names"
     return UnreadableError(
         f"the checkpoint does not fit the model: {describe_misfit(missing, unexpected)}",
         where=opened.source.root,

@@ -78,7 +78,7 @@ def add_lora(
     """
     peft = _peft()
     why = ": FSDP would not average the adapters' gradients"
-    refuse_sharded(model, why=why, hint="add_lora first, shard_model then")
+    refuse_sharded(model, why=why, hint="call add_lora before shard_model")
     config = _config_of(config)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta:
@@ -119,7 +119,7 @@ def _peft() -> Any:  # noqa: ANN401 - a module
     try:
         import peft
     except ImportError as error:
-        raise UsageError("adapters need peft, and it is not installed", hint="pip install 'ckpt-tools[hf]'") from error
+        raise UsageError("adapters need peft, which is not installed", hint="pip install 'ckpt-tools[hf]'") from error
     return peft
 
 
@@ -140,7 +140,7 @@ def _config_of(config: PeftConfig | Mapping[str, Any]) -> PeftConfig:
             **{key: value for key, value in config.items() if key != "peft_type"}
         )
     except (TypeError, ValueError) as error:
-        raise UsageError(f"peft does not take this configuration: {error}", where="config") from error
+        raise UsageError(f"peft rejects this configuration: {error}", where="config") from error
 
 
 def _kind(config: PeftConfig) -> str:
@@ -167,7 +167,7 @@ def _check_base_free(config: PeftConfig) -> None:
     hint = "load the whole model on the CPU of every rank, add_lora there, then shard_model"
     if _kind(config) not in _RESETS:
         raise UsageError(
-            f"start values for {_kind(config)} on a model on meta are not supported", where="config", hint=hint
+            f"initial values for {_kind(config)} on a model on meta are not supported", where="config", hint=hint
         )
     raise UsageError(
         f"the initialisation {_start_of(config)!r} is computed from the base weights, and the model is on meta",

@@ -77,7 +77,7 @@ def _check_method(fqn: str, module: nn.Module, method: str, registered: Collecti
         raise UsageError(f"{type(module).__name__} has no method {method!r}", where=where)
     if method == "forward":
         raise UsageError(
-            "forward is an entry already", where=where, hint="name only the other methods that callers use"
+            "forward is already an entry point", where=where, hint="name only the other methods that callers use"
         )
     path = entry_path(type(module), method, registered)
     if path is not None:
@@ -86,7 +86,7 @@ def _check_method(fqn: str, module: nn.Module, method: str, registered: Collecti
             "the inner release would leave backward with SHARDED parameters",
             where=where,
             hint=f"do not register {method} when it is only called through {path[0]}, or let callers use {method} "
-            f"and take the dispatch out of {path[0]}",
+            f"and remove the dispatch from {path[0]}",
         )
 
 

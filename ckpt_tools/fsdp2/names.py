@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
@@ -45,7 +44,7 @@ class Match:
         if self.whose:
             return f"names of {self.whose}: {len(changed)} of {len(self.found)} tensors are renamed, joined or split"
         old = ", ".join(f"{entry.fqn} is {name}" for entry, name in changed[:1] if entry)
-        return f"names as in the file, but for what stands before them ({escape_name(old)})"
+        return f"names as in the file, except for their prefix ({escape_name(old)})"
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...] | None]:
@@ -150,32 +149,18 @@ def _mapped(plain: Mapping[str, TensorEntry], model: nn.Module, names: Shapes, *
 
 def _without_root(plain: dict[str, TensorEntry], names: Collection[str]) -> dict[str, TensorEntry]:
     """Return the entries under the names that agree best with the model's: with a root taken away or added."""
-    wanted = set(names)
-    best, best_count = plain, sum(name in wanted for name in plain)
-    if best_count == len(wanted):
-        return best
-    for change in _changes(plain, wanted):
-        changed = {new: entry for name, entry in plain.items() if (new := change(name)) is not None}
-        count = sum(name in wanted for name in changed)
-        if count > best_count:
-            best, best_count = changed, count
-    return best
-
-
-def _changes(plain: Iterable[str], wanted: Collection[str]) -> list[Callable[[str], str | None]]:
-    """Return the renamings to try: those that make some names agree, most frequent first."""
-    tails = {name.rpartition(".")[0]: name for name in wanted}
-    less = (partial(_without, root) for root in _roots(plain, wanted))
-    more = (partial(_below, root, wanted) for root in _roots(tails.values(), set(plain)))
-    return [*less, *more]
-
-
-def _without(root: str, name: str) -> str | None:
-    return name[len(root) :] if name.startswith(root) else None
-
-
-def _below(root: str, wanted: Collection[str], name: str) -> str:
-    return name if name in wanted else root + name
+    if all(name in plain for name in names):
+        return plain
+    tails = {name.rpartition(".")[0]: name for name in names}
+    less = (
+        {name[len(root) :]: entry for name, entry in plain.items() if name.startswith(root)}
+        for root in _roots(plain, names)
+    )
+    more = (
+        {name if name in names else root + name: entry for name, entry in plain.items()}
+        for root in _roots(tails.values(), plain)
+    )
+    return max((plain, *less, *more), key=lambda option: sum(name in names for name in option))
 
 
 def _roots(names: Iterable[str], known: Collection[str]) -> list[str]:

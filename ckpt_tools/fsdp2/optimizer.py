@@ -64,7 +64,7 @@ def _state_dict(model: nn.Module, optimizer: Optimizer, opened: Opened) -> dict[
                 raise UsageError(
                     "the optimizer holds a parameter that is not the model's",
                     where="load_optimizer",
-                    hint="make the optimizer after shard_model and load_checkpoint, which replace parameters",
+                    hint="create the optimizer after shard_model and load_checkpoint, which replace parameters",
                 )
             names.append(name)
         options = {key: value for key, value in group.items() if key != "params"}
@@ -169,7 +169,7 @@ class _Stored:
                 raise UsageError(
                     "the parameters of one group had different options when they were saved",
                     where="load_optimizer",
-                    hint="make the groups as they were: parameter_groups with the same arguments",
+                    hint="create the groups that were saved: parameter_groups with the same arguments",
                 )
             found = options
         return found or {}

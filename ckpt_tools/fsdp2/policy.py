@@ -72,7 +72,7 @@ class Policy:
         raf = self.reshard_after_forward
         if self.strategy == "shard_grad_op" and raf not in (None, False):
             raise UsageError(
-                f"shard_grad_op keeps parameters after forward, and reshard_after_forward={raf} says otherwise",
+                f"shard_grad_op keeps parameters after forward, which reshard_after_forward={raf} contradicts",
                 hint="use full_shard",
             )
         if self.strategy == "no_shard" and raf is not None:
@@ -96,18 +96,18 @@ class Policy:
             )
         if self.strategy == "no_shard" and mesh.ndim != 1:
             raise UsageError(
-                f"no_shard needs one axis, the mesh has {', '.join(names) or shape}",
+                f"no_shard needs one axis, but the mesh has {', '.join(names) or shape}",
                 hint=f"write for example dp_replicate={mesh.size()}",
             )
         if self.strategy in ("full_shard", "shard_grad_op"):
             if mesh.ndim != 1:
                 raise UsageError(
-                    f"{self.strategy} cuts over one axis, the mesh has {', '.join(names) or shape}",
-                    hint="use hybrid_shard, or dp_shard alone",
+                    f"{self.strategy} shards over one axis, but the mesh has {', '.join(names) or shape}",
+                    hint="use hybrid_shard, or only dp_shard",
                 )
             if names == ("dp_replicate",):
                 raise UsageError(
-                    f"{self.strategy} cuts along dp_shard, and the mesh has only dp_replicate",
+                    f"{self.strategy} shards along dp_shard, but the mesh has only dp_replicate",
                     hint="use no_shard, or name the axis dp_shard",
                 )
         size = mesh.size(mesh.ndim - 1)

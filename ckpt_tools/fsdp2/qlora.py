@@ -84,9 +84,9 @@ def quantise_linears(
     """
     _bitsandbytes()
     config = config or Quantisation()
-    refuse_sharded(model, hint="quantise_linears first, shard_model then")
+    refuse_sharded(model, hint="call quantise_linears before shard_model")
     if getattr(model, "peft_config", None):
-        raise UsageError("the model has adapters already", hint="quantise_linears first, add_lora then")
+        raise UsageError("the model has adapters already", hint="call quantise_linears before add_lora")
     found = _find(model, skip)
     for fqn in found:
         parent, _, name = fqn.rpartition(".")
@@ -102,7 +102,7 @@ def _bitsandbytes() -> Any:  # noqa: ANN401 - a module
         import bitsandbytes
     except ImportError as error:
         raise UsageError(
-            "4-bit weights need bitsandbytes, and it is not installed", hint="pip install 'ckpt-tools[qlora]'"
+            "4-bit weights need bitsandbytes, which is not installed", hint="pip install 'ckpt-tools[qlora]'"
         ) from error
     return bitsandbytes
 

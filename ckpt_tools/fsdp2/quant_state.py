@@ -132,7 +132,7 @@ def _take_parts(
     where = f"{prefix}weight"
     if isinstance(weight, torch.Tensor) and weight.dtype != facts.storage:
         raise UsageError(
-            f"the packed weights are stored as {facts.storage} and came as {weight.dtype}: a cast destroys them",
+            f"the packed weights are stored as {facts.storage} but arrived as {weight.dtype}: a cast destroys them",
             where=where,
             hint="load without a dtype",
         )
@@ -212,7 +212,7 @@ def _check_forward(layer: nn.Module, arguments: object) -> None:  # noqa: ARG001
         )
     if isinstance(weight, torch.Tensor) and weight.dtype != facts.storage:
         raise UsageError(
-            f"the packed weights are stored as {facts.storage} and came gathered as {weight.dtype}: not the same bytes",
+            f"the packed weights are stored as {facts.storage} but were gathered as {weight.dtype}: not the same bytes",
             where=facts.fqn,
             hint=f"shard with param_dtype={facts.storage}, or quantise with storage=torch.uint8",
         )

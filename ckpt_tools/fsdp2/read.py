@@ -80,7 +80,7 @@ class BoxReader:
                 "model; only floating-point types are cast",
             )
         if whole.dtype.torch_name is None or whole.dtype.pack > 1:
-            raise UsageError(f"tensor {whole.fqn!r}: a model cannot take {whole.dtype.name} elements")
+            raise UsageError(f"tensor {whole.fqn!r}: a model cannot hold {whole.dtype.name} elements")
         result = torch.empty(box.sizes, dtype=dtype)
         if result.numel():
             memory = result.reshape(-1).view(torch.uint8).numpy().data

@@ -162,7 +162,7 @@ def _publish(staging: Staging, state: State, digests: Mapping[str, str], mesh: M
         if not checked.ok:
             finding = checked.errors[0]
             raise CkptError(
-                f"what was written does not pass its own check: {finding.what}",
+                f"the written checkpoint fails its check: {finding.what}",
                 where=finding.where,
                 hint="nothing was published",
             )

@@ -159,7 +159,7 @@ def _opened(
             raise UnreadableError(
                 f"the source does not fit the model: {describe_misfit(missing, unexpected)}",
                 where="rank0_load",
-                hint="pass strict=False if that is meant",
+                hint="pass strict=False if that is intended",
             )
         yield _Sender(reads=reads, missing=missing, unexpected=unexpected, reader=reader)
 

@@ -103,7 +103,7 @@ def apply_styles(model: nn.Module, styles: Mapping[str, str | ParallelStyle], me
 def _check(model: nn.Module, name: str, module: nn.Module, style: str, size: int) -> None:
     if not isinstance(module, _MEANT):
         raise UsageError(
-            f"{style} cuts linear layers and embeddings, and this is a {type(module).__name__}", where=name
+            f"{style} cuts linear layers and embeddings, but this is a {type(module).__name__}", where=name
         )
     dim = _weight_dim(module, style)
     length = module.weight.shape[dim]
@@ -146,7 +146,7 @@ def _tie_again(model: nn.Module, ties: Ties) -> None:
         kinds = {tuple(p.placements) if isinstance(p, DTensor) else None for p in parameters}
         if len(kinds) > 1:
             raise UsageError(
-                f"tied parameters must be cut alike: {', '.join(group)}",
+                f"tied parameters must be cut the same way: {', '.join(group)}",
                 where="tp_plan",
                 hint="use the same dim for all of them (colwise for a head, embedding_rowwise for its embedding)",
             )

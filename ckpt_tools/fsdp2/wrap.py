@@ -92,7 +92,7 @@ def shard_model(
         UsageError: What cannot work: the mesh, the policy, names, styles, and methods that would be entered twice.
     """
     policy = policy or Policy()
-    refuse_sharded(model, hint="build it anew, or shard only what is not")
+    refuse_sharded(model, hint="build it again, or shard only what is not sharded yet")
     _check_axes(mesh, tp_plan)
     dp = fsdp_mesh(mesh)
     policy.check_mesh(dp)
@@ -186,7 +186,7 @@ def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
     if tp_plan is not None and TP_AXIS not in names:
         raise UsageError("a tensor-parallel plan needs a mesh with the axis tp", hint="add tp=N to the mesh")
     if tp_plan is None and TP_AXIS in names and mesh[TP_AXIS].size() > 1:
-        raise UsageError("the mesh has the axis tp, and no plan says what it cuts", hint='pass tp_plan="auto"')
+        raise UsageError("the mesh has the axis tp, but no plan says what to cut along it", hint='pass tp_plan="auto"')
 
 
 def _scalars(model: nn.Module) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def _scalars(model: nn.Module) -> tuple[str, ...]:
         if not parameter.dim():
             if parameter.requires_grad:
                 raise UsageError(
-                    "a trainable scalar cannot be sharded, and nobody would average its gradient",
+                    "a trainable scalar cannot be sharded, so its gradient would never be averaged",
                     where=fqn,
                     hint="make it a parameter of shape (1,), or freeze it",
                 )

@@ -98,7 +98,7 @@ def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | 
     if status == 412:
         return (
             f"somebody else committed to {place.revision} meanwhile; nothing of this push was committed",
-            "run the command again: the plan is made anew, and what was uploaded is not sent again",
+            "run the command again: ckpt plans again, and skips what is already uploaded",
         )
     if status == 413:
         return (
@@ -106,12 +106,12 @@ def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | 
             "write smaller files (ckpt gather --max-shard-size 5GB), or leave some out (--exclude GLOB)",
         )
     if status == 429:
-        wait = "" if failure.retry_after_s is None else f"; it asks for {failure.retry_after_s:.0f} s"
+        wait = "" if failure.retry_after_s is None else f"; retry after {failure.retry_after_s:.0f} s"
         return (f"{place.doing}: too many requests{tries}{wait}{says}", "run the command again later")
     if status >= 500:
         return (
             f"{place.doing}: the hub failed with status {status}{tries}{says}",
-            "run the command again later: what was uploaded is not sent again",
+            "run the command again later: it skips what is already uploaded",
         )
     return (f"{place.doing}: the hub refused with status {status}{says}", None)
 
@@ -127,13 +127,13 @@ def _explain_rights(failure: Failure, place: Place, says: str) -> tuple[str, str
     namespace = place.repo.partition("/")[0]
     if failure.status == 402 or (failure.status in (403, 507) and _QUOTA.search(failure.message)):
         return (
-            f"{place.doing}: no room, or not paid for{says}",
+            f"{place.doing}: out of storage, or payment required{says}",
             f"free storage of {namespace} or extend it: {place.endpoint}/settings/billing",
         )
     if failure.status == 401:
         return (
             f"{place.doing}: the hub does not accept the token{says}",
-            f"it may have expired: make another one at {settings}, then hf auth login or set HF_TOKEN",
+            f"it may have expired: create a new one at {settings}, then hf auth login or set HF_TOKEN",
         )
     if failure.code == "GatedRepo":
         return (f"{place.doing}: the repository is gated{says}", f"ask for access at {place.endpoint}/{place.repo}")
@@ -168,7 +168,7 @@ def _unreachable(failure: Failure, place: Place, tries: str) -> tuple[str, str |
     detail = f": {failure.message}" if failure.message else ""
     if failure.was_sent:
         what = f"{place.doing}: the connection to the hub broke{tries}{detail}"
-        return what, "run the command again: what was uploaded is not sent again"
+        return what, "run the command again: it skips what is already uploaded"
     return (
         f"{place.doing}: cannot reach the hub{tries}{detail}",
         "check the network, and HF_ENDPOINT and HTTPS_PROXY if they are set",

@@ -152,7 +152,7 @@ def _bad_front(what: str) -> UnreadableError:
     return UnreadableError(
         f"the front matter of the model card {what}",
         where=CARD_NAME,
-        hint="mend what is between the first two lines of dashes; the hub refuses it as well",
+        hint="fix the part between the first two lines of dashes; the hub refuses it as well",
     )
 
 
@@ -196,7 +196,7 @@ def _local_base(text: str) -> UnreadableError:
     return UnreadableError(
         f"the model card names the base model by a local path: base_model is {local_bases(text)[0]}",
         where=CARD_NAME,
-        hint="--base-model ORG/NAME puts the hub id into what is sent; or mend README.md",
+        hint="--base-model ORG/NAME puts the hub id into the uploaded card; or fix README.md",
     )
 
 

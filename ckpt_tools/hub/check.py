@@ -79,12 +79,12 @@ def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: i
     notes = []
     pickles = [path for path in chosen if path.endswith(_PICKLES)]
     if pickles:
-        notes.append(f"{first_few(pickles)}: pickled, so whoever loads them runs what they say")
+        notes.append(f"{first_few(pickles)}: pickled: loading them runs any code that they contain")
     kind = _kind(top)
     if kind == "weights" and num_tensors and not any(path.endswith(METADATA_NAME) for path in chosen):
         notes.append("no config.json beside the weights: transformers and diffusers cannot load them by themselves")
     if any(path.rpartition("/")[2] == METADATA_NAME for path in chosen):
-        notes.append("a sharded training checkpoint: ckpt gather makes of it what others can load")
+        notes.append("a sharded training checkpoint: ckpt gather converts it to files that others can load")
     return kind, notes
 
 
@@ -105,7 +105,7 @@ def _check_adapter(source: Source, top: set[str]) -> None:
     if weights and ADAPTER_CONFIG not in top:
         what = "is left out" if ADAPTER_CONFIG in there else "is missing"
         raise UsageError(
-            f"an adapter whose {ADAPTER_CONFIG} {what}: nobody could load it",
+            f"an adapter whose {ADAPTER_CONFIG} {what}: no loader could use it",
             where=source.root,
             hint="ckpt export-lora writes one" if ADAPTER_CONFIG not in there else "push it as well",
         )
@@ -185,7 +185,7 @@ def _not_whole(errors: Sequence[Finding], root: str) -> CkptError:
     first = errors[0]
     more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
     return UnreadableError(
-        f"not pushed, since it is not whole: {first.what}{more}",
+        f"not pushed, because it is not complete: {first.what}{more}",
         where=f"{root}: {first.where}",
         hint=f"ckpt verify {root} lists everything",
     )

@@ -55,14 +55,14 @@ def find_account(*, endpoint: str | None = None, token: str | None = None) -> Ac
     """Return the hub's address and the token: the arguments, else the environment, else what `hf auth login` stored.
 
     Raises:
-        UsageError: The address is not a URL, or the token has characters that no token has.
+        UsageError: The address is not a URL, or the token contains invalid characters.
         HubError: HF_HUB_OFFLINE is set, or nobody is logged in.
     """
     from huggingface_hub import get_token
 
     if any(os.environ.get(name, "").strip().lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
         raise HubError(
-            "offline mode is on: nothing is sent", where="HF_HUB_OFFLINE", hint="unset HF_HUB_OFFLINE to push"
+            "offline mode is on: nothing is uploaded", where="HF_HUB_OFFLINE", hint="unset HF_HUB_OFFLINE to push"
         )
     address = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
     try:
@@ -77,9 +77,9 @@ def find_account(*, endpoint: str | None = None, token: str | None = None) -> Ac
     except (OSError, ValueError, RuntimeError) as error:
         raise HubError(f"cannot read the stored token ({type(error).__name__})", hint="set HF_TOKEN") from None
     if not found:
-        raise HubError("pushing needs a token, and there is none", where=address, hint="hf auth login, or set HF_TOKEN")
+        raise HubError("pushing needs a token, but there is none", where=address, hint="hf auth login, or set HF_TOKEN")
     if not (found.isascii() and found.isprintable()) or " " in found:
-        raise UsageError("the token has characters that no token has", hint="copy it again, without spaces or quotes")
+        raise UsageError("the token contains invalid characters", hint="copy it again, without spaces or quotes")
     return Account(endpoint=address, token=found)
 
 

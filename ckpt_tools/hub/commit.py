@@ -141,7 +141,7 @@ def commit(
             raise problem from None
         if create_pr and _may_be_done(failure):
             page = f"{hub.account.endpoint}/{hub.repo}/discussions"
-            hint = f"see whether it is there before you run the command again: {page}"
+            hint = f"check whether it is there before you run the command again: {page}"
             raise HubError(problem.what, where=problem.where, hint=hint)
         if not create_pr and _may_be_done(failure):
             now = hub.look()
@@ -195,7 +195,7 @@ def _recognise(
     )
     if now.commit is None or not has_all or any(gone.path_in_repo in now.files for gone in deletions):
         raise to_error(Failure(status=412, code=None, message=""), hub.place("committing"))
-    note = "the answer to the commit got lost; the hub has made it"
+    note = "the hub's answer to the commit was lost, but the commit was made"
     return Committed(oid=now.commit, pull_request=None, notes=(note,))
 
 
@@ -223,12 +223,12 @@ def check_arrival(
         found = remote.files.get(plan.path)
         if plan.state == "deleted":
             if found is not None:
-                findings.append(_finding("not-deleted", plan.path, "it was to be deleted, and is still there"))
+                findings.append(_finding("not-deleted", plan.path, "it should have been deleted, but is still there"))
         elif found is None:
             findings.append(_finding("not-arrived", plan.path, "the hub does not have it"))
         elif not found.holds(local[plan.path]):
             findings.append(
-                _finding("arrived-different", plan.path, f"the hub has other content ({found.nbytes} bytes)")
+                _finding("arrived-different", plan.path, f"the hub has different content ({found.nbytes} bytes)")
             )
     wrong = {finding.where for finding in findings}
     read_bytes = 0
@@ -238,9 +238,7 @@ def check_arrival(
         sha256, nbytes = hub.digest(path, oid, progress)
         read_bytes += nbytes
         if sha256 != local[path].sha256:
-            what = (
-                f"the hub says that it has the file, and gives other bytes: sha256 {sha256}, not {local[path].sha256}"
-            )
+            what = f"the hub reports the file but returns different bytes: sha256 {sha256}, not {local[path].sha256}"
             findings.append(_finding("arrived-different", path, what))
     return tuple(findings), read_bytes
 
@@ -250,5 +248,5 @@ def _finding(code: str, path: str, what: str) -> Finding:
         code=code,
         where=path,
         what=what,
-        hint="delete it on the hub and push again; if it stays so, tell the hub's operators",
+        hint="delete it on the hub and push again; if that does not help, report it to the hub's operators",
     )

@@ -39,7 +39,7 @@ def refuse_dead(source: Source, file: File) -> None:
         raise UnreadableError(
             f"all {len(last)} B factors are zero: the adapter loads and changes nothing",
             where=where,
-            hint="it was saved untrained, or without its weights: ckpt check-lora says more",
+            hint="it was saved untrained, or without its weights: ckpt check-lora shows more",
         )
 
 

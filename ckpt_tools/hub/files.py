@@ -76,7 +76,7 @@ def list_directory(
         elif path in excluded:
             left_out.append((path, "--exclude"))
         elif not include and (reason := _why_private(path)) is not None:
-            left_out.append((path, f"{reason}; --include takes it along"))
+            left_out.append((path, f"{reason}; --include uploads it"))
         else:
             _check_name(path)
             source.path(path)  # refuses a link that leads out
@@ -125,7 +125,7 @@ def _matching(files: Iterable[str], globs: Sequence[str], option: str) -> set[st
         by_name = "/" not in glob
         here = {path for path in files if pattern.fullmatch(_swap(path.rpartition("/")[2] if by_name else path))}
         if not here:
-            raise UsageError(f"{option} {glob} matches no file", hint="it is held against names of files")
+            raise UsageError(f"{option} {glob} matches no file", hint="it is matched against file names")
         matched |= here
     return matched
 

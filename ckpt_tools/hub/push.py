@@ -53,7 +53,7 @@ class PushOptions:
     create_pr: CreatePr = False
     revision: Revision = None
     commit_message: CommitMessage = None
-    card: Annotated[CardFacts | bool, Doc("What the model card says besides what the configs say; False for none.")] = (
+    card: Annotated[CardFacts | bool, Doc("Facts for the model card beside those of the configs; False for none.")] = (
         True
     )
     include: Annotated[
@@ -63,13 +63,13 @@ class PushOptions:
             metavar="GLOB",
         ),
     ] = ()
-    exclude: Annotated[Sequence[str], Option("Without these files (repeatable).", metavar="GLOB")] = ()
+    exclude: Annotated[Sequence[str], Option("Skip these files (repeatable).", metavar="GLOB")] = ()
     delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
     check: Annotated[
         CheckLevel,
         Option("Read back what was uploaded, everything, or nothing (the hub's digests are always compared)."),
     ] = "sent"
-    token: Annotated[str | None, Doc("By default HF_TOKEN, or what `hf auth login` stored.")] = field(
+    token: Annotated[str | None, Doc("Access token (default: HF_TOKEN, or that of `hf auth login`).")] = field(
         default=None, repr=False
     )
     endpoint: Endpoint = None
@@ -78,7 +78,7 @@ class PushOptions:
     )
     num_workers: NumWorkers = None
     progress: Progress = None
-    say: Annotated[Say | None, Doc("Told what takes long.")] = None
+    say: Annotated[Say | None, Doc("Called with a line of text before each slow step.")] = None
     bars: Annotated[bool, Doc("Let the hub's client draw its own bars while it uploads.")] = False
 
 
@@ -101,8 +101,8 @@ class Push:
         """Push, or plan to.
 
         Raises:
-            UsageError: Options that contradict each other, or names that cannot be.
-            UnreadableError: The directory holds something that is not whole.
+            UsageError: Options that contradict each other, or invalid names.
+            UnreadableError: The directory holds something incomplete.
             HubError: The hub refused, or is away.
         """
         options = self._options
@@ -166,7 +166,7 @@ class Push:
         self._remote = hub.look()
         if self._remote.exists and self._options.private and self._remote.private is False:
             raise HubError(
-                f"{hub.repo} is public, and --private was asked for; nothing was sent",
+                f"{hub.repo} is public, but --private was given; nothing was uploaded",
                 where=hub.place("").where,
                 hint="make it private on the hub, choose another name, or leave --private out",
             )
@@ -192,13 +192,13 @@ class Push:
             text = self._card_so_far(here)
         except (LimitError, UnicodeDecodeError) as error:
             why = "too large to add to" if isinstance(error, LimitError) else "not UTF-8 text"
-            self._notes.append(f"{CARD_NAME} is {why}: left as it is")
+            self._notes.append(f"{CARD_NAME} is {why}: left unchanged")
             return
         if text is not None:
             named = wanted.base_model if isinstance(wanted, CardFacts) else None
             text, before = name_base(text, named), text
             if text != before:
-                self._notes.append(f"{CARD_NAME} named the base model by a local path: what is sent names {named}")
+                self._notes.append(f"{CARD_NAME} named the base model by a local path: the uploaded card names {named}")
         facts = facts_of(source, self._local, kind)
         if isinstance(wanted, CardFacts):
             facts = wanted.or_else(facts)
@@ -210,7 +210,7 @@ class Push:
             return
         card = build_card(facts, repo=self._hub.repo, existing=text)
         if missing := missing_keys(facts, card):
-            self._notes.append(f"{CARD_NAME} is written in a way that takes no more keys: add {', '.join(missing)}")
+            self._notes.append(f"{CARD_NAME} is written in a way that ckpt cannot extend: add {', '.join(missing)}")
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
         self._local = dict(sorted(self._local.items()))
 
@@ -233,7 +233,7 @@ class Push:
         self._planned = plan_files(local, remote, answers, delete_stale=options.delete_stale)
         if not options.delete_stale and (stale := stale_weights(local, remote)):
             self._notes.append(
-                f"the repository holds weights that this directory does not: {first_few(stale)}; a loader may take "
+                f"the repository holds weights that this directory does not: {first_few(stale)}; a loader may load "
                 "those (--delete-stale deletes them)"
             )
 
@@ -246,14 +246,14 @@ class Push:
             raise HubError(
                 f"the repository's .gitignore leaves out {first_few(ignored)}",
                 where=hub.place("").where,
-                hint="change the .gitignore on the hub, or leave them out here as well: --exclude GLOB",
+                hint="change the .gitignore on the hub, or exclude them here as well: --exclude GLOB",
             )
         sending = [plan for plan in planned if plan.state in ("new", "changed")]
         deletions = [CommitOperationDelete(plan.path) for plan in planned if plan.state == "deleted"]
         if not sending and not deletions:
             return None
         total = sum(plan.nbytes for plan in sending)
-        self._say(f"sending {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
+        self._say(f"uploading {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
         pr = options.create_pr
         is_uploaded = False
         try:
@@ -265,8 +265,8 @@ class Push:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 where = f"{hub.account.endpoint}/{hub.repo}"
-                error.add_note(f"see at {where} whether it was committed" if is_uploaded else "nothing was committed")
-                error.add_note("run the command again: what was uploaded is not sent again")
+                error.add_note(f"check at {where} whether it was committed" if is_uploaded else "nothing was committed")
+                error.add_note("run the command again: it skips what is already uploaded")
             if created:
                 error.add_note(f"the repository {hub.repo} was created")
             raise
@@ -289,8 +289,8 @@ class Push:
             )
         except BaseException as error:
             if done is not None:
-                error.add_note(f"the commit {oid} was made, but what arrived was not checked to the end")
-                error.add_note("ckpt push … --check all checks it")
+                error.add_note(f"the commit {oid} was made, but the check of what arrived did not finish")
+                error.add_note("ckpt push … --check all checks everything")
             raise
         self._source.check_unchanged()
         if level == "names":

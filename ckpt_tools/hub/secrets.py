@@ -88,7 +88,7 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
     raise UsageError(
         f"the file holds what looks like {first.kind}" + (f" (also {more})" if more else ""),
         where=f"{first.path}, line {first.line}",
-        hint=f"take it out and revoke it, or leave the file out: --exclude {first.path}",
+        hint=f"remove and revoke it, or leave the file out: --exclude {first.path}",
     )
 
 

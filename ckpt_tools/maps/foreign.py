@@ -57,8 +57,8 @@ ORIGINS = (
         r"^layers\.\d+\.(?:attention\.(?:qkv_linear\.)?w[qkvo]\b|attention\.wkv_|feed_forward\.w[123]\b|attention_norm\."
         r"|ffn_norm\.|moe\.(?:experts|router|routed_experts)\b)|^tok_embeddings\.|^mtp_layers\.",
         "torchtitan's or Meta's own",
-        "ckpt converts those of Llama, Qwen3 and DeepSeek-V3 where config.json names the model; for others write a map "
-        "(--map FILE), or use torchtitan's convert_to_hf.py or transformers' convert_llama_weights_to_hf.py",
+        "ckpt converts those of Llama, Qwen3, DeepSeek-V3 and gpt-oss where config.json names the model; for others "
+        "write a map (--map FILE), torchtitan's convert_to_hf.py or transformers' convert_llama_weights_to_hf.py",
     ),
     _origin(
         "megatron",
@@ -66,7 +66,8 @@ ORIGINS = (
         r"|mlp\.(?:linear_fc[12]|experts\.(?:linear_fc|local_experts)|router))"
         r"|(?:^|\.)embedding\.word_embeddings\.|language_model\.encoder\.layers\.|(?:^|\.)output_layer\.weight$",
         "Megatron's",
-        "convert them with Megatron-Bridge (AutoBridge.export_ckpt)",
+        "ckpt converts those of Llama, Qwen2, Qwen3 and DeepSeek-V3 where config.json names the model; for others use "
+        "Megatron-Bridge (AutoBridge.export_ckpt)",
     ),
     _origin(
         "nanotron",

@@ -120,7 +120,7 @@ class KeyMap:
             if missing not in tensors and there in places:
                 aliases |= dict.fromkeys(wanted, places[there])
         news = [fill(one.names[0], signs_of(one.beside), numbers) for one, numbers in self._lost_beside(tensors)]
-        notes = [f"not written, because the hub has not got it: {first_few(news)}"] if news else []
+        notes = [f"not in the files, so not written: {first_few(news)}"] if news else []
         return Converted(mosaics=made, aliases=aliases, notes=tuple(notes))
 
     def backward(self, tensors: Mapping[str, Mosaic], config: Config) -> Converted:
@@ -132,7 +132,7 @@ class KeyMap:
         skipped = Patterns([(name, None) for name in self.section.skipped])
         left_out = [name for name in tensors if skipped.knows(name)]
         wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-        notes = [f"left out, because it is computed: {first_few(left_out)}"] if left_out else []
+        notes = [f"left out {first_few(left_out)}, which the model computes when it is built"] if left_out else []
         lost = Patterns([(name, None) for one in self.section.lost for name in one.names])
         sides = [((line, one), one.names) for line in self.section.lines for one in line.spellings]
         found, made = self._sort(wanted, sides, config)

@@ -182,7 +182,7 @@ def _transpose(parts: list[Mosaic], _after: int) -> list[Mosaic]:
 
 def _half(tensor: Mosaic, heads: int, head: int) -> int:
     rows = _rows(tensor)
-    if rows % (2 * heads) or head not in (_NOT_SAID, rows // heads):
+    if not rows or rows % (2 * heads) or head not in (_NOT_SAID, rows // heads):
         raise ValueError(f"{rows} rows are not those of {heads} heads" + (f" of {head}" if head else ""))
     return rows // heads // 2
 

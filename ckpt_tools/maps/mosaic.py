@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -327,12 +327,6 @@ def _chunk(one: Chunk, box: Box, strides: tuple[int, ...], position: int, dtype:
         strides=None if plain else strides,
         crc32=one.crc32 if plain and span == one.span else None,
     )
-
-
-def is_seen_whole(entry: TensorEntry, laid_out: Iterable[Chunk]) -> bool:
-    """Do the views keep every recorded CRC-32 of an entry's chunks?"""
-    kept = {(view.span, view.crc32) for view in laid_out}
-    return all(one.crc32 is None or (one.span, one.crc32) in kept for one in entry.chunks)
 
 
 def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, Self
+from typing import Self
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -28,37 +28,13 @@ from ckpt_tools.models.conventions import (
     map_of,
     refuse_lost,
 )
-from ckpt_tools.options import AnyPath, Option
+from ckpt_tools.options import AnyPath
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name, first_few
 
 AssetList = Sequence[tuple[Source, Asset]]
 """Files that belong to a model and hold no weights, and where from."""
-ShardNames = Annotated[
-    Literal["auto", "hub", "live", "torchtitan", "megatron", "meta"],
-    Option(
-        "Names to write: those of the live model, of the hub's files, or of a library; auto is live where ckpt knows "
-        "the architecture, else the file's."
-    ),
-]
-GatherNames = Annotated[
-    Literal["auto", "hub", "live", "torchtitan", "megatron", "meta"],
-    Option(
-        "Names to write: auto is hub where ckpt knows the architecture; live keeps those of SRC; a library's name says "
-        "whose those are, and writes the hub's."
-    ),
-]
-OtherNames = Annotated[
-    Literal["auto", "hub", "live", "torchtitan", "megatron", "meta"],
-    Option(
-        "Names of the weights: those of the live model, of the hub's files, or of a library; auto keeps those of SRC."
-    ),
-]
-MapFile = Annotated[
-    AnyPath | None,
-    Option("Key map of your own, from the hub's names to others, instead of --names.", metavar="FILE"),
-]
 Resolve = Callable[[TensorEntry], TensorEntry]
 """Returns a tensor with its chunks on their raw bytes."""
 _MAX_MAP_BYTES = 1 << 20
@@ -104,6 +80,8 @@ class Named:
     """What brought the names about; None where none changed."""
     apart: tuple[TensorEntry, ...] = ()
     """Tensors of the source that are joined or split; what is recorded of them holds for none that is written."""
+    left_out: tuple[str, ...] = ()
+    """What has no place among these names and was left out, for people."""
     note: str = ""
     """What was done, for people; empty for nothing."""
 
@@ -194,14 +172,33 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
     return _named(checkpoint, found, None, "the hub", resolve)
 
 
-def name_known(checkpoint: Checkpoint, assets: AssetList, resolve: Resolve) -> Named:
-    """Return a convention's tensors by the hub's names, with what the hub has no place for; others as they are."""
+def name_known(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: Resolve) -> Named | None:
+    """Return a library's tensors by the hub's names, with what the hub has no place for; None where they are not one's.
+
+    Args:
+        checkpoint: What it saved.
+        assets: Files that belong to the model.
+        names: The library; "auto" is any.
+        resolve: Returns a tensor with raw chunks.
+
+    Raises:
+        UnclearNamesError: Libraries have these names for different tensors.
+    """
     claim = claim_of(assets)
+    if claim is None or not checkpoint.tensors:
+        return None
     fqns = [entry.fqn for entry in checkpoint.tensors]
-    known = () if claim is None else conventions_of(fqns, claim.architecture, claim.config)
-    if claim is None or not known:
-        return Named(checkpoint=checkpoint)
-    return _named(checkpoint, agreed(known, _whole(checkpoint.tensors), claim.config), None, "the hub", resolve)
+    known = conventions_of(fqns, claim.architecture, claim.config)
+    known = tuple(one for one in known if names in ("auto", one.name))
+    if not known:
+        return None
+    try:
+        found = agreed(known, _whole(checkpoint.tensors), claim.config)
+    except UnclearNamesError:
+        raise
+    except UsageError:  # a part of a model, for instance
+        return None
+    return _named(checkpoint, found, None, "the hub", resolve)
 
 
 def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
@@ -390,5 +387,6 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
         aliases=found.aliases,
         map=known if changed else None,
         apart=tuple(raw[fqn] for fqn in sorted(joined)),
+        left_out=found.notes,
         note=f"names of {escape_name(whose)}: {'; '.join(parts)}" if parts and whose else "",
     )

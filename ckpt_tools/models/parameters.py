@@ -1,11 +1,14 @@
-"""Other tensors in the place of a model's parameters. Imports torch."""
+"""Parameters of a model: their dtypes, and other tensors in their place. Imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
+
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+"""By the names that options take."""
 
 
 def replace_parameters(model: nn.Module, make: Callable[[nn.Parameter], torch.Tensor | None]) -> None:

@@ -19,7 +19,7 @@ from ckpt_tools.description.layout import Blocks, Box, BoxIndex
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, chunk_index, group_by_tensor
+from ckpt_tools.moving.plan import Copy, FilePlan, blocks_at_once, blocks_of, chunk_index, group_by_tensor
 from ckpt_tools.moving.read import (
     ALIGNMENT,
     Buffers,
@@ -121,16 +121,24 @@ class _Run:
         Crew(self._queue(self._tasks), self._begin).run(num_workers)
 
     @staticmethod
-    def _queue(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, int]]:
+    def _queue(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, range]]:
         for task in tasks:
-            for index in range(max(1, len(task.blocks))):
-                yield task, index
+            at_once = blocks_at_once(task.entry)
+            for row in task.blocks.rows() if len(task.blocks) else (range(1),):
+                yield from ((task, row[start : start + at_once]) for start in range(0, len(row), at_once))
 
-    def _begin(self) -> Callable[[tuple[_Task, int]], None]:
+    def _begin(self) -> Callable[[tuple[_Task, range]], None]:
         buffers = Buffers()
-        return lambda unit: self._do(*unit, buffers)
 
-    def _do(self, task: _Task, index: int, buffers: Buffers) -> None:
+        def work(unit: tuple[_Task, range]) -> None:
+            task, indices = unit
+            ahead = task.blocks.span(indices) if len(indices) > 1 else None
+            for index in indices:
+                self._do(task, index, ahead, buffers)
+
+        return work
+
+    def _do(self, task: _Task, index: int, ahead: Box | None, buffers: Buffers) -> None:
         nbytes = read = written = 0
         try:
             if index < len(task.blocks):
@@ -140,7 +148,7 @@ class _Run:
                 if kept is not None:
                     nbytes = kept
                 elif task.whole or targets:
-                    content, reads, read = self._content(task, index, block, buffers)
+                    content, reads, read = self._content(task, index, block, ahead, buffers)
                     nbytes = len(content)
                     digest = digest_block(content)
                     task.add(index, digest, reads)
@@ -162,11 +170,14 @@ class _Run:
         if last:
             self._finish(task)
 
-    def _content(self, task: _Task, index: int, block: Box, buffers: Buffers) -> tuple[memoryview, list[Read], int]:
+    def _content(
+        self, task: _Task, index: int, block: Box, ahead: Box | None, buffers: Buffers
+    ) -> tuple[memoryview, list[Read], int]:
         """Read a block, and edit it."""
+        dtype = task.dtype if task.edit is None else task.entry.dtype
+        content, reads, read = read_block(task.entry, task.chunks, dtype, block, self.source, buffers, ahead=ahead)
         if task.edit is None:
-            return read_block(task.entry, task.chunks, task.dtype, block, self.source, buffers)
-        content, reads, read = read_block(task.entry, task.chunks, task.entry.dtype, block, self.source, buffers)
+            return content, reads, read
         if task.dtype.bits == task.entry.dtype.bits:
             task.unedited[index] = digest_block(content)
         return edit_block(task.edit, block, content, task.dtype, buffers), reads, read
@@ -326,7 +337,8 @@ def execute(
     With `resumable`, blocks that the staging directory's records name are read back and kept when they are right,
     and blocks that are written are recorded. `edits` (FQN in the source → what to do) change tensors on their way.
 
-    Memory: two buffers of one block for every worker (`Plan.peak_bytes`), and the plan itself.
+    Memory: two buffers of one block for every worker, a tile where tensors are stored in another order
+    (`Plan.peak_bytes`), and the plan itself.
 
     Raises:
         CkptError: The first thing that went wrong in any worker.

@@ -15,7 +15,7 @@ from ckpt_tools.description.layout import Box, BoxIndex
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.moving.casting import cast
 from ckpt_tools.moving.plan import blocks_of, chunk_index
-from ckpt_tools.moving.strides import StridedPart, byte_box, is_contiguous, move, row_major, start_of
+from ckpt_tools.moving.strides import MAX_WASTE, StridedPart, byte_box, is_contiguous, move, row_major, start_of
 from ckpt_tools.storage.source import Source
 
 ALIGNMENT = 64
@@ -25,7 +25,10 @@ _CRC_PASS_BYTES = 4 << 20
 
 
 class Buffers:
-    """One worker's memory: two buffers that begin on a page, grown to what its blocks need.
+    """One worker's memory: buffers that begin on a page, grown to what its blocks need.
+
+    Buffer 0 is the block, 1 is scratch, and 2 holds tiles: what this and the next blocks need of chunks that are stored
+    in another order.
 
     The kernel copies between a buffer and a page of a file many times slower when the two are aligned differently
     (measured: 2.8 ms instead of 0.3 ms for 4 MiB on an AMD EPYC, 8 bytes off). So what is read goes to the
@@ -34,13 +37,39 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._memory: list[mmap.mmap] = [mmap.mmap(-1, mmap.PAGESIZE), mmap.mmap(-1, mmap.PAGESIZE)]
+        self._memory: list[mmap.mmap] = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(3)]
+        self._ahead: Box | None = None
+        self._tiles: dict[int, tuple[Chunk, StridedPart, memoryview]] = {}
+        self._used = 0
 
     def get(self, which: int, nbytes: int, *, shift: int = 0) -> memoryview:
-        """Return `nbytes` of buffer 0 (the block) or 1 (scratch), `shift` bytes past the beginning of a page."""
+        """Return `nbytes` of a buffer, `shift` bytes past the beginning of a page."""
         if len(self._memory[which]) < shift + nbytes:
             self._memory[which] = mmap.mmap(-1, ALIGNMENT + nbytes)
         return memoryview(self._memory[which])[shift : shift + nbytes]
+
+    def tile(self, chunk: Chunk, ahead: Box, itemsize: int) -> tuple[StridedPart, memoryview] | None:
+        """Return what is there of a chunk for these blocks; None where nothing is, yet.
+
+        Args:
+            chunk: The chunk.
+            ahead: The blocks, the same object for all of them.
+            itemsize: Bytes of an element.
+        """
+        if ahead is not self._ahead:
+            self._ahead, self._tiles, self._used = ahead, {}, 0
+            self.get(2, MAX_WASTE * ahead.num_elems * itemsize)
+        found = self._tiles.get(id(chunk))
+        return None if found is None else found[1:]
+
+    def new_tile(self, strided: StridedPart) -> memoryview:
+        """Return memory for a tile that `tile` has not found."""
+        return self.get(2, self._used + strided.nbytes)[self._used :]
+
+    def keep_tile(self, chunk: Chunk, strided: StridedPart, runs: memoryview) -> None:
+        """Remember a tile that has been read whole into its memory."""
+        self._tiles[id(chunk)] = chunk, strided, runs
+        self._used += strided.nbytes
 
     def align(self, run: memoryview, at: int, offset: int) -> memoryview:
         """Return the bytes of `run` in memory that suits writing them at `offset` of a file.
@@ -151,7 +180,14 @@ class Checksums:
 
 
 def read_block(
-    entry: TensorEntry, chunks: BoxIndex[Chunk], dtype: DType, block: Box, source: Source, buffers: Buffers
+    entry: TensorEntry,
+    chunks: BoxIndex[Chunk],
+    dtype: DType,
+    block: Box,
+    source: Source,
+    buffers: Buffers,
+    *,
+    ahead: Box | None = None,
 ) -> tuple[memoryview, list[Read], int]:
     """Read `block` of `entry` as `dtype`.
 
@@ -162,6 +198,8 @@ def read_block(
         block: A box; of a canonical block, any row-major chunk holds one run.
         source: Where the bytes are.
         buffers: Memory for the result, which is valid until their next use.
+        ahead: This block and those that will be read next with the same buffers: what they need of a chunk that is
+            stored in another order is read at once.
 
     Returns:
         The row-major bytes, the runs that were read in the order of the chunks, and the bytes read.
@@ -178,8 +216,7 @@ def read_block(
         if strides is None and not is_contiguous(part, chunk.box):
             strides = row_major(chunk.box.sizes)
         if strides is not None:
-            strided = StridedPart(part, chunk.box, strides, own.num_bytes(1))
-            total += _read_strided(chunk, strided, block, source, content, buffers)
+            total += _read_strided(chunk, strides, own.num_bytes(1), (block, part), ahead, source, content, buffers)
             reads.append(Read(chunk, 0, 0, None))
             continue
         start, nbytes = own.num_bytes(start_of(part, chunk.box)), own.num_bytes(part.num_elems)
@@ -227,16 +264,38 @@ def _to_front(scratch: memoryview, buffers: Buffers) -> memoryview:
 
 
 def _read_strided(
-    chunk: Chunk, strided: StridedPart, block: Box, source: Source, content: memoryview, buffers: Buffers
+    chunk: Chunk,
+    strides: tuple[int, ...],
+    itemsize: int,
+    wanted: tuple[Box, Box],
+    ahead: Box | None,
+    source: Source,
+    content: memoryview,
+    buffers: Buffers,
 ) -> int:
-    runs = buffers.get(1, strided.nbytes)
+    """Move a part of a chunk to a block, both in `wanted`; return the bytes that were read for it."""
+    block, part = wanted
+    tiled = None if ahead is None else chunk.box.intersect(ahead)
+    if ahead is None or tiled is None:  # no part of a chunk is outside of what is ahead
+        ahead = None
+        strided = StridedPart(part, chunk.box, strides, itemsize)
+        runs = buffers.get(1, strided.nbytes)
+    elif found := buffers.tile(chunk, ahead, itemsize):
+        strided, runs = found
+        strided.scatter(runs, content, block, part=part)
+        return 0
+    else:
+        strided = StridedPart(tiled, chunk.box, strides, itemsize)
+        runs = buffers.new_tile(strided)
     position = 0
     for offset, nbytes in strided.runs():
         if offset < 0 or offset + nbytes > chunk.span.nbytes:
             raise UnreadableError("strides lead out of the item", where=chunk.span.file)
         source.read_into(chunk.span.file, chunk.span.offset + offset, runs[position : position + nbytes])
         position += nbytes
-    strided.scatter(runs, content, block)
+    if ahead is not None:
+        buffers.keep_tile(chunk, strided, runs)
+    strided.scatter(runs, content, block, part=part)
     return strided.nbytes
 
 

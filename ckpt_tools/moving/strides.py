@@ -62,10 +62,17 @@ def move(part: Box, source: memoryview, source_box: Box, target: memoryview, tar
     to_array[...] = from_array
 
 
+_SHORT_BYTES = 4 << 10
+"""Reading a run takes as long as copying about so much."""
+MAX_WASTE = 2
+"""Bytes that are read for one that is wanted, where runs are short and the next one is near."""
+
+
 class StridedPart:
     """A part of a chunk whose elements are not stored row-major (DCP keeps a tensor's strides).
 
-    Part and chunk are in elements of the global tensor, strides in elements, `itemsize` is bytes per element.
+    Part and chunk are in elements of the global tensor, strides in elements, `itemsize` is bytes per element. It is
+    read in runs: contiguous bytes, or a few more with what lies between them.
     """
 
     def __init__(self, part: Box, chunk_box: Box, strides: tuple[int, ...], itemsize: int) -> None:
@@ -79,30 +86,53 @@ class StridedPart:
         self._order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
         self._strides = [strides[dim] * itemsize for dim in self._order]
         self._sizes = [part.sizes[dim] for dim in self._order]
+        self._outer = len(self._sizes)
+        """Dims that runs are counted by; the others are inside of a run."""
+        self.run_bytes = wanted = itemsize
+        for dim in reversed(range(len(self._sizes))):
+            wanted *= self._sizes[dim]
+            reach = self.run_bytes + (self._sizes[dim] - 1) * self._strides[dim]
+            if reach != wanted and (self.run_bytes >= _SHORT_BYTES or not wanted <= reach <= MAX_WASTE * wanted):
+                break
+            self.run_bytes, self._outer = reach, dim
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs there are."""
+        return math.prod(self._sizes[: self._outer])
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield (offset in the payload, bytes) of every contiguous run, in the order of the bytes."""
-        run = self.itemsize
-        outer = len(self._sizes)
-        while outer and (self._strides[outer - 1] == run or self._sizes[outer - 1] == 1):
-            run *= self._sizes[outer - 1]
-            outer -= 1
-        for indices in product(*map(range, self._sizes[:outer])):
+        """Yield (offset in the payload, bytes) of every run, in the order of the bytes."""
+        for indices in product(*map(range, self._sizes[: self._outer])):
             skip = sum(index * stride for index, stride in zip(indices, self._strides, strict=False))
-            yield self._start + skip, run
+            yield self._start + skip, self.run_bytes
 
-    def scatter(self, runs: memoryview, target: memoryview, target_box: Box) -> None:
-        """Move the concatenated runs to the row-major bytes of `target_box` (in elements)."""
+    def scatter(self, runs: memoryview, target: memoryview, target_box: Box, *, part: Box | None = None) -> None:
+        """Move what is in the concatenated runs to the row-major bytes of `target_box` (in elements).
+
+        Args:
+            runs: Their bytes.
+            target: Takes them.
+            target_box: What lies in `target`.
+            part: What to move; None for all.
+        """
         import numpy as np
 
+        part = self.part if part is None else part
         kind = np.dtype((np.void, self.itemsize))
-        stored = np.ndarray(self._sizes, kind, runs)
+        counts = self._sizes[: self._outer]
+        steps = [self.run_bytes * count for count in row_major(tuple(counts))] + self._strides[self._outer :]
+        stored = np.ndarray(self._sizes, kind, runs, strides=tuple(steps))
         logical = stored.transpose([self._order.index(dim) for dim in range(len(self._order))])
+        window = tuple(
+            slice(offset - origin, offset - origin + size)
+            for offset, origin, size in zip(part.offsets, self.part.offsets, part.sizes, strict=True)
+        )
         strides = tuple(stride * self.itemsize for stride in row_major(target_box.sizes))
-        start = start_of(self.part, target_box) * self.itemsize
-        np.ndarray(self.part.sizes, kind, target, start, strides)[...] = logical
+        start = start_of(part, target_box) * self.itemsize
+        np.ndarray(part.sizes, kind, target, start, strides)[...] = logical[window]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part."""
-        return math.prod(self.part.sizes) * self.itemsize
+        """Bytes of the runs."""
+        return self.num_runs * self.run_bytes

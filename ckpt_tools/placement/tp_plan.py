@@ -24,10 +24,7 @@ from ckpt_tools.walls.config import without_code_keys
 _ORIGIN = "--tp-plan auto"
 _WRITE_RULES = "write the rules yourself: --rules FILE, or --set 'GLOB=tp:S(0)'"
 
-_OTHER_NAMES = (
-    "the plan is for the names of the live model: write those (ckpt shard without --names and --engine dtensor), "
-    f"or {_WRITE_RULES}"
-)
+_OTHER_NAMES = f"the plan has the names of the live model: leave out --names and --engine dtensor, or {_WRITE_RULES}"
 
 _LLAMA = {
     "lm_head": "colwise_gather_output",
@@ -226,5 +223,9 @@ def _find_root(plan: TpPlan, fqns: Collection[str]) -> tuple[str, str]:
                 best = (len(found), prefix, root)
     if not best[0]:
         examples = ", ".join(list(plan.styles)[:2])
-        raise _no_plan(f"the checkpoint has none of the names of the plan, such as {examples}", plan.title)
+        raise UsageError(
+            f"the checkpoint has none of the names of the plan, such as {examples}",
+            where=f"{_ORIGIN} ({plan.title})",
+            hint=_OTHER_NAMES,
+        )
     return best[1:]

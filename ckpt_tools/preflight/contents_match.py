@@ -34,7 +34,7 @@ def check_dtypes(
             "checkpoint-dtype",
             where,
             f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}",
-            "a quantised checkpoint is not trained as it is: start from the one that it was made of",
+            "a quantised checkpoint cannot be trained directly: start from the one that it was made from",
         )
     floats = {name: size for name, size in num_bytes.items() if BY_NAME[name].is_float}
     if not floats:

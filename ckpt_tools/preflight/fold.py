@@ -34,8 +34,8 @@ _NOT_RUN = {
 _DTYPES = ("bf16", "f16", "f32")
 _NOT_TRIED = {
     "deepspeed": "DeepSpeed distributes the model, and the smoke run tries FSDP2",
-    "other": "the smoke run tries FSDP2, and this config has another engine",
-    "none": "nothing distributes the model: there is one process",
+    "other": "the smoke run tries FSDP2, but this config has another engine",
+    "none": "the model is not distributed: there is one process",
 }
 """Engine → why no smoke run tries it."""
 
@@ -102,7 +102,7 @@ def fold_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Seq
         return Fold(options=None, notes=(), why_not=_NOT_TRIED[spec.engine])
     notes: list[str] = []
     if spec.engine == "fsdp1":
-        notes.append("FSDP1 is tried as what it corresponds to in FSDP2")
+        notes.append("FSDP1 is tried as its equivalent in FSDP2")
     whole = spec.mesh
     if whole is None:
         whole = _likely_mesh(spec)
@@ -118,7 +118,7 @@ def fold_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Seq
         notes.append(f"reshard_after_forward={spec.reshard_after_forward} is tried as true")
     notes += _not_tried(spec)
     if blocks and spec.wrap_classes and set(spec.wrap_classes) != set(blocks):
-        notes.append(f"wrapped are {_names(blocks)}, and not {_names(spec.wrap_classes)}")
+        notes.append(f"the wrapped classes are {_names(blocks)}, not {_names(spec.wrap_classes)}")
     param = _dtype(spec.param_dtype, "computing", notes)
     reduce = _dtype(spec.reduce_dtype, "averaging gradients", notes)
     lora = _lora(spec, notes)
@@ -185,7 +185,7 @@ def _lora(spec: ParallelSpec, notes: list[str]) -> bool:
     if spec.adapter.kind != "lora":
         notes.append(f"a LoRA adapter is tried in place of {escape_name(spec.adapter.kind)}")
     if spec.adapter.targets:
-        notes.append("adapters are on all linear layers, and not on the chosen ones alone")
+        notes.append("adapters are on all linear layers, not only on the chosen ones")
     return True
 
 

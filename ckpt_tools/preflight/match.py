@@ -32,8 +32,8 @@ COMPARE = "ckpt_tools.preflight.meta_model:compare"
 _SAMPLE_BYTES = 1 << 16
 """Of two tied tensors, to see whether they are the same."""
 _SAVES_OPTIMIZER: Mapping[str, str] = {
-    "torchtitan": "or load the weights alone: checkpoint.initial_load_path with initial_load_model_only = true",
-    "accelerate": "or start anew: pass the weights as the model, not as the checkpoint to resume from",
+    "torchtitan": "or load only the weights: checkpoint.initial_load_path with initial_load_model_only = true",
+    "accelerate": "or start over: pass the weights as the model, not as the checkpoint to resume from",
 }
 
 
@@ -129,7 +129,7 @@ def _check(
         findings += _check_model(opened, view.comparison, path, spec)
         not_checked += _not_compared(view.comparison, view, reads, spec)
         if reads.refused is not None:
-            what = f"the checkpoint cannot be cut for {mesh}: {reads.refused[0]}"
+            what = f"the checkpoint cannot be split for {mesh}: {reads.refused[0]}"
             findings.append(Finding.warning("checkpoint-mesh", path, what, reads.refused[1]))
         elif mesh is not None and reads.ranks:
             findings += check_mesh(checkpoint, reads.ranks, where=path, saved=saved, mesh=mesh, spec=spec)
@@ -227,12 +227,12 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
         if any(os.path.exists(os.path.join(directory, name)) for name in OPTIMIZER_FILES):
             return
     key = spec.keys.get("resume_from", "the config")
-    hint = _SAVES_OPTIMIZER.get(spec.framework, "or start anew with these weights as the base model")
+    hint = _SAVES_OPTIMIZER.get(spec.framework, "or start over with these weights as the base model")
     yield Finding.error(
         "checkpoint-no-optimizer",
         path,
-        f"{key} resumes, and there is no optimizer state in the checkpoint, nor beside it",
-        f"take a checkpoint that the trainer saved for resuming, {hint}",
+        f"{key} resumes, but there is no optimizer state in the checkpoint or beside it",
+        f"use a checkpoint that the trainer saved for resuming, {hint}",
     )
 
 

@@ -142,13 +142,13 @@ def _quantize(spec: ParallelSpec, lora: int | None, notes: list[str]) -> str | N
         return None
     if spec.quantize == "nf4" and lora is not None:
         return "nf4"
-    notes.append(f"weights quantised to {escape_name(spec.quantize)} are counted as if they were not: it takes less")
+    notes.append(f"weights quantised to {escape_name(spec.quantize)} are counted unquantised: the run needs less")
     return None
 
 
 def _offload(spec: ParallelSpec, notes: list[str]) -> bool:
     if spec.offload_optimizer and not spec.offload_params:
-        notes.append("the optimizer's state, which is offloaded, is counted: it takes less")
+        notes.append("the optimizer's state, which is offloaded, is counted: the run needs less")
     return spec.offload_params
 
 
@@ -157,7 +157,7 @@ def _optimizer(spec: ParallelSpec, notes: list[str]) -> str:
     for prefix in ("adamw", "adam", "sgd"):
         if name.startswith(prefix) and not _LESS_STATE.search(name):
             return prefix
-    less = ": it takes less" if _LESS_STATE.search(name) else ""
+    less = ": the run needs less" if _LESS_STATE.search(name) else ""
     notes.append(f"the state of {escape_name(spec.optimizer or '')} is counted as AdamW's{less}")
     return "adamw"
 
@@ -178,7 +178,7 @@ def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:
     if advice is not None:
         hint = f"{in_own_words(advice.what, spec)}: then it needs {format_size(advice.estimate.needed)}, and fits"
     else:
-        hint = f"nothing that was tried fits ({len(estimate.proposals)} changes): take more ranks, or a smaller model"
+        hint = f"none of the {len(estimate.proposals)} changes tried fits: use more ranks, or a smaller model"
     named = (spec.keys.get(name) for name in ("strategy", "mesh", "axes.dp_shard", "world_size"))
     key = next(filter(None, named), "memory")
     what = (

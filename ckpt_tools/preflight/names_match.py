@@ -43,6 +43,8 @@ def check_names(
         yield from _nothing(comparison, where, framework)
         return
     yield from _check_prefix(comparison, where, framework, mesh, by_dcp=by_dcp)
+    if by_dcp and framework != "torchtitan":  # whose own models are compared with nothing here
+        yield from _check_live(comparison, where, mesh)
     yield from _check_missing(comparison, where, by_dcp=by_dcp)
     yield from _check_left(comparison, where)
     yield from _check_shapes(comparison, where)
@@ -126,7 +128,7 @@ def _check_prefix(
             "checkpoint-prefix",
             where,
             "names are those of a PEFT model (base_model.model., base_layer.), and no model is loaded from them",
-            f"take the base model as the model, and its adapter out of this: ckpt export-lora {where} NEW --to peft",
+            f"use the base model as the model, and extract the adapter: ckpt export-lora {where} NEW --to peft",
         )
     if by_dcp:
         yield from _check_dcp_root(extra, lacking, where, framework, mesh)
@@ -134,14 +136,14 @@ def _check_prefix(
         yield Finding.error(
             "checkpoint-prefix",
             where,
-            f"names match once {lacking!r} is put in front of them, and {framework} does not do that",
+            f"names match once {lacking!r} is put in front of them, but {framework} does not do that",
             f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none",
         )
     elif extra and extra != comparison.base_prefix:
         yield Finding.error(
             "checkpoint-prefix",
             where,
-            f"names match once {extra!r} is taken away from their beginning, and {framework} does not do that",
+            f"names match once {extra!r} is removed from the front, but {framework} does not do that",
             f"ckpt gather {where} NEW --strip-prefix {extra}",
         )
     if wrapped:
@@ -154,8 +156,8 @@ def _check_prefix(
         yield tell(
             "checkpoint-prefix",
             where,
-            "names have parts that wrappers put in (_orig_mod., _checkpoint_wrapped_module., …); "
-            "a model that is not wrapped alike does not find them",
+            "names contain parts that wrappers added (_orig_mod., _checkpoint_wrapped_module., …); "
+            "a model that is not wrapped the same way does not find them",
             hint,
         )
 
@@ -180,7 +182,7 @@ def _check_dcp_root(
         return
     if root == wanted:
         return
-    has = f"have {root!r} there" if root else "have nothing there"
+    has = f"have {root!r} instead" if root else "do not have it"
     if lacking is None and wanted.endswith(root or ""):
         missing = wanted[: len(wanted) - len(root or "")]
         hint = f"ckpt reshard {where} NEW --mesh {mesh} --prefix {missing}"
@@ -189,9 +191,33 @@ def _check_dcp_root(
     yield Finding.error(
         "checkpoint-prefix",
         where,
-        f"{framework} looks for the model's names behind {wanted!r} in a DCP checkpoint; the names here {has}",
+        f"{framework} expects {wanted!r} before the model's names in a DCP checkpoint; the names here {has}",
         hint,
     )
+
+
+def _check_live(comparison: Comparison, where: str, mesh: str) -> Iterator[Finding]:
+    """Yield an error when names fit by transformers' map alone: `dcp.load` renames nothing, and ties nothing."""
+    mapped = []
+    for name, found in comparison.found.items():
+        names = [without_peft(strip_wrappers(fqn)) for fqn in found.fqns]
+        if len(names) > 1 or any(not (one.endswith(name) or name.endswith("." + one)) for one in names):
+            mapped.append(name)
+    mapped += [
+        name
+        for group in comparison.ties
+        if any(name in comparison.found for name in group)
+        for name in group
+        if name not in comparison.found
+    ]
+    if mapped:
+        yield Finding.error(
+            "checkpoint-naming",
+            where,
+            f"dcp.load finds tensors by the live model's names, and the checkpoint has other names for {len(mapped)} "
+            f"of them: {fold_names(mapped)}",
+            f"ckpt reshard {where} NEW --mesh {mesh} --names live",
+        )
 
 
 def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Iterator[Finding]:
@@ -223,11 +249,11 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
             where,
             f"{len(missing)} tensors of the model's head are not in the checkpoint, and start at random: "
             f"{fold_names(missing)}",
-            "right for a new head; otherwise the checkpoint is another model's",
+            "this is right for a new head; otherwise the checkpoint belongs to another model",
         )
         return
     num_saved = sum(tensor.kind != "transient" for tensor in comparison.tensors.values())
-    hint = "the checkpoint is another model's, or not complete; config.json says what the model has"
+    hint = "the checkpoint belongs to another model or is incomplete; config.json defines what the model has"
     if output and len(missing) == 1:
         hint = 'set "tie_word_embeddings": true in config.json if the head shares the embedding'
     yield Finding.error(
@@ -261,30 +287,30 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
         yield Finding.info(
             "checkpoint-buffer",
             where,
-            f"{len(buffers)} stored buffers are ignored, since the model makes them anew: {fold_names(buffers)}",
+            f"{len(buffers)} stored buffers are ignored, since the model computes them itself: {fold_names(buffers)}",
         )
     if stacked:
         yield Finding.error(
             "checkpoint-unexpected-key",
             where,
             f"the checkpoint has {len(stacked)} tensors of layers or experts that the config does not have: "
-            f"{fold_names(stacked)}; they would be left out without a word",
-            "correct num_hidden_layers (num_experts, …) in config.json, or take the checkpoint of this config",
+            f"{fold_names(stacked)}; they would be silently left out",
+            "correct num_hidden_layers (num_experts, …) in config.json, or use the checkpoint of this config",
         )
     if inside:
         yield Finding.error(
             "checkpoint-unexpected-key",
             where,
             f"the checkpoint has {len(inside)} tensors in layers of {comparison.title} where the model has none: "
-            f"{fold_names(inside)}; they would be left out without a word",
-            "the checkpoint is another architecture's: take the config.json that belongs to it",
+            f"{fold_names(inside)}; they would be silently left out",
+            "the checkpoint belongs to another architecture: use its own config.json",
         )
     if others:
         yield Finding.warning(
             "checkpoint-unexpected-key",
             where,
             f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}",
-            "right if another head is trained; otherwise look at the architecture in config.json",
+            "this is right if another head is trained; otherwise check the architecture in config.json",
         )
 
 
@@ -316,7 +342,7 @@ def _check_shapes(comparison: Comparison, where: str) -> Iterator[Finding]:
     yield Finding.error(
         "checkpoint-shape",
         where,
-        f"{len(wrong)} tensors have another shape than the model's: {escape_name(name)} is {list(found.shape)}, "
+        f"{len(wrong)} tensors differ in shape from the model's: {escape_name(name)} is {list(found.shape)}, "
         f"the model has {list(expected)}" + (f"; also {fold_names(n for n, _ in wrong[1:])}" if wrong[1:] else ""),
         hint,
     )

@@ -37,11 +37,11 @@ class PreflightOptions:
     ] = True
     on_check: Annotated[
         Callable[[str, str], None] | None,
-        Doc('Told when a check begins and ends: its name, and "begun", "done" or "failed".'),
+        Doc('Called when a check begins and ends, with its name and "begun", "done" or "failed".'),
     ] = None
     on_findings: Annotated[
         Callable[[tuple[Finding, ...]], None] | None,
-        Doc("Told what was found as soon as it is known, before what is slow begins; each finding once."),
+        Doc("Called with new findings as soon as they are known, before the slow checks begin; each finding once."),
     ] = None
 
     @property

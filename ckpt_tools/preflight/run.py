@@ -194,7 +194,7 @@ def _describe_options(config: Config) -> str:
 def _check_rules(check: _Check, config: Config, view: ModelView) -> None:
     check.findings = check_rules(config, view.facts)
     count = sum(config.framework in rule.frameworks for rule in RULES)
-    told = "" if view.facts is not None else ", without what they say on the model"
+    told = "" if view.facts is not None else ", except where they need the model"
     # A rule that asks for what could not be read finds nothing.
     check.was_made = not config.unread_fields
     check.what = f"{count} rules for {config.framework}{told}"
@@ -233,7 +233,7 @@ def _check_memory(
     case = min(found.cases, key=lambda one: one.needed)
     check.what = f"{format_size(case.needed)} on a rank, with a margin of {format_size(case.margin.total)}"
     if gpu_memory is None:
-        flight.not_checked.append("whether it fits: nothing says how large a device is (--gpu-memory 80GB)")
+        flight.not_checked.append("whether it fits: the memory of a device is not given (--gpu-memory 80GB)")
         return found
     check.findings, check.was_made = check_memory(found, spec), found.fits is not None
     flight.not_checked += [f"whether it fits: {case.doubt}" for case in found.cases if case.doubt is not None]

@@ -118,7 +118,7 @@ def _described(directory: str, missing: list[str], *, passed: bool) -> str | Non
     if not document.get("architectures"):
         kind = document.get("_class_name")
         what = f"describes a {escape_name(kind)} of diffusers" if isinstance(kind, str) else "names no architecture"
-        missing.append(f"the model's classes, names and shapes: {where} {what}, and transformers builds none")
+        missing.append(f"the model's classes, names and shapes: {where} {what}, which transformers cannot build")
         return None
     return directory
 

@@ -19,7 +19,9 @@ from ckpt_tools.fsdp2.load import targets_of
 from ckpt_tools.fsdp2.names import match_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.maps.foreign import Origin
+from ckpt_tools.models.conventions import CONVENTIONS
 from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.text import first_few
 
 MAX_FINDINGS = 5
@@ -83,8 +85,7 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
         way_on = ["load with ckpt_tools.fsdp2.load_checkpoint(model, path), which maps names as this run did"]
         known = architecture_of(inner)
         if absent and known is not None and known.is_known:
-            source = blueprint.setting.options.label
-            way_on.insert(0, f"make live names of them: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live`")
+            way_on.insert(0, _make_live(blueprint.setting))
         finding = Finding.error(
             code=LIVE_NAMES,
             where=wrong[0],
@@ -101,11 +102,15 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
     return Naming(title=match.title, note=note)
 
 
-def foreign_names(missing: Sequence[str], num_names: int, owner: Origin, source: str) -> Finding:
+def _make_live(setting: Setting) -> str:
+    return f"write the live names: `ckpt reshard {setting.options.label} DST --mesh {setting.mesh} --names live`"
+
+
+def foreign_names(missing: Sequence[str], num_names: int, owner: Origin, setting: Setting) -> Finding:
     """Return the finding that a checkpoint has the names of somebody else's model, `owner`'s."""
-    way_on = owner.way_on.replace("{source}", source)
-    if owner.code == "torchtitan":
-        way_on = f"make live names of them: `ckpt gather {source} HUB`, `ckpt shard HUB DST --names live` ({way_on})"
+    way_on = owner.way_on.replace("{source}", setting.options.label)
+    if owner.code in CONVENTIONS:
+        way_on = f"{_make_live(setting)}; {way_on}"
     return Finding.error(
         code=LIVE_NAMES,
         where=missing[0],

@@ -157,7 +157,7 @@ def _report_names(run: Run, report: LoadReport) -> None:
     """Report names that do not fit: one by one, or, where hardly any does, whose they are."""
     num_names = len(run.model.state_dict(keep_vars=True))
     if 2 * len(report.missing) > num_names and (owners := origins_of(report.unexpected)):
-        run.report(foreign_names(report.missing, num_names, owners[0], run.setting.options.label))
+        run.report(foreign_names(report.missing, num_names, owners[0], run.setting))
         return
     for code, names, what in (
         ("missing-tensor", report.missing, "the checkpoint does not have it"),

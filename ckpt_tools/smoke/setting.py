@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +17,7 @@ from ckpt_tools.fsdp2 import Policy, Precision, parse_policy
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS
 from ckpt_tools.models.config import ModelConfig, config_beside
 from ckpt_tools.models.hf_recipe import HfRecipe
+from ckpt_tools.models.parameters import DTYPES
 from ckpt_tools.models.recipe import ModuleRecipe, Recipe
 from ckpt_tools.processes.journal import RankLog
 from ckpt_tools.smoke.options import DEFAULT_RANKS, SmokeOptions
@@ -26,12 +26,6 @@ DEFAULT_TIMEOUT_S = 120.0
 """Of a phase, for a model of no size."""
 _SLOW_BYTES_PER_S = 20e6
 """What a phase does at least with a model: read it from a network disk, or compute with it on a busy machine."""
-_DTYPES: Mapping[str, torch.dtype | None] = {
-    "keep": None,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "f32": torch.float32,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +74,7 @@ def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
         UnreadableError: The source is not a checkpoint.
     """
     refuse_absent(options)
-    precision = Precision(param_dtype=_DTYPES[options.param_dtype], reduce_dtype=_DTYPES[options.reduce_dtype])
+    precision = Precision(param_dtype=DTYPES.get(options.param_dtype), reduce_dtype=DTYPES.get(options.reduce_dtype))
     policy = None if options.strategy is None else parse_policy(options.strategy, precision=precision)
     mesh = _find_mesh(options, policy, world_size)
     if policy is None:

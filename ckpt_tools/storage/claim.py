@@ -127,7 +127,7 @@ def _open(path: str) -> int | None:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
         raise CkptError(
-            "the name of the staging directory is taken by something else",
+            "something that is not a directory has the name of the staging directory",
             where=path,
             hint="remove it if you know what it is",
         ) from error

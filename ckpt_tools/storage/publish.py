@@ -182,7 +182,7 @@ def _make_durable(descriptors: tuple[int, int], destination: str, undo: Callable
             raise NotDurableError(
                 f"the destination is complete, but could not be made durable: {error.strerror}",
                 where=destination,
-                hint="a power cut may undo it: see to the storage, then check it with ckpt verify",
+                hint="a power cut may undo it: fix the storage, then check it with ckpt verify",
             ) from error
         raise
 

@@ -154,7 +154,7 @@ class Source:
             UnreadableError: It leads out of the root (other than into the hub cache's own blobs).
         """
         if not is_plain_path(file):
-            raise UnreadableError("a file name leads out of the checkpoint, or is no plain relative name", where=file)
+            raise UnreadableError("a file name leads out of the checkpoint or is not a plain relative name", where=file)
         try:
             real = os.path.realpath(os.path.join(self._real_root, file))
         except OSError as error:  # a link that is none any more when it is read

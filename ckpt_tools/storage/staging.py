@@ -347,7 +347,7 @@ def check_destination(destination: str, *, overwrite: bool) -> None:
             "the destination exists", where=destination, hint="choose another one, or add --overwrite"
         )
     if os.path.islink(destination) or not os.path.isdir(destination):
-        raise UsageError("only a directory can be overwritten, this is something else", where=destination)
+        raise UsageError("only a directory can be overwritten, and this is not one", where=destination)
 
 
 def free_bytes(destination: str) -> int:
@@ -356,7 +356,7 @@ def free_bytes(destination: str) -> int:
     try:
         status = os.statvfs(parent)
     except OSError as error:
-        raise StorageError(f"cannot ask for the free space: {error.strerror}", where=parent) from error
+        raise StorageError(f"cannot query the free space: {error.strerror}", where=parent) from error
     return status.f_bavail * status.f_frsize
 
 

@@ -325,7 +325,7 @@ def test_comfyui_leaves_out_peft_names_of_a_unet_and_peft_magnitudes() -> None:
         ({"use_dora": True}, {}, "DoRA"),
         ({"peft_type": "LOHA"}, {}, "LOHA"),
         ({"lora_alpha": "REMOVED"}, {}, "lacks lora_alpha"),
-        ({"r": 1024}, {}, "the most is 512"),
+        ({"r": 1024}, {}, "the maximum is 512"),
         ({"bias": "all"}, {}, "bias is 'all'"),
         ({"lora_alpha": None}, {}, "lora_alpha is None"),
         ({}, {"lora_B.weight": "lora_B.bias"}, "unsupported LoRA weight"),

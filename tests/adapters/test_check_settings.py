@@ -71,7 +71,7 @@ def test_lora_bias_that_was_lost_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"config": ['target_modules=["k_proj"]']}, "leaves out"),
+        ({"config": ['target_modules=["k_proj"]']}, "does not match"),
         ({"config": ['modules_to_save=["lm_head"]']}, "whole: none"),
         ({"architecture": "nonsense"}, "unknown model family"),
     ],

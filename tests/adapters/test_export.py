@@ -167,7 +167,7 @@ def test_export_casts_when_told(large, tmp_path, dtype, kind):
         ({"config": ["r"]}, "'r' is not FIELD=VALUE"),
         ({"config": ["rang=4"]}, "rang is not a field of PEFT's configuration"),
         ({"config": ["lora_alpha=4"]}, "lora_alpha has an option of its own"),
-        ({"config": ["rank_pattern={}"]}, "rank_pattern is worked out from the tensors"),
+        ({"config": ["rank_pattern={}"]}, "rank_pattern is derived from the tensors"),
         ({"config": ["r=4", "r=5"]}, "r is given twice"),
     ],
 )

@@ -159,7 +159,7 @@ def test_one_of_two_parameters_is_left_out_when_the_other_is_named(tmp_path):
     before = families.outputs(model, "moe")
     for globs, name in (["**.experts.lora_*.**"], "gate_up_proj"), (["**.base_layer.lora_*.**"], "down_proj"):
         out = tmp_path / name
-        with pytest.raises(UsageError, match="nothing says which were left out"):
+        with pytest.raises(UsageError, match="it is not known which were left out"):
             api.export_lora(tmp_path / "run", out, exclude=globs)
         given = [f'target_parameters=["mlp.experts.{name}"]']
         api.export_lora(tmp_path / "run", out, exclude=globs, config=given)
@@ -191,7 +191,7 @@ def test_names_of_the_user_that_match_what_is_left_out_are_refused(tmp_path):
     case = Case({**LORA, "target_modules": ["q_proj", "v_proj"]})
     save(case, tmp_path / "run", "peft")
     given = {"exclude": ["**.layers.0.**"], "config": ['target_modules=["q_proj", "v_proj"]']}
-    with pytest.raises(UsageError, match="PEFT would begin them anew"):
+    with pytest.raises(UsageError, match="PEFT would initialise them"):
         api.export_lora(tmp_path / "run", tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
 

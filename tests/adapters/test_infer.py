@@ -143,7 +143,7 @@ def test_task_type_comes_from_the_base_s_architecture(tmp_path):
     [
         (
             pairs({"a.q": 4}, lora_magnitude_vector=(6,)) | pairs({"b.q": 4}), {"alpha": 8},
-            "1 of 2 modules have magnitudes", "one by one",
+            "1 of 2 modules have magnitudes", "separately",
         ),
         ({f"{ROOT}q.oft_R.weight": torch.randn(2, 6)}, {}, "use_cayley_neumann, coft", "--config coft=true|false"),
         (
@@ -155,7 +155,7 @@ def test_task_type_comes_from_the_base_s_architecture(tmp_path):
         ({f"{ROOT}q.oft_R.weight": torch.randn(2, 6)}, {"alpha": 8}, "--alpha needs a LoRA", None),
         (
             pairs({"a.q": 4}) | {f"{ROOT}b.hada_w{i}_{s}": torch.randn(4, 4) for i in "12" for s in "ab"},
-            {"alpha": 8}, "PEFT has one type for an adapter, and here are loha and lora", "one by one",
+            {"alpha": 8}, "an adapter of PEFT has one type, but here are loha and lora", "one by one",
         ),
         (
             {f"{ROOT}q.lokr_w1": torch.randn(2, 2), f"{ROOT}q.lokr_w2": torch.randn(4, 4)}, {"alpha": 8},
@@ -294,7 +294,7 @@ def test_rotations_of_an_older_peft_are_not_merged(tmp_path, version, is_refused
     (source / "adapter_config.json").write_text(json.dumps(config))
     write({"q.weight": torch.randn(6, 8)}, tmp_path / "base.safetensors")
     if is_refused:
-        with pytest.raises(UsageError, match="computed other rotations"):
+        with pytest.raises(UsageError, match="computed different rotations"):
             api.merge_lora(tmp_path / "base.safetensors", source, tmp_path / "out")
     else:
         api.merge_lora(tmp_path / "base.safetensors", source, tmp_path / "out")

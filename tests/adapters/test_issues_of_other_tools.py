@@ -218,7 +218,7 @@ def test_verl_5325_alpha_of_zero_is_said_and_asked_for(tmp_path, capsys, trained
     ):
         code, document = command(capsys, *argv)
         assert code == 2
-        assert "adapter_config.json says 0" in document["error"]["what"]
+        assert "it is 0 in adapter_config.json" in document["error"]["what"]
         assert "--alpha VALUE" in document["error"]["hint"]
         assert not (tmp_path / "out").exists()
     assert main(["export-lora", str(source), str(tmp_path / "out"), "--alpha", "8"]) == 0
@@ -537,7 +537,7 @@ def test_torchtitan_factors_are_neither_dropped_nor_taken_for_transformers_own(t
         dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
     code, document = command(capsys, "check-lora", tmp_path / "step-1", "--for", "peft")
     assert (code, errors(document), document["num_modules"]) == (3, {"loader-format"}, 2)
-    assert "let the trainer export it" in hints(document)
+    assert "export it with the trainer" in hints(document)
     base = save_base(tmp_path / "base")
     for argv, said in (
         (("export-lora", tmp_path / "step-1"), "rotary embeddings"),

@@ -114,7 +114,7 @@ def qwen(tmp_path_factory):
 
 def test_qwen_image_is_not_taken_for_flux1(qwen, tmp_path):
     root, adapted = qwen
-    with pytest.raises(UsageError, match="no tables for QwenImageTransformer2DModel"):
+    with pytest.raises(UsageError, match="no tables to convert the module names of QwenImageTransformer2DModel"):
         api.export_lora(root / "dcp", tmp_path / "k", to="kohya", alpha=6, base=root / "base")
     assert not (tmp_path / "k").exists()
     # ComfyUI calls its modules as diffusers does.

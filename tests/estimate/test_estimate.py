@@ -141,7 +141,7 @@ def test_figures_proposals_go_from_cheap_to_dear_until_one_fits():
 
 def test_nothing_helps_is_said(capsys):
     assert main(["estimate", *FIGURES, "--gpu-memory", "1GB"]) == 3
-    assert "nothing that was tried fits" in capsys.readouterr().out
+    assert "none of the changes tried fits" in capsys.readouterr().out
 
 
 def test_weights_without_config_are_answered_from_their_headers(tmp_path):

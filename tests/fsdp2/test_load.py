@@ -6,14 +6,18 @@ import pytest
 import torch
 import transformers
 from fsdp2 import models
+from fsdp2.ranks import run_ranks
 from names import zoo
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from ckpt_tools import api
-from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.fsdp2 import load_checkpoint, materialise_buffers
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.fsdp2 import load_checkpoint, local_box, materialise_buffers
 from ckpt_tools.fsdp2.architecture import architecture_of
+from ckpt_tools.fsdp2.internals import StridedShard
 from ckpt_tools.maps import load_table
 
 
@@ -330,13 +334,40 @@ def test_experts_that_the_hub_stores_transposed_are_turned_where_the_models_shap
     config = zoo.small_config("Qwen3VLMoeForConditionalGeneration")
     config["text_config"]["moe_intermediate_size"] = 12
     expected = zoo.build("Qwen3VLMoeForConditionalGeneration", config, "cpu")
-    expected.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
+    expected.save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
     turned = {
         name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
         for name, tensor in load_file(file).items()
     }
     save_file(turned, file)
-    model = zoo.build("Qwen3VLMoeForConditionalGeneration", config, "meta")
-    load_checkpoint(model, tmp_path)
-    assert_equal(model, expected)
+    api.shard(tmp_path / "hub", tmp_path / "dcp", mesh="dp_shard=2", names="hub")
+    for source in ("hub", "dcp"):
+        model = zoo.build("Qwen3VLMoeForConditionalGeneration", config, "meta")
+        load_checkpoint(model, tmp_path / source)
+        assert_equal(model, expected)
+
+
+# Parameters of which a rank has several runs
+
+
+def cut_packed(rank, world_size, path, dim):
+    """Load a matrix of three that lie side by side along `dim`, of each of which every rank has a part."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    model = nn.Linear(12, 12, bias=False)
+    cut = distribute_tensor(torch.zeros(12, 12), mesh, [StridedShard(dim, split_factor=3)])
+    model.weight = nn.Parameter(cut)
+    load_checkpoint(model, path)
+    with pytest.raises(CkptError, match="not one box"):
+        local_box(model.weight)
+    assert model.weight.placements == cut.placements
+    return model.weight.to_local()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_packed_matrices_are_loaded_as_the_ranks_have_them(tmp_path, dim):
+    weight = torch.arange(144.0).reshape(12, 12)
+    save_file({"weight": weight}, tmp_path / "model.safetensors")
+    for rank, local in enumerate(run_ranks(2, cut_packed, tmp_path, dim)):
+        parts = [matrix.chunk(2, dim)[rank] for matrix in weight.chunk(3, dim)]
+        assert torch.equal(local, torch.cat(parts, dim))

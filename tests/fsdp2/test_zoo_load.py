@@ -20,19 +20,10 @@ _SLICES = 16
 
 def walk(name: str, directory: Path) -> str:
     """Return "" or what is wrong; "small" for a model that does not build small."""
-    config = zoo.small_config(name)
-    if config is None:
+    saved = zoo.save(name, directory)
+    if saved is None:
         return "small"
-    try:
-        saved = zoo.build(name, config, "cpu")
-        with torch.no_grad():
-            for parameter in saved.parameters():
-                if parameter.is_floating_point():
-                    parameter.normal_()
-        saved.save_pretrained(directory)
-        live = zoo.build(name, config, "meta")
-    except Exception:  # a class that cannot be built or saved has nothing to say here
-        return "small"
+    live = zoo.build(name, saved.config.to_dict(), "meta")
     try:
         load_checkpoint(live, directory)
     except CkptError as error:

@@ -93,7 +93,7 @@ def test_names_hub_keeps_those_of_the_file(experts, tmp_path) -> None:
 def test_layout_that_inspect_shows_is_the_one_that_shard_writes(experts, tmp_path, capsys) -> None:
     options = ["--mesh", "tp=2", "--tp-plan", "auto"]
     assert main(["shard", str(experts / "hub"), str(tmp_path / "dcp"), *options]) == 0
-    assert "2 packed tensors (model.layers.0.mlp.experts.gate_up_proj, model.layers.1" in capsys.readouterr().err
+    assert "packed tensors (model.layers.0.mlp.experts.gate_up_proj, model.layers.1" in capsys.readouterr().err
     shown = []
     for argv in ([str(experts / "hub"), *options], [str(tmp_path / "dcp")]):
         assert main(["inspect", *argv, "--tensors", "--json"]) == 0
@@ -103,6 +103,19 @@ def test_layout_that_inspect_shows_is_the_one_that_shard_writes(experts, tmp_pat
     # The way out for names that are not those of the plan.
     assert main(["shard", str(experts / "hub"), str(tmp_path / "other"), *options, "--names", "hub"]) == 2
     assert "names of the live model" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_plan_that_does_not_fit_says_why_the_names_are_those_of_the_file(experts, tmp_path, capsys) -> None:
+    shutil.copytree(experts / "hub", tmp_path / "hub")
+    tensors = load_file(tmp_path / "hub" / "model.safetensors")
+    del tensors["model.layers.0.mlp.experts.0.up_proj.weight"]
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "tp=2", "--tp-plan", "auto"]
+    assert main(args) == 2
+    error = capsys.readouterr().err
+    assert "experts.gate_up_proj' matches no tensor (names of the file: " in error
+    assert "names of the live model" in error
 
 
 @pytest.mark.full

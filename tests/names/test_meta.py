@@ -80,7 +80,7 @@ def test_what_is_computed_is_left_out_and_said(model, tmp_path, capsys) -> None:
     for name, said in (("one", False), ("two", True)):
         out = tmp_path / f"hf-{name}"
         assert main(["gather", str(tmp_path / name), str(out), "--assets", str(directory)]) == 0
-        assert ("left out, because it is computed: rope.freqs" in capsys.readouterr().err) is said
+        assert ("left out rope.freqs, which the model computes" in capsys.readouterr().err) is said
         assert_same(load_file(out / "model.safetensors"), hub)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,22 @@ def build(name: str, config: dict[str, Any], device: str) -> transformers.PreTra
     kind = getattr(transformers, name)
     with torch.device(device):
         return kind(kind.config_class.from_dict(copy.deepcopy(config)))
+
+
+def save(name: str, directory: Path) -> transformers.PreTrainedModel | None:
+    """Build a model with random weights and save it as the hub has it; None where a class cannot be built or saved."""
+    config = small_config(name)
+    try:
+        model = None if config is None else build(name, config, "cpu")
+        if model is not None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.is_floating_point():
+                        parameter.normal_()
+            model.save_pretrained(directory)
+    except Exception:  # every class refuses in its own way
+        return None
+    return model
 
 
 def _shrunk(values: dict[str, Any]) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def test_thousands_of_unknown_keys_are_not_all_reported(tmp_path: Path) -> None:
 
 
 def test_config_of_nobody_is_refused_with_the_candidates(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no trainer's config") as error:
+    with pytest.raises(UsageError, match="not a config of a known trainer") as error:
         read(tmp_path, {"name": "x"})
     assert error.value.exit_code == 2
     assert error.value.hint is not None

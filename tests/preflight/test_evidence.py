@@ -233,7 +233,7 @@ def test_unknown_option_that_may_decide_memory_is_not_checked(tmp_path: Path, ca
     assert run(tmp_path, capsys, values | {"my_colour": "red"})[0] == 0
     status, document = run(tmp_path, capsys, values | {"my_lora_rank": 64, "my_colour": "red"})
     assert (status, document["ok"], document["options"]["unknown"]) == (3, False, ["my_colour", "my_lora_rank"])
-    assert document["not_checked"][0].endswith("and are not known: my_lora_rank")
+    assert document["not_checked"][0].endswith("unknown options that may decide memory or sharding: my_lora_rank")
 
 
 def test_script_without_an_option_is_not_checked(tmp_path: Path, capsys: Any) -> None:

@@ -113,7 +113,7 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
         ({"wrap_min_num_params": 1000}, "number of parameters is not tried"),
         ({"engine": "fsdp1"}, "FSDP1 is tried as"),
         ({"wraps_blocks": False}, "in the run the model is one FSDP group"),
-        ({"wrap_classes": ("LlamaMLP",)}, "wrapped are LlamaDecoderLayer, and not LlamaMLP"),
+        ({"wrap_classes": ("LlamaMLP",)}, "the wrapped classes are LlamaDecoderLayer, not LlamaMLP"),
         ({"adapter": AdapterSpec(targets=("q_proj",))}, "adapters are on all linear layers"),
         ({"framework": "torchtitan"}, "torchtitan has one of its own"),
         ({"mesh": None}, "the mesh is not known"),

@@ -252,6 +252,22 @@ def test_match_of_dcp_wants_the_root_of_its_trainer_and_the_proposed_command_giv
     assert codes(check_checkpoint(str(tmp_path / "rooted"), spec(), model=str(models / "llama"))) == []
 
 
+@pytest.mark.parametrize(("kind", "num"), [("moe", 6), ("tied", 1)])
+def test_match_of_dcp_wants_the_live_names_and_the_proposed_command_gives_them(models, tmp_path, kind, num):
+    hub = tmp_path / "hub"
+    api.shard(models / kind, hub, mesh="dp_shard=2", names="hub", prefix="model.")
+    result = check_checkpoint(str(hub), spec(), model=str(models / kind))
+    found = the(result, "checkpoint-naming")
+    assert found.severity == "error"
+    assert f"the checkpoint has other names for {num} of them: " in found.what
+    assert found.hint == f"ckpt reshard {hub} NEW --mesh dp_shard=2 --names live"
+    api.reshard(hub, tmp_path / "live", mesh="dp_shard=2", names="live")
+    again = check_checkpoint(str(tmp_path / "live"), spec(), model=str(models / kind))
+    assert "checkpoint-naming" not in codes(again)
+    api.shard(models / kind, tmp_path / "new", mesh="dp_shard=2", names="live", prefix="model.")
+    assert codes(check_checkpoint(str(tmp_path / "new"), spec(), model=str(models / kind))) == []
+
+
 def test_match_of_transformers_names_warns_for_torchtitan(models, tmp_path):
     api.shard(models / "llama", tmp_path / "plain", mesh="dp_shard=2")
     result = check_checkpoint(str(tmp_path / "plain"), spec("torchtitan"), model=str(models / "llama"))

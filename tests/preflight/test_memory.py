@@ -88,11 +88,11 @@ def test_ask_takes_over_what_is_trained_and_in_which_dtypes():
     [
         ({"seq_len": None}, "samples of 2048 tokens are assumed"),
         ({"mesh": "dp_shard=4,cp=2"}, "each rank has 64 tokens"),
-        ({"optimizer": "adamw_8bit"}, "adamw_8bit is counted as AdamW's: it takes less"),
+        ({"optimizer": "adamw_8bit"}, "adamw_8bit is counted as AdamW's: the run needs less"),
         ({"optimizer": "mystery"}, "mystery is counted as AdamW's"),
         ({"adapter": AdapterSpec(kind="lokr", rank=4)}, "counted as LoRA"),
         ({"adapter": AdapterSpec()}, "adapters of rank 16 are assumed"),
-        ({"quantize": "int8"}, "counted as if they were not"),
+        ({"quantize": "int8"}, "counted unquantised"),
         ({"offload_optimizer": True}, "optimizer's state, which is offloaded, is counted"),
         ({"param_dtype": "fp8"}, "fp8 is counted as bf16"),
         ({"axes": {"ep": 4}}, "experts are counted"),

@@ -88,11 +88,14 @@ def config_of(**changes):
     ("config", "what"),
     [
         (config_of(init_lora_weights="pissa"), "the initialisation 'pissa' is computed from the base weights"),
-        (config_of(peft_type="IA3", r=None), "does not take this configuration"),
-        ({"peft_type": "IA3", "target_modules": TARGETS, "feedforward_modules": []}, "start values for IA3 on a model"),
+        (config_of(peft_type="IA3", r=None), "rejects this configuration"),
+        (
+            {"peft_type": "IA3", "target_modules": TARGETS, "feedforward_modules": []},
+            "initial values for IA3 on a model",
+        ),
         (config_of(peft_type="LORAX"), "peft_type is 'LORAX', which peft does not know"),
         ({"r": 4}, "peft_type is None"),
-        (config_of(rank=4), "does not take this configuration"),
+        (config_of(rank=4), "rejects this configuration"),
         (config_of(target_modules=["nowhere"]), "the adapter cannot be added: "),
     ],
 )
@@ -118,7 +121,7 @@ def test_adapter_in_the_wrong_order_is_refused(one_rank, base):
     shard_model(model, one_rank, blocks="ResidualBlock")
     with pytest.raises(UsageError, match="the model is sharded already") as caught:
         add_lora(model, config_of())
-    assert caught.value.hint == "add_lora first, shard_model then"
+    assert caught.value.hint == "call add_lora before shard_model"
     with pytest.raises(UsageError, match="the model is sharded already"):
         quantise_linears(model)
     with pytest.raises(UsageError, match="has no adapters"):

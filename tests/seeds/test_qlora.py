@@ -295,7 +295,7 @@ def refuse(rank, world_size, directory):
         ("no text", "UnreadableError", "the quant state is not JSON"),
         ("single for double", "UnreadableError", "the quant state does not have the fields blocksize, dtype"),
         ("not by load_quantised", "UnreadableError", "not the expected one: quant_state.bitsandbytes__nf4"),
-        ("gathered in another dtype", "UsageError", "stored as torch.bfloat16 and came gathered as torch.float32"),
+        ("gathered in another dtype", "UsageError", "stored as torch.bfloat16 but were gathered as torch.float32"),
         ("forward without it", "UsageError", "the 4-bit layer has no quant state"),
     ],
 )

@@ -60,7 +60,6 @@ def test_smoke_of_a_healthy_model_finds_nothing(farm, models, kind, mesh):
     [
         ("llama", "dp_shard=4,tp=2", "dp_shard=2", "auto"),
         ("bert", "dp_shard=3", "dp_shard=2", "auto"),
-        ("bert", "dp_shard=3", "dp_shard=2", "hub"),  # tied
         ("moe", "dp_shard=2", "dp_replicate=2", "auto"),
         ("moe", "dp_shard=2", "dp_replicate=2", "hub"),  # fused experts
     ],
@@ -74,11 +73,10 @@ def test_smoke_of_a_sharded_checkpoint_fails_only_where_dcp_load_would(
     is_live = names == "auto"
     check_fp32(report, findings=() if is_live else ("live-names",))
     farm.call("smoke.makers:load_by_dcp", str(models / kind), str(dcp), is_live)
-    assert ("names as in the file" in said_of_load(report)) == (is_live or kind == "bert")
+    assert ("names as in the file" in said_of_load(report)) == is_live
     for finding in report.findings:  # and what it says to do helps
-        assert f"`ckpt gather {dcp} HUB`, `ckpt shard HUB DST --names live`" in finding.hint
-        api.gather(dcp, tmp_path / "hub")
-        api.shard(tmp_path / "hub", tmp_path / "live", mesh=written, names="live")
+        assert f"`ckpt reshard {dcp} DST --mesh {mesh} --names live`" in finding.hint
+        api.reshard(dcp, tmp_path / "live", mesh=mesh, names="live")
         farm.call("smoke.makers:load_by_dcp", str(models / kind), str(tmp_path / "live"), True)
 
 
@@ -93,31 +91,6 @@ def test_smoke_of_files_of_the_hub_says_by_which_map_their_names_are_found(farm,
     assert "6 of 36 tensors are renamed, joined or split" in said_of_load(report)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "note"),
-    [
-        (
-            "state.model.",
-            "the names are below 'state.model.': dcp.load finds them in a state dict that is nested alike",
-        ),
-        ("_orig_mod.", "wrappers put in: dcp.load finds them in a model that is wrapped alike"),
-    ],
-)
-def test_smoke_of_names_that_a_script_may_nest_or_wrap_says_so(farm, models, tmp_path, prefix, note):
-    api.shard(models / "llama", tmp_path / "dcp", mesh="dp_shard=2", prefix=prefix)
-    report = farm.smoke(source=str(tmp_path / "dcp"), steps=1)
-    check_fp32(report)
-    assert any(note in one for one in report.notes)
-    assert f"names as in the file, but for what stands before them ({prefix}model." in said_of_load(report)
-
-
-def test_smoke_of_a_base_models_names_in_a_dcp_checkpoint_fails(farm, models, tmp_path):
-    """What from_pretrained puts before names, dcp.load does not."""
-    api.shard(models / "bare", tmp_path / "dcp", mesh="dp_shard=2", prefix="layered.model.")
-    report = farm.smoke(source=str(tmp_path / "dcp"), model=str(models / "llama"), steps=1)
-    assert {finding.code for finding in report.findings} == {"missing-tensor"}
-
-
 def test_smoke_of_torchtitans_names_fails_and_says_the_way_to_live_ones(farm, models, tmp_path):
     api.shard(models / "llama", tmp_path / "dcp", mesh="dp_shard=2", names="torchtitan")
     report = farm.smoke(source=str(tmp_path / "dcp"), steps=1)
@@ -125,9 +98,8 @@ def test_smoke_of_torchtitans_names_fails_and_says_the_way_to_live_ones(farm, mo
     (finding,) = report.findings
     assert finding.code == "live-names"
     assert finding.what.startswith("the names are torchtitan's or Meta's own: 28 of 30 tensors of the live model")
-    assert f"`ckpt gather {tmp_path / 'dcp'} HUB`, `ckpt shard HUB DST --names live`" in finding.hint
-    api.gather(tmp_path / "dcp", tmp_path / "hub")
-    api.shard(tmp_path / "hub", tmp_path / "live", mesh="dp_shard=2")
+    assert f"`ckpt reshard {tmp_path / 'dcp'} DST --mesh dp_shard=2 --names live`" in finding.hint
+    api.reshard(tmp_path / "dcp", tmp_path / "live", mesh="dp_shard=2", names="live")
     farm.call("smoke.makers:load_by_dcp", str(models / "llama"), str(tmp_path / "live"), True)
 
 

@@ -214,12 +214,15 @@ def test_what_others_put_into_the_work_of_an_interrupted_run_is_not_published(sa
     assert not {"strange", "stray"} & set(os.listdir(tmp_path / "out"))
 
 
-def test_source_that_changes_meanwhile_publishes_nothing(copy_of, tmp_path) -> None:
+@pytest.mark.parametrize("file", ["pytorch_model_fsdp_0/__0_0.distcp", "optimizer_0/__0_0.distcp"])
+def test_source_that_changes_while_the_second_part_is_moved_publishes_nothing(copy_of, file, tmp_path) -> None:
     step = copy_of("accelerate")
+    calls = []
 
     def progress(total: int):
-        file = step / "pytorch_model_fsdp_0" / "__0_0.distcp"
-        os.utime(file, ns=(1, 1))
+        calls.append(total)
+        if len(calls) == 2:
+            os.utime(step / file, ns=(1, 1))
         return lambda nbytes: None
 
     with pytest.raises(Exception, match="changed while it was read"):

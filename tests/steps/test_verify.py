@@ -1,5 +1,6 @@
 """Verify of a step: every part, what resuming needs, and what lies beside."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -134,14 +135,17 @@ def test_what_other_trainers_resume_from_is_told_when_it_is_missing(copy_of, nam
     api.reshard(checkpoint, tmp_path / "out", mesh="dp_shard=2")  # as it is
 
 
-def test_hidden_directories_are_unchecked_and_left_out_and_deep_ones_come_along(copy_of, tmp_path) -> None:
+def test_what_is_hidden_or_no_file_is_unchecked_and_left_out_and_deep_ones_come_along(copy_of, tmp_path) -> None:
     step = copy_of("accelerate")
     for directory in (step / ".cache" / "x", step / "a/b/c/d/e"):
         directory.mkdir(parents=True)
         (directory / "file").write_text("x")
-    assert any("hidden or linked directories: .cache" in text for text in api.verify(step).not_checked)
+    (step / "lost.bin").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(step / "a" / "pipe")
+    strange = ".cache, a/pipe, lost.bin"
+    assert f"what is hidden, linked or no regular file: {strange}" in api.verify(step).not_checked
     result = api.reshard(step, tmp_path / "out", mesh="dp_shard=2")
-    assert any("left out, as hidden or linked directories: .cache" in note for note in result.notes)
+    assert f"left out, as hidden, linked or no regular files: {strange}" in result.notes
     assert (tmp_path / "out/a/b/c/d/e/file").exists()
     assert api.verify(tmp_path / "out").not_checked == ()
 

@@ -95,3 +95,10 @@ def test_strided_part_gives_the_row_major_bytes(case, order, kind, gap) -> None:
     at = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
     expected[at] = logical[at]
     assert bytes(target) == expected.tobytes()
+    inner = Box(part.offsets, (*part.sizes[:-1], 1))
+    target = bytearray(whole.num_elems * itemsize)
+    strided.scatter(memoryview(gathered), memoryview(target), whole, part=inner)
+    expected = np.zeros(sizes, kind)
+    at = tuple(slice(o, o + n) for o, n in zip(inner.offsets, inner.sizes, strict=True))
+    expected[at] = logical[at]
+    assert bytes(target) == expected.tobytes()

@@ -74,7 +74,7 @@ def choose_architectures(
         architecture = base.name
         if architecture is None:
             raise UsageError(
-                f"ckpt has no tables for {base.title} ({base.source}), by which its modules get other names",
+                f"ckpt has no tables to convert the module names of {base.title} ({base.source})",
                 where=where,
                 hint="--to peft and --to diffusers keep the model's own names",
             )
@@ -82,7 +82,7 @@ def choose_architectures(
         raise UsageError(
             "diffusers, kohya and ComfyUI have no names for the modules of a language model",
             where=where,
-            hint="--to peft is what transformers, vLLM and PEFT read",
+            hint="use --to peft, which transformers, vLLM and PEFT read",
         )
     if architecture is not None:
         return (architecture,)
@@ -94,7 +94,7 @@ def choose_architectures(
             "the adapter's modules do not belong to a model family that ckpt has tables for (these are "
             f"{', '.join(each.title for each in ARCHITECTURES.values())})",
             where=where if strange is None else strange,
-            hint="--to peft takes any model's modules under their own names; --to diffusers needs the model for that: "
+            hint="--to peft accepts the modules of any model under their own names, and so does --to diffusers with "
             "--base DIR",
         )
     if said in found:

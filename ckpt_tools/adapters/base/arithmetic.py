@@ -25,7 +25,7 @@ class Arithmetic:
     """What an adapter makes of one tensor.
 
     Raises:
-        CkptError: The factors do not fit, or something that the result depends on is not known.
+        CkptError: The factors do not fit, or an unknown setting on which the result depends.
     """
 
     def __init__(self, edit: TensorEdit) -> None:
@@ -40,7 +40,7 @@ class Arithmetic:
         self.columns = self._parts[0][1].columns
         """Of the tensor as a matrix."""
         if any(change.columns != self.columns for _, change in self._parts):
-            raise UsageError(f"what changes {name} does not agree on its rows", where=name)
+            raise UsageError(f"the changes of {name} disagree on its rows", where=name)
         self.is_rowwise = all(change.is_rowwise for _, change in self._parts)
 
     def apply(self, row: int, content: memoryview, result: memoryview) -> None:

@@ -46,24 +46,24 @@ def refuse_changed(
     weight = min(weights, key=lambda name: (tensors[name].num_elems, name), default=None)
     if weight is not None and not changes_base(adapter) and differs(weight):
         raise UsageError(
-            f"the checkpoint that holds the adapter has another {weight} than the base: the adapter was "
+            f"{weight} in the checkpoint that holds the adapter differs from the base's: the adapter was "
             "trained on that one",
             where=weight,
-            hint="is it the base of the training run? PiSSA, OLoRA and the like change it to begin with: then "
-            "--config init_lora_weights=… makes it an adapter that PEFT loads and merges. To go on all the same, read "
-            f"the factors alone: --include {_factors(adapter)}",
+            hint="is it the base of the training run? PiSSA, OLoRA and the like change it before training: then "
+            "--config init_lora_weights=… makes it an adapter that PEFT loads and merges. To continue anyway, read "
+            f"only the factors: --include {_factors(adapter)}",
         )
     vectors = [name for name in names if len(tensors[name].shape) == 1 and tensors[name].num_elems <= _MAX_VECTOR_ELEMS]
     changed = [name for name in vectors if differs(name)]
     if changed:
         is_bias = all(name.endswith(".bias") for name in changed)
         raise UsageError(
-            f"{len(changed)} of {len(vectors)} biases and norms in the checkpoint that holds the adapter are not the "
-            f"base's: {some(list(changed))}",
+            f"{len(changed)} of {len(vectors)} biases and norms in the checkpoint that holds the adapter differ from "
+            f"the base's: {some(list(changed))}",
             where=changed[0],
-            hint=("they were trained? --config bias=all takes them" if is_bias else "were they trained, or is it")
+            hint=("were they trained? --config bias=all includes them" if is_bias else "were they trained, or is this")
             + (" (lora_only: those of adapted modules)" if is_bias else " another base?")
-            + f"; to leave them as the base has them, read the factors alone: --include {_factors(adapter)}",
+            + f"; to keep those of the base, read only the factors: --include {_factors(adapter)}",
         )
     return weight is not None and not changes_base(adapter)
 

@@ -118,10 +118,10 @@ def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
     if len(own) == 1:
         return own[0]
     raise UsageError(
-        f"{module.path} is adapted in {'several parameters' if own else 'a parameter'}, and nothing says "
+        f"{module.path} is adapted in {'several parameters' if own else 'a parameter'}, and it is not recorded "
         f"in which: {', '.join(own) or 'none of the base fits'}",
         where=module.path,
-        hint="put PEFT's adapter_config.json beside the adapter: its target_parameters say it",
+        hint="put PEFT's adapter_config.json beside the adapter: its target_parameters name it",
     )
 
 
@@ -143,7 +143,7 @@ class _Orientation:
     def __init__(self, adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry]) -> None:
         known = adapter.settings.get("fan_in_fan_out")
         if known is not None and not isinstance(known.value, bool | None):
-            raise UsageError(f"fan_in_fan_out is {known.value!s}, neither true nor false", where=known.source)
+            raise UsageError(f"fan_in_fan_out must be true or false, got {known.value!s}", where=known.source)
         self._setting = None if known is None else known.value
         self._seen: set[bool] = set()
         for module in adapter.modules:
@@ -160,12 +160,12 @@ class _Orientation:
             return False
         if len(shape) == 3 and module.parameter != "weight":
             if made == shape[1:] and made[0] == made[1]:
-                raise _MismatchError("the experts are square, and nothing says whether they are transposed")
+                raise _MismatchError("the experts are square, so it is not known whether they are transposed")
             return made == shape[:0:-1]
         if len(shape) != 2 or made[0] != made[1]:
             return len(shape) == 2 and made != shape and made == shape[::-1]
         if self._seen == {True, False} or (self._seen == {True} and self._setting is False):
-            raise _MismatchError("the weight is square, and others say different things about how it is stored")
+            raise _MismatchError("the weight is square, and the other weights disagree on how they are stored")
         return bool(self._setting) if not self._seen else self._seen == {True}
 
 
@@ -181,7 +181,7 @@ def _parts(
     for rows in slot.rows:
         if not rows.entry.dtype.is_float:
             raise _MismatchError(
-                f"the base's weight is {rows.entry.dtype.name}: quantised weights cannot be merged into, take the "
+                f"the base's weight is {rows.entry.dtype.name}: quantised weights cannot be merged into; use the "
                 "original ones"
             )
     if role != "weight" or module.is_saved:
@@ -224,7 +224,7 @@ def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple
     factor = role if is_whole else next(name for name in _BIAS if name in module.factors)
     own, entries = module.factors[factor].shape, [rows.entry for rows in slot.rows]
     if slot.parts:
-        raise _MismatchError(f"the base has it inside of {entries[0].fqn}, fused with others")
+        raise _MismatchError(f"the base has it inside {entries[0].fqn}, fused with others")
     shape = entries[0].shape if len(entries) == 1 else (sum(rows.count for rows in slot.rows),)
     if (own != shape) if is_whole else (math.prod(own) != math.prod(shape) or len(shape) != 1):
         raise _MismatchError(f"its {role} is {list(own)}, the base's is {list(shape)}")
@@ -316,7 +316,7 @@ def match_any_spelling(
             except UsageError:
                 continue
             loading.replace(respelled)
-            return described, match, [f"took the modules by {whose} names", *notes]
+            return described, match, [f"matched the modules by {whose} names", *notes]
         error.hint = (
             f"{error.hint or ''}; neither its own names nor those of another implementation of the model fit. Modules "
             "of other models (text encoders) can be left out with --exclude"

@@ -91,9 +91,9 @@ def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
     if adapter.convention == "torchtitan":
         raise UsageError(
             "the adapter has the module names of torchtune or torchtitan, whose rotary embeddings order the rows of "
-            "q and k otherwise than transformers does",
+            "q and k differently from transformers",
             where=adapter.modules[0].path,
-            hint="let the trainer export it (torchtune's checkpointer writes PEFT's format)",
+            hint="export it with the trainer (torchtune's checkpointer writes PEFT's format)",
         )
     for trainer, pattern in () if is_proven or "peft_type" in adapter.settings else _TRAINERS:
         found = next((module.path for module in adapter.modules if pattern.fullmatch(module.path)), None)

@@ -63,7 +63,7 @@ def tied_embeddings(base: Opened, tensors: Mapping[str, TensorEntry]) -> tuple[T
 def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> None:
     """Read the pairs, and refuse those that hold the same: a tied parameter, stored under two names.
 
-    A tied model would load the one or the other.
+    A tied model would load only one of the two.
 
     Raises:
         UsageError: With the names.
@@ -74,9 +74,9 @@ def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> 
         if found[changed] == found[kept]:
             raise UsageError(
                 f"{changed} and {kept} hold the same values, as a tied embedding and head do, and the adapter changes "
-                "one of them: a model that ties them would load the one or the other",
+                "one of them: a model that ties them would load only one of the two",
                 where=changed,
-                hint=f"{UNTIE}; if they are not tied, say so in a config.json beside the base: "
+                hint=f"{UNTIE}; if they are not tied, declare it in a config.json beside the base: "
                 '{"tie_word_embeddings": false}',
             )
 

@@ -58,12 +58,12 @@ def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Fin
     not_checked = [f"{encoders} modules of text encoders, which the base model does not hold"] if encoders else []
     if len(foreign) + encoders == len(adapter.modules) and foreign:
         not_checked.append(
-            f"names: none of {len(foreign)} modules is called as in the base model, and ckpt has no other names for "
+            f"names: none of {len(foreign)} modules has a name of the base model, and ckpt knows no other names for "
             f"models of this architecture ({escape_name(foreign[0])})"
         )
     elif foreign:
         what = f"the base model has no module of this name ({len(foreign)} of {len(adapter.modules)} are not in it)"
-        hint = "was the adapter trained on this model, and are all its names of one tool?"
+        hint = "was the adapter trained on this model, and do all its names come from one tool?"
         where = foreign[0]
         findings.append(Finding.error(code="adapter-unmatched", where=where, what=what, hint=hint))
     return findings, not_checked

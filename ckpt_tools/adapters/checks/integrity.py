@@ -55,7 +55,7 @@ _NEVER_ZERO = ("A", "B_embedding")
 _LARGEST, _SMALLEST = 256.0, 1e-6
 """Of scales: alpha/r is around 1; rsLoRA's alpha/√r reaches 64 with alpha 512, kohya's alpha of 1 gives 1/r."""
 _TRUNCATED_HINT = (
-    "this is what an FSDP or ZeRO-3 run leaves that saved one rank's part: export from the sharded checkpoint instead "
+    "an FSDP or ZeRO-3 run that saved only one rank's part leaves this: export from the sharded checkpoint instead "
     "(its DCP directory, or accelerate's pytorch_model_fsdp_0)"
 )
 
@@ -125,8 +125,8 @@ def _check_settings(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[F
             yield _finding(
                 "adapter-missing-factor",
                 module.path,
-                f"factor {role} is missing: {setting} is true ({found.source}), and PEFT would begin it anew",
-                "was the adapter saved whole? If it was trained without, say so in its adapter_config.json",
+                f"factor {role} is missing: {setting} is true ({found.source}), and PEFT would initialise it",
+                "was the adapter saved completely? If it was trained without, set that in adapter_config.json",
             )
 
 
@@ -138,7 +138,7 @@ def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:
         yield _finding(
             "adapter-wrapper-key",
             wrapped[0],
-            f"{len(wrapped)} of {len(names)} names have leftovers of a wrapper (_orig_mod, …): a loader finds no such "
+            f"{len(wrapped)} of {len(names)} names contain a wrapper's prefix (_orig_mod, …): a loader finds no such "
             "modules, and the adapter does nothing",
             "ckpt export-lora strips them",
             "error" if is_error else "warning",
@@ -185,13 +185,13 @@ def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Find
         return
     zero = said_zero(module, adapter)
     if module.alpha is None and zero is not None:
-        what = f"alpha is 0 in {zero}: a loader multiplies by it, and nothing changes"
+        what = f"alpha is 0 in {zero}: loaders multiply by it, so the adapter changes nothing"
         hint = "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE"
         yield _finding("adapter-alpha-zero", module.path, what, hint)
     elif module.alpha is None:
         if not adapter.is_training_state and not family.is_unranked(module.factors):
             hint = "put lora_alpha into adapter_config.json, or export with --alpha"
-            yield _finding("adapter-alpha-missing", module.path, "nothing says the alpha, and PEFT would take 8", hint)
+            yield _finding("adapter-alpha-missing", module.path, "alpha is not recorded, and PEFT would use 8", hint)
     elif module.alpha.value == 0:
         what = f"alpha is 0 ({module.alpha.source}): the module changes nothing"
         yield _finding("adapter-alpha-zero", module.path, what, "give the alpha of the training run: --alpha VALUE")
@@ -297,10 +297,10 @@ def _dead(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
             idle.append((module.path, is_lost))
     for path, is_lost in idle if alive else ():
         if is_lost:
-            what, hint = "a factor is 0 that begins with random values", "was the adapter saved whole?"
+            what, hint = "a factor that starts with random values is 0", "was the adapter saved completely?"
         elif NUMBER.sub("*", path) in alive and not _EXPERT.search(path):
-            what = "its factors multiply to 0, and the same module of other layers was trained"
-            hint = "was it saved whole? If this layer was not meant to be trained, leave its tensors out"
+            what = "its factors multiply to 0, and the same module in other layers was trained"
+            hint = "was it saved completely? If this layer was not meant to be trained, leave its tensors out"
         else:
             continue
         yield Finding.error(code="adapter-dead-module", where=path, what=what, hint=hint)
@@ -313,7 +313,7 @@ def _scale(module: AdapterModule[F]) -> Iterator[Finding]:
     scale = module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
     if scale == 0 or _SMALLEST <= scale <= _LARGEST:
         return
-    what = "is negative: it takes away what was trained" if scale < 0 else "is out of every proportion"
+    what = "is negative: it subtracts what was trained" if scale < 0 else "is implausible"
     yield Finding.error(
         code="adapter-alpha",
         where=module.path,

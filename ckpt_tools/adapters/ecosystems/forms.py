@@ -193,7 +193,7 @@ def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:
     """Hold what the user says against the base: a family with tables goes before it, an unknown one is for the user."""
     if base.name is not None:
         raise UsageError(
-            f"--architecture says {architecture}, and the base is {base.title} ({base.source})",
+            f"--architecture is {architecture}, but the base is {base.title} ({base.source})",
             where="--architecture",
             hint="leave it out: the base decides",
         )
@@ -207,7 +207,7 @@ def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Ada
     named = under_base_names(loaded, base.shapes)
     if named is None:
         raise UsageError(
-            f"ckpt has no tables for {title}, and the adapter's modules are not called as the base's are",
+            f"ckpt has no tables for {title}, and the adapter's modules do not have the base's names",
             where=loaded.modules[0].path,
             hint="is it the base of the training run?",
         )
@@ -226,7 +226,7 @@ def _with_base_norms(loaded: Adapter[Array], base: BaseModel, weights: Weights, 
         folded = with_base_norms(under_base_names(loaded, base.shapes) or loaded, tensors, reader, base.source)
     notes.append(
         "dora_scale was multiplied by ‖W‖/‖W+ΔW‖: ComfyUI divides by ‖W‖ (its PR #15458, open in November 2026, would "
-        "change that). The file is for ComfyUI alone, and its header says so"
+        "change that). The file is for ComfyUI only, and its header says so"
     )
     return folded
 
@@ -282,7 +282,7 @@ def to_target(
         raise UsageError(
             f"the adapter's modules could be those of {' or '.join(ARCHITECTURES[name].title for name in found)}",
             where=adapter.modules[0].path,
-            hint="say which with --architecture, or give the base model with --base",
+            hint="choose one with --architecture, or give the base model with --base",
         )
     if architecture is None and base is None and target != "diffusers":
         _refuse_rivals(adapter, found)
@@ -308,7 +308,7 @@ def _refuse_rivals(adapter: Adapter[Array], found: Sequence[ArchitectureName]) -
             f"the model is not known: its modules can be {ARCHITECTURES[found[0]].title}'s, and those of "
             f"{'; '.join(dict.fromkeys(titles))}",
             where=adapter.modules[0].path,
-            hint=f"give the base model: --base DIR; or say which: --architecture {found[0]}",
+            hint=f"give the base model: --base DIR; or choose one: --architecture {found[0]}",
         )
 
 

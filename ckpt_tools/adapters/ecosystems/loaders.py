@@ -49,7 +49,7 @@ def simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
             "loader-no-op",
             "error",
             file.file,
-            f"{loader} loads none of the {len(file.tensors)} tensors and says at most a warning: nothing changes",
+            f"{loader} loads none of the {len(file.tensors)} tensors (a warning at most): nothing changes",
             hint,
         )
     elif loads and unmatched:
@@ -58,7 +58,7 @@ def simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
             "loader-ignores",
             "error",
             unmatched[0],
-            f"{loader} leaves out {len(unmatched)} of {len(file.tensors)} tensors: {'; '.join(sorted(reasons))}",
+            f"{loader} skips {len(unmatched)} of {len(file.tensors)} tensors: {'; '.join(sorted(reasons))}",
             hint,
         )
     return LoaderReport(

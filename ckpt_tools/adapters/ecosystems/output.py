@@ -133,7 +133,7 @@ def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview],
             cast(content, item.stored, target, item.dtype, bulk=False)
             content = target
         if len(content) != item.entry.nbytes:
-            raise CkptError(f"{len(content)} bytes for {item.entry.nbytes}", where=item.name)
+            raise CkptError(f"expected {item.entry.nbytes} bytes, got {len(content)}", where=item.name)
         digests[item.name] = digest_block(content)
         staging.write(output.file, starts[item.name], [content])
     staging.sync(output.file)
@@ -156,12 +156,12 @@ def _read_back(output: Output, directory: str, digests: Mapping[str, bytes]) -> 
                 or digests[item.name] != digest_block(source.read(output.file, span.offset, span.nbytes))
             ):
                 raise StorageError(
-                    f"tensor {item.name!r} reads back as something else than was written",
+                    f"tensor {item.name!r} does not read back as it was written",
                     where=output.file,
                     hint="nothing was published; check the storage",
                 )
         for name, document in output.documents.items():
             if source.read(name, 0, source.size(name)) != document:
-                raise StorageError("a file reads back as something else than was written", where=name)
+                raise StorageError("a file does not read back as it was written", where=name)
             if name.endswith(".json"):
                 json.loads(document)

@@ -38,12 +38,12 @@ def load(file: AdapterFile, loading: Loading) -> None:
     loading.say_scale("lora_alpha", config.get("lora_alpha"))
     modules = parents_of(file.base) if file.base is not None else None
     if modules is None:
-        loading.needs_base(file.file, "vLLM leaves out modules that the model does not have: give --base")
+        loading.needs_base(file.file, "vLLM skips modules that the model does not have: give --base")
     embeddings = set()
     for name, head in file.tensors.items():
         hit = _NAME.fullmatch(name)
         if name.endswith(_FROZEN):
-            loading.ignored[name] = "the embedding that PEFT saved along is left out: the base's own is taken"
+            loading.ignored[name] = "the embedding that PEFT saved as well is ignored: the base's own is used"
             continue
         if hit is None:
             raise RejectedError(f"{name} is an unsupported LoRA weight")
@@ -60,19 +60,19 @@ def load(file: AdapterFile, loading: Loading) -> None:
         if config.get(pattern):
             loading.misreads(
                 ADAPTER_CONFIG,
-                f"vLLM takes r and lora_alpha for every module and ignores {pattern}: some modules get a wrong scale",
+                f"vLLM uses r and lora_alpha for every module and ignores {pattern}: some modules get a wrong scale",
                 "ckpt merge-lora BASE ADAPTER DST, and serve the merged model",
             )
     for name, reason in variants_in(config):
         loading.misreads(
             ADAPTER_CONFIG,
-            f"vLLM knows nothing of {name}, and loads the factors as plain ones: {reason}",
-            "ckpt export-lora or merge-lora say whether it can be served in another way",
+            f"vLLM ignores {name} and loads the factors as plain ones: {reason}",
+            "ckpt export-lora or merge-lora show whether it can be served in another way",
         )
     if embeddings:
         loading.needs(
             min(embeddings),
-            "vLLM takes adapters of embeddings and of lm_head for some models only, and refuses them for others",
+            "vLLM accepts adapters of embeddings and of lm_head for some models only, and refuses them for others",
         )
 
 
@@ -81,18 +81,18 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
     if config is None:
         raise RejectedError("there is no adapter_config.json beside it")
     if file.file != PEFT_FILE:
-        raise RejectedError(f"it looks for {PEFT_FILE}, and this is {file.file}")
+        raise RejectedError(f"it looks for {PEFT_FILE}, but this is {file.file}")
     missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
     if missing:
         raise RejectedError(f"adapter_config.json lacks {', '.join(missing)}")
     if config.get("peft_type") != "LORA":
-        raise RejectedError(f"peft_type is {config.get('peft_type')!r}, it has LORA alone")
+        raise RejectedError(f"peft_type is {config.get('peft_type')!r}, but it supports only LORA")
     if config.get("modules_to_save"):
         raise RejectedError("modules_to_save must be empty")
     if config.get("use_dora"):
         raise RejectedError("it does not support DoRA")
     if config.get("bias") not in (None, "none"):
-        raise RejectedError(f"bias is {config['bias']!r}, and it has none")
+        raise RejectedError(f"bias is {config['bias']!r}, but it supports none")
     alpha = config["lora_alpha"]
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise RejectedError(f"lora_alpha is {alpha!r}, not a number")
@@ -108,7 +108,7 @@ def _check_rank(file: AdapterFile, rank: object, loading: Loading) -> None:
     )
     rank = max(rank, largest)
     if rank > _RANKS[-1]:
-        raise RejectedError(f"its rank is {rank}, the most is {_RANKS[-1]}")
+        raise RejectedError(f"its rank is {rank}, the maximum is {_RANKS[-1]}")
     if rank > _DEFAULT_RANK:
         needed = next(each for each in _RANKS if each >= rank)
         loading.say(

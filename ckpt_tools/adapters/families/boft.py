@@ -62,7 +62,7 @@ class Boft(RotatingFamily):
         refuse_roles(modules, LYCORIS_ROLES, WHY_NOT_PEFT)
         rotations = {module.shapes.get("R", ()) for module in modules}
         if any(len(shape) != 4 or shape[2] != shape[3] for shape in rotations):
-            raise UsageError("R of BOFT has four dims, the last two alike, and here it has not")
+            raise UsageError("R of BOFT must have four dims, the last two equal")
         factors, sizes, counts = ({shape[dim] for shape in rotations} for dim in (0, 2, 1))
         if len(factors) > 1 or (len(sizes) > 1 and len(counts) > 1):
             raise no_common_blocks()
@@ -99,5 +99,5 @@ class Boft(RotatingFamily):
             raise ValueError("the blocks do not cover the inputs")
         row_scale = factors["s"].reshape(-1) if "s" in factors else None
         if row_scale is not None and len(row_scale) != rows:
-            raise ValueError("boft_s has another length")
+            raise ValueError("boft_s has the wrong length")
         return InputRotation(rows, columns, stored, row_scale)

@@ -279,13 +279,11 @@ def change_of(module: Module, shape: Shape, setting: Setting = PLAIN, role: str 
         raise UnreadableError(f"{whose} lacks the factor {error.args[0]}", where=whose) from error
     except (ValueError, IndexError, np.linalg.LinAlgError) as error:
         shapes = ", ".join(f"{name} {list(factor.shape)}" for name, factor in factors.items())
-        raise UnreadableError(f"the factors of {whose} do not go together: {shapes}", where=whose) from error
+        raise UnreadableError(f"the factors of {whose} do not fit together: {shapes}", where=whose) from error
     if (change.rows, change.columns) != geometry(shape, setting.num_experts):
         made = f"{change.rows} × {change.columns}"
         raise UnreadableError(f"{whose} makes {made} elements of a tensor of shape {list(shape)}", where=whose)
     if setting.scale != 1.0 and not change.is_additive and not isinstance(change, Replacement):
         what = "a magnitude (DoRA)" if isinstance(change, Decomposed) else "a rotation"
-        raise UsageError(
-            f"{whose} is {what}, of which a multiple is not defined", where=whose, hint="leave out --scale"
-        )
+        raise UsageError(f"{whose} is {what}, which cannot be scaled", where=whose, hint="leave out --scale")
     return change

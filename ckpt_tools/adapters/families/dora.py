@@ -44,7 +44,7 @@ def is_by_column(module: AdapterModule[F], magnitude: Shape, weight: Shape, sett
     if magnitude[1] != weight[1] or setting.convention in ("peft", "diffusers"):
         return False
     if setting.convention is None:
-        raise UsageError(f"the magnitude of {module.path} fits inputs and outputs alike, and nothing says which it is")
+        raise UsageError(f"the magnitude of {module.path} fits both inputs and outputs: its axis is not known")
     return True
 
 
@@ -59,7 +59,7 @@ def decomposed(module: AdapterModule[F], inner: Change, factors: Factors, weight
     magnitude = factors["magnitude"]
     by_column = is_by_column(module, magnitude.shape, weight, setting)
     if magnitude.size != (weight[1] if by_column else weight[0]):
-        raise ValueError("the magnitude has another length")
+        raise ValueError("the magnitude has the wrong length")
     return Decomposed(inner, magnitude, by_column=by_column, num_spatial=math.prod(weight[2:]) if by_column else 1)
 
 

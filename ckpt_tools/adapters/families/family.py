@@ -39,7 +39,7 @@ Factors = Mapping[str, "Array"]
 Module = AdapterModule["Array"]
 """With its factors loaded."""
 NONE: Mapping[str, str] = MappingProxyType({})
-MERGE_HINT = "put the adapter into the base: ckpt merge-lora BASE ADAPTER DST"
+MERGE_HINT = "merge the adapter into the base: ckpt merge-lora BASE ADAPTER DST"
 
 PEFT_COMMON = (
     "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
@@ -374,7 +374,7 @@ class ScaledFamily(Family):
         if module.alpha is None:
             raise UsageError(
                 f"alpha of {module.path} is not known, and the result depends on it",
-                hint="--alpha says it; it is in the trainer's configuration",
+                hint="give it with --alpha; the trainer's configuration has it",
             )
         return module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
 

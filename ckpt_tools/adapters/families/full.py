@@ -39,7 +39,7 @@ class Full(Family):
 
     def why_not_low_rank(self, weight: Shape) -> str:
         """Its rank is anything."""
-        return "it is a full difference, which no LoRA smaller than the weight can be relied on to say"
+        return "it is a full difference, which no LoRA smaller than the weight can reliably express"
 
     def shape(self, shapes: Shapes) -> Shape | None:
         """Return that of the difference; of a bias alone the rows."""

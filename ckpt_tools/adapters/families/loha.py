@@ -112,7 +112,7 @@ def effective_conv2d(adapter: Adapter[F], modules: Sequence[AdapterModule[F]]) -
 
     A configuration may say more than the tensors only where these leave it open.
     """
-    refuse_roles(modules, ("magnitude",), "PEFT has DoRA for LoRA alone")
+    refuse_roles(modules, ("magnitude",), "PEFT supports DoRA only for LoRA")
     has_core = any({"t1", "t2"} & module.factors.keys() for module in modules)
     known = adapter.settings.get("use_effective_conv2d")
     is_set = has_core or bool(known and known.value is True)

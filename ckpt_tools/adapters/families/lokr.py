@@ -159,7 +159,7 @@ class Lokr(ScaledFamily):
         height = module.factors["w2" if "w2" in module.factors else "w2_a"].shape[0]
         role = first_role(module.factors)
         if "t2" in module.factors or module.is_dora:
-            raise refuse(module, "a LoKr with a Tucker core or a magnitude cannot be cut into parts")
+            raise refuse(module, "a LoKr with a Tucker core or a magnitude cannot be split into parts")
         if any(size % height for size in sizes) or module.factors[role].shape[0] * height != sum(sizes):
             raise refuse(module, f"its blocks are {height} rows high, the parts {', '.join(map(str, sizes))}")
         pieces = {role: cut(module.factors[role], [size // height for size in sizes])}

@@ -157,13 +157,11 @@ class Lora(ScaledFamily):
                 raise UsageError(
                     f"{len(having)} of {len(modules)} modules have {what}, and PEFT has one setting for all ({name})",
                     where=without.path,
-                    hint="export those with and those without one by one, with --include and --exclude",
+                    hint="export the two kinds separately, with --include and --exclude",
                 )
             config[name] = Sourced(bool(having), f"{what} in every module" if having else f"no {what}")
         known = adapter.settings.get(self.init_field)
-        config[self.init_field] = known or Sourced(
-            True, "nothing says that the base was changed to begin with (PiSSA, …)"
-        )
+        config[self.init_field] = known or Sourced(True, "no sign that the base was changed before training (PiSSA, …)")
         return config
 
     def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:

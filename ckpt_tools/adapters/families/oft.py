@@ -99,9 +99,9 @@ class Oft(RotatingFamily):
         if "R" in module.factors and math.prod(shape[2:]) > 1:
             raise UsageError(
                 f"{module.path} is a convolution: PEFT's OFT rotates patches of its input and takes the mean "
-                "where they overlap, which no weights do (PEFT's own merge gives another model than was trained)",
+                "where they overlap, which no weights do (PEFT's own merge gives a different model than was trained)",
                 where=module.path,
-                hint="let PEFT load it, unmerged; the other modules alone: --exclude",
+                hint="load it unmerged with PEFT; leave it out here with --exclude",
             )
 
     # PEFT
@@ -141,7 +141,7 @@ class Oft(RotatingFamily):
                 asked.append(f"{name}=VALUE")
         if asked:
             raise UsageError(
-                "the tensors of OFT do not tell all settings that its rotations depend on: "
+                "the tensors of OFT do not show all settings that its rotations depend on: "
                 + ", ".join(each.partition("=")[0] for each in asked),
                 where=modules[0].path,
                 hint="give those of the training run: " + " ".join(f"--config {each}" for each in asked),

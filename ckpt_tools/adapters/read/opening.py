@@ -81,9 +81,9 @@ def read_adapter(
     with open_path(location.path, format=format) as whole:
         if not whole.format.is_training and not whole.checkpoint.tensors:
             raise UnreadableError(
-                "an empty adapter: there are no tensors in it, and a loader that takes it changes nothing",
+                "an empty adapter: there are no tensors in it, and loading it changes nothing",
                 where=path,
-                hint="it was saved without its weights, as FSDP and ZeRO-3 runs do that gather none: export from the "
+                hint="it was saved without its weights, as by FSDP and ZeRO-3 runs that gather none: export from the "
                 "training checkpoint (its DCP directory, or accelerate's pytorch_model_fsdp_0)",
             )
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
@@ -122,7 +122,7 @@ def _refusal(kind: str, path: str) -> UnknownTypeError:
         f"an adapter of the type {kind}, which ckpt does not convert",
         where=path,
         hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT and full differences; "
-        "what wrote this one can merge it",
+        "the library that wrote this one can merge it",
     )
 
 
@@ -155,7 +155,7 @@ def _name(opened: Opened, path: str) -> list[Named]:
                 raise _refusal(kind, path)
     if not any(item.key is not None for item in named):
         raise UnreadableError(
-            f"no adapter here: none of {len(named)} tensors has a name that an adapter's has",
+            f"no adapter here: none of {len(named)} tensors has a name that adapters use",
             where=path,
             hint="`ckpt inspect SRC --tensors` lists the names",
         )

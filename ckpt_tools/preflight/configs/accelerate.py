@@ -198,8 +198,8 @@ def _check(given: Given[Accelerate]) -> None:
             Finding.error(
                 "wrong-type",
                 "num_processes",
-                f"{count} processes start nothing",
-                "num_processes: how many ranks there are on all machines together",
+                f"num_processes must be at least 1, got {count}",
+                "num_processes: the number of ranks on all machines together",
             )
         )
 

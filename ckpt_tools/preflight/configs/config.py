@@ -118,11 +118,11 @@ class Config:
         if options.unread:
             reasons.append(f"values that are not in the file: {_list(options.unread)}")
         if options.deciding:
-            reasons.append(f"options that may decide memory or sharding, and are not known: {_list(options.deciding)}")
+            reasons.append(f"unknown options that may decide memory or sharding: {_list(options.deciding)}")
         if options.words:
             reasons.append(f"words that may stand for any options: {_list(options.words)}")
         if any(finding.code == "several-commands" for finding in self.findings):
-            reasons.append("more than one trainer is started, and the first one alone was read")
+            reasons.append("more than one trainer is started, and only the first one was read")
         return "; ".join(reasons)
 
     def _engine(self) -> str:

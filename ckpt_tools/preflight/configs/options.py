@@ -220,7 +220,7 @@ def _unknown_key(option: Option, spell: Spell, what: str) -> Finding:
         severity=option.severity or "info",
         where=where,
         what=f"there is no such {what}" + (f"; the nearest one is {near}" if near else ""),
-        hint=f"write {near}" if near else f"remove it, or see which version of the framework has this {what}",
+        hint=f"write {near}" if near else f"remove it, or check which version of the framework has this {what}",
     )
 
 
@@ -238,7 +238,7 @@ def _folded(findings: list[Finding], what: str) -> tuple[Finding, ...]:
             severity=severity,
             where=findings[0].where,
             what=f"{len(findings)} {what}s are not known: {shown}" + (", …" if len(findings) > _MAX_FOLDED else ""),
-            hint=f"remove what is misspelt, or see which version of the framework has these {what}s",
+            hint=f"remove what is misspelt, or check which version of the framework has these {what}s",
         ),
     )
 
@@ -253,7 +253,7 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
             Finding.warning(
                 "unread-options",
                 next(iter(words)),
-                f"options that are not in the file, and not checked: whatever {shown} may stand for",
+                f"options that are not in the file were not checked: whatever {shown} may stand for",
                 "write them in its place",
             )
         )
@@ -261,7 +261,7 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
         Finding.warning(
             "unknown-value",
             path,
-            f"{_shown(values, path)}is not in the file: what it says is not checked",
+            f"{_shown(values, path)}is not in the file: its value is not checked",
             "write the value itself",
         )
         for path in options.unread[:_MAX_FOLDED]  # the report lists them all
@@ -272,7 +272,7 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
             Finding.info(
                 "unknown-value",
                 options.variables[0],
-                f"left to variables, and of no weight for what is checked: {shown}",
+                f"left to variables, without effect on what is checked: {shown}",
             )
         )
     return tuple(findings)

@@ -111,7 +111,7 @@ def detect(document: Document) -> Framework:
     if len(found) == 1:
         return found[0]
     raise UsageError(
-        f"this looks like a config of {' and of '.join(found)}" if found else "this looks like no trainer's config",
+        f"this looks like a config of {' and of '.join(found)}" if found else "this is not a config of a known trainer",
         where=document.path,
-        hint=f"say whose it is: --framework {'|'.join(found or READERS)}",
+        hint=f"name the trainer: --framework {'|'.join(found or READERS)}",
     )

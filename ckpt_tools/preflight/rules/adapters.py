@@ -22,7 +22,7 @@ _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_em
 
 @error_rule(
     "CKPT070: 4-bit weights stored as another dtype than the one that computes",
-    why="FSDP2 gathers a block's parameters in one original dtype: packed bytes that pretend to be another float"
+    why="FSDP2 gathers a block's parameters in one original dtype: packed bytes stored as another float type"
     " cannot join them",
     fix="bnb_4bit_quant_storage equal to the compute dtype",
     frameworks=HF,

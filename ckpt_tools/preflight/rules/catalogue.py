@@ -72,8 +72,8 @@ def render_rules(groups: Mapping[str, Iterable[Rule]] = GROUPS) -> str:
         "<!-- Written by bin/docs from ckpt_tools/preflight/rules. Do not edit. -->",
         "",
         "What `ckpt preflight` looks for in a trainer's config, by the id that it gives. An *error* means that the",
-        "run would fail, or would not do what the config says; a *warning* that it runs, otherwise than one may",
-        "think. An id is never changed and never given to another rule.",
+        "run would fail, or would not do what the config says; a *warning* that it runs, but differently",
+        "from what one may think. An id is never changed and never given to another rule.",
     ]
     for heading, rules in groups.items():
         lines += ["", f"## {heading}", ""]

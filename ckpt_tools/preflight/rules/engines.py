@@ -46,7 +46,7 @@ def one_engine(case: Case) -> Iterator[Violation]:
     if sharded is not None and speed is not None and _has(speed):
         yield Violation(
             "deepspeed",
-            f"both {sharded.key} and deepspeed are set, one engine can be used",
+            f"both {sharded.key} and deepspeed are set; only one engine can be used",
             f"remove deepspeed to train with FSDP, or {sharded.key} to train with DeepSpeed",
         )
 
@@ -56,14 +56,14 @@ def _ai_engines(case: Case) -> Iterator[Violation]:
     if case.wants_ai_fsdp:
         for name in ("ddp", "use_ddp"):
             if ddp := enabled(case.ai_option(f"train.{name}")):
-                yield Violation(ddp.key, "DDP beside dist_mode: fsdp; one of them can be used", f"remove {ddp.key}")
+                yield Violation(ddp.key, "DDP beside dist_mode: fsdp; only one can be used", f"remove {ddp.key}")
     elif mode is not None and mode.text.lower() == "ddp":
         for name in ("fsdp_auto_wrap", "fsdp_sharding", "fsdp_cpu_offload"):
             found = case.ai_option(f"train.{name}")
             if found is not None and _has(found):
                 yield Violation(
                     found.key,
-                    f"{name} beside dist_mode: ddp; one engine can be used",
+                    f"{name} beside dist_mode: ddp; only one engine can be used",
                     f"{mode.key}: fsdp, or remove the fsdp_ options",
                 )
                 return

@@ -44,7 +44,7 @@ def wrap_classes_exist(case: Case) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT041: the blocks of the model are not among the classes to wrap",
-    why="What is not wrapped falls to the root: it is gathered at once and stays through forward and backward",
+    why="What is not wrapped belongs to the root: it is gathered at once and stays through forward and backward",
     fix="name the model's blocks",
     frameworks=HF,
 )
@@ -85,8 +85,8 @@ def tied_but_stored(case: Case) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT043: shards of very different size",
-    why="FSDP cuts dim 0 into equal pieces of rows: a tensor with fewer rows than ranks lies on the first ranks alone,"
-    " which then need far more memory than the mean says",
+    why="FSDP cuts dim 0 into equal pieces of rows: a tensor with fewer rows than ranks lies on the first ranks only,"
+    " which then need far more memory than the mean",
     fix="fewer shard ranks (replicate over the others), or expert parallelism for stacked experts",
     frameworks=("accelerate", "trainer", "axolotl", "openrlhf"),
 )
@@ -176,7 +176,7 @@ _HOST_BYTES = 256 * 10**9
 
 @error_rule(
     "CKPT046: a sequence longer than the model's positions",
-    why="torchtitan refuses it: its table of rotations ends there",
+    why="torchtitan refuses it: its table of rotary embeddings ends there",
     fix="a shorter sequence",
     frameworks=("torchtitan",),
 )

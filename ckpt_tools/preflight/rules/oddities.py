@@ -11,7 +11,7 @@ _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRI
 
 @error_rule(
     "CKPT090: reshard_after_forward is not a strategy's name under FSDP1",
-    why="Trainer hands it to FSDP1 as the name of a sharding strategy, and true is none: a KeyError",
+    why="Trainer hands it to FSDP1 as the name of a sharding strategy, and true is not one: a KeyError",
     fix="full_shard or shard_grad_op, or FSDP2",
     frameworks=("trainer", "axolotl"),
 )
@@ -26,7 +26,7 @@ def strategy_name(case: Case) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT091: `fsdp` as text",
-    why="Trainer is about to take true only; the words belong into fsdp_config",
+    why="Trainer will soon accept only true; the words belong in fsdp_config",
     fix="fsdp: true",
     frameworks=("trainer",),
 )
@@ -47,7 +47,7 @@ def fsdp_words(case: Case) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT092: keys of fsdp_config with the prefix `fsdp_`",
-    why="axolotl takes them without it and is about to refuse the prefix",
+    why="axolotl accepts them without it and will soon refuse the prefix",
     fix="remove the prefix (fsdp_version keeps it)",
     frameworks=("axolotl",),
 )
@@ -66,7 +66,7 @@ def prefixed_keys(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT093: a pinned-memory option without what it belongs to",
+    "CKPT093: a pinned-memory option without the option that it belongs to",
     why="axolotl refuses cpu_offload_pin_memory: false under FSDP1, and without offload_params",
     fix="fsdp_version: 2 and offload_params: true",
     frameworks=("axolotl",),
@@ -140,7 +140,7 @@ def f32_norms(case: Case) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT098: tensor parallelism of DeepSpeed in fp16",
-    why="OpenRLHF stops: it takes bf16 for it only",
+    why="OpenRLHF stops: it accepts only bf16 for it",
     fix="--param_dtype bf16",
     frameworks=("openrlhf",),
 )
@@ -154,7 +154,7 @@ def speed_tp_dtype(case: Case) -> Iterator[Violation]:
 @warning_rule(
     "CKPT099: activation checkpointing set twice",
     why="axolotl hands both to Trainer: blocks are recomputed twice, or Trainer refuses the pair",
-    fix="fsdp_config.activation_checkpointing alone",
+    fix="only fsdp_config.activation_checkpointing",
     frameworks=("axolotl",),
 )
 def checkpointing_twice(case: Case) -> Iterator[Violation]:

@@ -46,7 +46,7 @@ def bitsandbytes_fsdp2(case: Case) -> Iterator[Violation]:
 
 @error_rule(
     "CKPT081: an 8-bit optimizer on offloaded parameters",
-    why="Its kernels run on the GPU alone, and FSDP1 keeps the parameters on the host",
+    why="Its kernels run only on the GPU, and FSDP1 keeps the parameters on the host",
     fix="offload_params: false, or another optimizer",
     frameworks=("axolotl",),
 )

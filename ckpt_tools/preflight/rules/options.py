@@ -57,7 +57,7 @@ def reshard_is_bool(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT021: a word in `fsdp` that Trainer does not take, or takes under FSDP1 only",
+    "CKPT021: a word in `fsdp` that Trainer does not accept, or accepts only under FSDP1",
     why='Trainer stops while it parses its arguments; the text "true" is an unknown word to it',
     fix="fsdp: true, and the strategy in fsdp_config",
     frameworks=("trainer",),
@@ -110,7 +110,7 @@ def obsolete_options(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT023: the config does not say which FSDP it means",
+    "CKPT023: the config does not state its FSDP version",
     why="A missing version is FSDP1 in accelerate and in axolotl before 0.20, and FSDP2 in Trainer and newer axolotl: "
     "the same options, other meanings",
     fix="write the version",
@@ -155,7 +155,7 @@ def reshard_under_v1(case: Case) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT025: FSDP1",
-    why="Axolotl 0.20 and later refuse it, transformers is about to remove it; its checkpoints and options are others",
+    why="Axolotl 0.20 and later refuse it, transformers will soon remove it; its checkpoints and options differ",
     fix="move to FSDP2",
     frameworks=("trainer", "axolotl"),
 )
@@ -256,7 +256,7 @@ def _stops_launch(case: Case) -> bool:
 
 @error_rule(
     "CKPT029: cpu_ram_efficient_loading without sync_module_states",
-    why="Only rank 0 would read the weights and nobody would send them on: the launcher refuses it, in FSDP2 too",
+    why="Only rank 0 would read the weights, and the others never get them: the launcher refuses it, in FSDP2 too",
     fix="sync_module_states: true, or remove it; it defaults to true",
     frameworks=("accelerate",),
 )

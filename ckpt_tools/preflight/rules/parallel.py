@@ -92,7 +92,7 @@ def ep_divides_ranks(case: Case) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT034: expert parallelism for a model without experts",
-    why="The axis does nothing for a dense model; in axolotl it takes its ranks away all the same",
+    why="The axis does nothing for a dense model; in axolotl it still takes its ranks away",
     fix="set it to 1",
 )
 def ep_without_experts(case: Case) -> Iterator[Violation]:
@@ -106,7 +106,7 @@ def ep_without_experts(case: Case) -> Iterator[Violation]:
     why="In axolotl ep is an axis of the mesh, and dp_shard_size counts the ranks beside it: an expert is sharded over"
     " dp_shard ranks, everything else over ep × dp_shard × cp (in older versions over dp_shard × cp, and kept ep"
     " times); torchtitan and transformers fold ep into dp_shard × cp × tp",
-    fix="nothing, when it is meant: ep × dp_shard_size × context_parallel_size is the world size",
+    fix="nothing if that is intended: ep × dp_shard_size × context_parallel_size is the world size",
     frameworks=("axolotl",),
 )
 def ep_is_an_axis(case: Case) -> Iterator[Violation]:
@@ -122,7 +122,7 @@ def ep_is_an_axis(case: Case) -> Iterator[Violation]:
             case.axis_key("ep"),
             f"ep={ep} takes ranks of its own: {left} are left for dp_shard_size, and an expert is sharded over"
             " those; everything else is sharded over the ranks of ep as well",
-            "nothing if that is meant; else a smaller expert_parallel_size",
+            "nothing if that is intended; else a smaller expert_parallel_size",
         )
 
 
@@ -165,7 +165,7 @@ def tied_and_pipelined(case: Case) -> Iterator[Violation]:
 @error_rule(
     "CKPT038: the sequence is cut, but what that needs is off",
     why="The trainer refuses it, or computes attention over pieces as if they were whole sequences",
-    fix="switch on what the message names",
+    fix="switch on what the finding names",
     frameworks=("axolotl", "verl", "openrlhf"),
 )
 def sequence_parts(case: Case) -> Iterator[Violation]:

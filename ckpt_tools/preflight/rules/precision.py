@@ -38,7 +38,7 @@ def one_half(case: Case) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_validate_args`; axolotl hands both on to it."""
     half = [case.first("fp16", "float16"), case.first("bf16", "bfloat16")]
     if all(map(enabled, half)):
-        yield Violation("fp16", "fp16 and bf16 are both on, one can be", "fp16: false")
+        yield Violation("fp16", "fp16 and bf16 are both on; only one can be", "fp16: false")
 
 
 @warning_rule(
@@ -88,14 +88,14 @@ def master_weights(case: Case) -> Iterator[Violation]:
         key = case.key("master_dtype")
         yield Violation(
             key,
-            f"weights and optimizer state are in {case.spec.master_dtype} alone",
+            f"weights and optimizer state are only in {case.spec.master_dtype}",
             f"{key}: {'float32' if case.framework == 'torchtitan' else 'fp32'}",
         )
 
 
 @warning_rule(
     "CKPT054: two options name different dtypes for the same thing",
-    why="One of them wins, and it may not be the one that was meant",
+    why="One of them wins, and it may not be the intended one",
     fix="the same dtype in both",
     frameworks=("axolotl", "ai-toolkit", "verl", "torchtitan"),
 )

@@ -242,7 +242,7 @@ def _rule(
 error_rule = partial(_rule, "error")
 """Decorator: the run fails, or trains something else."""
 warning_rule = partial(_rule, "warning")
-"""Decorator: it runs, otherwise than one may think."""
+"""Decorator: it runs, but differently from what one may think."""
 
 
 def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:

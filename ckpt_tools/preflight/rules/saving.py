@@ -19,10 +19,10 @@ def _gathered(case: Case) -> int | None:
 
 
 @warning_rule(
-    "CKPT060: FULL_STATE_DICT, because nothing else was said",
+    "CKPT060: FULL_STATE_DICT, because nothing else is set",
     why="Every save gathers all parameters and the optimizer's state in the host memory of rank 0, while others wait;"
     " resuming needs the same again",
-    fix="state_dict_type: SHARDED_STATE_DICT; ckpt gather makes one model of it afterwards",
+    fix="state_dict_type: SHARDED_STATE_DICT; ckpt gather turns it into one model afterwards",
     frameworks=HF,
 )
 def full_by_default(case: Case) -> Iterator[Violation]:
@@ -54,7 +54,7 @@ def full_by_default(case: Case) -> Iterator[Violation]:
 @warning_rule(
     "CKPT061: FULL_STATE_DICT of a large model",
     why="Rank 0 gathers all parameters and the optimizer's state in its host memory at every save",
-    fix="SHARDED_STATE_DICT; ckpt gather makes one model of it afterwards",
+    fix="SHARDED_STATE_DICT; ckpt gather turns it into one model afterwards",
     frameworks=HF,
 )
 def full_and_large(case: Case) -> Iterator[Violation]:
@@ -111,7 +111,7 @@ def best_model_only(case: Case) -> Iterator[Violation]:
 
 @warning_rule(
     "CKPT065: a run that resumes from checkpoints without optimizer state",
-    why="Moments and step count start from zero: the loss jumps, and nothing says why",
+    why="Moments and step count start from zero: the loss jumps, and no message explains it",
     fix="save the optimizer too",
     frameworks=("trainer", "axolotl", "torchtitan", "verl", "openrlhf"),
 )
@@ -192,7 +192,7 @@ def _own_checkpointing(case: Case) -> Setting | None:
 @error_rule(
     "CKPT067: activation checkpointing set twice",
     why="Trainer refuses it: each block would be recomputed twice",
-    fix="fsdp_config.activation_checkpointing alone",
+    fix="only fsdp_config.activation_checkpointing",
     frameworks=("trainer",),
 )
 def checkpointing_twice(case: Case) -> Iterator[Violation]:

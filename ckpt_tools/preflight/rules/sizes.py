@@ -68,9 +68,9 @@ _LEARNING_RATES: Mapping[Framework, tuple[str, ...]] = {
 
 
 @error_rule(
-    "CKPT100: a size that no run has",
-    why="A digit too many, or another unit: no cluster has these ranks, and no device holds such a sample",
-    fix="the size that was meant",
+    "CKPT100: an impossibly large size",
+    why="A digit too many, or the wrong unit: no cluster has these ranks, and no device holds such a sample",
+    fix="the intended size",
 )
 def absurd_sizes(case: Case) -> Iterator[Violation]:
     """Compare sizes with bounds that lie far beyond the largest runs."""
@@ -89,9 +89,9 @@ def absurd_sizes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT101: a size below what it can be",
+    "CKPT101: a size below its minimum",
     why="The trainer stops at it, divides by it, or trains nothing",
-    fix="a whole number that is large enough, or no such option at all",
+    fix="a whole number that is large enough, or leave the option out",
     frameworks=tuple(_AT_LEAST),
 )
 def least_sizes(case: Case) -> Iterator[Violation]:
@@ -100,7 +100,7 @@ def least_sizes(case: Case) -> Iterator[Violation]:
         found = case.get(path)
         if found is not None and found.count is not None and found.count < least:
             key = f"--{path}" if case.framework == "openrlhf" else path
-            yield Violation(key, f"{shown(found.value)}, at least {least} is needed", f"{key}: {least}")
+            yield Violation(key, f"{key} must be at least {least}, got {shown(found.value)}", f"{key}: {least}")
 
 
 @error_rule(

@@ -97,7 +97,7 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
     for path in _SIZES.get(case.framework, ()):
         found = case.get(path)
         if found is not None and case.count(path) < 1:
-            yield Violation(path, f"{shown(found.value)} ranks, at least 1 is needed", f"{path}: 1 switches it off")
+            yield Violation(path, f"{path} must be at least 1, got {shown(found.value)}", f"{path}: 1 switches it off")
     lone = {
         "torchtitan": "parallelism.data_parallel_shard_degree",
         "verl": "actor_rollout_ref.actor.fsdp_config.fsdp_size",
@@ -105,7 +105,9 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
     found = case.get(lone) if lone else None
     if found is not None and (case.count(found.key) == 0 or case.count(found.key) < -1):
         yield Violation(
-            found.key, f"{shown(found.value)} ranks, -1 or at least 1 is needed", f"{found.key}: -1 takes the rest"
+            found.key,
+            f"{found.key} must be -1 or at least 1, got {shown(found.value)}",
+            f"{found.key}: -1 takes the rest",
         )
 
 
@@ -236,9 +238,9 @@ def even_machines(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT009: the world size that was asked about is not that of the config",
-    why="The config would start another number of ranks than was checked",
-    fix="change the config, or pass its number to --world-size",
+    "CKPT009: --world-size is not the world size of the config",
+    why="The config would start a different number of ranks from the one that was checked",
+    fix="change the config, or pass its number of ranks to --world-size",
     frameworks=("accelerate", "verl"),
 )
 def other_world(case: Case) -> Iterator[Violation]:

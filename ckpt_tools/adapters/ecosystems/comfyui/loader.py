@@ -21,8 +21,8 @@ _SUFFIX = re.compile(
     r"|(?P<old>_lora\.(?:up|down)\.weight))"
 )
 _WRONG = {
-    "lora_magnitude_vector": "ComfyUI knows a magnitude as dora_scale only: a DoRA becomes another adapter",
-    "lora_B.bias": "ComfyUI has no bias of a LoRA",
+    "lora_magnitude_vector": "ComfyUI reads a magnitude only from dora_scale: a DoRA loses its magnitude",
+    "lora_B.bias": "ComfyUI does not support the bias of a LoRA",
 }
 _NOT_IN_MAP = {"flux2": ("time_guidance_embed.", "_stream_modulation")}
 """diffusers' names of FLUX.2 that ComfyUI's map, made for FLUX.1, does not have."""
@@ -33,7 +33,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if file.architecture is None:
         loading.unchecked(
             file.file,
-            "ComfyUI's map depends on the model family, and this one is not known to ckpt",
+            "ComfyUI's map depends on the model family, which ckpt does not know",
             "--architecture names one that ckpt knows",
         )
         return
@@ -59,20 +59,20 @@ def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, 
 
     Source: comfy/weight_adapter/base.py (`weight_decompose`), oft.py.
     """
-    hint = "put it into the base: ckpt merge-lora BASE ADAPTER DST"
+    hint = "merge it into the base: ckpt merge-lora BASE ADAPTER DST"
     shape = file.tensors[name].shape
     if suffix == "dora_scale" and len(shape) > 1 and shape[0] > 1 and file.metadata.get(DORA_SCALE) != BASE_NORM:
         loading.misreads(
             module,
-            "ComfyUI divides a DoRA of the output axis by ‖W‖ instead of ‖W + ΔW‖ (ComfyUI PR #15458): the effect is "
-            "another one",
+            "ComfyUI divides a DoRA of the output axis by ‖W‖ instead of ‖W + ΔW‖ (ComfyUI PR #15458): the effect "
+            "differs",
             hint,
         )
     elif suffix == "oft_blocks" and module in file.constrained:
-        what = "ComfyUI takes alpha for the constraint itself, LyCORIS alpha times the outputs: the rotation is another"
+        what = "ComfyUI uses alpha as the constraint itself, LyCORIS alpha times the outputs: the rotation differs"
         loading.misreads(module, what, hint)
     elif suffix == "rescale":
-        what = "ComfyUI reads rescale and does not use it: the effect is another one"
+        what = "ComfyUI reads rescale but does not use it: the effect differs"
         loading.misreads(module, what, hint)
 
 

@@ -94,7 +94,7 @@ def _computed_alike(module: Module, adapter: Adapter[Array], fitting: Fitting) -
             module,
             "ComfyUI divides dora_scale by the norm of W instead of W+ΔW, which is a different adapter (measured: 0.04 "
             "to 1.8 of the largest weight off)",
-            hint="give the base model, whose weights make up for it: --base DIR",
+            hint="give the base model, whose weights compensate for it: --base DIR",
         )
     if family_of(module).is_rotation and "blocks" in module.factors:
         return _rotation(module, fitting)
@@ -105,7 +105,7 @@ def _rotation(module: Module, fitting: Fitting) -> Module:
     """Put LyCORIS' constraint into the blocks, and write none: ComfyUI would bound them otherwise."""
     rescale = module.factors.get("rescale")
     if module.family in _WITHOUT_RESCALE and rescale is not None and not bool((rescale.astype(np.float32) == 1).all()):
-        raise refuse(module, "ComfyUI leaves out rescale of diag-oft")
+        raise refuse(module, "ComfyUI ignores rescale of diag-oft")
     constraint = 0.0 if module.alpha is None else module.alpha.value
     stored = module.factors["blocks"]
     bound = constraint * stored.shape[-3] * stored.shape[-1]
@@ -150,9 +150,9 @@ def _with_base_norm(module: Module, entry: TensorEntry | None, reader: TensorRea
     if entry is None or not entry.dtype.is_float:
         what = "has no weight of this module" if entry is None else f"has {entry.dtype.name} elements here"
         raise UsageError(
-            f"ComfyUI's DoRA needs the norms of the base's weights, and the base {what}",
+            f"ComfyUI's DoRA needs the norms of the base's weights, but the base {what}",
             where=module.path,
-            hint="--base takes the model that was trained on, unquantised and with the adapter's own module names",
+            hint="--base must be the model of the training run, unquantised and with the adapter's own module names",
         )
     setting = Setting(convention=adapter.convention, settings=adapter.settings)
     magnitude = module.factors["magnitude"]
@@ -172,7 +172,7 @@ def _with_base_norm(module: Module, entry: TensorEntry | None, reader: TensorRea
             raise UsageError(
                 "a row of the base's weight is zero: ComfyUI would divide by its norm",
                 where=module.path,
-                hint="put the adapter into the base: ckpt merge-lora BASE ADAPTER DST",
+                hint="merge the adapter into the base: ckpt merge-lora BASE ADAPTER DST",
             )
     folded = (magnitude.astype(np.float64) * ratios.reshape(magnitude.shape)).astype(np.float32)
     return replace(module, factors={**module.factors, "magnitude": folded})

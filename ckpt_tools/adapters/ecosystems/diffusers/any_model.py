@@ -83,7 +83,7 @@ def _load_inside(keys: Mapping[str, str], file: AdapterFile, config: Config | No
     if keys and not any(".lora_B." in key for key in keys):
         raise RejectedError("it finds no rank: there is no lora_B")
     if keys and config is not None and not config:
-        raise RejectedError("its header has no configuration of this model: PEFT's defaults (rank 8) are taken")
+        raise RejectedError("its header has no configuration of this model: PEFT's defaults (rank 8) are used")
     found: dict[str, dict[str, Shape]] = {}
     for key, name in keys.items():
         hit = _KEY.fullmatch(key)
@@ -105,8 +105,8 @@ def _load_inside(keys: Mapping[str, str], file: AdapterFile, config: Config | No
         if missing and found:
             loading.incomplete(
                 missing[0],
-                f"the header's target_modules name {len(missing)} modules that the file has nothing for",
-                "was the adapter saved whole?",
+                f"the header's target_modules name {len(missing)} modules that the file has no tensors for",
+                "was the adapter saved completely?",
             )
 
 
@@ -127,8 +127,8 @@ def _check(
             _check_kernel(path, factors, weight)
         lacking = sorted(way.keys() - factors.keys())
         if lacking:
-            what = f"the file lacks {', '.join(lacking)} of a module, which begins anew"
-            loading.incomplete(path, what, "was the adapter saved whole?")
+            what = f"the file lacks {', '.join(lacking)} of a module, which is initialised instead"
+            loading.incomplete(path, what, "was the adapter saved completely?")
 
 
 def _check_kernel(path: str, factors: Mapping[str, Shape], weight: Shape) -> None:

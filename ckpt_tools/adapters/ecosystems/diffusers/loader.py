@@ -45,7 +45,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     architecture = ARCHITECTURES[file.architecture]
     keys = {name: name for name in file.tensors}
     for name in [name for name in keys if "dora_scale" in name]:
-        loading.ignored[name] = "dora_scale is dropped, so that a DoRA becomes another adapter"
+        loading.ignored[name] = "dora_scale is dropped, so that a DoRA loses its magnitude"
         del keys[name]
     _READERS[architecture.name](keys, file, architecture, loading)
 
@@ -56,11 +56,9 @@ def _check_file(file: AdapterFile) -> None:
     everything = (file.file, *file.siblings)
     allowed = [name for name in everything if not any(trap in name for trap in DIFFUSERS_TRAPS)]
     if not allowed:
-        raise RejectedError(
-            f"it overlooks files with {', '.join(DIFFUSERS_TRAPS)} in their names, and there is no other"
-        )
+        raise RejectedError(f"it ignores files with {', '.join(DIFFUSERS_TRAPS)} in their names; there is no other")
     if file.file not in allowed and DIFFUSERS_FILE not in allowed:
-        raise RejectedError(f"it overlooks {file.file!r} and takes {allowed[0]!r} instead")
+        raise RejectedError(f"it ignores {file.file!r} and loads {allowed[0]!r} instead")
 
 
 def _flux1(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
@@ -119,7 +117,7 @@ def _flux1_kohya(keys: Keys, architecture: Architecture, loading: Loading) -> Ke
         container = match.native().split(".")[0]
         number = dict(match.numbers).get("i", "0")
         if container not in _FLUX1_BLOCKS:
-            loading.ignored[name] = "outside the blocks its conversion forgets the prefix that its loader asks for"
+            loading.ignored[name] = "outside the blocks its conversion drops the prefix that its loader requires"
         elif int(number) >= _FLUX1_BLOCKS[container]:
             raise RejectedError(f"incompatible key {key}: block {number} of {_FLUX1_BLOCKS[container]}")
         else:
@@ -171,7 +169,7 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
         if match.rule.step == "swap":
             loading.misreads(
                 name,
-                f"diffusers takes {key} over without swapping its halves: scale and shift are exchanged",
+                f"diffusers copies {key} without swapping its halves: scale and shift are exchanged",
                 "ckpt export-lora SRC DST --to diffusers swaps them",
             )
         found |= _spread(part, match, suffix, name, "transformer.")
@@ -312,7 +310,7 @@ def _encoder_names(keys: Keys, part: Part) -> Keys:
     has_own = any("lora_linear_layer" in key for key in keys)
     has_attention = is_peft and any(f".{x}_proj.lora_" in key for key in keys for x in ("q", "k", "v", "out"))
     if not (has_own or has_attention):
-        raise RejectedError(f"an adapter of the MLPs of {part.component} alone, under PEFT's names, is not recognised")
+        raise RejectedError(f"an adapter of only the MLPs of {part.component}, under PEFT's names, is not recognised")
     for old, new in ((".lora_linear_layer.down", ".lora_A"), (".lora_linear_layer.up", ".lora_B")):
         keys = {key.replace(old, new): name for key, name in keys.items()}
     return keys
@@ -326,7 +324,7 @@ def _metadata(file: AdapterFile) -> Mapping[str, object]:
 def _check_metadata(part: Part, file: AdapterFile) -> None:
     document = _metadata(file)
     if document and not any(key.startswith(f"{part.component}.") for key in document):
-        raise RejectedError(f"its header has no configuration of {part.component}: PEFT's defaults (rank 8) are taken")
+        raise RejectedError(f"its header has no configuration of {part.component}: PEFT's defaults (rank 8) are used")
 
 
 _READERS: Mapping[ArchitectureName, Callable[[Keys, AdapterFile, Architecture, Loading], None]] = {

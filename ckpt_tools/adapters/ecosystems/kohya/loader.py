@@ -25,9 +25,7 @@ _NOT_BLOCKS = ("input_blocks.0.",)
 def load(file: AdapterFile, loading: Loading) -> None:
     """Apply kohya's rules."""
     if file.architecture is None:
-        loading.unchecked(
-            file.file, "the model family is not known to ckpt", "--architecture names one that ckpt knows"
-        )
+        loading.unchecked(file.file, "ckpt does not know the model family", "--architecture names one that ckpt knows")
         return
     if file.architecture == "llm" or file.architecture == "flux2":
         what = "language models" if file.architecture == "llm" else "FLUX.2"
@@ -58,7 +56,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if outside and not needs_lycoris:
         loading.needs(
             outside[0],
-            "kohya's networks.lora looks for modules inside the blocks, and leaves others out unless it is told of "
+            "kohya's networks.lora looks for modules inside the blocks, and skips others unless it is configured for "
             "them: load it with --network_module lycoris.kohya",
         )
     if needs_lycoris:
@@ -66,7 +64,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
             "loader-needs",
             "info",
             file.file,
-            "kohya's networks.lora has plain LoRA alone: load it with --network_module lycoris.kohya",
+            "kohya's networks.lora supports only plain LoRA: load it with --network_module lycoris.kohya",
         )
 
 

@@ -62,15 +62,15 @@ def _only_family(adapter: Adapter[F]) -> Family:
     counts = Counter(module.family for module in adapter.modules if not module.is_saved)
     if not counts:
         raise UsageError(
-            "there are trained modules here, and no adapter's factors",
-            hint="`ckpt gather` takes tensors out of a checkpoint",
+            "there are trained modules here, but no factors of an adapter",
+            hint="`ckpt gather` extracts tensors from a checkpoint",
         )
     for family in map(FAMILIES.__getitem__, counts):
         if family.peft_type is None:
             raise UsageError(f"PEFT has no form for {family.title}s ({counts[family.name]} modules)", hint=MERGE_HINT)
     if len(counts) > 1:
         raise UsageError(
-            f"PEFT has one type for an adapter, and here are {' and '.join(sorted(counts))}",
+            f"an adapter of PEFT has one type, but here are {' and '.join(sorted(counts))}",
             hint="export them one by one, with --include and --exclude",
         )
     return FAMILIES[next(iter(counts))]
@@ -82,13 +82,13 @@ def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | Non
     if base_model is not None:
         config["base_model_name_or_path"] = Sourced(base_model, "--base-model")
     else:
-        config["base_model_name_or_path"] = settings.get("base_model_name_or_path", Sourced(None, "nothing says it"))
+        config["base_model_name_or_path"] = settings.get("base_model_name_or_path", Sourced(None, "not recorded"))
     task = settings.get("task_type")
     if task is None and "peft_type" in settings:
         config["task_type"] = Sourced(None, f"{settings['peft_type'].source} has none")
         return config
     task = task or (base.task_type if base else None)
-    config["task_type"] = _with_its_head(task, adapter) if task else Sourced(None, "nothing says it")
+    config["task_type"] = _with_its_head(task, adapter) if task else Sourced(None, "not recorded")
     return config
 
 
@@ -105,7 +105,7 @@ def _with_its_head(task: Sourced[object], adapter: Adapter[F]) -> Sourced[object
     heads = _HEADS.get(task.value) if isinstance(task.value, str) else None
     if heads is None or any(module.is_saved and module.path.endswith(heads) for module in adapter.modules):
         return task
-    what = f"for {task.value} PEFT wants a trained {' or '.join(heads)}, and there is none here"
+    what = f"for {task.value} PEFT requires a trained {' or '.join(heads)}, but there is none here"
     if task.source == "--config":
         raise UsageError(what, where="--config", hint="leave task_type out: PEFT loads the adapter without one")
     return Sourced(None, f"{what} ({task.source})")
@@ -123,7 +123,7 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
             raise refuse_parameters(module.path)
         if module.rank is None:
             raise UsageError(
-                f"the rank of {module.path!r} is not known: its factors do not tell",
+                f"the rank of {module.path!r} is not known: its factors do not show it",
                 hint="give the one of the training run: --config r=VALUE",
             )
         ranks[path] = module.rank
@@ -146,7 +146,7 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
     if "use_rslora" in family.peft_fields:
         rslora = {module.use_rslora for module in modules}
         if len(rslora) > 1:
-            raise UsageError("some modules have use_rslora and some not, which PEFT has one setting for")
+            raise UsageError("some modules use use_rslora and some do not, but PEFT has one setting for all")
         known = adapter.settings.get("use_rslora")
         config["use_rslora"] = Sourced(rslora.pop(), known.source if known else "alpha is the numerator of alpha/r")
     return config
@@ -188,7 +188,7 @@ def parse_overrides(given: Sequence[str]) -> Mapping[str, Sourced[object]]:
         if name in ("lora_alpha", "alpha"):
             raise UsageError(f"{name} has an option of its own", where="--config", hint=f"--alpha {value}")
         if name in _INFERRED or not any(name in family.peft_fields for family in PEFT_TYPES.values()):
-            what = "is worked out from the tensors" if name in _INFERRED else "is not a field of PEFT's configuration"
+            what = "is derived from the tensors" if name in _INFERRED else "is not a field of PEFT's configuration"
             raise UsageError(f"{name} {what}", where="--config")
         if name in found:
             raise UsageError(f"{name} is given twice", where="--config")

@@ -57,7 +57,7 @@ def check_config(config: Config, family: Family) -> None:
     if family.peft_either is not None:
         one, other, default = family.peft_either
         if bool(config.get(one, 0)) == bool(config.get(other, default)):
-            raise RejectedError(f"just one of {one} and {other} must be set")
+            raise RejectedError(f"exactly one of {one} and {other} must be set")
     bias = config.get("bias", "none")
     if family.peft_checks_bias and not (bias in ("none", "all") or str(bias).endswith("_only")):
         raise RejectedError(f"bias is {bias!r}")
@@ -68,7 +68,7 @@ def check_config(config: Config, family: Family) -> None:
         raise RejectedError("it has no lora_bias for DoRA")
     wrong = next((name for name in _NOT_FOR_PARAMETERS if config.get(name)), None)
     if config.get("target_parameters") and wrong:
-        raise RejectedError(f"target_parameters do not go with {wrong}")
+        raise RejectedError(f"target_parameters cannot be combined with {wrong}")
 
 
 def _is_number(value: object) -> bool:
@@ -90,7 +90,7 @@ def check_task(config: Config, model_type: str | None, loading: Loading) -> None
         loading.misreads(
             ADAPTER_CONFIG,
             f"task_type is {task}: PEFT calls the model with input_ids, which a {model_type} model does not take",
-            "set task_type to null: PEFT then hands over what it is called with",
+            "set task_type to null: PEFT then passes on the arguments that it receives",
         )
 
 
@@ -226,10 +226,10 @@ def check_parameters(
     """
     lacking = [role for level in range(len(parameters)) for role in ("A", "B") if role not in levels.get(level, {})]
     if lacking:
-        what = f"the file lacks {len(lacking)} factors of {len(parameters)} target_parameters: PEFT begins them anew"
-        loading.incomplete(module, what, "was the adapter saved whole?")
+        what = f"the file lacks {len(lacking)} factors of {len(parameters)} target_parameters: PEFT initialises them"
+        loading.incomplete(module, what, "was the adapter saved completely?")
     if len(parameters) > _MOST:
-        what = f"{len(parameters)} target_parameters of one module: in which order is not known"
+        what = f"{len(parameters)} target_parameters of one module: their order is not known"
         loading.unchecked(module, what)
         return
     ways = [_ways(rank_of(config, f"{module}.{each}"), base[f"{module}.{each}"]) for each in parameters]

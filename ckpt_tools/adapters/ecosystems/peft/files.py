@@ -64,7 +64,7 @@ def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
     if len(prefixes) > 1:
         shown = ", ".join(prefix.rstrip(".") or "others" for prefix in sorted(prefixes))
         raise UsageError(
-            f"an adapter for {len(prefixes)} models ({shown}), and PEFT's are for one",
+            f"an adapter for {len(prefixes)} models ({shown}), but an adapter of PEFT is for one",
             hint=f"export them one by one: --include '{max(prefixes)}**'",
         )
     prefix = prefixes.pop()

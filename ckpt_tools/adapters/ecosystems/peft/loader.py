@@ -53,7 +53,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if config is None:
         raise RejectedError(f"there is no {ADAPTER_CONFIG} beside it")
     if file.file != PEFT_FILE:
-        raise RejectedError(f"it looks for {PEFT_FILE}, and this is {file.file}")
+        raise RejectedError(f"it looks for {PEFT_FILE}, but this is {file.file}")
     kind = config.get("peft_type")
     family = PEFT_TYPES.get(str(kind))
     if family is None:
@@ -63,7 +63,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if not has_targets(config):
         loading.misreads(
             ADAPTER_CONFIG,
-            "target_modules is not set: PEFT takes those of a table of its own, or refuses a model that is not in it",
+            "target_modules is not set: PEFT uses a table of its own, or refuses a model that is not in it",
             "ckpt export-lora SRC DST --to peft writes them",
         )
     if family.is_scaled:
@@ -71,7 +71,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
         if alpha not in config:
             loading.misreads(
                 ADAPTER_CONFIG,
-                f"{alpha} is missing, and PEFT silently takes 8",
+                f"{alpha} is missing, and PEFT silently uses 8",
                 "ckpt export-lora SRC DST --alpha VALUE writes it",
             )
         loading.say_scale(alpha, config.get(alpha))
@@ -87,7 +87,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
         _check_tokens(file, config)
     if file.base is None:
         loading.needs_base(
-            file.file, "without --base the modules' paths and target_modules are not held against the model"
+            file.file, "without --base the modules' paths and target_modules are not checked against the model"
         )
         return
     for path, parameters in wrapped.items():
@@ -161,19 +161,19 @@ def _match(
 def _why_not(key: Key, family: Family, config: Config, *, is_wrapped: bool) -> str | None:
     """Why a factor does not go into the model; None when it does, as far as the configuration tells."""
     if key.adapter not in (None, "default"):
-        return f"it is named for the adapter {key.adapter!r}, and PEFT loads as 'default'"
+        return f"its name contains the adapter {key.adapter!r}, but PEFT loads it as 'default'"
     if key.style != "peft":
         return "the suffix is not PEFT's"
     if key.family != family.name:
         return f"peft_type is {config.get('peft_type')}"
     switch = next((field for field, role, _ in family.peft_switches if role == key.role), None)
     if switch is not None and config.get(switch) is not True:
-        return f"{switch} is not set" + (": a DoRA becomes another adapter" if key.role == "magnitude" else "")
+        return f"{switch} is not set" + (": a DoRA loses its magnitude" if key.role == "magnitude" else "")
     if not has_targets(config) or is_target(config, key.path) is not False:
         return None
     if is_wrapped and config.get("target_parameters"):
         return None
-    return "the configuration does not target its module, so that it is not loaded, without a warning"
+    return "the configuration does not target its module, so that it is silently not loaded"
 
 
 def _why_not_plain(inner: str, shape: Shape, file: AdapterFile, config: Config) -> str | None:
@@ -194,7 +194,7 @@ def _why_not_plain(inner: str, shape: Shape, file: AdapterFile, config: Config) 
     if f"{module}.{parameter}" not in file.base:
         return "the base model has no such tensor, and modules_to_save does not name it"
     if file.base[f"{module}.{parameter}"] != shape:
-        raise RejectedError(f"size mismatch: {inner} is {list(shape)}, the base model's is another")
+        raise RejectedError(f"size mismatch: {inner} is {list(shape)}, the base model's differs")
     return None
 
 
@@ -230,18 +230,18 @@ def _check_saved(file: AdapterFile, config: Config) -> None:
         path = name.rpartition(".")[0]
         while path:
             if any(path.endswith(each) for each in names) and name not in plain:
-                raise RejectedError(f"modules_to_save has {path}, and the file has no {ROOT}{name}")
+                raise RejectedError(f"modules_to_save has {path}, but the file has no {ROOT}{name}")
             path = path.rpartition(".")[0]
     if names and not any(name.rpartition(".")[0].endswith(each) for name in plain for each in names):
         parents = {name.rpartition(".")[0] for name in plain}
         if not any(f".{each}." in f".{parent}." for parent in parents for each in names):
-            raise RejectedError(f"modules_to_save is {', '.join(names)}, and the file has none of them")
+            raise RejectedError(f"modules_to_save is {', '.join(names)}, but the file has none of them")
 
 
 def _check_tokens(file: AdapterFile, config: Config) -> None:
     tokens = "trainable_tokens_delta"
     if config.get("trainable_token_indices") and not any(tokens in name for name in file.tensors):
-        raise RejectedError(f"trainable_token_indices is set, and the file has no {tokens}")
+        raise RejectedError(f"trainable_token_indices is set, but the file has no {tokens}")
     parameters = config.get("target_parameters")
     for name in (file.base or {}) if isinstance(parameters, list) else ():
         if matched(parameters, name) and is_target(config, name.rpartition(".")[0]):
@@ -267,10 +267,10 @@ def _check_shapes(
         if roles:
             loading.incomplete(
                 path,
-                f"the file {problem} {', '.join(sorted(roles))} of a module, with this configuration: PEFT "
-                + ("begins it anew" if problem == "lacks" else "leaves it out")
-                + ", and says a warning at most",
-                "is it the configuration of this adapter, and was it saved whole?",
+                f"the file {problem} {', '.join(sorted(roles))} of a module under this configuration: PEFT "
+                + ("initialises it" if problem == "lacks" else "ignores it")
+                + " (a warning at most)",
+                "is it the configuration of this adapter, and was it saved completely?",
             )
 
 
@@ -299,14 +299,14 @@ def _say_missing(
         anew = "which change nothing" if is_idle else "of random numbers, as init_weights says"
         loading.incomplete(
             ADAPTER_CONFIG,
-            f"the configuration targets {len(idle)} modules that the file has nothing for ({shown}): PEFT gives "
+            f"the configuration targets {len(idle)} modules that the file has no tensors for ({shown}): PEFT gives "
             f"them new adapters, {anew}, and warns of missing keys",
-            "was the adapter saved whole? If it is meant so: name the layers in layers_to_transform or exclude_modules",
+            "was the adapter saved completely? If so, name its layers in layers_to_transform or exclude_modules",
         )
         return
     loading.needs(
         ADAPTER_CONFIG,
-        f"target_modules also matches {len(idle)} modules that the file has nothing for, such as {idle[0]}: if the "
+        f"target_modules also matches {len(idle)} modules that the file has no tensors for, such as {idle[0]}: if the "
         "model's class has them, PEFT gives them new adapters, which change nothing",
     )
 
@@ -330,7 +330,7 @@ def _say_biases(file: AdapterFile, base: Mapping[str, Shape], family: Family, co
     if missing:
         loading.incomplete(
             missing[0],
-            f"bias is {config.get('bias')!r}, and the file lacks {len(missing)} of the base model's biases: PEFT keeps "
-            "the base's, without a warning",
-            "was the adapter saved whole?",
+            f"bias is {config.get('bias')!r}, and the file lacks {len(missing)} of the base model's biases: PEFT "
+            "silently keeps the base's",
+            "was the adapter saved completely?",
         )

@@ -23,10 +23,10 @@ from ckpt_tools.errors import UsageError
 def refuse_parameters(path: str) -> UsageError:
     """Return the error that it is not known which parameters the factors change."""
     return UsageError(
-        "the factors belong to parameters of modules (PEFT's target_parameters), and nothing says to which",
+        "the factors belong to parameters of modules (PEFT's target_parameters), and it is not recorded which",
         where=path,
-        hint="give the base, whose shapes tell: --base DIR; or, as in the training run, --config r=VALUE and --config "
-        '\'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]\'',
+        hint="give the base, whose shapes show it: --base DIR; or, as in the training run, --config r=VALUE and "
+        '--config \'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]\'',
     )
 
 
@@ -52,9 +52,9 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
     if settled is not None and settled.source == "--config" and not _covers(settled.value, adapted):
         absent = next(path for path in adapted if not _covers(settled.value, [path]))
         raise UsageError(
-            f"target_modules leaves out {absent}, whose factors are here: PEFT would not load them",
+            f"target_modules does not match {absent}, whose factors are here: PEFT would not load them",
             where="--config",
-            hint="leave target_modules out, it is worked out; or leave the factors out: --exclude",
+            hint="leave target_modules out (ckpt derives it), or leave the factors out: --exclude",
         )
     omitted = adapter.omitted - set(adapted)
     if base is not None:
@@ -75,12 +75,12 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
                 config[name] = adapter.settings[name]
     elif settled is not None and settled.source == "--config":
         raise UsageError(
-            "target_modules may match modules that --include and --exclude leave out: PEFT would begin them anew",
+            "target_modules may match modules that --include and --exclude leave out: PEFT would initialise them",
             where="--config",
-            hint="leave target_modules out, it is worked out",
+            hint="leave target_modules out: ckpt derives it",
         )
     elif _covers_any(list(adapted), omitted):
-        config["target_modules"] = Sourced(exact_pattern(adapted), "no list of names matches these modules alone")
+        config["target_modules"] = Sourced(exact_pattern(adapted), "no list of names matches only these modules")
     else:
         config["target_modules"] = Sourced(list(adapted), "paths of the adapted modules")
     return config
@@ -101,9 +101,9 @@ def _parameters_left(modules: Sequence[AdapterModule[F]], known: Sourced[object]
         if len(leaves) != len(group):
             raise UsageError(
                 f"factors of {len(group)} parameters of {path!r} are here, and target_parameters names "
-                f"{len(leaves)}: nothing says which were left out",
+                f"{len(leaves)}: it is not known which were left out",
                 where=path,
-                hint="name those that are left: --config 'target_parameters=[…]'; or leave the module out whole",
+                hint="name those that are left: --config 'target_parameters=[…]'; or leave out the whole module",
             )
         names |= {f"{path}.{leaf}" for leaf in leaves}
     return Sourced(sorted(names), f"{known.source}, without what was left out")
@@ -136,9 +136,7 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
         config["bias"] = known
     elif "bias" in family.peft_fields:
         kind = f"{family.name}_only" if set(biases) <= adapted else "all"
-        config["bias"] = (
-            Sourced(kind, "trained biases") if biases else Sourced("none", "nothing says biases were trained")
-        )
+        config["bias"] = Sourced(kind, "trained biases") if biases else Sourced("none", "no sign of trained biases")
     settled = adapter.settings.get("modules_to_save")
     paths = [module.path for module in whole]
     _check_tied(adapter, paths)
@@ -147,7 +145,7 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
         raise UsageError(
             f"modules_to_save does not name the modules whose tensors are whole: {shown}",
             where="--config",
-            hint="leave it out: it is worked out from the tensors",
+            hint="leave it out: ckpt derives it from the tensors",
         )
     if not whole:
         config["modules_to_save"] = Sourced(None, "no modules are trained whole")
@@ -166,7 +164,7 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
             Sourced(list(names), "modules whose tensors are whole")
             if names is not None
             # PEFT loads tensors under the base's own names into the base.
-            else Sourced(None, "no list of names matches the modules alone; their tensors go into the base's own")
+            else Sourced(None, "no list of names matches only the modules; their tensors go into the base's own")
         )
     return config
 
@@ -208,9 +206,9 @@ def _check_complete(settled: Sourced[object], saved: Collection[str], base: Base
     for path in sorted(holders):
         if path.endswith(tuple(names)) and path not in saved and not any(path.startswith(f"{own}.") for own in saved):
             raise UsageError(
-                f"modules_to_save of {settled.source} stands for {path}, whose tensors are not here",
+                f"modules_to_save of {settled.source} names {path}, whose tensors are not here",
                 where=path,
-                hint="was the adapter saved whole? If it was not trained, name the others alone: "
+                hint="was the adapter saved completely? If this module was not trained, name only the others: "
                 "--config 'modules_to_save=[…]'",
             )
 
@@ -225,7 +223,7 @@ def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> N
                 f"{module.path!r} was trained in part: {absent[0]!r} is not among what was "
                 "trained, and PEFT saves modules whole",
                 where=base.source,
-                hint="--exclude its tensors, if they need not come along",
+                hint="if its tensors are not needed, leave them out: --exclude",
             )
 
 

@@ -23,7 +23,7 @@ _FIRST_STABLE_MINOR = 18
 
 
 _VARIANTS: Mapping[str, str] = {
-    "init_lora_weights": "the base was changed to begin with, and the factors belong to the rest",
+    "init_lora_weights": "the base was changed before training, and the factors belong to the changed base",
     "use_qalora": "QALoRA pools the inputs before they meet the factors",
     "alora_invocation_tokens": "aLoRA acts only on the tokens behind its invocation",
     "layer_replication": "layers are replicated, so that the model is not the base's",
@@ -31,7 +31,7 @@ _VARIANTS: Mapping[str, str] = {
     "arrow_config": "Arrow routes between several adapters",
     "kasa_config": "KaSA changes the base, and has a diagonal beside the factors",
     "monteclora_config": "MonteCLoRA samples around the factors",
-    DORA_SCALE: "ckpt made its dora_scale for ComfyUI, and no other loader computes with it what was trained",
+    DORA_SCALE: "ckpt made its dora_scale for ComfyUI; other loaders compute something else with it",
 }
 _NOT_EXPORTED = ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config")
 """Of these, ckpt does not write PEFT's files either."""
@@ -72,7 +72,7 @@ def doubt_about(adapter: Adapter[F]) -> str | None:
     if found is None or not str(found.value).lower().startswith("pissa_niter"):
         return None
     return (
-        f"init_lora_weights is {escape_name(str(found.value))}: PEFT takes the base apart anew at every loading, by a "
+        f"init_lora_weights is {escape_name(str(found.value))}: PEFT decomposes the base again at every loading, by a "
         "random algorithm, and what it computes is near to what was trained, not the same"
     )
 
@@ -94,7 +94,7 @@ def refuse_variants(adapter: Adapter[F]) -> None:
         minor = _VERSION.match(str(version.value))
         is_early = not str(version.value) or (minor is not None and int(minor[1]) < _FIRST_STABLE_MINOR)
         if is_early:
-            reason = "PEFT before 0.18 computed other rotations for Cayley-Neumann"
+            reason = "PEFT before 0.18 computed different rotations for Cayley-Neumann"
             raise _refusal("peft_version", Sourced(version.value or "missing", version.source), reason)
 
 
@@ -105,7 +105,7 @@ def _refusal(name: str, found: Sourced[object], reason: str) -> UsageError:
             "path_initial_model_for_weight_conversion"
         )
     elif name == DORA_SCALE:
-        hint = "export it from what it was made from"
+        hint = "export it again from its original source"
     else:
         hint = "PEFT itself can load it" + ("" if name in _NOT_EXPORTED else ": --to peft")
     return UsageError(f"{name} is {found.value!s}: {reason}", where=found.source, hint=hint)
