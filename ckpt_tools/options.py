@@ -177,7 +177,9 @@ def default_num_workers(*, computes: bool = False) -> int:
 
 # What several commands have
 
-Source = Annotated[AnyPath, Argument("A safetensors file, a model directory or a DCP directory.", "SRC")]
+Source = Annotated[
+    AnyPath, Argument("A safetensors file, a model directory, a DCP directory or a training step.", "SRC")
+]
 Destination = Annotated[AnyPath, Argument("Directory to create.", "DST")]
 MeshText = Annotated[
     str | Mesh | None,

@@ -23,7 +23,8 @@ def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: P
     findings = [*_check_parts(step), *_check_manifest(step)]
     unchecked: list[Unchecked] = []
     if step.passed_over:
-        unchecked.append(Unchecked(what=f"what is hidden, linked or no regular file: {first_few(step.passed_over, 6)}"))
+        strange = first_few(step.passed_over, 6)
+        unchecked.append(Unchecked(what=f"hidden directories, links and special files: {strange}"))
     results = [verify(step.root, level=level, num_workers=num_workers)]
     findings += results[0].findings
     unchecked += results[0].unchecked
@@ -116,5 +117,5 @@ def _check_manifest(step: OpenedStep) -> Iterator[Finding]:
     for part in step.step.parts:
         if not any(name.startswith(f"{part.directory}/") for name in manifest.documents):
             hint = f"remove it, or remove {MANIFEST_NAME} if a trainer has saved over the step on purpose"
-            what = "a part of the step that the manifest does not know"
+            what = "the manifest of the step does not list this part"
             yield Finding.error("manifest-mismatch", part.directory, what, hint)

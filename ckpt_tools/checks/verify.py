@@ -92,7 +92,7 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
     unchecked += _unknown_places(opened)
     if opened.manifest is None and opened.beside:
         files = first_few([asset.file for asset in opened.beside], 6)
-        unchecked.append(Unchecked(what=f"what lies beside, of which nothing is recorded: {files}"))
+        unchecked.append(Unchecked(what=f"other files, which have no recorded checksum: {files}"))
     unchecked += [Unchecked(what=what) for what in opened.format.unchecked]
     return Verification(
         level=level,

@@ -115,7 +115,7 @@ def _write_parts(job: Job, plans: Mapping[str, Plan], staging: Staging) -> dict[
         part.destination = staging.begin_part(name)
         part.num_workers, part.progress = job.num_workers, job.progress
         if can_adopt(part.destination, num_workers=job.num_workers):
-            part.notes.append("an interrupted run had written it, and it is right")
+            part.notes.append("already written by an interrupted run, and verified")
             done[name] = _conversion(part, start, planned_files(part), read=0)
         else:
             done[name] = _write(part, {"": plans[name]}, start, 0, is_part=True)

@@ -123,7 +123,7 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
     )
     for flag, value in single:
         if value:
-            what = f"{flag} is for one checkpoint, and this is a step of {len(step.parts)}"
+            what = f"{flag} applies to one checkpoint; this step has {len(step.parts)}"
             raise UsageError(what, where=path, hint=f"convert one part: {_give(step)}")
     parts: dict[str, Job] = {}
     mesh: Mesh | None = None
@@ -137,9 +137,9 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
     outer = _outer(step.root, os.fspath(options.destination), parts, mesh)
     outer.assets = [(step.root.source, asset) for asset in step.step.beside]
     outer.dtype = options.dtype
-    outer.notes = [f"a whole step: {first_few(list(parts), 6)} and {len(outer.assets)} files beside them, as they are"]
+    outer.notes = [f"whole step: {first_few(list(parts), 6)}; {len(outer.assets)} other files are copied unchanged"]
     if step.passed_over:
-        outer.notes.append(f"left out, as hidden, linked or no regular files: {first_few(step.passed_over, 6)}")
+        outer.notes.append(f"left out (hidden directories, links, special files): {first_few(step.passed_over, 6)}")
     if mesh is not None and (note := note_missing_rng(step.step.names, mesh.world_size)):
         outer.notes.append(note)
     return outer
@@ -223,6 +223,6 @@ def _notes_on_loader(opened: Opened, mesh: Mesh | None) -> Iterator[str]:
     saved = dataloader_ranks(opened.checkpoint)
     if saved and mesh is not None and saved != mesh.size("dp_replicate") * mesh.size("dp_shard"):
         yield (
-            f"the data loader's state is of {saved} data-parallel ranks, and torchtitan refuses it on another number: "
-            'checkpoint.exclude_from_loading = ["dataloader"] begins the data anew'
+            f"the data loader's state belongs to {saved} data-parallel ranks, and torchtitan rejects it on any other "
+            'number: set checkpoint.exclude_from_loading = ["dataloader"] to start the data over'
         )

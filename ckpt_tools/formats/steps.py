@@ -145,7 +145,7 @@ TRAINERS: Mapping[TrainerName, TrainerLayout] = {
         "get_model_state_dict(module); where the module keeps the model as self.model, add --prefix state_dict.model.",
     ),
     "verl": TrainerLayout(
-        refusal="verl starts from a model as the hub has it, and resumes from pickles of its own alone",
+        refusal="verl loads a model in its Hub format, and resumes only from its own pickled rank files",
         instead="set actor_rollout_ref.model.path to {source}",
     ),
     "plain": TrainerLayout(),
@@ -247,13 +247,14 @@ def note_missing_rng(names: Collection[str], num_ranks: int) -> str:
         return ""
     by_trainer = any(name.startswith("rng_state") for name in names)
     if by_trainer and num_ranks == 1:
-        return f"no {_LONE_RNG}, which the Trainer reads on one rank: its RNG begins anew"
+        return f"on one rank the Trainer reads {_LONE_RNG}, which is missing: its RNG state starts over"
     missing = [rank for rank in range(num_ranks) if rank not in ranks]
     if not missing:
         return ""
     shown = ", ".join(map(str, missing)) if len(missing) < 9 else f"{missing[0]} … {missing[-1]}"
-    also = "" if by_trainer else ", and accelerate's step counter, which lies in the same files"
-    return f"no RNG state of rank{'s' if len(missing) > 1 else ''} {shown}: RNG{also}, begins anew there"
+    who = f"rank {shown} has" if len(missing) == 1 else f"ranks {shown} have"
+    also = "" if by_trainer else ", and accelerate's step counter in the same file,"
+    return f"{who} no saved RNG state, which{also} starts over there"
 
 
 def trainer_of(checkpoint: Checkpoint, beside: Iterable[Asset]) -> TrainerName | None:

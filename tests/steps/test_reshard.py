@@ -48,7 +48,7 @@ def test_reshard_there_and_back_checks_the_digests_of_all_parts(saved, tmp_path,
 
 def test_ranks_without_an_rng_state_are_named(saved, tmp_path) -> None:
     notes = api.reshard(saved / "accelerate", tmp_path / "four", mesh="dp_shard=4", dry_run=True).notes
-    assert any("RNG state of ranks 2, 3" in note and "step counter" in note for note in notes)
+    assert any("ranks 2, 3 have no saved RNG state" in note and "step counter" in note for note in notes)
     notes = api.reshard(saved / "accelerate", tmp_path / "two", mesh="dp_shard=2", dry_run=True).notes
     assert not any("RNG" in note for note in notes)
     notes = api.reshard(saved / "trainer", tmp_path / "one", mesh="dp_shard=1", dry_run=True).notes
@@ -84,7 +84,7 @@ def test_unknown_files_and_directories_come_along(copy_of, tmp_path) -> None:
     "option", [{"prefix": "app."}, {"include": ["model.**"]}, {"exclude": ["**exp_avg"]}], ids=lambda o: next(iter(o))
 )
 def test_option_that_would_take_a_step_apart_is_refused(saved, tmp_path, option) -> None:
-    with pytest.raises(UsageError, match="a step of 2") as caught:
+    with pytest.raises(UsageError, match="this step has 2") as caught:
         api.reshard(saved / "accelerate", tmp_path / "out", mesh="dp_shard=2", **option)
     assert str(caught.value.hint).startswith(f"convert one part: {saved / 'accelerate' / 'pytorch_model_fsdp_0'}")
     assert not os.listdir(tmp_path)
@@ -173,7 +173,7 @@ def test_interrupted_step_is_continued_and_never_half_there(saved, tmp_path, err
     assert kept.name.startswith(".ckpt-tmp-")
     assert sum("the same command continues" in note for note in caught.value.__notes__) == 1
     result = api.reshard(saved / "accelerate", tmp_path / "out", mesh="dp_shard=2")
-    assert "pytorch_model_fsdp_0: an interrupted run had written it, and it is right" in result.notes
+    assert "pytorch_model_fsdp_0: already written by an interrupted run, and verified" in result.notes
     api.reshard(saved / "accelerate", tmp_path / "whole", mesh="dp_shard=2")
     ours, theirs = contents(tmp_path / "out"), contents(tmp_path / "whole")
     assert ours.keys() == theirs.keys()
@@ -190,7 +190,7 @@ def test_part_of_an_interrupted_run_that_was_damaged_since_is_written_again(save
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     result = api.reshard(saved / "accelerate", tmp_path / "out", mesh="dp_shard=2")
-    assert not any("interrupted run had written" in note for note in result.notes)
+    assert not any("already written by an interrupted run" in note for note in result.notes)
     assert api.verify(tmp_path / "out").ok
 
 
@@ -264,6 +264,6 @@ def test_lightnings_checkpoint_keeps_meta_pt(saved, tmp_path, read_dcp) -> None:
 def test_command_prints_notes_of_a_step(saved, tmp_path, capsys) -> None:
     assert main(["reshard", str(saved / "accelerate"), str(tmp_path / "out"), "--mesh", "dp_shard=4"]) == 0
     captured = capsys.readouterr()
-    assert "note: a whole step: pytorch_model_fsdp_0, optimizer_0 and 3 files beside them, as they are" in captured.err
+    assert "note: whole step: pytorch_model_fsdp_0, optimizer_0; 3 other files are copied unchanged" in captured.err
     assert "one part of a step" not in captured.err
     assert captured.out.startswith("wrote 12 tensors, ")

@@ -36,7 +36,7 @@ def test_verify_of_a_step_reads_all_parts_and_says_what_nothing_records(saved, n
     result = api.verify(saved / name)
     assert result.findings == ()
     assert result.tensors == (3 + 9) * (2 if name == "two" else 1)
-    (beside,) = (text for text in result.not_checked if "beside" in text)
+    (beside,) = (text for text in result.not_checked if "other files" in text)
     assert "scheduler" in beside
     assert "_1.p" in beside
 
@@ -54,7 +54,7 @@ def test_flipped_byte_of_a_part_is_found_in_it(copy_of, part) -> None:
     result = api.verify(step)
     assert codes(result) == ["damaged-data"]
     assert result.findings[0].where.startswith(f"{part}/__0_0.distcp")
-    assert not any("no recorded checksum" in text for text in result.not_checked)
+    assert not any("chunks, which have no recorded checksum" in text for text in result.not_checked)
 
 
 def test_truncated_file_of_a_part_is_found_in_it(copy_of, capsys) -> None:
@@ -143,9 +143,9 @@ def test_what_is_hidden_or_no_file_is_unchecked_and_left_out_and_deep_ones_come_
     (step / "lost.bin").symlink_to(tmp_path / "nowhere")
     os.mkfifo(step / "a" / "pipe")
     strange = ".cache, a/pipe, lost.bin"
-    assert f"what is hidden, linked or no regular file: {strange}" in api.verify(step).not_checked
+    assert f"hidden directories, links and special files: {strange}" in api.verify(step).not_checked
     result = api.reshard(step, tmp_path / "out", mesh="dp_shard=2")
-    assert f"left out, as hidden, linked or no regular files: {strange}" in result.notes
+    assert f"left out (hidden directories, links, special files): {strange}" in result.notes
     assert (tmp_path / "out/a/b/c/d/e/file").exists()
     assert api.verify(tmp_path / "out").not_checked == ()
 
