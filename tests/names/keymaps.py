@@ -126,7 +126,10 @@ def alone(package: str, module: str, *others: str, stubs: tuple[str, ...] = ()) 
     Skips the test where the package, or the version that had the module, is not there.
     """
     root, real = package.partition(".")[0], (module, *others)
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # of the package that it is in
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
     home = Path(next(iter(spec.submodule_search_locations)))

@@ -74,9 +74,11 @@ def test_blocks_together_are_what_they_are_one_by_one(stored, case) -> None:
         assert scan([entry], source, num_workers=num_workers).digests["t"] == digest_tensor(digests)
 
 
-def test_rows_are_read_once_for_blocks_that_share_them(stored, monkeypatch) -> None:
+@pytest.mark.parametrize(("case", "most"), [("transposed", 1), ("every second", 4000)])
+def test_rows_are_read_whole_for_blocks_that_share_them(stored, monkeypatch, case, most) -> None:
+    """A transposed matrix at once; of one with every second element first, 2000 rows twice, not every element."""
     source, entries, _ = stored
-    entry = mosaic.lay_out("t", transposed(entries)["a"], entries)
+    entry = mosaic.lay_out("t", CASES[case][0](entries), entries)
     sizes = []
     read_into = type(source).read_into
 
@@ -86,7 +88,8 @@ def test_rows_are_read_once_for_blocks_that_share_them(stored, monkeypatch) -> N
 
     monkeypatch.setattr(type(source), "read_into", counted)
     scan([entry], source, num_workers=1)
-    assert sizes == [entry.nbytes]
+    assert len(sizes) <= most
+    assert entry.nbytes <= sum(sizes) <= 2 * entry.nbytes
 
 
 @pytest.mark.parametrize("case", list(CASES))
