@@ -111,8 +111,9 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
         first = name_back(model, _tensors_of(origin), assets, origin.map, Naming(), opened.resolve)
     else:
         first = name_hub(model, assets, naming if naming.names == "hub" else Naming(), opened.resolve)
-        check_tied(first.aliases, model, opened)
-    second = name_live(first.checkpoint, assets, naming, opened.resolve)
+    check_tied(first.aliases, model, opened)
+    once = tuple(entry for entry in first.checkpoint.tensors if entry.fqn not in first.aliases)
+    second = name_live(replace(first.checkpoint, tensors=once), assets, naming, opened.resolve)
     whole = {middle: names[own] for middle, own in first.sources.items()}
     apart = {entry.fqn: entry for entry in as_stored(first.apart, names)}
     apart |= {whole[e.fqn]: replace(e, fqn=whole[e.fqn]) for e in second.apart if e.fqn in whole}

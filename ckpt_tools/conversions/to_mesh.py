@@ -10,7 +10,7 @@ from typing import Annotated
 from ckpt_tools.conversions.find import name_again
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.description.layout import Layout, Placement, parse_mesh
+from ckpt_tools.description.layout import Layout, Placement, Shard, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
@@ -98,6 +98,41 @@ def _warnings(layout: Layout) -> tuple[str, ...]:
         f"packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
         "of each of their matrices on every rank, and dcp.load reads other rows into them, without an error. "
         "Load with ckpt_tools.fsdp2.load_checkpoint, or redistribute them to Shard before dcp.load and back after it"
+    )
+    return (text,)
+
+
+def _other_in_ranks(named: Named, layout: Layout, names: Mapping[str, str]) -> tuple[str, ...]:
+    """Warn of tensors that transformers joins or splits along the dim that tp cuts.
+
+    It cuts what lies in the files, and joins the parts: a rank has other rows than the DTensor in the live model says,
+    and whatever loads by that (dcp.load, load_checkpoint) gives it others than `from_pretrained`. Two matrices that lie
+    side by side are what a packed style is for.
+
+    Source: transformers 5.23, where `DtensorShardOperation` comes before the conversions of `core_model_loading`.
+    """
+    spans = {(c.span.file, c.span.offset, c.span.nbytes) for entry in named.apart for c in entry.chunks}
+    found = []
+    for entry in named.checkpoint.tensors:
+        fqn = names.get(entry.fqn)
+        cut = None if fqn is None else layout.placements[fqn].get("tp")
+        if entry.fqn in named.sources or not isinstance(cut, Shard) or layout.mesh.size("tp") == 1:
+            continue
+        starts = {chunk.box.offsets[cut.dim] for chunk in entry.chunks}
+        is_whole = all((c.span.file, c.span.offset, c.span.nbytes) in spans for c in entry.chunks)
+        if fqn in layout.packed:  # it cuts each matrix in one run where experts lie one by one, else in several
+            others = [dim for dim in range(len(entry.shape)) if dim != cut.dim]
+            one_by_one = all(any(c.box.sizes[d] < entry.shape[d] for d in others) for c in entry.chunks)
+            meant = one_by_one and starts == {0, entry.shape[cut.dim] // 2}
+        else:
+            meant = len(starts) == 1
+        if not (is_whole and meant):
+            found.append(entry.fqn)
+    if not found:
+        return ()
+    text = (
+        f"transformers joins or splits {first_few(found, 4)} along the dim that tp cuts, after it has cut them: "
+        "its ranks have other rows there than any checkpoint gives them. Load these by from_pretrained"
     )
     return (text,)
 
@@ -195,7 +230,7 @@ def sharding_job(
         mesh=layout.mesh,
         placements=layout.placements,
         notes=[*notes, *_notes(layout)],
-        warnings=_warnings(layout),
+        warnings=(*_warnings(layout), *(_other_in_ranks(named, layout, kept) if options.tp_plan else ())),
     )
 
 

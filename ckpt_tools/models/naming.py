@@ -278,7 +278,8 @@ def name_back(
     for fqn, mosaic in back.items():
         back[fqn] = replace(mosaic, dtype=there[mosaic.sources[0]].dtype) if mosaic.sources else mosaic
     rest = _whole(entry for entry in checkpoint.tensors if entry.fqn not in live and entry.fqn not in back)
-    return _named(checkpoint, Converted(mosaics={**back, **rest}), None, "", resolve)
+    aliases = {alias: name for alias, name in found.aliases.items() if alias in rest and name in there}
+    return _named(checkpoint, Converted(mosaics={**back, **rest}, aliases=aliases), None, "", resolve)
 
 
 def _fits(naming: Naming, headers: Iterable[TensorEntry], assets: AssetList, there: Mapping[str, TensorEntry]) -> bool:

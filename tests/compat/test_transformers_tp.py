@@ -149,6 +149,7 @@ def assert_loads(results, *, packed, uneven=()):
         assert found["elsewhere"] == sorted([*packed, *uneven])
         assert difference < _TOLERANCE
     assert ("packed tensors" in said) == bool(packed)
+    assert "joins or splits" not in said
     for name in packed:
         assert re.search(re.escape(name).replace(r"\*", r"\d+"), said)
 
@@ -203,3 +204,17 @@ def test_experts_in_one_run_are_saved_and_come_back(tmp_path):
     assert main(["reshard", step, whole, "--mesh", "dp_shard=1", "-q"]) == 0
     assert main(["gather", whole, out, "--assets", hub, "-q"]) == 0
     assert main(["diff", hub, out, "-q"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Inkling2ForCausalLM", "model.layers.0.mlp.experts.gate_up_proj"),  # rows of gate and up in turn
+        ("Step3p7ForConditionalGeneration", "model.language_model.layers.3.mlp.experts.gate_up_proj"),  # stacks of them
+        ("HrmTextForCausalLM", "model.H_module.layers.0.self_attn.gate_proj.weight"),  # a part of a larger matrix
+    ],
+)
+def test_tensors_that_transformers_cuts_before_it_joins_them_are_warned_of(name, what, tmp_path):
+    said = sharded(name, zoo.small_config(name), tmp_path, ["--mesh", "tp=2", "--tp-plan", "auto"])
+    assert "from_pretrained" in said
+    assert f"joins or splits {what}" in said

@@ -56,6 +56,18 @@ def test_named_again_loads_there_and_the_files_come_back(model, tmp_path, first)
         ).read_bytes()
 
 
+def test_tied_names_of_a_library_are_one_tensor_on_the_way(model, tmp_path) -> None:
+    directory, hub, _, live = model
+    if "lm_head.weight" in hub:
+        pytest.skip("not tied")
+    args = ["shard", str(directory), str(tmp_path / "meta"), "--mesh", "dp_shard=2", "--names", "meta", "-q"]
+    assert main(args) == 0
+    for names in ("live", "hub", "megatron"):
+        assert reshard(tmp_path / "meta", tmp_path / names, "--names", names) == 0
+    assert loaded(tmp_path / "live", live) == []
+    assert loaded(tmp_path / "hub", hub) == []
+
+
 def test_trained_weights_keep_their_root_and_other_state_is_refused(model, tmp_path, capsys) -> None:
     directory, _, titan, live = model
     step = tmp_path / "step-10"
