@@ -17,6 +17,8 @@ import transformers
 from names import zoo
 
 from ckpt_tools.cli import main
+from ckpt_tools.errors import CkptError
+from ckpt_tools.fsdp2 import load_checkpoint
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 _SLICES = 16
@@ -31,6 +33,8 @@ def walk(name: str, directory: Path) -> str:
         return "small"
     hub, sharded, back = (str(directory / part) for part in ("hub", "dcp", "back"))
     state = live.state_dict()
+    if what := load_on_meta(name, live, hub):
+        return what
     if main(["shard", hub, sharded, "--mesh", "dp_shard=2", "-q"]) or main(["verify", sharded, "-q"]):
         return "not sharded"
     loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in state.items()}
@@ -53,6 +57,18 @@ def walk(name: str, directory: Path) -> str:
     if any(not torch.equal(tensor, state[fqn]) for fqn, tensor in again.state_dict().items()):
         return "trained: other values"
     return ""
+
+
+def load_on_meta(name: str, saved: transformers.PreTrainedModel, hub: str) -> str:
+    """Return "" or what is wrong with what `load_checkpoint` makes of a model's files."""
+    made = zoo.build(name, saved.config.to_dict(), "meta")
+    try:
+        load_checkpoint(made, hub)
+    except CkptError as error:
+        return f"load_checkpoint: {error}"
+    found = made.state_dict()
+    wrong = [fqn for fqn, tensor in saved.state_dict().items() if not torch.equal(tensor, found[fqn])]
+    return f"load_checkpoint: other values: {wrong[:3]}" if wrong else ""
 
 
 @pytest.mark.parametrize("at", range(_SLICES))
