@@ -205,8 +205,8 @@ def name_known(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: R
 def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
     """Refuse matrices that lie side by side in one tensor, cut along that dim by nobody knows whom.
 
-    A tensor-parallel rank has a part of each of them (PyTorch's `_StridedShard`), and PyTorch 2.13 saves these parts as
-    if they followed each other in the whole: rows of one matrix stand in the place of another's.
+    A tensor-parallel rank has a part of each of them (PyTorch's `_StridedShard`), which PyTorch 2.13 describes as one
+    run. What a trainer made of that the chunks do not show: rows of one matrix may stand in the place of another's.
 
     Raises:
         UsageError: Some are cut so.
@@ -227,8 +227,8 @@ def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
             f"{first_few(dict.fromkeys(cut), 2)}: several matrices in one tensor, cut where they lie side by side; "
             "whether the ranks' parts are in the order of the whole, the checkpoint does not say",
             where=checkpoint.root,
-            hint="tensor-parallel ranks save them in another order: load it into the model that saved it, and save "
-            "that without tensor parallelism; if nothing was tensor-parallel, `ckpt reshard` it and gather that",
+            hint="if they were redistributed to Shard before saving, or nothing was tensor-parallel, `ckpt reshard` it "
+            "to dp_shard=1 and gather that; otherwise save the model without tensor parallelism",
         )
 
 
