@@ -178,7 +178,8 @@ def _find_layout(opened: Opened, checkpoint: Checkpoint, named: Named, options: 
     try:
         return find_layout(opened, checkpoint, options)
     except UsageError as error:
-        if options.tp_plan is None or named.map is not None or not named.note:
+        is_of_plan = type(error) is UsageError and options.tp_plan is not None
+        if not is_of_plan or named.map is not None or not named.note:
             raise
         raise UsageError(f"{error.what} ({named.note})", where=error.where, hint=error.hint) from error
 

@@ -305,4 +305,6 @@ def test_save_with_dtensor_under_torchrun_is_one_rank(tmp_path):
     assert done.returncode == 0, done.stderr
     source = describe(tmp_path, "m.safetensors")
     mesh = Mesh((("dp_shard", 2),))
-    assert_saved(source, tmp_path / "out", mesh, place_tensors(source.tensors, mesh, ()), {"a": numbers(5, 2)})
+    assert_saved(
+        source, tmp_path / "out", mesh, place_tensors(source.tensors, mesh, ()).placements, {"a": numbers(5, 2)}
+    )

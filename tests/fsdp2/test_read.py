@@ -16,6 +16,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2.read import BoxReader, Whole, as_whole
 from ckpt_tools.maps import mosaic
+from ckpt_tools.moving.strides import MAX_WASTE
 
 SHAPES = {"matrix": (13, 12), "cube": (5, 6, 8), "vector": (17,), "scalar": (), "strided": (6, 10)}
 
@@ -58,7 +59,7 @@ def test_box_of_any_format_is_that_of_the_tensor(made, form, data):
         found = reader.read(as_whole(entry), Box(tuple(offsets), tuple(sizes)), torch.float32)
         assert torch.equal(found, state[name][part])
         assert found.is_contiguous()
-        assert reader.bytes_read == found.numel() * 4
+        assert found.numel() * 4 <= reader.bytes_read <= MAX_WASTE * found.numel() * 4
         half = reader.read(as_whole(entry), Box(tuple(offsets), tuple(sizes)), torch.bfloat16)
         assert torch.equal(half, state[name][part].bfloat16())
 
@@ -80,7 +81,7 @@ def test_box_of_tensors_that_are_put_together_is_that_of_the_whole(made, data):
             start = data.draw(st.integers(0, length))
             box.append((start, data.draw(st.integers(0, length - start))))
         found = reader.read(whole, Box(*map(tuple, zip(*box, strict=True))), torch.float32)
-        assert reader.bytes_read == found.numel() * 4
+        assert found.numel() * 4 <= reader.bytes_read <= MAX_WASTE * found.numel() * 4
         assert torch.equal(found, expected[tuple(slice(o, o + n) for o, n in box)])
 
 

@@ -222,4 +222,5 @@ def test_load_reads_only_the_parts_of_this_rank(trained, sources):
             limit = total / parts
             assert result[case]["bytes"] <= limit * 1.001, case
             if mesh.size("tp") > 1:
-                assert result[case]["bytes"] < 0.6 * limit, case  # all but the norms are cut once more
+                # All but the norms are cut once more; short parts of rows are read with what lies between them.
+                assert result[case]["bytes"] < 0.7 * limit, case

@@ -162,7 +162,7 @@ def _empty(case: Case) -> None:
     case.source.mkdir()
 
 
-@attack("source-names", "directories of other tools, named to drive the terminal", words="accelerate")
+@attack("source-names", "directories of other tools, named to drive the terminal", words="a directory of checkpoints")
 def _names(case: Case) -> None:
     (case.source / "pytorch_model_fsdp\x1b[2J\u202e").mkdir(parents=True)
     (case.source / "pytorch_model_fsdp\x1b[2J\u202e" / ".metadata").write_bytes(b"")
