@@ -41,6 +41,7 @@ _LEFT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--zoo", action="store_true", help="walk all architectures of transformers, not a part of them")
     parser.addoption("--quick", action="store_true", help="leave out what is marked `full`, as bin/test alone does")
 
 

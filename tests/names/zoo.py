@@ -47,6 +47,11 @@ def names() -> list[str]:
     return [name for name in found if isinstance(getattr(transformers, name, None), type)]
 
 
+def part(at: int, slices: int, *, whole: bool, of: int) -> list[str]:
+    """Return the classes of one of `slices`: all, or without `whole` one `of` so many."""
+    return names()[at::slices] if whole else names()[at :: slices * of]
+
+
 def small_config(name: str) -> dict[str, Any] | None:
     """Return the content of a config.json, None where nothing small builds."""
     kind = getattr(transformers, name)

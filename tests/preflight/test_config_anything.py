@@ -78,7 +78,7 @@ def test_any_value_anywhere_gives_a_config_or_a_clear_refusal(name: str, data: s
 
 
 @pytest.mark.full
-@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     words=st.lists(
         st.one_of(
