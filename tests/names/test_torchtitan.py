@@ -96,6 +96,14 @@ def test_trained_by_torchtitan_gathers_to_the_hub_s_names(model, tmp_path, era) 
     assert [name for name, tensor in hub.items() if not torch.equal(tensor, found[name])] == []
 
 
+def test_trained_by_torchtitan_without_a_config_is_warned_of(model, tmp_path, capsys) -> None:
+    _, _, expected = model
+    dcp.save(dict(expected), checkpoint_id=tmp_path / "step-10")
+    assert main(["gather", str(tmp_path / "step-10"), str(tmp_path / "hf")]) == 0
+    assert "the names are torchtitan's" in capsys.readouterr().err
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == expected.keys()
+
+
 def test_model_without_a_map_is_refused_with_those_that_there_are(tmp_path, capsys) -> None:
     toys.build("gpt2").save_pretrained(tmp_path / "hub")
     args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "--names", "torchtitan"]
