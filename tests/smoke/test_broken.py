@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools.errors import UnreadableError, UsageError
 
-pytestmark = pytest.mark.full(but=["test_broken_model_gets_its_diagnosis[CustomMethod]", "test_missing_key_is_found"])
+pytestmark = pytest.mark.full  # quick are tests/fsdp2/test_diagnoses.py and test_names.py
 
 
 def codes(report):
