@@ -222,7 +222,8 @@ def missing_parts(step: Step) -> Iterator[tuple[str, bool]]:
         yield MODEL_PART, True
     is_pickled = any(map(_PICKLED_OPTIMIZER.fullmatch, step.names))
     has_optimizer = len(there) > len(step.models)
-    for index in range(max((part.index for part in step.parts), default=0) + 1):
+    most = max(len(step.models), len(step.parts) - len(step.models))  # not the highest number: a name may be absurd
+    for index in sorted({*range(most), *(part.index for part in step.parts)}):
         model, optimizer = f"pytorch_model_fsdp_{index}", f"optimizer_{index}"
         if model not in there and step.models:
             yield model, True

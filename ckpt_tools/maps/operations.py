@@ -123,7 +123,7 @@ def _transpose_by_shape(tensor: Mosaic, dim0: int, dim1: int, live: tuple[int, .
     if there not in (live, live[::-1]):  # of a square one nobody can tell: transformers leaves it as it is
         raise ValueError(f"{list(there)} is not the {list(live)} of the model, nor its transpose")
     is_saving = dim0 > dim1
-    is_turned = there != live or (is_saving and live != live[::-1])
+    is_turned = live != live[::-1] and (there == live) == is_saving
     return mosaic.transpose(tensor, dim0, dim1) if is_turned else tensor
 
 

@@ -91,6 +91,15 @@ def test_trained_weights_are_as_the_released_ones(model, tmp_path) -> None:
     assert [name for name, tensor in live.state_dict().items() if not torch.equal(tensor, loaded[name])] == []
 
 
+def test_weights_in_the_released_form_stay_in_it(model, tmp_path) -> None:
+    _, hub, released = model
+    dcp.save(released, checkpoint_id=tmp_path / "run")
+    assert main(["gather", str(tmp_path / "run"), str(tmp_path / "hf"), "--assets", str(hub), "-q"]) == 0
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert found.keys() == released.keys()
+    assert [name for name, tensor in released.items() if not torch.equal(tensor, found[name])] == []
+
+
 def test_shapes_that_the_config_does_not_say_are_refused(model, tmp_path, capsys) -> None:
     _, hub, released = model
     config = transformers.AutoConfig.from_pretrained(hub)

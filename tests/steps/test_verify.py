@@ -224,3 +224,9 @@ def test_against_a_model_leaves_the_optimizer_unchecked(saved, tmp_path) -> None
 def test_against_one_model_of_two_asks_which(saved) -> None:
     with pytest.raises(UsageError, match="the reference has"):
         api.verify(saved / "two", against=saved / "accelerate" / "pytorch_model_fsdp_0")
+
+
+def test_part_of_an_absurd_number_is_no_flood_of_findings(copy_of) -> None:
+    step = copy_of("accelerate")
+    (step / "optimizer_0").rename(step / "optimizer_999999")
+    assert codes(api.verify(step)).count("missing-part") <= 3
