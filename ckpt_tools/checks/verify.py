@@ -115,7 +115,7 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
 
 
 def _unseen_values(checkpoint: Checkpoint, level: Level) -> Iterator[Unchecked]:
-    if level == "data":
+    if level == "data" and checkpoint.tensors:
         yield Unchecked(what="whether the values are finite (use --level values)")
     elif unseen := unseen_values(checkpoint):
         yield Unchecked(what=f"the values of {len(unseen)} tensors of packed or complex numbers: {first_few(unseen)}")
