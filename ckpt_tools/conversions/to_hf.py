@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
-from ckpt_tools.conversions.find import as_stored, check_tied, is_same, model_in
+from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, is_same, model_in
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
@@ -123,7 +123,7 @@ def gathering_job(
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
     named = name_hub(model, beside, naming, opened.resolve)
-    check_tied(named.aliases, model, opened)
+    check_left_out(named, model, opened)
     if named.note:
         notes.append(named.note)
     source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
@@ -230,6 +230,7 @@ def _turned_back(
         if origin.map is not None or naming.own:
             raise
         return model, names, ()
+    check_copies(named, opened)
     found = {entry.fqn: "" for entry in named.checkpoint.tensors}
     found |= {fqn: names.get(own, own) for fqn, own in named.sources.items()}
     return named.checkpoint, found, as_stored(named.apart, names)
