@@ -243,7 +243,8 @@ for directory in map(Path, sys.argv[1:]):
         model.load_state_dict(state)
         ours, theirs = (one(**inputs_of(reference)).logits for one in (model, reference))
     ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    print(f"RESULT {directory.name} rank {dist.get_rank()} {cut > 0} {float((ours - theirs).abs().max()):.1e}", flush=True)
+    difference = float((ours - theirs).abs().max())
+    print(f"RESULT {directory.name} rank {dist.get_rank()} {cut > 0} {difference:.1e}", flush=True)
 dist.destroy_process_group()
 """
 
