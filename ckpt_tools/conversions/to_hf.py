@@ -23,6 +23,7 @@ from ckpt_tools.models.name_options import GatherNames, MapFile
 from ckpt_tools.models.naming import AssetList, Naming, name_back, name_hub
 from ckpt_tools.options import (
     AnyPath,
+    Dequantize,
     Destination,
     DryRun,
     DTypeName,
@@ -53,6 +54,7 @@ class GatherOptions:
     destination: Destination = field(kw_only=False)
     max_shard_size: MaxShardSize = None
     dtype: DTypeName = "keep"
+    dequantize: Dequantize = False
     strip_prefix: Annotated[
         str,
         Option(
