@@ -60,7 +60,6 @@ def build(kind, names):
     """The model of one kind, sharded and compiled as the guide does it."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    from ckpt_tools.description.layout import parse_mesh
     from ckpt_tools.fsdp2 import Policy, build_device_mesh, shard_model
 
     if kind == "in place":
@@ -68,7 +67,7 @@ def build(kind, names):
         return
     with torch.device("meta"):
         names["model"] = model = Transformer()
-    mesh = build_device_mesh(parse_mesh(f"dp_shard={names['world_size']}"))
+    mesh = build_device_mesh("dp_shard=-1")
     names |= {"torch": torch, "Policy": Policy, "shard_model": shard_model, "mesh": mesh}
     if kind == "checkpoint_wrapper, in place":
         for name, block in list(model.blocks.named_children()):
@@ -111,7 +110,7 @@ def train(rank, world_size, directory):
     for number, kind in enumerate(KINDS):
         torch._dynamo.reset()
         calls = [0]
-        names = {"Transformer": Transformer, "path": path, "world_size": world_size, "backend": compiled(calls)}
+        names = {"Transformer": Transformer, "path": path, "backend": compiled(calls)}
         build(kind, names)
         model = names["model"]
         load_checkpoint(model, path)
@@ -143,7 +142,7 @@ def train(rank, world_size, directory):
             "calls": calls[:2],
             "findings": [finding.code for finding in audit(model, phase="loaded", optimizer=optimizer)],
         }
-    names = {"Transformer": Transformer, "path": path, "world_size": world_size, "backend": "eager"}
+    names = {"Transformer": Transformer, "path": path, "backend": "eager"}
     build("eager", names)
     load_checkpoint(names["model"], directory / "live")
     results["live"] = names["model"](tokens).item()
