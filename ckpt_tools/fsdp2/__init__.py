@@ -19,8 +19,10 @@ from ckpt_tools.fsdp2.mesh import build_device_mesh, fsdp_mesh, mesh_of, tp_mesh
 from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
 from ckpt_tools.fsdp2.qlora import Quantisation, load_quantised, quantise_linears
-from ckpt_tools.fsdp2.save import save_checkpoint
+from ckpt_tools.fsdp2.rng import RngState
+from ckpt_tools.fsdp2.save import async_save_checkpoint, save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
+from ckpt_tools.fsdp2.state import PerRank
 from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, parameter_groups
 from ckpt_tools.fsdp2.watch import Watch, read_traces, watch
 from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model
@@ -32,15 +34,18 @@ __all__ = [
     "Diagnosis",
     "GroupState",
     "LoadReport",
+    "PerRank",
     "Policy",
     "Precision",
     "Quantisation",
+    "RngState",
     "ShardedPlan",
     "Trace",
     "Watch",
     "accumulate",
     "adapter_state",
     "add_lora",
+    "async_save_checkpoint",
     "audit",
     "build_device_mesh",
     "clip_grad_norm",
