@@ -195,8 +195,8 @@ def _digest(leaf: object, fqn: str) -> str:
         return repr(parse_value(buffer.getvalue(), where=fqn))
     except Exception as error:  # pickle raises whatever an object's own methods do
         raise UsageError(
-            f"a value of type {type(leaf).__name__} cannot be read back: only tensors, numbers, texts, None, and tuples, "
-            "lists and dicts of plain values can",
+            f"a value of type {type(leaf).__name__} cannot be read back: only tensors, numbers, texts, None, and "
+            "tuples, lists and dicts of plain values can",
             where=f"state: {fqn}",
             hint="convert it (float, list, torch.from_numpy, generator.get_state), or give its owner a "
             "state_dict and a load_state_dict that do",

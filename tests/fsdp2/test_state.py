@@ -240,7 +240,8 @@ def test_gather_takes_the_model_and_says_what_else_is_there(tmp_path):
     model = Net(5)
     load_checkpoint(model, tmp_path / "out")
     assert torch.equal(model.last.weight, run.actor.last.weight)
-    assert "critic" in " ".join(report.notes)
+    assert "left out 24 tensors of optimizer state" in report.notes  # of both optimizers
+    assert "(of critic, rng, ema; --strip-prefix takes one)" in " ".join(report.notes)
     api.gather(tmp_path / "step", tmp_path / "critic", strip_prefix="critic")
     load_checkpoint(model, tmp_path / "critic")
     assert torch.equal(model.last.weight, run.critic.last.weight)
