@@ -77,7 +77,9 @@ def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
     if len(omitted) > len(others):
         notes.append(f"left out {len(omitted) - len(others)} tensors of optimizer state")
     if others:
-        notes.append(f"left out {len(others)} tensors that are not the model's: {first_few(others)}")
+        roots = dict.fromkeys(str(e.path[0]) for e in omitted if len(e.path) > 1 and not is_optimizer(e))
+        of = f" (of {first_few(list(roots), 6)}; --strip-prefix takes one)" if len(roots) > 1 else ""
+        notes.append(f"left out {len(others)} tensors that are not the model's: {first_few(others)}{of}")
     return notes
 
 

@@ -20,8 +20,10 @@ from ckpt_tools.fsdp2.methods import Methods
 from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
 from ckpt_tools.fsdp2.qlora import Quantisation, load_quantised, quantise_linears
-from ckpt_tools.fsdp2.save import save_checkpoint
+from ckpt_tools.fsdp2.rng import RngState
+from ckpt_tools.fsdp2.save import async_save_checkpoint, save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
+from ckpt_tools.fsdp2.state import PerRank
 from ckpt_tools.fsdp2.tensor_parallel import TpPlan
 from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, parameter_groups
 from ckpt_tools.fsdp2.watch import Watch, read_traces, watch
@@ -36,9 +38,11 @@ __all__ = [
     "GroupState",
     "LoadReport",
     "Methods",
+    "PerRank",
     "Policy",
     "Precision",
     "Quantisation",
+    "RngState",
     "ShardedPlan",
     "TpPlan",
     "Trace",
@@ -46,6 +50,7 @@ __all__ = [
     "accumulate",
     "adapter_state",
     "add_lora",
+    "async_save_checkpoint",
     "audit",
     "build_device_mesh",
     "clip_grad_norm",
