@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,6 +14,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Box, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.description.transform import find_model, strip_wrappers
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.fsdp2.agree import gather
 from ckpt_tools.fsdp2.architecture import architecture_of
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.load import targets_of
@@ -253,6 +255,13 @@ def differing_tensors(model: nn.Module, other: nn.Module) -> list[str]:
     """Return the names whose local parts are not bitwise equal in two models that are sharded alike."""
     mine, theirs = model.state_dict(), other.state_dict()
     return [name for name, tensor in mine.items() if not _is_equal(tensor, theirs.get(name))]
+
+
+def varying_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Return the buffers that are not the same on all ranks: running statistics of each rank's own data. Collective."""
+    own = {name: xxhash.xxh3_128_hexdigest(_bytes(b.to("cpu")).numpy().data) for name, b in model.named_buffers()}
+    every = gather(own)
+    return tuple(strip_wrappers(name) for name in own if len({each.get(name) for each in every}) > 1)
 
 
 def differing_states(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
+from ckpt_tools.errors import CkptError, RefusedConfigError, UnclearLossError, UsageError
 from ckpt_tools.fsdp2 import ShardedPlan
 from ckpt_tools.fsdp2.agree import gather
 from ckpt_tools.fsdp2.diagnose import diagnose
@@ -73,6 +73,10 @@ class Run:
     watch: Watch | None = None
     batch: Batch = field(default_factory=dict)
     loss: torch.Tensor | None = None
+    loss_at: str | None = None
+    """Where it is in what forward returns (`find_loss`)."""
+    has_drawn: bool = False
+    """Forward drew random numbers on this rank."""
     losses: list[float] = field(default_factory=list)
     """Of this run, mean over ranks, by step."""
     reference_losses: list[float] = field(default_factory=list)
@@ -85,6 +89,11 @@ class Run:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.setting.mesh.world_size
+
+    @property
+    def dp_index(self) -> int:
+        """Which batch this rank gets."""
+        return self.setting.dp_index(self.rank)
 
     def report(self, *findings: Finding) -> None:
         """Report findings; errors fail the phase on every rank."""
@@ -137,7 +146,7 @@ class Run:
 
 
 def _is_argument(error: CkptError, phase: str) -> bool:
-    if isinstance(error, RefusedConfigError):
+    if isinstance(error, (RefusedConfigError, UnclearLossError)):
         return True
     if phase not in _ARGUMENT_PHASES or isinstance(error, DoubleWrapError):
         return False
