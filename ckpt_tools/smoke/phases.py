@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import LoadReport, clip_grad_norm, save_checkpoint, shard_model
 from ckpt_tools.fsdp2.agree import from_rank0, gather, share
@@ -38,7 +39,6 @@ NORM_TOLERANCE = 1e-4
 """Relative, of the norm of all gradients."""
 MAX_NORM = 0.1
 """Gradients are clipped to this norm, which untrained models exceed."""
-_MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +165,8 @@ def _report_names(run: Run, report: LoadReport) -> None:
         ("missing-tensor", report.missing, "the checkpoint does not have it"),
         ("unexpected-tensor", () if run.blueprint.recipe.is_cut else report.unexpected, "the model has no name for it"),
     ):
-        for name in names[:_MAX_NAMES]:
-            run.error(code, name, what, "does the config belong to this checkpoint? `ckpt inspect --tensors`")
-        if len(names) > _MAX_NAMES:
-            run.error(code, "…", f"{len(names) - _MAX_NAMES} more: {what}")
+        hint = "does the config belong to this checkpoint? `ckpt inspect --tensors`"
+        run.report(*(Finding.error(code, name, what, hint) for name in names))
 
 
 def compare(run: Run) -> str:
