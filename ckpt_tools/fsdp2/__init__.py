@@ -8,9 +8,10 @@ from __future__ import annotations
 from ckpt_tools.fsdp2.audit import PHASES, audit
 from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
 from ckpt_tools.fsdp2.buffers import materialise_buffers
+from ckpt_tools.fsdp2.cases import Diagnosis
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare import Trace, compare_ranks, compare_traces
-from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
+from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.internals import GroupState, snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.local import local_box, placements_of
