@@ -15,6 +15,7 @@ from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
+from ckpt_tools.text import first_few
 from ckpt_tools.walls import check_config, demand_walls
 from ckpt_tools.walls.audit import HINT
 from ckpt_tools.walls.config import without_code_keys
@@ -26,6 +27,7 @@ _DEPTH = re.compile(
     r"(num_hidden_layers|num_layers|n_layers?|num_(decoder|encoder)_layers|(encoder|decoder)_layers|depth)"
 )
 _DROPOUT = re.compile(r".*(dropout|drop_rate|drop_path|pdrop|layerdrop|drop_path_rate)(_rate|_prob)?")
+_LAYERDROP = re.compile(r".*layer_?drop(_rate|_prob)?")
 _SPECIAL = re.compile(r".*token(_id|_index|_ids)?(_.*)?|.*_(id|index)")
 _LABELS_LIKE_INPUT = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration", "WithLMHead")
 
@@ -55,22 +57,26 @@ class HfRecipe(Recipe):
             )
         self._class, self._config_class = _find_classes(self._values, where, otherwise or _USE_FACTORY)
         self.title = self._class.__name__
-        for values in _nested(self._values):
-            for key, value in values.items():
-                if _DROPOUT.fullmatch(key) and _is_number(value):
-                    values[key] = type(value)(0)  # configs are strict about the type
 
     def build(self) -> nn.Module:
-        """Return the model as the config says, without cache and without dropout; behind walls only.
+        """Return the model as the config says, without cache, and without dropout unless it is kept; behind walls only.
+
+        Layers are never dropped: ranks that skip different ones would wait for each other.
 
         Raises:
             UsageError: The class refuses the config, or it takes more memory than the walls leave.
         """
         demand_walls()
         try:
-            config = self._config_class.from_dict(copy.deepcopy(self._values))
-            for part in _configs(config):
-                _turn_off(part)
+            pattern = _LAYERDROP if self.keeps_dropout else _DROPOUT
+            values = copy.deepcopy(self._values)
+            for part in _nested(values):
+                _zero(part, pattern)
+            config = self._config_class.from_dict(values)
+            for each in _configs(config):
+                if hasattr(each, "use_cache"):
+                    each.use_cache = False
+                _zero(vars(each), pattern)
             model: nn.Module = self._class(config)
         except UsageError:
             raise
@@ -83,7 +89,8 @@ class HfRecipe(Recipe):
                 found.hint = "pass a smaller config as --model, or run where there is more memory"
             raise found from error
         _follow_device(model)
-        without_dropout(model)
+        if not self.keeps_dropout:
+            without_dropout(model)
         return model.train()
 
     def batch(self, model: nn.Module, seed: int) -> Batch:
@@ -134,10 +141,15 @@ class HfRecipe(Recipe):
         return batch
 
     def notes_on(self, batch: Batch) -> tuple[str, ...]:
-        """Say when a model that sees gets nothing to see."""
+        """Say when a model that sees gets nothing to see, and when its layers are no longer dropped."""
+        notes = []
         if "vision_config" in self._values and "pixel_values" not in batch:
-            return ("the batch is text only: parts that take images or sound are loaded and saved, but not run",)
-        return ()
+            notes.append("the batch is text only: parts that take images or sound are loaded and saved, but not run")
+        dropped = {key for part in _nested(self._values) for key in part if _LAYERDROP.fullmatch(key) and part[key]}
+        if dropped and self.keeps_dropout:
+            what = "ranks that skip different layers would wait for each other for ever"
+            notes.append(f"{first_few(sorted(dropped))} is off: under FSDP, {what}")
+        return tuple(notes)
 
     @property
     def num_layers(self) -> int | None:
@@ -159,6 +171,7 @@ class HfRecipe(Recipe):
                 if isinstance(value, list) and len(value) in depths.values():
                     part[key] = value[:num_layers]
         cut = HfRecipe(values, self.where, otherwise=self._otherwise)
+        cut.keeps_dropout = self.keeps_dropout
         cut.is_cut = True
         cut.title = f"{self.title} cut to {num_layers} of {full} layers"
         return cut
@@ -241,13 +254,11 @@ def _configs(config: Any) -> Iterator[Any]:  # noqa: ANN401 - transformers' own
             yield from _configs(part)
 
 
-def _turn_off(config: Any) -> None:  # noqa: ANN401 - transformers' own
-    """Turn off what makes two runs differ, and caches."""
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
-    for key, value in list(vars(config).items()):
-        if _DROPOUT.fullmatch(key) and _is_number(value):
-            setattr(config, key, type(value)(0))
+def _zero(values: dict[str, Any], pattern: re.Pattern[str]) -> None:
+    """Set what is called so to 0; configs are strict about the type."""
+    for key, value in values.items():
+        if pattern.fullmatch(key) and _is_number(value):
+            values[key] = type(value)(0)
 
 
 def _image_tokens(config: Any) -> int:  # noqa: ANN401 - transformers' own
