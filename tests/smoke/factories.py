@@ -127,6 +127,33 @@ class Dies(Model):
         return layer(hidden)
 
 
+class DiesFirst(Model):
+    """Rank 0 leaves without a word."""
+
+    def through(self, layer, hidden):
+        if rank() == 0:
+            os._exit(7)
+        return layer(hidden)
+
+
+class LeavesQuietly(Model):
+    """Rank 1 ends as if all was well, in the middle of its forward."""
+
+    def through(self, layer, hidden):
+        if rank() == 1 and layer is self.layers[1]:
+            os._exit(0)
+        return layer(hidden)
+
+
+class Aborts(Model):
+    """Rank 1 is ended by an assertion of native code."""
+
+    def through(self, layer, hidden):
+        if rank() == 1:
+            os.abort()
+        return layer(hidden)
+
+
 class OwnGenerator(Model):
     """Forward draws from a generator that nobody seeds: no reference can agree."""
 
