@@ -144,7 +144,7 @@ def notes_on(opened: Opened) -> list[str]:
         notes.append(note_reading(opened.step))
     elif is_part(os.path.basename(opened.checkpoint.root)):
         notes.append(PART_NOTE)
-    return [*notes, *opened.format.caveats]
+    return [*notes, *opened.notes, *opened.format.caveats]
 
 
 def check_claims(job: Job) -> None:

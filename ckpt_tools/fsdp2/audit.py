@@ -27,6 +27,7 @@ Phase = Literal["built", "sharded", "loaded", "forward", "backward", "stepped"]
 """What was done last. "forward" is after a forward pass and before backward."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
+"""What `audit` takes for its `phase`, in the order of a training script."""
 
 
 def audit(
@@ -135,7 +136,7 @@ def _check_unmanaged(model: nn.Module, groups: tuple[Group, ...]) -> Iterator[Fi
     for param in _params(groups):
         managed |= {id(param.sharded), id(param.registered)} | {id(tensor) for _, tensor in param.shared}
     for fqn, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in managed:
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in managed:
             kind = "DTensor outside of every group" if isinstance(parameter, DTensor) else "plain tensor"
             yield build_finding("unmanaged", fqn, f"trainable, and a {kind}: its gradient is not averaged over ranks")
 
