@@ -94,21 +94,22 @@ def _several(given: _T | Sequence[_T] | None) -> tuple[_T, ...]:
     return tuple(given) if isinstance(given, list | tuple) else (cast("_T", given),)
 
 
-def find_double_wraps(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+def find_double_wraps(module: nn.Module, *, keeps: bool = False) -> tuple[tuple[str, ...], ...]:
     """Return how a module's entries lead to its registered methods, each as a path of method names.
 
-    An entry is `forward` or another registered method. `forward` itself may not be registered either.
+    An entry is `forward` or another registered method. `forward` itself may not be registered either. `keeps`: its
+    parameters stay gathered after forward, where one entry may run inside another.
     """
     registered = registered_methods(module)
     paths: list[tuple[str, ...]] = [("__call__", "forward")] if "forward" in registered else []
-    found = (entry_path(type(module), target, registered) for target in registered)
+    found = (entry_path(type(module), target, registered, keeps=keeps) for target in registered)
     return (*paths, *filter(None, found))
 
 
 def _check_methods(model: nn.Module, states: tuple[State, ...]) -> Iterator[Finding]:
     names = {module: fqn for fqn, module in model.named_modules()}
-    for module in chain.from_iterable(state.modules for state in states):
-        for path in find_double_wraps(module):
+    for module, keeps in ((module, state.keeps) for state in states for module in state.modules):
+        for path in find_double_wraps(module, keeps=keeps):
             way = " → ".join(path)
             what = f"{way}: {path[-1]} is registered as an entry point and runs inside {path[0]}, another entry point"
             yield build_finding("double-wrap", shown(names.get(module, "?")), what)

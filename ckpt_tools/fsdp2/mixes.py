@@ -39,7 +39,7 @@ def check_freed(case: Case) -> Diagnosis | None:
 def _double_wrapped(case: Case, only: Group | None = None) -> Diagnosis | None:
     for group in case.groups() if only is None else (only,):
         for module in group.modules:
-            paths = find_double_wraps(module)
+            paths = find_double_wraps(module, keeps=group.expected_after_forward == "UNSHARDED")
             if paths:
                 way = " → ".join(paths[0])
                 cause = f"{way}: {paths[0][-1]} is registered as an entry point and runs inside {paths[0][0]}"
