@@ -10,6 +10,7 @@ defaults), `jobs/process/BaseSDTrainProcess.py`; the FSDP plan: `train.dist_mode
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -180,6 +181,8 @@ def _first_process(raw: AiToolkit) -> Process:
 
 def _check(given: Given[Process]) -> None:
     processes = find_value(given.document.values, "config.process")
+    if "config" not in given.document.keyed():
+        processes = [given.document.values]
     count = len(processes) if isinstance(processes, list) else 0
     if count == 0:
         what, hint = "there is no process, so nothing is trained", "config.process: a list with one training process"
@@ -202,13 +205,14 @@ def _check(given: Given[Process]) -> None:
 
 
 def _looks_like(document: Document) -> bool:
-    job = (document.values or {}).get("config")
-    return isinstance(job, Mapping) and "process" in job
+    values = document.values or {}
+    job, train = values.get("config"), values.get("train")
+    return (isinstance(job, Mapping) and "process" in job) or (isinstance(train, Mapping) and "dist_mode" in train)
 
 
 def _prepare(document: Document) -> Source:
-    """Make a file ready; the first process is the one that counts."""
-    return Source(
+    """Make a file ready; the first process is the one that counts. The plan for FSDP shows a process alone."""
+    source = Source(
         model=AiToolkit,
         table=_TABLE,
         values=document.keyed(),
@@ -216,6 +220,10 @@ def _prepare(document: Document) -> Source:
         root="config.process[0]",
         check=_check,
     )
+    if "config" in source.values:
+        return source
+    options = {"config": {"process": [source.values]}}
+    return replace(source, options=options, spell=lambda path: path.removeprefix("config.process[0]").lstrip("."))
 
 
 READER = Reader(
