@@ -10,6 +10,7 @@ defaults), `jobs/process/BaseSDTrainProcess.py`; the FSDP plan: `train.dist_mode
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -229,6 +230,10 @@ def _prepare(document: Document) -> Source:
         root="config.process[0]",
         check=_check,
     )
+    if "config" in source.values:
+        return source
+    options = {"config": {"process": [source.values]}}
+    return replace(source, options=options, spell=lambda path: path.removeprefix("config.process[0]").lstrip("."))
 
 
 READER = Reader(
