@@ -81,16 +81,19 @@ class DotForward(Model):
         return layer.forward(hidden)
 
 
+class Dispatching(Layer):
+    def forward(self, hidden):
+        return self.run(hidden)
+
+
 class DoubleWrap(Model):
-    """Forward dispatches to a method that is registered as an entry too, as in the BAGEL port."""
+    """Its layers' forward dispatches to a method that is registered as an entry too, as in the BAGEL port."""
 
-    fsdp_forward_methods = ("forward_train",)
+    fsdp_forward_methods = {"Dispatching": ("run",)}  # noqa: RUF012
 
-    def forward(self, batch):
-        return self.forward_train(batch)
-
-    def forward_train(self, batch):
-        return super().forward(batch)
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Dispatching() for _ in range(2))
 
 
 def rank():

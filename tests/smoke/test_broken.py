@@ -39,7 +39,7 @@ def damaged(models, tmp_path, change, kind="llama"):
             "CustomMethod", "custom-method", "forward", "layers.0", "layers.0.run(...) was called", id="CustomMethod"
         ),
         ("DotForward", "dot-forward", "forward", "layers.0", "layers.0.forward(...) was called"),
-        ("DoubleWrap", "double-wrap", "shard", "forward_train", "forward → forward_train"),
+        ("DoubleWrap", "double-wrap", "shard", "layers.0.run", "forward → run"),
         ("KeywordModel", "opaque-output", "backward", "(root)", "Output"),
         ("NotFinite", "not-finite", "loss", "the loss", "nan"),
         ("Raises", "forward-failed", "forward", "factories.py", "ZeroDivisionError: the model says no"),
