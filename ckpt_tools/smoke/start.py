@@ -90,10 +90,10 @@ def _speak_for_ranks(
     options: SmokeOptions, label: str, speak: Callable[[SmokeReport], None], outcome: Outcome, directory: str
 ) -> None:
     """Report in the witness, which knows the options alone."""
-    from ckpt_tools.smoke.launcher import findings_of_traces
+    from ckpt_tools.smoke.launcher import judge_traces
     from ckpt_tools.smoke.setting import resolve
 
-    outcome.findings += findings_of_traces(directory, outcome)
+    judge_traces(directory, outcome)
     setting = resolve(options, world_size=len(outcome.logs))
     speak(SourceCheck(options).add_to(replace(assemble(setting, outcome), source=label)))
 
