@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import open_optimizer
@@ -243,7 +244,8 @@ def read_state(
 ) -> tuple[dict[str, torch.Tensor], LoadReport]:
     """Read what `load_checkpoint` installs, with its arguments; not collective, and the model stays as it is."""
     targets, shared = targets_of(model)
-    known = {name: source for name in targets if (source := name if names is None else names(name)) is not None}
+    sources_by_name = {name: name if names is None else names(name) for name in targets}
+    known = {name: strip_wrappers(source) for name, source in sources_by_name.items() if source is not None}
     targets = {name: targets[name] for name in known}
     shared = {name: first for name, first in shared.items() if name in targets and first in targets}
     match = match_names(opened.checkpoint, model, {known[n]: s for n, s in shapes_of(targets).items()}, prefix)

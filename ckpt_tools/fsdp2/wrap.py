@@ -37,7 +37,7 @@ class ShardedPlan:
     placements: Mapping[str, Mapping[str, Placement]]
     """FQN of every managed parameter → mesh axis → placement; axes that are not named replicate."""
     ignored: tuple[str, ...]
-    """FQNs of the parameters that FSDP leaves alone: scalars, and what the policy names."""
+    """FQNs of the parameters that FSDP leaves alone: scalars, what has no elements, and what the policy names."""
     ties: Ties
     """Names that share one parameter."""
     methods: Mapping[str, tuple[str, ...]]
@@ -98,7 +98,8 @@ def shard_model(
     policy.check_mesh(dp)
     ignored = _ignored(model, policy.ignored)
     names = tuple(name for name in find_blocks(model, blocks) if not _is_within(model, name, ignored))
-    methods = find_methods(model, forward_methods, (*names, "") if root else names)
+    kept = (*(names if not policy.reshard else ()), *([""] if not (policy.reshard and policy.reshard_root) else ()))
+    methods = find_methods(model, forward_methods, (*names, "") if root else names, kept)
     styles = {} if tp_plan is None else find_styles(model, tp_plan)
     ties = tied_groups(model)
     tp = tp_mesh(mesh)
@@ -191,7 +192,7 @@ def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
 
 
 def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
-    """Return the parameters that FSDP does not manage: what `globs` name, and 0-d ones, which `fully_shard` refuses.
+    """Return what FSDP does not manage: what `globs` name, and parameters of no dim or no element, which it refuses.
 
     Raises:
         UsageError: One is trainable: nobody would average its gradient. Or a glob matches nothing.
@@ -199,14 +200,14 @@ def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
     chosen = set(find_parameters(model, globs, "Policy.ignored"))
     found = []
     for fqn, parameter in model.named_parameters():
-        if parameter.dim() and fqn not in chosen:
-            continue
-        if parameter.requires_grad:
-            what, hint = ("scalar cannot be sharded", "make it a parameter of shape (1,), or freeze it")
-            if parameter.dim():
-                what, hint = ("parameter is ignored by FSDP", "freeze it, or leave it out of Policy.ignored")
+        is_scalar, is_named = not parameter.dim(), fqn in chosen
+        if (is_scalar or is_named) and parameter.requires_grad:
+            what, hint = "scalar cannot be sharded", "make it a parameter of shape (1,), or freeze it"
+            if not is_scalar:
+                what, hint = "parameter is ignored by FSDP", "freeze it, or leave it out of Policy.ignored"
             raise UsageError(f"a trainable {what}, so its gradient would never be averaged", where=fqn, hint=hint)
-        found.append(fqn)
+        if is_scalar or is_named or not parameter.numel():
+            found.append(fqn)
     return tuple(found)
 
 
