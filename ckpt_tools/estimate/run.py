@@ -92,8 +92,8 @@ def config_of(options: EstimateOptions) -> str | None:
 
 
 def _names_architecture(path: str) -> bool:
-    """Is it a config of transformers? One of diffusers, beside its weights, is not: then these answer."""
-    return bool(read_config(path, hint=SIZES_HINT).values.get("architectures"))
+    """Does it name a class of transformers or diffusers? Otherwise the weights beside it answer."""
+    return read_config(path, hint=SIZES_HINT).architecture is not None
 
 
 def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...]]:

@@ -114,11 +114,8 @@ def _described(directory: str, missing: list[str], *, passed: bool) -> str | Non
             )
         missing.append(f"the model's classes, names and shapes: there is no config.json in {where}")
         return None
-    document = read_config(path).values
-    if not document.get("architectures"):
-        kind = document.get("_class_name")
-        what = f"describes a {escape_name(kind)} of diffusers" if isinstance(kind, str) else "names no architecture"
-        missing.append(f"the model's classes, names and shapes: {where} {what}, which transformers cannot build")
+    if read_config(path).architecture is None:
+        missing.append(f"the model's classes, names and shapes: {where} names no architecture")
         return None
     return directory
 
