@@ -25,10 +25,10 @@ _CACHE = "feat_cache"
 def find_blocks(model: nn.Module, blocks: Blocks = "auto") -> tuple[str, ...]:
     """Return the FQNs of the modules that `blocks` means, children before parents.
 
-    "auto" takes what the model itself says may not be split (transformers' and diffusers' `_no_split_modules`), and without that
-    the modules of every list of at least two modules of one class. Left out are modules without parameters,
-    those that write into a list that they are given, and those that share parameters with modules outside of them (tied embeddings): FSDP can only manage these in a
-    unit that contains both, which the root does.
+    "auto" takes what the model itself says may not be split (transformers' and diffusers' `_no_split_modules`), and
+    without that the modules of every list of at least two modules of one class. Left out are modules without
+    parameters, those that write into a list that they are given, and those that share parameters with modules outside
+    of them (tied embeddings): FSDP can only manage these in a unit that contains both, which the root does.
 
     Args:
         model: Not yet sharded.
