@@ -31,7 +31,7 @@ from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.local import assemble
-from ckpt_tools.models.recipe import Batch, Recipe, loss_of
+from ckpt_tools.models.recipe import Batch, Recipe, find_loss, loss_of
 
 _CPU = torch.device("cpu")
 _GROUPS = {
@@ -178,7 +178,9 @@ def measure(model: nn.Module, batch: Batch, case: Case) -> Memory:
     tracker.host = _HOST if case.offload else ()
     tracker.track_inputs(tuple(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)))
     with tracker:
-        loss = loss_of(model(**batch))  # nothing holds the logits any more, as in a trainer
+        output = model(**batch)
+        loss = loss_of(output, find_loss(output))
+        del output  # as trainers do: it holds the logits
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         grads = tracker.now()["grads"]

@@ -115,6 +115,8 @@ class Opened:
     beside: tuple[Asset, ...] = ()
     """Files of a training step beside its DCP files (Lightning's meta.pt, RNG states, …): `reshard` carries them along
     as they are, unopened; a model does not need them."""
+    notes: tuple[str, ...] = ()
+    """What was done to what the files hold, for people."""
     step: Step | None = None
     """The step whose model this is, where the path named the step."""
     single_names: int = 0

@@ -19,6 +19,8 @@ from ckpt_tools.walls.config import without_code_keys
 USE_FACTORY = "use --factory pkg.mod:callable"
 FEEDS_ITSELF = f"{USE_FACTORY}, whose model has example_batch(batch_size, seq_len)"
 """Hint: what to do with a model that ckpt cannot feed."""
+LAYERDROP = re.compile(r".*layer_?drop(_rate|_prob)?")
+"""Keys of a config that drop whole layers."""
 _DROPOUT = re.compile(r".*(dropout|drop_rate|drop_path|pdrop|layerdrop|drop_path_rate)(_rate|_prob)?")
 
 
@@ -49,10 +51,6 @@ class ConfigRecipe(Recipe):
                 hint="start from the checkpoint that it was made of",
             )
         self.title = self._find_class(otherwise or USE_FACTORY)
-        for values in nested(self._values):
-            for key, value in values.items():
-                if sets_dropout(key, value):
-                    values[key] = type(value)(0)  # configs are strict about the type
 
     @abstractmethod
     def _find_class(self, otherwise: str) -> str:
@@ -60,10 +58,15 @@ class ConfigRecipe(Recipe):
 
     @abstractmethod
     def _construct(self) -> nn.Module:
-        """Return the model as the config says, on the default device; whatever a class raises may pass."""
+        """Return the model as the config says, on the default device; whatever a class raises may pass.
+
+        It builds with `settled`, and passes what the library adds of its own to `turn_off`.
+        """
 
     def build(self) -> nn.Module:
-        """Return the model as the config says, without cache and without dropout; behind walls only.
+        """Return the model as the config says, without cache, and without dropout unless it is kept; behind walls only.
+
+        Layers are never dropped: ranks that skip different ones would wait for each other.
 
         Raises:
             UsageError: The class refuses the config, or it takes more memory than the walls leave.
@@ -81,8 +84,23 @@ class ConfigRecipe(Recipe):
                 )
                 found.hint = "pass a smaller config as --model, or run where there is more memory"
             raise found from error
-        without_dropout(model)
+        if not self.keeps_dropout:
+            without_dropout(model)
         return model.train()
+
+    def settled(self) -> dict[str, Any]:
+        """Return the config to build with, of the caller's own."""
+        values = copy.deepcopy(self._values)
+        for part in nested(values):
+            self.turn_off(part)
+        return values
+
+    def turn_off(self, values: dict[str, Any]) -> None:
+        """Set to 0 what drops in a config: layers alone where dropout is kept."""
+        pattern = LAYERDROP if self.keeps_dropout else _DROPOUT
+        for key, value in values.items():
+            if pattern.fullmatch(key) and _is_number(value):
+                values[key] = type(value)(0)  # configs are strict about the type
 
     def batch(self, model: nn.Module, seed: int) -> Batch:
         """Return the batch of a seed.
@@ -120,6 +138,7 @@ class ConfigRecipe(Recipe):
                 part[key] = min(depth, num_layers)
             self._cut_lists(part, depths, num_layers)
         cut = type(self)(values, self.where, otherwise=self._otherwise)
+        cut.keeps_dropout = self.keeps_dropout
         cut.is_cut = True
         cut.title = f"{self.title} cut to {num_layers} of {full} layers"
         return cut
@@ -164,8 +183,3 @@ def nested(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for value in values.values():
         if isinstance(value, dict):
             yield from nested(value)
-
-
-def sets_dropout(key: str, value: object) -> bool:
-    """Is it the key of a dropout, with a number?"""
-    return _DROPOUT.fullmatch(key) is not None and _is_number(value)

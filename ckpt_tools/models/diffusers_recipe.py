@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
+from ckpt_tools.models.computed import parameters_on_meta
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe
 from ckpt_tools.models.diffusers_inputs import Wanted, draw
 from ckpt_tools.models.parameters import replace_parameters
@@ -43,12 +41,12 @@ class DiffusersRecipe(ConfigRecipe):
 
     def _construct(self) -> nn.Module:
         if torch.get_default_device().type == "meta":
-            with torch.device("cpu"), _parameters_on_meta():
-                model: nn.Module = self._class.from_config(copy.deepcopy(self._values))
+            with torch.device("cpu"), parameters_on_meta():
+                model: nn.Module = self._class.from_config(self.settled())
             # What a class puts in the place of a parameter later than it registers one.
             replace_parameters(model, lambda one: None if one.is_meta else one.detach().to("meta"))
         else:
-            model = self._class.from_config(copy.deepcopy(self._values))
+            model = self._class.from_config(self.settled())
             for parameter in model.parameters():
                 if parameter.is_floating_point() and not bool(parameter.any()):
                     nn.init.normal_(parameter, std=_ZERO_STD)
@@ -107,23 +105,6 @@ def _find_class(name: object, where: str, otherwise: str) -> Any:  # noqa: ANN40
             hint=otherwise,
         )
     return found
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Let modules register their parameters on meta, before anything is written to them."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _to_loss(model: nn.Module, args: object, output: object) -> dict[str, torch.Tensor]:  # noqa: ARG001 - a hook

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -13,9 +12,10 @@ from torch import nn
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.models.config_recipe import FEEDS_ITSELF, USE_FACTORY, ConfigRecipe, sets_dropout
+from ckpt_tools.models.config_recipe import FEEDS_ITSELF, LAYERDROP, USE_FACTORY, ConfigRecipe, nested
 from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, SEQ_LEN, Batch
+from ckpt_tools.text import first_few
 
 _SPECIAL = re.compile(r".*token(_id|_index|_ids)?(_.*)?|.*_(id|index)")
 _LABELS_LIKE_INPUT = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration", "WithLMHead")
@@ -34,9 +34,11 @@ class HfRecipe(ConfigRecipe):
         return name
 
     def _construct(self) -> nn.Module:
-        config = self._config_class.from_dict(copy.deepcopy(self._values))
+        config = self._config_class.from_dict(self.settled())
         for part in _configs(config):
-            _turn_off(part)
+            if hasattr(part, "use_cache"):
+                part.use_cache = False
+            self.turn_off(vars(part))
         model: nn.Module = self._class(config)
         _follow_device(model)
         return model
@@ -71,10 +73,15 @@ class HfRecipe(ConfigRecipe):
         return batch
 
     def notes_on(self, batch: Batch) -> tuple[str, ...]:
-        """Say when a model that sees gets nothing to see."""
+        """Say when a model that sees gets nothing to see, and when its layers are no longer dropped."""
+        notes = []
         if "vision_config" in self._values and "pixel_values" not in batch:
-            return ("the batch is text only: parts that take images or sound are loaded and saved, but not run",)
-        return ()
+            notes.append("the batch is text only: parts that take images or sound are loaded and saved, but not run")
+        dropped = {key for part in nested(self._values) for key in part if LAYERDROP.fullmatch(key) and part[key]}
+        if dropped and self.keeps_dropout:
+            what = "ranks that skip different layers would wait for each other for ever"
+            notes.append(f"{first_few(sorted(dropped))} is off: under FSDP, {what}")
+        return tuple(notes)
 
     def _cut_lists(self, part: dict[str, Any], depths: Mapping[str, int], num_layers: int) -> None:
         for key, value in part.items():
@@ -119,15 +126,6 @@ def _configs(config: Any) -> Iterator[Any]:  # noqa: ANN401 - transformers' own
         part = getattr(config, name, None)
         if part is not None and not isinstance(part, dict):
             yield from _configs(part)
-
-
-def _turn_off(config: Any) -> None:  # noqa: ANN401 - transformers' own
-    """Turn off what makes two runs differ, and caches."""
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
-    for key, value in list(vars(config).items()):
-        if sets_dropout(key, value):
-            setattr(config, key, type(value)(0))
 
 
 def _image_tokens(config: Any) -> int:  # noqa: ANN401 - transformers' own

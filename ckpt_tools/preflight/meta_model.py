@@ -24,7 +24,7 @@ from ckpt_tools.fsdp2.names import match_names, shapes_of
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import ModelConfig
-from ckpt_tools.models.recipe import call, loss_of
+from ckpt_tools.models.recipe import call, find_loss, loss_of
 from ckpt_tools.models.recipe_of import recipe_of
 from ckpt_tools.placement.place import place_tensors
 from ckpt_tools.placement.rule import Rule
@@ -134,7 +134,8 @@ def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str) -> Trial:
                 continue
             torch.manual_seed(0)
             model = recipe.build()
-            loss = loss_of(call(model, recipe.batch(model, seed=0)))
+            output = call(model, recipe.batch(model, seed=0))
+            loss = loss_of(output, find_loss(output))
             torch.autograd.backward([loss])
         except Exception as error:  # noqa: BLE001 - whatever a model that never was does
             what = error.what if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"

@@ -14,6 +14,8 @@ WORLD_NAME = "world"
 """Directory of the ranks that train."""
 RELOAD_NAME = "reload"
 """Directory of the ranks that reload."""
+RELIEF = "try fewer ranks, or a smaller model"
+"""What to do when the machine runs out of memory."""
 OnPhase = Callable[[str, str], None]
 """Told about progress: the phase, and "begun", "done" or "failed"."""
 
@@ -31,6 +33,8 @@ class Saved:
     """Depth that the model was cut to; None for its own."""
     tp: int
     """Size of the axis: worlds of the same add partial sums in the same order."""
+    loss_at: str | None
+    """Where the loss is in what forward returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

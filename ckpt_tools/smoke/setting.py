@@ -80,6 +80,7 @@ def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
     if policy is None:
         policy = parse_policy(_strategy_for(mesh), precision=precision)
     recipe = find_recipe(options)
+    recipe.keeps_dropout = mesh.size(TP_AXIS) == 1  # ranks of one layer would draw for their own part of it
     timeout_s = options.timeout or DEFAULT_TIMEOUT_S + _source_bytes(options) / _SLOW_BYTES_PER_S
     return Setting(options=options, mesh=mesh, policy=policy, recipe=recipe, timeout_s=timeout_s)
 

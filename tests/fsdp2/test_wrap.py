@@ -10,7 +10,16 @@ from torch import nn
 
 from ckpt_tools.description.layout import Shard, parse_mesh
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.fsdp2 import STRATEGIES, Policy, Precision, build_device_mesh, find_blocks, parse_policy, parse_strategy
+from ckpt_tools.fsdp2 import (
+    STRATEGIES,
+    Policy,
+    Precision,
+    build_device_mesh,
+    find_blocks,
+    mesh_of,
+    parse_policy,
+    parse_strategy,
+)
 from ckpt_tools.fsdp2.methods import dispatch_path
 
 
@@ -131,6 +140,17 @@ def test_strategy_that_is_none_is_refused():
         Policy(strategy="no_shard", reshard_after_forward=False)
 
 
+@pytest.mark.parametrize("name", ["limit_all_gathers", "buffer_dtype", "use_orig_params", "backward_prefetch"])
+def test_options_of_fsdp1_are_answered_by_name(name):
+    for kind in (Policy, Precision):
+        with pytest.raises(UsageError, match=f"{name} is not an option of FSDP2; at: {kind.__name__}; hint: FSDP2 "):
+            kind(**{name: True})
+    with pytest.raises(TypeError, match="frobnicate"):
+        Policy(frobnicate=1)
+    with pytest.raises(UsageError, match="must not be negative"):
+        Policy(prefetch_forward=-1)
+
+
 def test_zero2_of_hybrid_shard_keeps_parameters():
     assert parse_policy("5").reshard is False
     assert parse_policy("4").reshard is True
@@ -240,6 +260,8 @@ def refusals(rank, world_size):
         build_device_mesh(parse_mesh("dp_shard=4"))
     except UsageError as error:
         fine["world"] = error.what
+    inferred = build_device_mesh("dp_replicate=1,fsdp=-1")
+    fine["inferred"] = str(mesh_of(inferred)), inferred.device_type
     return seen, fine
 
 
@@ -295,6 +317,7 @@ def test_plan_says_what_was_done(judged):
             assert fine[check], check
         assert "sharded already" in fine["twice"][1]
         assert fine["world"] == "the mesh dp_shard=4 has 4 ranks, the process group has 2"
+        assert fine["inferred"] == ("dp_replicate=1,dp_shard=2", "cpu")
 
 
 def test_plan_with_tp_is_what_the_parameters_became(judged):

@@ -81,16 +81,19 @@ class DotForward(Model):
         return layer.forward(hidden)
 
 
+class Dispatching(Layer):
+    def forward(self, hidden):
+        return self.run(hidden)
+
+
 class DoubleWrap(Model):
-    """Forward dispatches to a method that is registered as an entry too, as in the BAGEL port."""
+    """Its layers' forward dispatches to a method that is registered as an entry too, as in the BAGEL port."""
 
-    fsdp_forward_methods = ("forward_train",)
+    fsdp_forward_methods = {"Dispatching": ("run",)}  # noqa: RUF012
 
-    def forward(self, batch):
-        return self.forward_train(batch)
-
-    def forward_train(self, batch):
-        return super().forward(batch)
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Dispatching() for _ in range(2))
 
 
 def rank():
@@ -127,11 +130,67 @@ class Dies(Model):
         return layer(hidden)
 
 
-class Random(Model):
-    """Forward draws noise of its own: no reference can agree."""
+class DiesFirst(Model):
+    """Rank 0 leaves without a word."""
 
     def through(self, layer, hidden):
-        return layer(hidden) + 0.1 * torch.randn_like(hidden)
+        if rank() == 0:
+            os._exit(7)
+        return layer(hidden)
+
+
+class LeavesQuietly(Model):
+    """Rank 1 ends as if all was well, in the middle of its forward."""
+
+    def through(self, layer, hidden):
+        if rank() == 1 and layer is self.layers[1]:
+            os._exit(0)
+        return layer(hidden)
+
+
+class Aborts(Model):
+    """Rank 1 is ended by an assertion of native code."""
+
+    def through(self, layer, hidden):
+        if rank() == 1:
+            os.abort()
+        return layer(hidden)
+
+
+class OwnGenerator(Model):
+    """Forward draws from a generator that nobody seeds: no reference can agree."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator(device="cpu")
+
+    def through(self, layer, hidden):
+        return layer(hidden) + 0.1 * torch.randn(hidden.shape, generator=self.generator, device="cpu")
+
+
+class Draws(Model):
+    """Forward drops what only the ranks know how much of: with tp, each has a part of the hidden features."""
+
+    fsdp_blocks = "Layer"
+    fsdp_tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}  # noqa: RUF012
+
+    def through(self, layer, hidden):
+        kept = functional.dropout(functional.gelu(layer.up(layer.norm(hidden))), 0.2)
+        return hidden + layer.down(kept)
+
+
+class TwoScalars(Model):
+    """Returns two scalars that have gradients, and says nothing about which one is the loss."""
+
+    def forward(self, batch):
+        loss = super().forward(batch)
+        return loss, 2 * loss, None
+
+
+class Penalised(TwoScalars):
+    """The same; the second scalar is the loss."""
+
+    fsdp_loss = "1"
 
 
 class Remembers(Model):
