@@ -23,8 +23,8 @@ BATCH_SIZE = 2
 SEQ_LEN = 16
 """Tokens per sample."""
 
-Batch = dict[str, torch.Tensor]
-"""What forward takes, by name."""
+Batch = dict[str, Any]
+"""What forward takes, by name: tensors, lists and dicts of tensors, numbers."""
 
 
 class Recipe(ABC):
