@@ -26,7 +26,7 @@ from ckpt_tools.fsdp2.save import async_save_checkpoint, save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
 from ckpt_tools.fsdp2.state import PerRank
 from ckpt_tools.fsdp2.tensor_parallel import TpPlan
-from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, parameter_groups
+from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, offload_optimizer, parameter_groups
 from ckpt_tools.fsdp2.watch import Watch, read_traces, watch
 from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model
 
@@ -71,6 +71,7 @@ __all__ = [
     "local_box",
     "materialise_buffers",
     "mesh_of",
+    "offload_optimizer",
     "parameter_groups",
     "parse_policy",
     "parse_strategy",

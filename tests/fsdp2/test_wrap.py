@@ -141,6 +141,17 @@ def test_strategy_that_is_none_is_refused():
         Policy(strategy="no_shard", reshard_after_forward=False)
 
 
+@pytest.mark.parametrize("name", ["limit_all_gathers", "buffer_dtype", "use_orig_params", "backward_prefetch"])
+def test_options_of_fsdp1_are_answered_by_name(name):
+    for kind in (Policy, Precision):
+        with pytest.raises(UsageError, match=f"{name} is not an option of FSDP2; at: {kind.__name__}; hint: FSDP2 "):
+            kind(**{name: True})
+    with pytest.raises(TypeError, match="frobnicate"):
+        Policy(frobnicate=1)
+    with pytest.raises(UsageError, match="must not be negative"):
+        Policy(prefetch_forward=-1)
+
+
 def test_zero2_of_hybrid_shard_keeps_parameters():
     assert parse_policy("5").reshard is False
     assert parse_policy("4").reshard is True
