@@ -10,6 +10,7 @@ defaults), `jobs/process/BaseSDTrainProcess.py`; the FSDP plan: `train.dist_mode
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
