@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import check_names
+from ckpt_tools.conversions.find import model_in
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gathering_job, model_beside
@@ -70,9 +71,13 @@ def shard(options: ShardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
-    with open_path(os.fspath(options.source), format=options.format) as opened:
-        if opened.format.loads_by_dcp:
+    with open_path(os.fspath(options.source), format=options.format) as found:
+        opened = found
+        if opened.format.loads_by_dcp or (opened.format.is_sharded and opened.format.has_views):
             raise _wrong_verb("the source is already sharded", "reshard", options)
+        notes: list[str] = []
+        if opened.format.has_views:  # a trainer's file: its model is meant
+            opened = replace(opened, checkpoint=model_in(opened, "auto", notes)[0])
         use_dtensor = options.engine == "dtensor"
         layout, names = None, str(options.names)
         if options.trainer is not None:
@@ -88,6 +93,7 @@ def shard(options: ShardOptions) -> Conversion:
         named = name_live(opened.checkpoint, opened.assets, naming, opened.resolve)
         job = sharding_job(opened, options, named=named)
         job.use_dtensor = use_dtensor
+        job.notes += notes
         return _run(job if layout is None else starting_job(job, layout), options)
 
 

@@ -144,7 +144,8 @@ def notes_on(opened: Opened) -> list[str]:
         notes.append(note_reading(opened.step))
     elif is_part(os.path.basename(opened.checkpoint.root)):
         notes.append(PART_NOTE)
-    return [*notes, *opened.format.caveats]
+    notes += [f"left out, {what}" for what in opened.unread]
+    return [*notes, *opened.notes, *opened.format.caveats]
 
 
 def check_claims(job: Job) -> None:
