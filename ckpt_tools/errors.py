@@ -73,6 +73,12 @@ class RefusedConfigError(UsageError):
     code = "refused-config"
 
 
+class UnclearLossError(UsageError):
+    """Forward returns several things that might be the loss, or none where the user says."""
+
+    code = "unclear-loss"
+
+
 class UnreadableError(CkptError):
     """The source is not a complete, readable checkpoint."""
 

@@ -190,6 +190,9 @@ MeshText = Annotated[
     ),
 ]
 WorldSize = Annotated[int | None, Option("Number of ranks, to infer -1 in --mesh.", min=1)]
+Dequantize = Annotated[
+    bool, Option("Decode quantised weights, as --dtype says or config.json; without it their bytes stay as they are.")
+]
 DTypeName = Annotated[str, Option("Cast floating-point tensors.", metavar="keep|bf16|f16|f32")]
 MaxShardSize = Annotated[
     str | None,

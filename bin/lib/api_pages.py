@@ -73,15 +73,41 @@ def signature(name: str, function: Callable[..., object]) -> str:
     return "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){returns}"])
 
 
-def field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+def assigned_name(node: ast.stmt) -> str:
+    """What an assignment to one plain name is called; empty for other statements."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target = node.targets[0]
+    elif isinstance(node, ast.AnnAssign):
+        target = node.target
+    else:
+        return ""
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def docs_below(body: list[ast.stmt]) -> dict[str, str]:
+    """The string under each assignment, by name."""
     docs = {}
     for statement, following in itertools.pairwise(body):
         is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
-            docs[statement.target.id] = inspect.cleandoc(str(following.value.value)).replace("\n", " ")
+        if is_text and (name := assigned_name(statement)):
+            docs[name] = inspect.cleandoc(str(following.value.value)).replace("\n", " ")
     return docs
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass."""
+    return docs_below(ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body)  # type: ignore[attr-defined]
+
+
+def function_entry(name: str, function: Callable[..., object]) -> str:
+    """A function under a heading of its own."""
+    return f"### {name}\n\n```python\ndef {signature(name, function)}\n```\n\n{describe(function.__doc__)}\n"
+
+
+def _default(field: dataclasses.Field[object]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f" = {getattr(field.default_factory, '__name__', '…')}()"
+    return "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
 
 
 def describe_class(kind: type) -> str:
@@ -91,7 +117,7 @@ def describe_class(kind: type) -> str:
     if dataclasses.is_dataclass(kind):
         docs = field_docs(kind)
         rows += [
-            f"- `{f.name}: {f.type}`" + (f": {docs[f.name]}" if f.name in docs else "")
+            f"- `{f.name}: {f.type}{_default(f)}`" + (f": {docs[f.name]}" if f.name in docs else "")
             for f in dataclasses.fields(kind)
         ]
     for name, member in vars(kind).items():
@@ -108,10 +134,6 @@ def render() -> str:
     import ckpt_tools
 
     members = {name: getattr(ckpt_tools, name) for name in ckpt_tools.__all__}
-    functions = [
-        f"### {name}\n\n```python\ndef {signature(name, member)}\n```\n\n{describe(member.__doc__)}\n"
-        for name, member in members.items()
-        if inspect.isfunction(member)
-    ]
+    functions = [function_entry(name, member) for name, member in members.items() if inspect.isfunction(member)]
     types = [f"### {name}\n\n{describe_class(member)}\n" for name, member in members.items() if inspect.isclass(member)]
     return "\n".join([HEAD, "## Functions\n", *functions, "## Types\n", *types])

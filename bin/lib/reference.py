@@ -8,6 +8,7 @@ from pathlib import Path
 
 import api_pages
 import cli_pages
+import fsdp2_pages
 
 from ckpt_tools.fsdp2.catalogue import render_catalogue
 from ckpt_tools.preflight.rules.catalogue import render_rules
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "cli.md": cli_pages.render,
     "api.md": api_pages.render,
+    "fsdp2.md": fsdp2_pages.render,
     "diagnoses.md": render_catalogue,
     "preflight-rules.md": render_rules,
 }

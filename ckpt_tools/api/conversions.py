@@ -15,12 +15,14 @@ from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gatherin
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
 from ckpt_tools.conversions.to_step import converted_job, layout_for, starting_job, step_job
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import TrainerName
+from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.name_options import MapFile, OtherNames, ShardNames
 from ckpt_tools.models.naming import Naming, name_live
 from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
+from ckpt_tools.quantised.decoded import dequantised
 from ckpt_tools.storage.source import Source
 
 
@@ -71,14 +73,13 @@ def shard(options: ShardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
-    with open_path(os.fspath(options.source), format=options.format) as found:
-        opened = found
-        if opened.format.loads_by_dcp or (opened.format.is_sharded and opened.format.has_views):
+    with open_path(os.fspath(options.source), format=options.format) as stored:
+        if stored.format.loads_by_dcp or (stored.format.is_sharded and stored.format.has_views):
             raise _wrong_verb("the source is already sharded", "reshard", options)
-        notes: list[str] = []
-        if opened.format.has_views:  # a trainer's file: its model is meant
-            opened = replace(opened, checkpoint=model_in(opened, "auto", notes)[0])
+        opened = _plain(_model_of(stored), options)
         use_dtensor = options.engine == "dtensor"
+        if use_dtensor and options.dequantize:
+            raise UsageError("--engine dtensor does not decode", hint="use --engine stream")
         layout, names = None, str(options.names)
         if options.trainer is not None:
             source = os.fspath(options.source)
@@ -93,8 +94,16 @@ def shard(options: ShardOptions) -> Conversion:
         named = name_live(opened.checkpoint, opened.assets, naming, opened.resolve)
         job = sharding_job(opened, options, named=named)
         job.use_dtensor = use_dtensor
-        job.notes += notes
         return _run(job if layout is None else starting_job(job, layout), options)
+
+
+def _model_of(opened: Opened) -> Opened:
+    """Return a trainer's own file with its model alone, which is meant; anything else as it is."""
+    if not opened.format.has_views:
+        return opened
+    notes: list[str] = []
+    model, _ = model_in(opened, "auto", notes)
+    return replace(opened, checkpoint=model, notes=(*opened.notes, *notes))
 
 
 @takes(ReshardOptions)
@@ -113,11 +122,14 @@ def reshard(options: ReshardOptions) -> Conversion:
         step = open_step(os.fspath(options.source)) if options.format is None else None
         if step is not None:
             stack.callback(step.__exit__)
+            if options.dequantize:
+                raise UsageError("--dequantize takes a model, not a step", hint="name the directory of its model")
             if options.trainer in (None, step.step.trainer):
                 return _run(step_job(step, options, naming), options)
         opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
+        opened = _plain(opened, options)
         return _run(converted_job(opened, options, naming, options.trainer), options)
 
 
@@ -141,6 +153,7 @@ def gather(options: GatherOptions) -> Conversion:
     """
     with ExitStack() as stack:
         opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
+        opened = _plain(opened, options)
         reference = None if options.like is None else stack.enter_context(open_path(os.fspath(options.like)))
         beside = model = None
         if options.assets is not None:
@@ -154,6 +167,16 @@ def gather(options: GatherOptions) -> Conversion:
         is_selection = bool(options.include or options.exclude)
         check_names(job, originals, allow_foreign=options.allow_foreign_names, is_selection=is_selection)
         return _run(job, options)
+
+
+def _plain(opened: Opened, options: ShardingOptions | GatherOptions) -> Opened:
+    """Return the source as it is to be converted: with `--dequantize`, what its quantised tensors stand for."""
+    if not options.dequantize:
+        return opened
+    if isinstance(options, GatherOptions) and options.assets is not None:
+        what = "--dequantize takes config.json from beside the weights, and --assets would bring another"
+        raise UsageError(what, hint=f"copy {CONFIG_NAME} to the checkpoint, and leave out --assets")
+    return dequantised(opened, options.dtype)
 
 
 def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:

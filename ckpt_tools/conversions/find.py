@@ -98,7 +98,9 @@ def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
     if len(omitted) > len(others):
         notes.append(f"left out {len(omitted) - len(others)} tensors of optimizer state")
     if others:
-        notes.append(f"left out {len(others)} tensors that are not the model's: {first_few(others)}")
+        roots = dict.fromkeys(str(e.path[0]) for e in omitted if len(e.path) > 1 and not is_optimizer(e))
+        of = f" (of {first_few(list(roots), 6)}; --strip-prefix takes one)" if len(roots) > 1 else ""
+        notes.append(f"left out {len(others)} tensors that are not the model's: {first_few(others)}{of}")
     return notes
 
 
@@ -132,7 +134,7 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
         first = name_back(model, _tensors_of(origin), assets, origin.map, Naming(), opened.resolve)
     else:
         first = name_hub(model, assets, naming if naming.names == "hub" else Naming(), opened.resolve)
-    check_tied(first.aliases, model, opened)
+    check_left_out(first, model, opened)
     once = tuple(entry for entry in first.checkpoint.tensors if entry.fqn not in first.aliases)
     second = name_live(replace(first.checkpoint, tensors=once), assets, naming, opened.resolve)
     whole = {middle: names[own] for middle, own in first.sources.items()}
@@ -157,19 +159,36 @@ def as_stored(apart: Iterable[TensorEntry], names: Mapping[str, str]) -> tuple[T
     return tuple(replace(entry, fqn=names.get(entry.fqn, entry.fqn)) for entry in apart)
 
 
-def check_tied(aliases: Mapping[str, str], model: Checkpoint, opened: Opened) -> None:
-    """Refuse to leave out a name of tied weights when its bytes are others.
+def check_left_out(named: Named, model: Checkpoint, opened: Opened) -> None:
+    """Refuse to leave out a name of tied weights, or a copy, when its bytes are others.
 
     Raises:
         UsageError: They are: the model was trained with two tensors where its config says one.
     """
     entries = {entry.fqn: entry for entry in model.tensors}
-    for alias, name in aliases.items():
+    for alias, name in named.aliases.items():
         if not is_same(entries[alias], entries[name], opened, tied=True):
             raise UsageError(
                 f"{alias!r} and {name!r} are one tensor by the config, and differ in the checkpoint",
                 where=opened.source.root,
                 hint=f"is tie_word_embeddings in {CONFIG_NAME} what was trained? --names live writes both",
+            )
+    check_copies(named, opened)
+
+
+def check_copies(named: Named, opened: Opened) -> None:
+    """Refuse to leave out a copy of rows whose bytes are others.
+
+    Raises:
+        UsageError: They are.
+    """
+    for one, other in named.copies:
+        if one.num_elems and not is_same(one, other, opened, tied=True):
+            names = first_few(dict.fromkeys([one.fqn, other.fqn]))
+            raise UsageError(
+                f"{names}: copies of the same rows by the map, and they differ",
+                where=opened.source.root,
+                hint="they were trained apart, or the map is of another model",
             )
 
 

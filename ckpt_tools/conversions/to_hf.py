@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
-from ckpt_tools.conversions.find import as_stored, check_tied, is_same, model_in
+from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, is_same, model_in
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
@@ -23,6 +23,7 @@ from ckpt_tools.models.name_options import GatherNames, MapFile
 from ckpt_tools.models.naming import AssetList, Naming, name_back, name_hub
 from ckpt_tools.options import (
     AnyPath,
+    Dequantize,
     Destination,
     DryRun,
     DTypeName,
@@ -53,6 +54,7 @@ class GatherOptions:
     destination: Destination = field(kw_only=False)
     max_shard_size: MaxShardSize = None
     dtype: DTypeName = "keep"
+    dequantize: Dequantize = False
     strip_prefix: Annotated[
         str,
         Option(
@@ -123,7 +125,7 @@ def gathering_job(
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
     named = name_hub(model, beside, naming, opened.resolve)
-    check_tied(named.aliases, model, opened)
+    check_left_out(named, model, opened)
     if named.note:
         notes.append(named.note)
     source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
@@ -230,6 +232,7 @@ def _turned_back(
         if origin.map is not None or naming.own:
             raise
         return model, names, ()
+    check_copies(named, opened)
     found = {entry.fqn: "" for entry in named.checkpoint.tensors}
     found |= {fqn: names.get(own, own) for fqn, own in named.sources.items()}
     return named.checkpoint, found, as_stored(named.apart, names)

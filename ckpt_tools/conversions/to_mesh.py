@@ -17,7 +17,7 @@ from ckpt_tools.formats.dcp_placing import place
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Named, Naming
-from ckpt_tools.options import Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
+from ckpt_tools.options import Dequantize, Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
 from ckpt_tools.placement.place import cut_entry, place_tensors
@@ -36,6 +36,7 @@ class ShardingOptions(MeshOptions):
     source: Source = field(kw_only=False)
     destination: Destination = field(kw_only=False)
     dtype: DTypeName = "keep"
+    dequantize: Dequantize = False
     prefix: Annotated[str, Option("Prefix for every name, e.g. model.", metavar="PFX")] = ""
     include: Include = ()
     exclude: Exclude = ()

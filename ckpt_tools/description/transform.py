@@ -98,6 +98,8 @@ def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
     parts = tuple(map(str, entry.path)) if len(entry.path) > 1 else tuple(entry.fqn.split("."))
     if any(map(_OPTIMIZER_ROOT.fullmatch, parts[:2])):
         return True
+    if len(entry.path) > 3 and (parts[1], parts[-1] in _OPTIMIZER_LEAVES) == ("state", True):
+        return True  # of another model's, by whatever name
     # Flattened optimizer state: state.<fqn>.exp_avg
     last = parts[-1].rpartition(".")[2]
     return last in _OPTIMIZER_LEAVES and parts[0].partition(".")[0] == "state"

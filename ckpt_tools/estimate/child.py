@@ -33,10 +33,10 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
 
     from ckpt_tools.estimate.model import figures_of, notes_of
     from ckpt_tools.estimate.track import track
-    from ckpt_tools.models.hf_recipe import HfRecipe
+    from ckpt_tools.models.recipe_of import recipe_of
 
     torch.set_num_threads(1)
-    recipe = HfRecipe(found.values, found.where, otherwise=SIZES_HINT)
+    recipe = recipe_of(found.values, found.where, otherwise=SIZES_HINT)
     build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     result = estimate_of(options, recipe.title, figures_of(recipe), partial(track, recipe))
     return replace(result, notes=notes_of(recipe, options.seq_len))

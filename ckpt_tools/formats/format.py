@@ -117,14 +117,14 @@ class Opened:
     beside: tuple[Asset, ...] = ()
     """Files of a training step beside its DCP files (Lightning's meta.pt, RNG states, …): `reshard` carries them along
     as they are, unopened; a model does not need them."""
+    notes: tuple[str, ...] = ()
+    """What was done to what the files hold, and what else whoever converts from it should know, for people."""
     step: Step | None = None
     """The step whose model this is, where the path named the step."""
     unread: tuple[str, ...] = ()
     """What lies in its files beside tensors and is not read, in words."""
     asset_source: Source | None = None
     """Where the assets lie that belong to its model; None for beside its files."""
-    notes: tuple[str, ...] = ()
-    """What else whoever converts from it should know, in words."""
     sums: tuple[tuple[ByteSpan, int], ...] = ()
     """Parts of its files with their recorded CRC-32s, beside those of chunks: whole storages, of which a tensor may be
     a part."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from dataclasses import replace
 
 from ckpt_tools.errors import LimitError, UnreadableError
-from ckpt_tools.formats.inert_pickle import GlobalName, Record, parse_pickle
+from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS, GlobalName, Record, parse_pickle
 
 MAX_VALUE_BYTES = 64 << 20
 """Largest item that is read: lists of parameter names have kilobytes."""
+_LIMITS = replace(DEFAULT_LIMITS, max_int_bytes=32)
+"""numpy's random generators have states of 128 bits."""
 _DAMAGED = (
     zipfile.BadZipFile,
     RuntimeError,  # encrypted, an unknown method
@@ -46,7 +49,7 @@ def parse_value(content: bytes, *, where: str) -> object:
     except _DAMAGED as error:
         raise UnreadableError(f"the item is damaged: {error!s}", where=where) from error
     try:
-        value = parse_pickle(data, allowed_globals=frozenset())
+        value = parse_pickle(data, allowed_globals=frozenset(), limits=_LIMITS)
     except UnreadableError as error:
         raise UnreadableError(f"the item does not hold plain values: {error.what}", where=where) from error
     if isinstance(value, (GlobalName, Record)):

@@ -6,21 +6,26 @@ This package imports torch; it is imported only where a model is built.
 from __future__ import annotations
 
 from ckpt_tools.fsdp2.audit import PHASES, audit
-from ckpt_tools.fsdp2.blocks import find_blocks
+from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
 from ckpt_tools.fsdp2.buffers import materialise_buffers
+from ckpt_tools.fsdp2.cases import Diagnosis
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare import Trace, compare_ranks, compare_traces
-from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
+from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.internals import GroupState, snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.local import local_box, placements_of
 from ckpt_tools.fsdp2.lora import adapter_state, add_lora, finish_adapters, load_adapters, load_base
 from ckpt_tools.fsdp2.mesh import build_device_mesh, fsdp_mesh, mesh_of, tp_mesh
+from ckpt_tools.fsdp2.methods import Methods
 from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
 from ckpt_tools.fsdp2.qlora import Quantisation, load_quantised, quantise_linears
-from ckpt_tools.fsdp2.save import save_checkpoint
+from ckpt_tools.fsdp2.rng import RngState
+from ckpt_tools.fsdp2.save import async_save_checkpoint, save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
+from ckpt_tools.fsdp2.state import PerRank
+from ckpt_tools.fsdp2.tensor_parallel import TpPlan
 from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, parameter_groups
 from ckpt_tools.fsdp2.watch import Watch, read_traces, watch
 from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model
@@ -29,18 +34,24 @@ __all__ = [
     "CATALOGUE",
     "PHASES",
     "STRATEGIES",
+    "Blocks",
     "Diagnosis",
     "GroupState",
     "LoadReport",
+    "Methods",
+    "PerRank",
     "Policy",
     "Precision",
     "Quantisation",
+    "RngState",
     "ShardedPlan",
+    "TpPlan",
     "Trace",
     "Watch",
     "accumulate",
     "adapter_state",
     "add_lora",
+    "async_save_checkpoint",
     "audit",
     "build_device_mesh",
     "clip_grad_norm",

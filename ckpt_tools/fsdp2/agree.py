@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -12,6 +14,23 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.processes.wire import error_from_json, error_to_json
 
 T = TypeVar("T")
+
+_GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
+
+
+@contextmanager
+def talking_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let everything here use a group of its own, of all ranks: in a thread beside the training."""
+    token = _GROUP.set(group)
+    try:
+        yield
+    finally:
+        _GROUP.reset(token)
+
+
+def current_group() -> dist.ProcessGroup | None:
+    """Return the group that ranks talk over; None is the default group."""
+    return _GROUP.get()
 
 
 def world_size() -> int:
@@ -57,7 +76,7 @@ def share(value: T) -> T:
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=current_group())
     return box[0]
 
 
@@ -74,7 +93,7 @@ def gather(value: T) -> list[T]:
     """Return every rank's `value` (small and plain), in rank order. Collective."""
     values = [value] * world_size()
     if len(values) > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=current_group())
     return values
 
 

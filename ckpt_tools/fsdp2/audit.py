@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import nn
@@ -13,18 +13,21 @@ from torch.distributed.tensor import DTensor
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.buffers import check_buffers
-from ckpt_tools.fsdp2.catalogue import build_finding
+from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
 from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, read_states, registered_methods, shown
+from ckpt_tools.fsdp2.learning import check_gradients, check_optimizers, check_reduced, check_schedulers
 from ckpt_tools.fsdp2.local import cut_dim
 from ckpt_tools.fsdp2.methods import entry_path
 
 if TYPE_CHECKING:
     from ckpt_tools.fsdp2.wrap import ShardedPlan
 
+_T = TypeVar("_T")
 Phase = Literal["built", "sharded", "loaded", "forward", "backward", "stepped"]
 """What was done last. "forward" is after a forward pass and before backward."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
+"""What `audit` takes for its `phase`, in the order of a training script."""
 
 
 def audit(
@@ -32,7 +35,8 @@ def audit(
     *,
     phase: Phase,
     plan: ShardedPlan | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    scheduler: object = None,
 ) -> list[Finding]:
     """Look for everything that can be seen on this rank alone.
 
@@ -42,7 +46,8 @@ def audit(
         model: The root, or what contains the roots.
         phase: What was done last; later phases expect more (no meta tensors once loaded, …).
         plan: What `shard_model` returned, to compare placements with.
-        optimizer: Once there is one.
+        optimizer: Once there is one; all of them, where several share the model.
+        scheduler: Of the learning rate; one or several.
 
     Returns:
         One finding per thing that is wrong, in the order of the model; codes are diagnosis ids.
@@ -72,9 +77,21 @@ def audit(
         ]
     if phase in ("forward", "backward", "stepped") and states:
         checks += [_check_roots(states), _check_states(groups, phase)]
-    if optimizer is not None:
-        checks.append(_check_optimizer(model, groups, optimizer))
+    optimizers = _several(optimizer)
+    if phase == "backward" and any(state.is_root for state in states):
+        checks.append(check_gradients(model, groups, optimizers))
+    if phase == "stepped":
+        checks.append(check_reduced(groups))
+    if optimizers:
+        checks.append(check_optimizers(model, groups, optimizers))
+        checks.append(check_schedulers(optimizers, _several(scheduler)))
     return list(chain.from_iterable(checks))
+
+
+def _several(given: _T | Sequence[_T] | None) -> tuple[_T, ...]:
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (cast("_T", given),)
 
 
 def find_double_wraps(module: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -118,7 +135,7 @@ def _check_unmanaged(model: nn.Module, groups: tuple[Group, ...]) -> Iterator[Fi
     for param in _params(groups):
         managed |= {id(param.sharded), id(param.registered)} | {id(tensor) for _, tensor in param.shared}
     for fqn, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in managed:
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in managed:
             kind = "DTensor outside of every group" if isinstance(parameter, DTensor) else "plain tensor"
             yield build_finding("unmanaged", fqn, f"trainable, and a {kind}: its gradient is not averaged over ranks")
 
@@ -179,6 +196,13 @@ def _check_meta(model: nn.Module) -> Iterator[Finding]:
     for fqn, buffer in model.named_buffers():
         if buffer.is_meta:
             yield build_finding("meta-buffer", fqn, f"{tuple(buffer.shape)} on the meta device: it has no data")
+    for fqn, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                where = f"{fqn}.{name}" if fqn else name
+                # It may be there for a reset that never comes.
+                what = f"{tuple(value.shape)} on the meta device, and no buffer: nothing gives it data"
+                yield build_warning("meta-attribute", where, what)
 
 
 def _check_ties(model: nn.Module, groups: tuple[Group, ...]) -> Iterator[Finding]:
@@ -258,38 +282,3 @@ def _check_states(groups: tuple[Group, ...], phase: Phase) -> Iterator[Finding]:
         if group.sharding not in allowed:
             what = f"{group.sharding} after the {phase} phase, expected {' or '.join(sorted(allowed))}"
             yield build_finding("sharding-state", shown(group.fqn), what)
-
-
-def _check_optimizer(
-    model: nn.Module, groups: tuple[Group, ...], optimizer: torch.optim.Optimizer
-) -> Iterator[Finding]:
-    names = {id(parameter): fqn for fqn, parameter in model.named_parameters(remove_duplicate=False)}
-    names |= {id(param.sharded): param.fqn for param in _params(groups)}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    stale = [parameter for parameter in held if id(parameter) not in names]
-    orphans = _untied_once(groups, stale)
-    if orphans:
-        for fqn, name in orphans:
-            what = f"the optimizer has a parameter of its own for it: it was not tied to {name} when that was created"
-            yield build_finding("untied", fqn, what)
-    elif stale:
-        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in stale[:3])
-        what = f"{len(stale)} of {len(held)} parameters are not the model's (shapes {shapes}{', …' * (len(stale) > 3)})"
-        yield build_finding("stale-optimizer", type(optimizer).__name__, what)
-
-
-def _untied_once(groups: tuple[Group, ...], stale: list[torch.Tensor]) -> list[tuple[str, str]]:
-    """Return tied names (and what they are tied to) that explain all stale parameters, or none.
-
-    The first gather puts one parameter under every tied name, so that one that was untied by a load is in nobody's
-    hands but the optimizer's.
-    """
-    explained = []
-    left = [(fqn, param) for param in _params(groups) for fqn, _ in param.shared]
-    for tensor in stale:
-        match = next(((fqn, param) for fqn, param in left if param.sharded.shape == tensor.shape), None)
-        if match is None or not isinstance(tensor, DTensor):
-            return []
-        left.remove(match)
-        explained.append((match[0], match[1].fqn))
-    return explained

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.transform import WRAPPERS
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.ties import Owners
 from ckpt_tools.text import first_few
@@ -47,7 +48,14 @@ def find_blocks(model: nn.Module, blocks: Blocks = "auto") -> tuple[str, ...]:
             if not usable:
                 raise _unusable(owners, modules, wanted, matches)
             found += usable
-    return tuple(sorted(dict.fromkeys(found), key=lambda name: -name.count(".")))
+    return tuple(sorted(dict.fromkeys(map(_around_wrapped, found)), key=lambda name: -name.count(".")))
+
+
+def _around_wrapped(name: str) -> str:
+    """Return the compiled or checkpointed module around a block: FSDP's hooks belong outside of the graph."""
+    while (parent := name.rpartition("."))[0] and f"{parent[2]}." in WRAPPERS:
+        name = parent[0]
+    return name
 
 
 def _automatic(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:

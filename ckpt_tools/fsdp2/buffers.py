@@ -143,14 +143,15 @@ def check_buffers(model: nn.Module, *, is_fresh: bool) -> Iterator[Finding]:
     Args:
         model: With buffers on any device; those on meta are skipped.
         is_fresh: No forward pass has run since the load, so that buffers are as initialised. Then non-persistent ones
-            of transformers models are computed again, on a copy, and compared.
+            whose owner, or transformers, computes them are computed again, on a copy, and compared.
     """
     initialisers: dict[str, Callable[[nn.Module], object]] = {}
     for fqn, module in model.named_modules():
         initialise = getattr(module, "_init_weights", None)
         if callable(initialise):
             initialisers[fqn] = initialise
-        nearest = next((initialisers[name] for name in around(fqn) if name in initialisers), None)
+        own = next((method for name in _RECIPES if callable(method := getattr(type(module), name, None))), None)
+        nearest = own or next((initialisers[name] for name in around(fqn) if name in initialisers), None)
         expected = _recompute(module, nearest) if is_fresh else {}
         for name, buffer in module.named_buffers(recurse=False):
             where = f"{fqn}.{name}" if fqn else name
@@ -191,7 +192,7 @@ def _recompute(module: nn.Module, initialise: Callable[[nn.Module], object] | No
             fresh = torch.full(buffer.shape, poison, dtype=buffer.dtype, device="cpu")
             bare.register_buffer(name, fresh)
         try:
-            with torch.no_grad(), torch.device("cpu"):
+            with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
                 initialise(bare)
         except Exception:  # noqa: BLE001 - a stranger's code, which may want the parameters that were left out
             return {}

@@ -59,6 +59,10 @@ class ManagedParam:
     """As sharded."""
     first_dtype: torch.dtype | None
     """Its dtype at the first forward pass; None before."""
+    gathered: torch.Tensor | None
+    """What forward passes use; its storage is empty while the parameter is sharded. None before the first one."""
+    has_unreduced: bool
+    """Is there a gradient of this rank alone?"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,8 @@ class Group:
     """What it communicates over."""
     replicated: bool
     """`replicate()` rather than `fully_shard`."""
+    compute_dtype: torch.dtype | None
+    """What parameters and forward's arguments are cast to."""
 
     @property
     def fqn(self) -> str:
@@ -97,6 +103,8 @@ class State:
     """None before the first forward pass."""
     groups: tuple[Group, ...]
     """Usually one."""
+    keeps: bool
+    """Do its parameters stay gathered after forward, as a root's usually do?"""
 
 
 def _guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -121,7 +129,7 @@ def read_states(model: nn.Module) -> tuple[State, ...]:
     """Return every `fully_shard` and `replicate` call below `model`, in the order of `named_modules`."""
     names = {module: fqn for fqn, module in model.named_modules()}
     seen: set[int] = set()
-    states = []
+    states: list[State] = []
     for module in names:
         if not isinstance(module, FSDPModule):
             continue
@@ -130,12 +138,16 @@ def read_states(model: nn.Module) -> tuple[State, ...]:
             continue
         seen.add(id(state))
         fqns = tuple(names[each] for each in state._modules if each in names)
+        groups = tuple(_read_group(group, fqns, names) for group in _raw_groups(state))
+        # PyTorch decides about the root in its first forward pass.
+        is_first = not states and state._is_root is None and getattr(state, "_auto_reshard_after_forward", True)
         states.append(
             State(
                 modules=tuple(state._modules),
                 fqns=fqns,
                 is_root=state._is_root,
-                groups=tuple(_read_group(group, fqns, names) for group in _raw_groups(state)),
+                groups=groups,
+                keeps=bool(is_first) or all(group.expected_after_forward == "UNSHARDED" for group in groups),
             )
         )
     return tuple(states)
@@ -163,6 +175,7 @@ def _read_group(group: object, fqns: tuple[str, ...], names: dict[nn.Module, str
         reshards_after_backward=bool(raw.reshard_after_backward),  # type: ignore[attr-defined]
         mesh=info.mesh,
         replicated=getattr(info, "shard_mesh_dim", None) is None,
+        compute_dtype=raw.mp_policy.param_dtype,  # type: ignore[attr-defined]
     )
 
 
@@ -183,6 +196,9 @@ def _read_param(param: object, names: dict[nn.Module, str]) -> ManagedParam:
         placements=None if flattened else getattr(param, "_spmd_placements", None),
         mesh=None if flattened else getattr(param, "_spmd_mesh", None),
         first_dtype=getattr(param, "orig_dtype", None),
+        gathered=(gathered := getattr(param, "_unsharded_param", None)),
+        has_unreduced=getattr(param, "unsharded_accumulated_grad", None) is not None
+        or (gathered is not None and gathered.grad is not None),
     )
 
 

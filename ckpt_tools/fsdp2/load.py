@@ -6,24 +6,31 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.step import open_optimizer
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.buffers import materialise_buffers
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.local import assemble, read_parts
 from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
+from ckpt_tools.fsdp2.optimizer import read_optimizer
 from ckpt_tools.fsdp2.read import BoxReader, Whole
+from ckpt_tools.fsdp2.restore import Restored
+from ckpt_tools.fsdp2.state import MODEL_KEY, check_names, model_of, models_of
 from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
+from ckpt_tools.text import first_few
 
 T = TypeVar("T")
 
@@ -42,12 +49,20 @@ class LoadReport:
     """Buffers that no checkpoint holds and whose modules computed them."""
     loaded_bytes: int
     """Bytes of tensors that this rank has read."""
+    state: Mapping[str, object] = field(default_factory=dict)
+    """Train state by name, what is not a module, an optimizer or an object of its own."""
+    unread: tuple[str, ...] = ()
+    """What else the checkpoint has beside the model, and nobody asked for."""
+    notes: tuple[str, ...] = ()
+    """What became of train state that is not simply as it was saved."""
 
 
 def load_checkpoint(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
+    optimizer: Optimizer | None = None,
+    state: Mapping[str, object] | None = None,
     strict: bool = True,
     prefix: str = "auto",
     dtype: torch.dtype | None = None,
@@ -57,12 +72,17 @@ def load_checkpoint(
     """Give every parameter and buffer of `model` its values from a checkpoint of any format.
 
     Collective: every rank calls it; when it fails on one rank, it fails on all, before any parameter is replaced.
-    Build the optimizer afterwards: parameters are replaced, not filled. Memory: this rank's parts, and one buffer.
+    Parameters are replaced, not filled: an optimizer is built afterwards, or given to this function. Memory: this
+    rank's parts, and one buffer.
 
     Args:
         model: Sharded or not, on meta or not.
         path: A safetensors file, an HF directory, a DCP directory, or sharded safetensors. Nothing is unpickled.
-        strict: Every name of the model must be there, and every tensor must be wanted.
+        optimizer: Of this model: its groups get the new parameters, and its state and options are loaded.
+        state: As `save_checkpoint` took it, with objects that are there to be loaded. Modules, optimizers and
+            objects are loaded in place, and so are tensors, and dicts, whose entries are replaced; whatever is not
+            an object is in the report, too. None asks for a value that is nothing but returned.
+        strict: Every name of the model and of `state` must be there, and every tensor of a model must be wanted.
         prefix: What the checkpoint's names have in front of the model's; "auto" finds out.
         dtype: Of floating-point parameters; those of the model by default.
         device: Where to; the mesh's device by default (the CPU for an offloaded model).
@@ -73,13 +93,84 @@ def load_checkpoint(
         UnreadableError: Not a complete checkpoint, or with `strict` not one of this model.
         UsageError: Shapes or dtypes that do not fit.
     """
+    wanted = dict(state or {})
 
-    def read() -> tuple[dict[str, torch.Tensor], LoadReport]:
+    def read() -> tuple[dict[str, torch.Tensor], LoadReport, Restored]:
+        check_names(wanted)
         with open_path(os.fspath(path)) as opened:
-            return read_state(model, opened, strict=strict, prefix=prefix, dtype=dtype, device=device, names=names)
+            found, report = read_state(
+                model,
+                opened,
+                strict=strict,
+                prefix=_own_root(opened) if prefix == "auto" else prefix,
+                dtype=dtype,
+                device=device,
+                names=names,
+            )
+            rest = _read_rest(model, optimizer, wanted, opened, os.fspath(path), strict=strict, device=device)
+            return found, report, rest
 
-    state, report = together(read)
-    return install(model, state, report, device=device)
+    found, report, rest = together(read)
+    report = install(model, found, report, device=device)
+    for name, (module, tensors, theirs) in rest.modules.items():
+        own = install(module, tensors, theirs)
+        report = replace(
+            report,
+            missing=report.missing + tuple(f"{name}.{fqn}" for fqn in own.missing),
+            unexpected=report.unexpected + own.unexpected,
+            tied=report.tied + tuple(f"{name}.{fqn}" for fqn in own.tied),
+            buffers=report.buffers + tuple(f"{name}.{fqn}" for fqn in own.buffers),
+            loaded_bytes=report.loaded_bytes + own.loaded_bytes,
+        )
+    together(rest.install)
+    return replace(
+        report,
+        missing=report.missing + rest.missing,
+        state=rest.values,
+        unread=rest.unread,
+        notes=tuple(rest.notes),
+    )
+
+
+def _own_root(opened: Opened) -> str:
+    """Return the prefix of the model in a checkpoint that says by its nesting what lies beside it; else "auto"."""
+    entries = opened.checkpoint.tensors
+    model = [entry for entry in entries if entry.path[:1] == (MODEL_KEY,)]
+    is_sure = model and len(model) < len(entries) and all(len(entry.path) == 2 for entry in model)
+    return f"{MODEL_KEY}." if is_sure and all(entry.path for entry in entries) else "auto"
+
+
+def _read_rest(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    wanted: Mapping[str, object],
+    opened: Opened,
+    path: str,
+    *,
+    strict: bool,
+    device: torch.device | str | None,
+) -> Restored:
+    """Read everything but the model; nothing is changed."""
+    rest = Restored(opened, wanted)
+    models = models_of(model, wanted)
+    for name, value in wanted.items():
+        if isinstance(value, nn.Module) and rest.has(name):
+            rest.modules[name] = (value, *read_state(value, opened, strict=strict, prefix=f"{name}."))
+        elif isinstance(value, Optimizer) and rest.has(name):
+            owner = model_of(value, name, models)
+            rest.add_optimizer(value, owner, read_optimizer(owner, value, opened, root=name, device=device_of(owner)))
+        else:
+            rest.read(name, value)
+    if optimizer is not None:
+        with open_optimizer(path) as own:
+            rest.add_optimizer(optimizer, model, read_optimizer(model, optimizer, own, device=device_of(model, device)))
+    if strict and rest.missing:
+        raise UnreadableError(
+            f"the checkpoint lacks train state: {first_few(list(rest.missing), 6)}",
+            where=opened.source.root,
+            hint="; ".join(rest.notes) or f"it has {first_few(rest.roots, 8)}; pass strict=False to go on without",
+        )
+    return rest
 
 
 def install(
@@ -153,7 +244,8 @@ def read_state(
 ) -> tuple[dict[str, torch.Tensor], LoadReport]:
     """Read what `load_checkpoint` installs, with its arguments; not collective, and the model stays as it is."""
     targets, shared = targets_of(model)
-    known = {name: source for name in targets if (source := name if names is None else names(name)) is not None}
+    sources_by_name = {name: name if names is None else names(name) for name in targets}
+    known = {name: strip_wrappers(source) for name, source in sources_by_name.items() if source is not None}
     targets = {name: targets[name] for name in known}
     shared = {name: first for name, first in shared.items() if name in targets and first in targets}
     match = match_names(opened.checkpoint, model, {known[n]: s for n, s in shapes_of(targets).items()}, prefix)

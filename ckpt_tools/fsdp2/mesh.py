@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
+from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 
 FSDP_AXES = ("dp_replicate", FSDP_AXIS)
@@ -14,14 +15,15 @@ TP_AXIS = "tp"
 """The axis that tensor-parallel styles cut along."""
 
 
-def build_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
+def build_device_mesh(mesh: Mesh | str, device_type: str | None = None) -> DeviceMesh:
     """Return the device mesh with the axes of `mesh`, over all ranks of the process group.
 
     Collective: every rank calls it.
 
     Args:
-        mesh: Axes in rank order, the last varies fastest.
-        device_type: "cpu" or "cuda".
+        mesh: Axes in rank order, the last varies fastest; also as text, "dp_shard=-1,tp=2", where -1 is inferred
+            from the process group.
+        device_type: "cpu" or "cuda"; by default the GPUs where the process group uses NCCL.
 
     Raises:
         UsageError: No process group, or one of another size than the mesh.
@@ -31,6 +33,10 @@ def build_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
             f"the mesh {mesh} needs a process group, and there is none",
             hint="call torch.distributed.init_process_group first, or start with torchrun",
         )
+    if isinstance(mesh, str):
+        mesh = parse_mesh(mesh, world_size=dist.get_world_size() if "-1" in mesh else None)
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
     if dist.get_world_size() != mesh.world_size:
         raise UsageError(
             f"the mesh {mesh} has {mesh.world_size} ranks, the process group has {dist.get_world_size()}",

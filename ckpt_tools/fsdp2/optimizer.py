@@ -21,8 +21,9 @@ from ckpt_tools.formats.torch_value import MAX_VALUE_BYTES, parse_value
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.local import assemble, read_parts, torch_dtype
 from ckpt_tools.fsdp2.read import BoxReader, as_whole
+from ckpt_tools.fsdp2.state import OPTIMIZER_KEY
 
-_Item = TensorEntry | BlobEntry
+Item = TensorEntry | BlobEntry
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
@@ -44,14 +45,22 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.PathLi
 
     def read() -> dict[str, Any]:
         with open_optimizer(os.fspath(path)) as opened:
-            return _state_dict(model, optimizer, opened)
+            return read_optimizer(model, optimizer, opened)
 
     optimizer.load_state_dict(together(read))
 
 
-def _state_dict(model: nn.Module, optimizer: Optimizer, opened: Opened) -> dict[str, Any]:
-    stored = _Stored(opened)
-    fqns = {id(p): strip_wrappers(name) for name, p in model.named_parameters()}
+def names_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters by the names that optimizer state has for them."""
+    return {strip_wrappers(name): parameter for name, parameter in model.named_parameters()}
+
+
+def read_optimizer(
+    model: nn.Module, optimizer: Optimizer, opened: Opened, *, root: str = "", device: torch.device | None = None
+) -> dict[str, Any]:
+    """Read the state for `load_state_dict`, of the optimizer under the key `root`; "" finds it."""
+    stored = _Stored(opened, root)
+    fqns = {id(parameter): name for name, parameter in names_of(model).items()}
     reader = BoxReader(opened)
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -74,7 +83,7 @@ def _state_dict(model: nn.Module, optimizer: Optimizer, opened: Opened) -> dict[
         for name, parameter in zip(names, group["params"], strict=True):
             found = stored.state.get(name)
             if found:
-                state[number] = {key: _value(item, parameter, reader, opened) for key, item in found.items()}
+                state[number] = {key: read_item(item, parameter, reader, opened, device) for key, item in found.items()}
             elif parameter.requires_grad and not stored.knows(name):
                 raise UnreadableError(
                     f"the checkpoint has no optimizer state of {name!r}",
@@ -85,15 +94,17 @@ def _state_dict(model: nn.Module, optimizer: Optimizer, opened: Opened) -> dict[
     return {"state": state, "param_groups": groups}
 
 
-def _value(item: _Item, parameter: torch.Tensor, reader: BoxReader, opened: Opened) -> object:
-    """Return one entry of a parameter's state: cut like the parameter when it has its shape, else whole."""
-    if isinstance(item, TensorEntry) and item.shape == tuple(parameter.shape) and item.shape:
-        local = read_parts(parameter, partial(reader.read, as_whole(item), dtype=torch_dtype(item.dtype)))
-        return assemble(local.to(parameter.device), parameter)
+def read_item(
+    item: Item, like: object, reader: BoxReader, opened: Opened, device: torch.device | None = None
+) -> object:
+    """Return a stored value: cut like the tensor that it belongs to when it has its shape, else whole."""
+    if isinstance(item, TensorEntry) and isinstance(like, torch.Tensor) and item.shape == tuple(like.shape) != ():
+        local = read_parts(like, partial(reader.read, as_whole(item), dtype=torch_dtype(item.dtype)))
+        return assemble(local.to(like.device if device is None else device), like)
     return _whole(item, reader, opened)
 
 
-def _whole(item: _Item, reader: BoxReader, opened: Opened) -> object:
+def _whole(item: Item, reader: BoxReader, opened: Opened) -> object:
     if isinstance(item, BlobEntry):
         return _plain(item, opened)
     return reader.read_whole(as_whole(item), torch_dtype(item.dtype))
@@ -109,16 +120,18 @@ def _plain(blob: BlobEntry, opened: Opened) -> object:
 class _Stored:
     """The optimizer's part of a checkpoint, by parameter."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Opened, root: str) -> None:
         self._opened = opened
-        self.state: dict[str, dict[str, _Item]] = defaultdict(dict)
+        self.state: dict[str, dict[str, Item]] = defaultdict(dict)
         """Parameter → name → item."""
-        self._groups: dict[str, dict[str, _Item]] = defaultdict(dict)
+        self._groups: dict[str, dict[str, Item]] = defaultdict(dict)
         """Number of a group, or a parameter in the flat form → option → item."""
         checkpoint = opened.checkpoint
-        items: list[_Item] = [*checkpoint.tensors, *checkpoint.blobs]
+        items: list[Item] = [*checkpoint.tensors, *checkpoint.blobs]
+        if not root and any(item.path[:1] == (OPTIMIZER_KEY,) for item in items):
+            root = OPTIMIZER_KEY  # not that of a critic beside it
         for item in items:
-            if is_optimizer(item) or item.fqn.startswith("param_groups."):
+            if item.path[:1] == (root,) or (not root and (is_optimizer(item) or item.fqn.startswith("param_groups."))):
                 self._add(item)
         if not self.state and not self._groups:
             raise UnreadableError(
@@ -128,7 +141,7 @@ class _Stored:
             )
         self._members = {number: self._members_of(number) for number in self._groups}
 
-    def _add(self, item: _Item) -> None:
+    def _add(self, item: Item) -> None:
         path: KeyPath = item.path if len(item.path) > 2 else tuple(item.fqn.split("."))
         nested = list(map(str, path))
         # The flat form lies under one root: ("optimizer", "state.<fqn>.exp_avg")

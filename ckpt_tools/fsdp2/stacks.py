@@ -20,6 +20,7 @@ from ckpt_tools.fsdp2.internals import is_wrapped_method
 
 _TORCH = os.path.dirname(torch.__file__)
 _OWN = os.path.dirname(__file__)
+_PYTHON = os.path.dirname(os.__file__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,9 @@ class Line:
 
     @property
     def is_library(self) -> bool:
-        """Is it PyTorch's, or ours?"""
-        return self.file.startswith((_TORCH, _OWN))
+        """Is it PyTorch's, Python's, or ours?"""
+        of_python = self.file.startswith(_PYTHON) and "-packages" not in self.file
+        return of_python or self.file.startswith((_TORCH, _OWN))
 
     def __str__(self) -> str:
         text = linecache.getline(self.file, self.number).strip()
@@ -155,6 +157,24 @@ def named_tensors(line: Line) -> Iterator[torch.Tensor]:
             value = _look_up(node, line.frame)
             if isinstance(value, torch.Tensor):
                 yield value
+
+
+def written_tensor(line: Line) -> torch.Tensor | None:
+    """Return what the failing expression of a line writes in place: `average` in `average.mul_(d).add_(w)`."""
+    for node in ast.walk(_expression(line) or ast.Pass()):
+        name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+        if not name.endswith("_") or name.endswith("__"):
+            continue
+        owner: ast.AST = node
+        while isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute):
+            owner = owner.func.value
+        value = _look_up(owner, line.frame)
+        if name.startswith("_foreach_") and isinstance(node, ast.Call) and node.args:
+            value = _look_up(node.args[0], line.frame)
+            value = value[0] if isinstance(value, list | tuple) and value else None
+        if isinstance(value, torch.Tensor):
+            return value
+    return None
 
 
 def _expression(line: Line) -> ast.AST | None:

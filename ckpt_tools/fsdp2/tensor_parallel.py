@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate as TorchReplicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ckpt_tools.description.layout import Placement, Shard
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.ties import Ties, owner_of, tied_groups
 from ckpt_tools.placement.rule import STYLES
@@ -54,8 +55,8 @@ def _expand(model: nn.Module, plan: TpPlan, *, optional: bool) -> dict[str, str 
     found: dict[str, str | ParallelStyle] = {}
     for key, style in plan.items():
         pattern = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in key.split(".")))
-        matches = [name for name in modules if pattern.fullmatch(name)]
-        is_parameter = any(map(pattern.fullmatch, parameters))
+        matches = [name for name in modules if pattern.fullmatch(name) or pattern.fullmatch(strip_wrappers(name))]
+        is_parameter = any(pattern.fullmatch(name) or pattern.fullmatch(strip_wrappers(name)) for name in parameters)
         if not matches and not is_parameter and optional:
             continue
         if not matches and not is_parameter:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.ties import around
 
@@ -74,13 +75,19 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     for pattern in patterns:
         glob = compile_glob(pattern)
         fqns = (fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
-        found = [fqn for fqn in fqns if any(glob.fullmatch(name) for name in around(fqn) if name)]
+        found = [fqn for fqn in fqns if any(glob.fullmatch(name) for name in _names(fqn) if name)]
         if not found:
             raise UsageError(f"{pattern!r} matches no parameter and no module", where="frozen")
         names += found
     for fqn in names:
         model.get_parameter(fqn).requires_grad_(False)
     return tuple(dict.fromkeys(names))
+
+
+def _names(fqn: str) -> Iterator[str]:
+    """Yield what a glob may mean by a parameter: its names and its modules', as they are and without wrappers."""
+    yield from around(fqn)
+    yield from around(strip_wrappers(fqn))
 
 
 @contextmanager

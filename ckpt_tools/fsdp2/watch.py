@@ -11,19 +11,22 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from types import FrameType
+from typing import Any, Literal, TextIO
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
 from ckpt_tools.fsdp2.agree import this_rank
-from ckpt_tools.fsdp2.catalogue import build_finding
+from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
 from ckpt_tools.fsdp2.compare import Trace, read_structure
 from ckpt_tools.fsdp2.internals import shown
 
@@ -31,6 +34,9 @@ _MAX_DEPTH = 3
 """Levels of attributes that are searched for hidden tensors."""
 _PATIENCE_S = 1.0
 """What other ranks get to stop writing their traces."""
+_MAX_SAMPLE_ELEMS = 4096
+"""Elements of every parameter that a step is compared on."""
+Mode = Literal["grad", "no_grad", "reentrant"]
 _MAX_EVENTS = 200_000
 """Events that are kept in memory; a watch is for some steps, not for a training run."""
 
@@ -46,6 +52,13 @@ class Watch:
         self._directory = directory
         self._depth: dict[int, int] = {}
         self._views: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        self._is_new_pass = True
+        self._numels = {p.numel() for p in model.parameters()}
+        self.is_open = True
+        """Is it still watching?"""
+        self.modes: dict[int, Mode] = {}
+        """First module of a group (its id) → how it ran since the last backward pass began."""
+        self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.events: list[str] = []
         """Passes of groups, in order: "pre_forward layers.0"."""
         self.findings: list[Finding] = []
@@ -90,12 +103,25 @@ class Watch:
         fqn = "+".join(shown(self._names.get(module, "?")) for module in event.modules)
         missing = f" without {','.join(event.without_grad)}" if event.without_grad else ""
         self._write(f"{kind} {fqn}{missing}")
-        if internals.is_in_backward():
+        in_backward = internals.is_in_backward()
+        if kind == "pre_forward":
+            self._note_mode(id(event.modules[0]), in_backward=in_backward)
+        if in_backward:
+            self._is_new_pass = True
             return
         if kind == "pre_forward":
             self._depth[event.key] = self._depth.get(event.key, 0) + 1
         elif kind == "post_forward":
             self._leave(event, fqn)
+
+    def _note_mode(self, key: int, *, in_backward: bool) -> None:
+        if self._is_new_pass and not in_backward:
+            self.modes.clear()
+            self._is_new_pass = False
+        if torch.is_grad_enabled():
+            self.modes[key] = "grad"
+        elif self.modes.get(key) != "grad":
+            self.modes[key] = "reentrant" if _in_reentrant_checkpoint(sys._getframe(1)) else "no_grad"  # noqa: SLF001
 
     def _leave(self, event: internals.Event, fqn: str) -> None:
         depth = self._depth[event.key] = max(0, self._depth.get(event.key, 0) - 1)
@@ -132,6 +158,39 @@ class Watch:
                 self.mixed = fqn
                 return
 
+    def see_write(self, tensor: torch.Tensor, name: str) -> None:
+        """Take a call that writes a plain tensor in place: a gathered parameter forgets it."""
+        model = self._model()
+        if model is None or tensor.untyped_storage().nbytes() // tensor.element_size() not in self._numels:
+            return
+        address = _address(tensor)
+        for group in internals.read_groups(model):
+            for param in group.params if group.sharding == "UNSHARDED" else ():
+                if param.gathered is not None and address == _address(param.gathered) != _address(param.sharded):
+                    what = f"{name}() writes what was gathered, which is thrown away ({_outer_site()})"
+                    self.report("lost-write", param.fqn, what)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Keep a sample of what an optimizer is about to move: where there is a gradient and a learning rate."""
+        self._samples = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if float(group.get("lr", 0)) > 0 else ():
+                if parameter.grad is not None and not parameter.is_meta:
+                    weight, gradient = (internals.local_of(t).flatten() for t in (parameter, parameter.grad))
+                    if bool(gradient[:_MAX_SAMPLE_ELEMS].any()):
+                        self._samples.append((parameter, weight[:_MAX_SAMPLE_ELEMS].clone()))
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Report a step that moved nothing."""
+        samples, self._samples = self._samples, []
+        if samples and all(
+            torch.equal(internals.local_of(parameter).flatten()[:_MAX_SAMPLE_ELEMS], old) for parameter, old in samples
+        ):
+            dtypes = ", ".join(sorted({str(old.dtype).removeprefix("torch.") for _, old in samples}))
+            rates = ", ".join(sorted({f"{float(group['lr']):.3g}" for group in optimizer.param_groups}))
+            what = f"none of {len(samples)} parameters with gradients moved ({dtypes}, learning rate {rates})"
+            self.findings.append(build_warning("unchanged", type(optimizer).__name__, what))
+
     def see_state_dict(self, module: nn.Module) -> None:
         """Take a `state_dict()` that is about to reshard `module`'s group."""
         model = self._model()
@@ -140,6 +199,15 @@ class Watch:
                 site = _outer_site()
                 what = f"state_dict() reshards it while its forward pass runs ({site})"
                 self.report("mid-forward-reshard", shown(group.fqn), what)
+
+
+def _in_reentrant_checkpoint(frame: FrameType | None) -> bool:
+    """Is the first, gradient-less pass of a reentrant checkpoint running in `frame`?"""
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def find_parameter(model: nn.Module, tensor: torch.Tensor) -> str | None:
@@ -201,6 +269,9 @@ class _MixMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and args and type(args[0]) in (torch.Tensor, nn.Parameter):
+            self._watch.see_write(args[0], name)
         try:
             return func(*args, **(kwargs or {}))
         except RuntimeError as error:
@@ -248,6 +319,9 @@ def watch(model: nn.Module, *, traces: str | os.PathLike[str] | None = None) -> 
         for module in model.modules():
             handle = internals.add_state_dict_hook(module, seen.see_state_dict)
             stack.callback(handle.remove)
+        stack.callback(setattr, seen, "is_open", False)
+        stack.callback(register_optimizer_step_pre_hook(seen.before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(seen.after_step).remove)
         stack.enter_context(_listen(seen))
         stack.enter_context(_MixMode(seen))
         yield seen

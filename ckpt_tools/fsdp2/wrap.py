@@ -37,7 +37,7 @@ class ShardedPlan:
     placements: Mapping[str, Mapping[str, Placement]]
     """FQN of every managed parameter → mesh axis → placement; axes that are not named replicate."""
     ignored: tuple[str, ...]
-    """FQNs of the parameters that FSDP leaves alone: scalars."""
+    """FQNs of the parameters that FSDP leaves alone: scalars, and what has no elements."""
     ties: Ties
     """Names that share one parameter."""
     methods: Mapping[str, tuple[str, ...]]
@@ -100,7 +100,7 @@ def shard_model(
     methods = find_methods(model, forward_methods, (*names, "") if root else names)
     styles = {} if tp_plan is None else find_styles(model, tp_plan)
     ties = tied_groups(model)
-    ignored = _scalars(model)
+    ignored = _unsharded(model)
     tp = tp_mesh(mesh)
     if tp is not None and styles:
         apply_styles(model, styles, tp)
@@ -111,7 +111,7 @@ def shard_model(
     apply = _strategy_function(policy)
     extra: dict[str, Any] = {}
     if ignored:
-        extra["ignored_params"] = {p for p in model.parameters() if not p.dim()}
+        extra["ignored_params"] = {p for p in model.parameters() if not p.dim() or not p.numel()}
     for unit in units:
         if activation_checkpointing:
             checkpoint_activations(unit)
@@ -189,8 +189,8 @@ def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
         raise UsageError("the mesh has the axis tp, but no plan says what to cut along it", hint='pass tp_plan="auto"')
 
 
-def _scalars(model: nn.Module) -> tuple[str, ...]:
-    """Return the 0-d parameters, which `fully_shard` refuses.
+def _unsharded(model: nn.Module) -> tuple[str, ...]:
+    """Return the 0-d parameters, which `fully_shard` refuses, and those without elements, which it cannot reduce.
 
     Raises:
         UsageError: One is trainable: nobody would average its gradient.
@@ -204,5 +204,7 @@ def _scalars(model: nn.Module) -> tuple[str, ...]:
                     where=fqn,
                     hint="make it a parameter of shape (1,), or freeze it",
                 )
+            found.append(fqn)
+        elif not parameter.numel():
             found.append(fqn)
     return tuple(found)

@@ -30,6 +30,8 @@ class Converted:
     """Name on the other side → what it is put together from. What that side drops keeps its name."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further name of a tensor that has several → the one under which it is in `mosaics`."""
+    copies: tuple[tuple[Mosaic, Mosaic], ...] = ()
+    """What must be equal: of several copies, one stays."""
     notes: tuple[str, ...] = ()
     """What was left out, for people."""
     lost: tuple[str, ...] = ()

@@ -41,6 +41,11 @@ apart by ``;``, and is undone in the opposite order on the way back:
 - ``rope HEADS``: the halves of every head interleaved, as complex rotary embeddings want them
 - ``qkv HEADS GROUPS``: rows of q, k and v by groups of heads that share a key
 - ``crop ROWS``: the other side may have more rows, of padding; they are left out on the way to the hub, and said
+- ``pad ROWS PADDED``: the last of ROWS again and again, until there are PADDED; the way back is that of `crop`
+- ``repeat GROUPS ALL``: every group of rows several times in a row, until there are ALL; on the way to the hub one of
+  each is taken, once the others are found to be equal
+- ``flatten DIM SIZE SIZE…``: dims of these sizes as one, in row-major order; ``rest`` is any size
+- ``unflatten DIM SIZE SIZE…``: the opposite
 
 A size is a number, a key of config.json (``vision_config.depth`` is a key inside another) or a product of these
 (``num_attention_heads*attention_head_dim``). Where config.json has `head_dim`, heads must be as long.
@@ -71,7 +76,7 @@ from ckpt_tools.maps.keymap_lines import (
     shift_of,
     signs_of,
 )
-from ckpt_tools.maps.keymap_steps import Config, apply, has_size, size_of, undo
+from ckpt_tools.maps.keymap_steps import Config, Copy, apply, has_size, size_of, undo
 from ckpt_tools.maps.mosaic import Mosaic
 from ckpt_tools.text import first_few
 
@@ -137,6 +142,7 @@ class KeyMap:
         sides = [((line, one), one.names) for line in self.section.lines for one in line.spellings]
         found, made = self._sort(wanted, sides, config)
         origins: dict[str, str] = {}
+        copies: list[Copy] = []
         for (line, spelling), items in found.items():
             for numbers, parts in _unstacked(line, spelling, items):
                 at = fill(spelling.names[0], line.signs, numbers)
@@ -147,6 +153,7 @@ class KeyMap:
                     raise UsageError(f"one tensor has two names: {first_few([origins.get(twice[0], twice[0]), at])}")
                 made |= zip(names, undone.tensors, strict=True)
                 origins |= dict.fromkeys(names, at)
+                copies += undone.copies
                 if undone.left_out:
                     notes.append(f"left out {undone.left_out} rows of padding of {first_few([at])}")
         is_tied = config.get("tie_word_embeddings") is True
@@ -155,7 +162,11 @@ class KeyMap:
             del made[missing]
         aliases = {origins[missing]: origins[there] for missing, there in pairs}
         return Converted(
-            mosaics=made, aliases=aliases, notes=tuple(notes), lost=tuple(name for name in wanted if lost.knows(name))
+            mosaics=made,
+            aliases=aliases,
+            copies=tuple(copies),
+            notes=tuple(notes),
+            lost=tuple(name for name in wanted if lost.knows(name)),
         )
 
     def knows(self, names: Iterable[str]) -> bool:

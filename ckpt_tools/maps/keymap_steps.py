@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from ckpt_tools.maps import mosaic
 from ckpt_tools.maps.mosaic import Mosaic
 
 Config = Mapping[str, object]
+Copy = tuple[Mosaic, Mosaic]
 _REST = "rest"
 _NOT_SAID = 0
 """A size that is what the others leave, or that config.json does not say."""
@@ -35,6 +37,8 @@ class Undone:
     tensors: list[Mosaic]
     left_out: int = 0
     """Rows of padding that the hub's tensor has not."""
+    copies: tuple[Copy, ...] = ()
+    """What must be equal, because the hub has it once."""
 
 
 _Way = Callable[..., list[Mosaic]]
@@ -52,6 +56,8 @@ class _Operation:
     """Do the sizes begin with a number of heads? Then config.json's `head_dim` follows them."""
     has_lengths: bool = False
     """May the length of every part follow?"""
+    has_dims: bool = False
+    """Do the lengths of two or more dims follow?"""
     joins: int | None = 1
     """Tensors on the hub's side: this many, or any number but one for None."""
     cuts: bool = False
@@ -74,7 +80,12 @@ def build_step(operation: str, sizes: Sequence[str], *, before: int, others: int
     is_fit = before == 1 < others if found.cuts else before > 1 if found.joins is None else found.joins in (1, before)
     fixed = found.num_sizes + found.has_dim
     lengths = (0, max(before, after)) if found.has_lengths else (0,)
-    if not is_fit or len(sizes) - fixed not in lengths or (found.has_dim and not sizes[0].isdecimal()):
+    free = len(sizes) - fixed
+    if (
+        not is_fit
+        or not (free > 1 if found.has_dims else free in lengths)
+        or (found.has_dim and not sizes[0].isdecimal())
+    ):
         return None
     return Step(operation=operation, sizes=tuple(sizes), before=before, after=after)
 
@@ -94,12 +105,16 @@ def apply(steps: Sequence[Step], tensors: list[Mosaic], config: Config) -> list[
 def undo(steps: Sequence[Step], tensors: list[Mosaic], config: Config) -> Undone:
     """Return the hub's tensors that steps made others of; errors as those of `apply`."""
     left_out = 0
+    copies: list[Copy] = []
     for step in reversed(steps):
-        made = _OPERATIONS[step.operation].backward(tensors, step.before, *_sizes(step, config))
-        if step.operation == "crop":
-            left_out += sum(one.shape[0] for one in tensors) - sum(one.shape[0] for one in made)
+        sizes = _sizes(step, config)
+        made = _OPERATIONS[step.operation].backward(tensors, step.before, *sizes)
+        if step.operation in ("crop", "pad"):
+            left_out += sum(map(_rows, tensors)) - sum(map(_rows, made))
+        if step.operation == "repeat":
+            copies += [(kept, other) for one in tensors for kept, *others in [_turns(one, *sizes)] for other in others]
         tensors = made
-    return Undone(tensors=tensors, left_out=left_out)
+    return Undone(tensors=tensors, left_out=left_out, copies=tuple(copies))
 
 
 def size_of(text: str, config: Config) -> int:
@@ -238,6 +253,62 @@ def _crop(parts: list[Mosaic], _before: int, rows: int) -> list[Mosaic]:
     return [mosaic.part_of(part, 0, 0, rows) for part in parts]
 
 
+def _pad(parts: list[Mosaic], _after: int, rows: int, padded: int) -> list[Mosaic]:
+    _uncrop(parts, _after, rows)
+    if not 0 <= padded - rows <= mosaic.MAX_RUNS:
+        raise ValueError(f"{rows} rows cannot be padded to {padded}")
+    last = padded - rows + 1
+    return [
+        mosaic.join([mosaic.part_of(one, 0, 0, rows - 1), *[mosaic.part_of(one, 0, rows - 1, 1)] * last], 0)
+        for one in parts
+    ]
+
+
+def _unpad(parts: list[Mosaic], before: int, rows: int, padded: int) -> list[Mosaic]:
+    _uncrop(parts, before, padded)
+    return _crop(parts, before, rows)
+
+
+def _repeat(parts: list[Mosaic], _after: int, groups: int, wanted: int) -> list[Mosaic]:
+    if wanted % groups:
+        raise ValueError(f"{groups} groups of rows cannot be repeated to {wanted}")
+    times = wanted // groups
+    return [mosaic.join([g for g in mosaic.chunk(one, 0, groups) for _ in range(times)], 0) for one in parts]
+
+
+def _unrepeat(parts: list[Mosaic], _before: int, groups: int, wanted: int) -> list[Mosaic]:
+    return [_turns(one, groups, wanted)[0] for one in parts]
+
+
+def _turns(tensor: Mosaic, groups: int, wanted: int) -> list[Mosaic]:
+    """Return the rows of every group's first turn, then those of the second…: they are to be equal."""
+    if wanted % groups:
+        raise ValueError(f"{wanted} groups of rows are not those of {groups}, repeated")
+    every, times = mosaic.chunk(tensor, 0, wanted), wanted // groups
+    return [mosaic.join(every[turn::times], 0) for turn in range(times)]
+
+
+def _flatten(parts: list[Mosaic], _after: int, dim: int, *sizes: int) -> list[Mosaic]:
+    for part in parts:
+        own = part.shape[dim : dim + len(sizes)]
+        if len(own) < len(sizes) or any(
+            size not in (_NOT_SAID, length) for size, length in zip(sizes, own, strict=True)
+        ):
+            raise ValueError(f"dims of {list(own)} should be {list(sizes)} (0: any)")
+    return [mosaic.flatten(part, dim, len(sizes)) for part in parts]
+
+
+def _unflatten(parts: list[Mosaic], _after: int, dim: int, *sizes: int) -> list[Mosaic]:
+    made = []
+    for part in parts:
+        length = part.shape[dim] if dim < len(part.shape) else 0
+        known = math.prod(size for size in sizes if size)
+        if sizes.count(_NOT_SAID) > 1 or not length or length % known:
+            raise ValueError(f"{length} in dim {dim} are not {list(sizes)} (0: the rest)")
+        made.append(mosaic.unflatten(part, dim, [size or length // known for size in sizes]))
+    return made
+
+
 _OPERATIONS: Mapping[str, _Operation] = {
     "cat": _Operation(forward=_cat, backward=_cut, has_dim=True, has_lengths=True, joins=None),
     "cut": _Operation(forward=_cut, backward=_cat, has_dim=True, has_lengths=True, cuts=True),
@@ -246,5 +317,9 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "rope": _Operation(forward=_rope, backward=_unrope, num_sizes=1, has_heads=True),
     "qkv": _Operation(forward=_qkv, backward=_unqkv, num_sizes=2, has_heads=True, joins=3),
     "crop": _Operation(forward=_uncrop, backward=_crop, num_sizes=1),
+    "pad": _Operation(forward=_pad, backward=_unpad, num_sizes=2),
+    "repeat": _Operation(forward=_repeat, backward=_unrepeat, num_sizes=2),
+    "flatten": _Operation(forward=_flatten, backward=_unflatten, has_dim=True, has_dims=True),
+    "unflatten": _Operation(forward=_unflatten, backward=_flatten, has_dim=True, has_dims=True),
 }
 OPERATIONS = tuple(_OPERATIONS)

@@ -13,12 +13,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import mul
+from typing import NamedTuple
 
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, BoxIndex
 from ckpt_tools.description.tiling import check_tiling
 
+MAX_RUNS = 100_000
+"""Into which one tensor may be taken apart."""
 STACKED = -1
 """A dim of size 1 that the other tensor does not have."""
 
@@ -189,6 +193,74 @@ def regroup(tensor: Mosaic, dim: int, groups: int, outer: int, inner: int) -> Mo
     return join(runs, dim)
 
 
+def flatten(tensor: Mosaic, dim: int, count: int) -> Mosaic:
+    """Return the tensor with `count` dims from `dim` on as one, in row-major order.
+
+    Raises:
+        ValueError: There are not as many dims, or it would take too many pieces.
+    """
+    sizes = tensor.shape[dim : dim + count]
+    if len(sizes) < count:
+        raise ValueError(f"a tensor has no {count} dims from {dim} on")
+    run = _running(sizes)
+    _check_runs(math.prod(sizes[:run]))
+    strides, end = _row_major(sizes), dim + run
+    pieces = []
+    for piece in tensor.pieces:
+        offsets, lengths = piece.box.offsets, piece.box.sizes
+        for at in product(*(range(offsets[d], offsets[d] + lengths[d]) for d in range(dim, end))):
+            inside = Box((*offsets[:dim], *at, *offsets[end:]), (*lengths[:dim], *(1 for _ in at), *lengths[end:]))
+            start = sum(map(mul, inside.offsets[dim : dim + count], strides))
+            box = Box(
+                (*offsets[:dim], start, *offsets[dim + count :]),
+                (*lengths[:dim], lengths[end], *lengths[dim + count :]),
+            )
+            axes = (*piece.axes[:dim], piece.axes[end], *piece.axes[dim + count :])
+            pieces.append(replace(_narrowed(piece, inside), box=box, axes=axes))
+    shape = (*tensor.shape[:dim], math.prod(sizes), *tensor.shape[dim + count :])
+    return Mosaic(dtype=tensor.dtype, shape=shape, pieces=tuple(pieces))
+
+
+def unflatten(tensor: Mosaic, dim: int, sizes: Sequence[int]) -> Mosaic:
+    """Return the tensor with one dim as several, in row-major order.
+
+    Raises:
+        ValueError: The dim is not as long, or it would take too many pieces.
+    """
+    if dim >= len(tensor.shape) or tensor.shape[dim] != math.prod(sizes):
+        raise ValueError(f"a dim is not {' x '.join(map(str, sizes))} long")
+    run = _running(sizes)
+    _check_runs(math.prod(sizes[:run]))
+    strides = _row_major(sizes)
+    pieces = []
+    for piece in tensor.pieces:
+        first, last = piece.box.offsets[dim], piece.box.offsets[dim] + piece.box.sizes[dim]
+        while first < last:  # one run of the last of the new dims after another
+            length = min(last, (first // sizes[run] + 1) * sizes[run]) - first
+            inside = Box(_resized(piece.box.offsets, dim, first), _resized(piece.box.sizes, dim, length))
+            at = [first // stride % size for stride, size in zip(strides, sizes, strict=True)]
+            box = Box(
+                (*inside.offsets[:dim], *at, *inside.offsets[dim + 1 :]),
+                (*inside.sizes[:dim], *_resized((1,) * len(sizes), run, length), *inside.sizes[dim + 1 :]),
+            )
+            new_axes = _resized((STACKED,) * len(sizes), run, piece.axes[dim])
+            axes = (*piece.axes[:dim], *new_axes, *piece.axes[dim + 1 :])
+            pieces.append(replace(_narrowed(piece, inside), box=box, axes=axes))
+            first += length
+    shape = (*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
+    return Mosaic(dtype=tensor.dtype, shape=shape, pieces=tuple(pieces))
+
+
+def _running(sizes: Sequence[int]) -> int:
+    """Return the last of these dims that is longer than 1: a piece can run along it."""
+    return max((at for at, size in enumerate(sizes) if size > 1), default=0)
+
+
+def _check_runs(count: int) -> None:
+    if count > MAX_RUNS:
+        raise ValueError(f"it would be put together of {count} runs; {MAX_RUNS} are allowed")
+
+
 def _every(tensor: Mosaic, dim: int, start: int, step: int, count: int) -> Mosaic:
     """Return every `step`-th element along one dim, `count` of them."""
     pieces = []
@@ -210,8 +282,10 @@ def _every(tensor: Mosaic, dim: int, start: int, step: int, count: int) -> Mosai
     return Mosaic(dtype=tensor.dtype, shape=_resized(tensor.shape, dim, count), pieces=tuple(pieces))
 
 
-def invert(mosaics: Mapping[str, Mosaic], sources: Mapping[str, tuple[int, ...]]) -> dict[str, Mosaic]:
-    """Return the sources as mosaics of what was made of them.
+def invert(
+    mosaics: Mapping[str, Mosaic], sources: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, Mosaic], list[tuple[Mosaic, Mosaic]]]:
+    """Return the sources as mosaics of what was made of them, and pairs of mosaics that must be equal for that.
 
     Args:
         mosaics: FQN → how it is put together.
@@ -220,20 +294,30 @@ def invert(mosaics: Mapping[str, Mosaic], sources: Mapping[str, tuple[int, ...]]
     Raises:
         ValueError: An element of a source was left out, or stands in two places: there is no way back.
     """
-    pieces: dict[str, list[Piece]] = defaultdict(list)
+    pieces: dict[str, dict[Box, Piece]] = defaultdict(dict)
     dtypes = {}
+    copies = []
     for fqn, mosaic in mosaics.items():
         for piece in mosaic.pieces:
             dtypes[piece.source] = mosaic.dtype
-            pieces[piece.source] += _inverted(fqn, piece)
+            for back in _inverted(fqn, piece):
+                first = pieces[piece.source].setdefault(back.box, back)
+                if first is not back:
+                    copies.append((_alone(first, mosaic.dtype), _alone(back, mosaic.dtype)))
     for source, shape in sources.items():
-        boxes = [piece.box for piece in pieces[source]]
-        if not boxes or len(set(boxes)) < len(boxes) or check_tiling(shape, boxes) is not None:
+        if not pieces[source] or check_tiling(shape, pieces[source]) is not None:
             raise ValueError(f"not every element of {source!r} has one place")
-    return {
-        source: Mosaic(dtype=dtypes[source], shape=shape, pieces=tuple(pieces[source]))
+    made = {
+        source: Mosaic(dtype=dtypes[source], shape=shape, pieces=tuple(pieces[source].values()))
         for source, shape in sources.items()
     }
+    return made, copies
+
+
+def _alone(piece: Piece, dtype: DType) -> Mosaic:
+    """Return one piece as a tensor of its own."""
+    box = Box((0,) * len(piece.box.sizes), piece.box.sizes)
+    return Mosaic(dtype=dtype, shape=box.sizes, pieces=(replace(piece, box=box),))
 
 
 def _inverted(fqn: str, piece: Piece) -> Iterator[Piece]:
@@ -274,8 +358,47 @@ def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> Ten
     if mosaic.dtype.bits % 8:
         raise ValueError(f"elements of {mosaic.dtype.name} do not begin at bytes")
     indexes = {source: _index(sources[source]) for source in mosaic.sources}
-    chunks = [laid for piece in mosaic.pieces for laid in _lay(piece, indexes[piece.source], mosaic.dtype)]
-    return TensorEntry(fqn=fqn, dtype=mosaic.dtype, shape=mosaic.shape, chunks=tuple(chunks))
+    views = [view for piece in mosaic.pieces for view in _lay(piece, indexes[piece.source])]
+    for dim in range(len(mosaic.shape) if len(views) > 1 else 0):
+        views = _merged(views, dim)
+    chunks = tuple(_chunk(view, mosaic.dtype) for view in views)
+    return TensorEntry(fqn=fqn, dtype=mosaic.dtype, shape=mosaic.shape, chunks=chunks)
+
+
+class _View(NamedTuple):
+    """Elements of a chunk, and where they are in the tensor that is put together."""
+
+    of: Chunk
+    box: Box
+    strides: tuple[int, ...]
+    position: int
+    """Of the first, in elements of the chunk."""
+
+
+def _merged(views: Sequence[_View], dim: int) -> list[_View]:
+    """Join views of one chunk that go on in each other along a dim, so that what was only reshaped is one again."""
+    groups: dict[tuple[object, ...], list[_View]] = defaultdict(list)
+    for view in views:
+        strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.strides, view.box.sizes, strict=True))
+        key = (view.of.span, _without_dim(view.box, dim), _without_at(strides, dim))
+        groups[key].append(view)
+    found = []
+    for group in groups.values():
+        last, *others = sorted(group, key=lambda view: view.box.offsets[dim])
+        for view in others:
+            length, step = last.box.sizes[dim], last.strides[dim]
+            if length == 1:
+                step = view.position - last.position
+            is_next = view.box.offsets[dim] == last.box.offsets[dim] + length
+            is_next = is_next and step > 0 and view.position == last.position + length * step
+            if is_next and (view.box.sizes[dim] == 1 or view.strides[dim] == step):
+                box = Box(last.box.offsets, _resized(last.box.sizes, dim, length + view.box.sizes[dim]))
+                last = last._replace(box=box, strides=_resized(last.strides, dim, step))
+            else:
+                found.append(last)
+                last = view
+        found.append(last)
+    return found
 
 
 def _index(entry: TensorEntry) -> BoxIndex[Chunk]:
@@ -285,7 +408,7 @@ def _index(entry: TensorEntry) -> BoxIndex[Chunk]:
     return BoxIndex((one, box) for box, one in distinct.items())
 
 
-def _lay(piece: Piece, index: BoxIndex[Chunk], dtype: DType) -> Iterator[Chunk]:
+def _lay(piece: Piece, index: BoxIndex[Chunk]) -> Iterator[_View]:
     counts = [1] * len(piece.starts)
     for dim, axis in enumerate(piece.axes):
         if axis != STACKED:
@@ -308,11 +431,12 @@ def _lay(piece: Piece, index: BoxIndex[Chunk], dtype: DType) -> Iterator[Chunk]:
         moved = (0 if axis == STACKED else begins[axis] for axis in piece.axes)
         offsets = tuple(offset + by for offset, by in zip(piece.box.offsets, moved, strict=True))
         seen = tuple(1 if axis == STACKED else strides[axis] * piece.steps[axis] for axis in piece.axes)
-        yield _chunk(one, Box(offsets, sizes), seen, position, dtype)
+        yield _View(one, Box(offsets, sizes), seen, position)
 
 
-def _chunk(one: Chunk, box: Box, strides: tuple[int, ...], position: int, dtype: DType) -> Chunk:
-    """Return a view of a chunk; its CRC-32 is that of the view when it is all of the bytes, in their order."""
+def _chunk(view: _View, dtype: DType) -> Chunk:
+    """Return a view as a chunk; the CRC-32 of what it is of is its own when it is all of the bytes, in their order."""
+    one, box, strides, position = view
     length = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
     plain = all(
         size == 1 or stride == wanted

@@ -77,6 +77,8 @@ class Named:
     """Name → name in the source, of what is one tensor of the source as it is."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further name of a tensor → its name in the checkpoint; of `name_hub`, those that are left out, in the source."""
+    copies: tuple[tuple[TensorEntry, TensorEntry], ...] = ()
+    """What must be equal: of several copies, one stays. Named as the tensor that the first is of."""
     map: TensorMap | None = None
     """What brought the names about; None where none changed."""
     apart: tuple[TensorEntry, ...] = ()
@@ -272,14 +274,15 @@ def name_back(
             raise UsageError(f"tensor {name!r} is {list(there[name].shape)}, the map makes {list(mosaic.shape)} of it")
     used = {source for mosaic in live.values() for source in mosaic.sources}
     try:
-        back = invert(live, {entry.fqn: entry.shape for entry in headers if entry.fqn in used})
+        back, copies = invert(live, {entry.fqn: entry.shape for entry in headers if entry.fqn in used})
     except ValueError as error:
         raise UsageError(f"the tensors are not what the map makes of the files: {error}") from error
     for fqn, mosaic in back.items():
         back[fqn] = replace(mosaic, dtype=there[mosaic.sources[0]].dtype) if mosaic.sources else mosaic
     rest = _whole(entry for entry in checkpoint.tensors if entry.fqn not in live and entry.fqn not in back)
     aliases = {alias: name for alias, name in found.aliases.items() if alias in rest and name in there}
-    return _named(checkpoint, Converted(mosaics={**back, **rest}, aliases=aliases), None, "", resolve)
+    made = Converted(mosaics={**back, **rest}, aliases=aliases, copies=tuple(copies))
+    return _named(checkpoint, made, None, "", resolve)
 
 
 def _fits(naming: Naming, headers: Iterable[TensorEntry], assets: AssetList, there: Mapping[str, TensorEntry]) -> bool:
@@ -374,7 +377,7 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
         for mosaic in found.mosaics.values()
         for source in mosaic.sources
         if not mosaic.is_only(entries[source].shape)
-    }
+    } | {source for pair in found.copies for one in pair for source in one.sources}
     raw = {fqn: resolve(entry) if fqn in joined else entry for fqn, entry in entries.items()}
     tensors = tuple(lay_out(fqn, mosaic, raw) for fqn, mosaic in found.mosaics.items())
     sources = {
@@ -382,6 +385,11 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
         for fqn, mosaic in found.mosaics.items()
         if mosaic.sources and mosaic.is_only(entries[mosaic.sources[0]].shape)
     }
+    copies = tuple(
+        (lay_out(one.sources[0], one, raw), lay_out(other.sources[0], other, raw))
+        for one, other in found.copies
+        if one.pieces
+    )
     changed = sum(1 for fqn in found.mosaics if sources.get(fqn) != fqn)
     parts = [f"{changed} of {len(tensors)} tensors are renamed, joined or split"] if changed else []
     if found.aliases and known is not None:
@@ -391,6 +399,7 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
         checkpoint=replace(checkpoint, tensors=tensors),
         sources=sources,
         aliases=found.aliases,
+        copies=copies,
         map=known if changed else None,
         apart=tuple(raw[fqn] for fqn in sorted(joined)),
         left_out=found.notes,

@@ -8,21 +8,23 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnclearLossError, UsageError
 from ckpt_tools.models.builtin import SmallTransformer
+from ckpt_tools.models.computed import adopt_computed
+from ckpt_tools.text import first_few
 
 BATCH_SIZE = 2
 """Samples per data-parallel rank."""
 SEQ_LEN = 16
 """Tokens per sample."""
 
-Batch = dict[str, torch.Tensor]
-"""What forward takes, by name."""
+Batch = dict[str, Any]
+"""What forward takes, by name: tensors, lists and dicts of tensors, numbers."""
 
 
 class Recipe(ABC):
@@ -32,10 +34,12 @@ class Recipe(ABC):
     """Class of the model and where it comes from."""
     is_cut: bool = False
     """The model has fewer layers than it should."""
+    keeps_dropout: bool = False
+    """Models are built with the dropout that they have."""
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """Return the model on the current default device, in training mode, without dropout."""
+        """Return the model on the current default device, in training mode."""
 
     @abstractmethod
     def make_batch(self, model: nn.Module) -> Batch:
@@ -82,20 +86,36 @@ class ModuleRecipe(Recipe):
 
     def __init__(self, factory: str | None = None) -> None:
         self._factory = factory
+        self._computed: tuple[str, ...] = ()
         self.title = "SmallTransformer (built in)" if factory is None else factory
 
     def build(self) -> nn.Module:
-        """Call the factory."""
+        """Call the factory; on the meta device, what `__init__` computes is computed all the same."""
         if self._factory is None:
             return SmallTransformer().train()
-        model = find_callable(self._factory)()
+        model = self._call(self._factory)
+        if torch.get_default_device().type == "meta":
+            factory = self._factory
+            self._computed = adopt_computed(model, lambda: self._call(factory))
+        if not self.keeps_dropout:
+            without_dropout(model)
+        return model.train()
+
+    def _call(self, factory: str) -> nn.Module:
+        model = find_callable(factory)()
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"the factory returned a {type(model).__name__}, not a torch.nn.Module",
-                where=self._factory,
+                where=factory,
             )
-        without_dropout(model)
-        return model.train()
+        return model
+
+    def notes_on(self, batch: Batch) -> tuple[str, ...]:  # noqa: ARG002 - of the model
+        """Say what a script that builds on the meta device has to compute again."""
+        if not self._computed:
+            return ()
+        what = f"{len(self._computed)} tensors that __init__ computes and no checkpoint holds were built off the meta"
+        return (f"{what} device ({first_few(self._computed)}): a script that builds on meta has to compute them again",)
 
     def make_batch(self, model: nn.Module) -> Batch:
         """Ask the model, or draw tokens."""
@@ -146,7 +166,7 @@ def find_callable(spec: str) -> Any:  # noqa: ANN401 - anything callable
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: two runs of one model must give one loss."""
+    """Set every dropout to 0."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - the base of all dropouts
             module.p = 0.0
@@ -172,13 +192,70 @@ def call(model: nn.Module, batch: Batch) -> object:
     return model(**batch)
 
 
-def loss_of(output: object) -> torch.Tensor:
-    """Return the loss in what forward returned; without one, the mean square of its floating-point tensors.
+def find_loss(output: object, named: str | None = None) -> str | None:
+    """Return where the loss is in what forward returned: a dotted name, "" for all of it, None when there is none.
+
+    A field `loss` is the loss, and so is the only scalar that has a gradient.
+
+    Args:
+        output: Of a forward pass with gradients.
+        named: Where the user says it is ("1", "losses.total").
 
     Raises:
-        UsageError: There is no tensor in it that has a gradient.
+        UnclearLossError: It is not where the user says, or there are scalars and nothing says which one it is.
     """
-    if (loss := _own_loss(output)) is not None:
+    if named is not None:
+        found = _part(output, named)
+        if not isinstance(found, torch.Tensor) or not found.requires_grad:
+            what = "a tensor without gradient" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+            raise UnclearLossError(
+                f"what forward returns at {named!r} cannot be the loss: it is {what}", hint=_SAY_WHICH
+            )
+        return named
+    if isinstance(output, torch.Tensor):
+        return "" if output.numel() == 1 else None
+    if isinstance(_part(output, "loss"), torch.Tensor):
+        return "loss"
+    items = output.items() if isinstance(output, Mapping) else enumerate(output if _is_sequence(output) else ())
+    scalars = {
+        str(name): item
+        for name, item in items
+        if isinstance(item, torch.Tensor) and item.is_floating_point() and item.numel() == 1
+    }
+    certain = [name for name, item in scalars.items() if not item.dim() and item.requires_grad]
+    if len(certain) == 1:
+        return certain[0]
+    if scalars:
+        what = "none has a gradient" if not certain else f"{len(certain)} have a gradient"
+        raise UnclearLossError(f"forward returns scalars at {first_few(scalars, 5)}, of which {what}", hint=_SAY_WHICH)
+    return None
+
+
+_SAY_WHICH = 'say which one is the loss: --loss NAME (a position, a key, "losses.total"), or fsdp_loss on the model'
+
+
+def _part(value: object, path: str) -> object:
+    """Return what lies at a dotted path of keys, positions and attributes; None when nothing does."""
+    for name in path.split(".") if path else ():
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif isinstance(value, (list, tuple)) and name.lstrip("-").isdecimal():
+            value = value[int(name)] if -len(value) <= int(name) < len(value) else None
+        else:
+            value = getattr(value, name, None)
+    return value
+
+
+def loss_of(output: object, at: str | None) -> torch.Tensor:
+    """Return the loss at a place that `find_loss` found; for None the mean square of the floating-point tensors.
+
+    Raises:
+        UsageError: There is no such tensor, or none that has a gradient.
+    """
+    if at is not None:
+        loss = _part(output, at)
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(f"this time forward returned no loss at {at!r}, but a {type(loss).__name__}")
         return loss.float().mean()
     parts = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
     if torch.is_grad_enabled():
@@ -191,16 +268,8 @@ def loss_of(output: object) -> torch.Tensor:
     return torch.stack([part.float().square().mean() for part in parts]).sum()
 
 
-def has_loss(output: object) -> bool:
-    """Did forward compute a loss of its own?"""
-    return _own_loss(output) is not None
-
-
-def _own_loss(output: object) -> torch.Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, torch.Tensor) and output.numel() == 1:
-        return output
-    return loss if isinstance(loss, torch.Tensor) else None
+def _is_sequence(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
+    return isinstance(value, (list, tuple))
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

@@ -24,8 +24,8 @@ from ckpt_tools.fsdp2.names import match_names, shapes_of
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import ModelConfig
-from ckpt_tools.models.hf_recipe import HfRecipe
-from ckpt_tools.models.recipe import call, loss_of
+from ckpt_tools.models.recipe import call, find_loss, loss_of
+from ckpt_tools.models.recipe_of import recipe_of
 from ckpt_tools.placement.place import place_tensors
 from ckpt_tools.placement.rule import Rule
 from ckpt_tools.placement.tp_plan import find_tp_plan, import_model_class, tp_plan_rules
@@ -80,9 +80,9 @@ def _describe(
     plain = {key: value for key, value in config.values.items() if key != "quantization_config"}
     try:
         with torch.device("meta"):
-            model = HfRecipe(plain, config.where).build()
+            model = recipe_of(plain, config.where).build()
         facts = _completed(facts, model)
-        HfRecipe(config.values, config.where)
+        recipe_of(config.values, config.where)
     except RefusedConfigError:
         raise
     except UsageError as error:
@@ -125,7 +125,7 @@ def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str) -> Trial:
     reasons: list[str] = []
     for path, cut in cuts:
         try:
-            recipe = HfRecipe(cut.values, where)
+            recipe = recipe_of(cut.values, where)
             with torch.device("meta"):
                 num_elems = _count(recipe.build())
             if num_elems > MAX_ELEMS:
@@ -133,7 +133,8 @@ def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str) -> Trial:
                 continue
             torch.manual_seed(0)
             model = recipe.build()
-            loss = loss_of(call(model, recipe.batch(model, seed=0)))
+            output = call(model, recipe.batch(model, seed=0))
+            loss = loss_of(output, find_loss(output))
             torch.autograd.backward([loss])
         except Exception as error:  # noqa: BLE001 - whatever a model that never was does
             what = error.what if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"

@@ -118,7 +118,9 @@ def write_random(recipe: Recipe, directory: str) -> None:
     torch.manual_seed(0)
     model = recipe.build()
     shared = {name for group in tied_groups(model) for name in group[1:]}
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in shared}
+    state = {
+        strip_wrappers(name): tensor.contiguous() for name, tensor in model.state_dict().items() if name not in shared
+    }
     os.makedirs(directory, exist_ok=True)
     save_file(state, os.path.join(directory, "model.safetensors"), metadata={"format": "pt"})
 

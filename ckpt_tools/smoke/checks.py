@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,6 +14,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Box, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.description.transform import find_model, strip_wrappers
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.fsdp2.agree import gather
 from ckpt_tools.fsdp2.architecture import architecture_of
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.load import targets_of
@@ -24,8 +26,6 @@ from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.text import first_few
 
-MAX_FINDINGS = 5
-"""Findings of one kind that a rank reports; the last one says how many there are."""
 LIVE_NAMES = "live-names"
 """Code of a checkpoint whose names are not those of the live model."""
 GRADIENT_FLOOR = 1e-3
@@ -151,7 +151,7 @@ def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Fi
             nbytes += local.numel() * local.element_size()
             if local.numel() != wanted_values.numel() or not torch.equal(_bytes(local), _bytes(wanted_values)):
                 findings.append(_different(name, local, wanted_values, box))
-    return _capped(findings), compared, nbytes
+    return findings, compared, nbytes
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,14 +170,6 @@ def _different(name: str, local: torch.Tensor, wanted: torch.Tensor, box: Box) -
         what=f"{what} (offsets {list(box.offsets)}, sizes {list(box.sizes)})",
         hint="load after sharding, onto the same mesh, and do not initialise weights afterwards",
     )
-
-
-def _capped(findings: list[Finding]) -> list[Finding]:
-    """Return the first findings of one code, and how many more there are."""
-    if len(findings) <= MAX_FINDINGS:
-        return findings
-    what = f"{len(findings) - MAX_FINDINGS} more like these"
-    return [*findings[:MAX_FINDINGS], Finding.error(code=findings[0].code, where="…", what=what)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,9 +215,9 @@ def compare_gradients(
         expected = reference.get(name)
         what = None
         if gradient is None or expected is None:
-            if gradient is not None and bool(gradient.abs().max() > 0):
+            if gradient is not None and bool(gradient.any()):
                 what = "a gradient, and the reference has none"
-            elif expected is not None and bool(expected.abs().max() > 0):
+            elif expected is not None and bool(expected.any()):
                 what = "no gradient, and the reference has one"
         else:
             compared += 1
@@ -237,7 +229,7 @@ def compare_gradients(
         if what is not None:
             hint = "is the parameter used outside of its unit's forward, only on some ranks, or not managed by FSDP?"
             findings.append(Finding.error(code="wrong-gradient", where=name, what=what, hint=hint))
-    return GradientErrors(worst=worst, worst_name=worst_name, compared=compared, findings=_capped(findings))
+    return GradientErrors(worst=worst, worst_name=worst_name, compared=compared, findings=findings)
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
@@ -253,6 +245,13 @@ def differing_tensors(model: nn.Module, other: nn.Module) -> list[str]:
     """Return the names whose local parts are not bitwise equal in two models that are sharded alike."""
     mine, theirs = model.state_dict(), other.state_dict()
     return [name for name, tensor in mine.items() if not _is_equal(tensor, theirs.get(name))]
+
+
+def varying_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Return the buffers that are not the same on all ranks: running statistics of each rank's own data. Collective."""
+    own = {name: xxhash.xxh3_128_hexdigest(_bytes(b.to("cpu")).numpy().data) for name, b in model.named_buffers()}
+    every = gather(own)
+    return tuple(strip_wrappers(name) for name in own if len({each.get(name) for each in every}) > 1)
 
 
 def differing_states(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> int:

@@ -31,6 +31,8 @@ class Saved:
     """Depth that the model was cut to; None for its own."""
     tp: int
     """Size of the axis: worlds of the same add partial sums in the same order."""
+    loss_at: str | None
+    """Where the loss is in what forward returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,14 @@ class SmokeOptions:
     ] = "keep"
     lora: Annotated[bool, Option("Freeze the model; train LoRA adapters on its linear layers.")] = False
     quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4")] = None
+    loss: Annotated[
+        str | None,
+        Option(
+            "Where the loss is in what forward returns: a position, a key, or a path such as losses.total "
+            "(default: .loss, or the only scalar with a gradient).",
+            metavar="NAME",
+        ),
+    ] = None
     memory: Annotated[
         str | int | None,
         Option(

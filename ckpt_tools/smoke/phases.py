@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import LoadReport, clip_grad_norm, save_checkpoint, shard_model
 from ckpt_tools.fsdp2.agree import from_rank0, gather, share
@@ -20,8 +21,8 @@ from ckpt_tools.fsdp2.mesh import TP_AXIS
 from ckpt_tools.fsdp2.watch import watch
 from ckpt_tools.maps import origins_of
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.models.recipe import Batch, call, has_loss, loss_of
-from ckpt_tools.smoke import blueprint as blueprints
+from ckpt_tools.models.recipe import Batch, call, find_loss, loss_of
+from ckpt_tools.smoke import blueprint as blueprints, draws
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, foreign_names, judge_names, local_bytes
 from ckpt_tools.smoke.machine import free_memory
@@ -38,7 +39,6 @@ NORM_TOLERANCE = 1e-4
 """Relative, of the norm of all gradients."""
 MAX_NORM = 0.1
 """Gradients are clipped to this norm, which untrained models exceed."""
-_MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,8 @@ def build(run: Run) -> str:
     run.num_layers = fit.num_layers
     recipe = run.setting.recipe_of(fit.num_layers)
     run.note(*fit.notes)
+    if not recipe.keeps_dropout:
+        run.note("dropout is off: under tp every rank draws for its own part of a layer, which no reference can follow")
     source = run.setting.options.source
     source = None if source is None else os.path.abspath(source)
     if source is None:
@@ -163,10 +165,8 @@ def _report_names(run: Run, report: LoadReport) -> None:
         ("missing-tensor", report.missing, "the checkpoint does not have it"),
         ("unexpected-tensor", () if run.blueprint.recipe.is_cut else report.unexpected, "the model has no name for it"),
     ):
-        for name in names[:_MAX_NAMES]:
-            run.error(code, name, what, "does the config belong to this checkpoint? `ckpt inspect --tensors`")
-        if len(names) > _MAX_NAMES:
-            run.error(code, "…", f"{len(names) - _MAX_NAMES} more: {what}")
+        hint = "does the config belong to this checkpoint? `ckpt inspect --tensors`"
+        run.report(*(Finding.error(code, name, what, hint) for name in names))
 
 
 def compare(run: Run) -> str:
@@ -188,24 +188,32 @@ def states(run: Run) -> str:
     return "placements, ties, buffers, optimizer, equal on all ranks"
 
 
+def _base_model(run: Run) -> nn.Module:
+    return run.model.get_base_model() if run.setting.options.lora else run.model  # type: ignore[operator]
+
+
 def batch_of(run: Run, index: int) -> Batch:
     """Return the batch of a data-parallel rank: the same in every process and for every mesh."""
-    base = run.model.get_base_model() if run.setting.options.lora else run.model  # type: ignore[operator]
-    return run.blueprint.recipe.batch(base, SEED + index)
+    return run.blueprint.recipe.batch(_base_model(run), SEED + index)
 
 
 def forward(run: Run) -> str:
     """Run the first forward under the watch."""
     traces = os.path.join(run.directory, "traces") if run.is_local else None
     run.watch = run.resources.enter_context(watch(run.model, traces=traces))
-    run.batch = on_device(batch_of(run, run.setting.dp_index(run.rank)), run.device, None)
+    run.batch = on_device(batch_of(run, run.dp_index), run.device, None)
     run.note(*run.blueprint.recipe.notes_on(run.batch))
+    draws.seed(run.dp_index, 0)
+    before = draws.state()
     output = call(run.model, run.batch)
-    if not has_loss(output):
+    run.has_drawn = draws.state() != before
+    run.loss_at = find_loss(output, run.setting.options.loss or getattr(_base_model(run), "fsdp_loss", None))
+    if run.loss_at is None:
         run.note("the model returns no loss: the mean square of its outputs stands for one")
-    run.loss = loss_of(output)
+    run.loss = loss_of(output, run.loss_at)
     run.report(*audit(run.model, phase="forward", plan=run.plan, optimizer=run.optimizer))
-    shape = ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in run.batch.items())
+    shapes = {name: value.shape for name, value in run.batch.items() if isinstance(value, torch.Tensor)}
+    shape = ", ".join(f"{name} {'×'.join(map(str, dims))}" for name, dims in shapes.items())
     return f"{shape} per rank"
 
 
@@ -218,34 +226,42 @@ def loss(run: Run) -> str:
         run.error("not-finite", "the loss", f"the loss of the first step is {mean}", "are the weights sound?")
     if not run.has_reference:
         return f"{mean:.6f}, not compared"
-    expected = 0.0
+    expected, why_not = 0.0, ""
     if run.rank == 0:
-        run.reference = Reference(run.blueprint, run.device)
-        expected = _reference_loss(run)
-        if not check_loss(run, "the first step", mean, expected):
-            _check_repeatable(run, expected)
-    expected = share(expected)
+        run.reference = Reference(run.blueprint, run.device, run.loss_at)
+        expected = _reference_loss(run, 0)
+        if not is_close(run, mean, expected):
+            why_not = _why_incomparable(run, run.reference, expected)
+        if not why_not:
+            check_loss(run, "the first step", mean, expected)
+    expected, why_not = share((expected, why_not))
+    if why_not:
+        run.note(f"losses and gradients are not compared: {why_not}")
+        run.reference, run.has_reference = None, False
+        return f"{mean:.6f}, not compared"
     return f"{mean:.6f}, the reference {expected:.6f}"
 
 
-def _check_repeatable(run: Run, expected: float) -> None:
-    """Say when the reference does not even agree with itself."""
-    again = _reference_loss(run)
-    if again != expected:
-        run.error(
-            "random-forward",
-            run.blueprint.recipe.title,
-            f"two runs of the unsharded model on one batch give {expected:.9g} and {again:.9g}",
-            "a model that draws random numbers or counts its calls in forward cannot be compared: turn that off here",
-        )
+def _why_incomparable(run: Run, reference: Reference, expected: float) -> str:
+    """Say why no reference can follow this model, "" when one can."""
+    if run.setting.has_tp and run.has_drawn:
+        return "forward draws random numbers, and under tp every rank draws for its own part of a layer"
+    reference.forget()
+    again = _reference_loss(run, 0)
+    if is_close(run, again, expected):
+        return ""
+    return (
+        f"two runs of the unsharded model on one batch with the same seeds give {expected:.9g} and {again:.9g}: "
+        "it draws from a generator of its own, or remembers its calls outside of its buffers"
+    )
 
 
-def _reference_loss(run: Run) -> float:
+def _reference_loss(run: Run, step: int) -> float:
     """Run the reference on every rank's batch; rank 0 only. Leaves its gradients there."""
     if run.reference is None:
         return math.nan
     batches = [batch_of(run, index) for index in range(run.setting.dp_size)]
-    found = run.reference.losses(batches)
+    found = run.reference.losses(batches, step)
     return sum(found) / len(found)
 
 
@@ -255,25 +271,34 @@ def mean_loss(own: torch.Tensor | None) -> float:
     return sum(values) / len(values)
 
 
-def check_loss(run: Run, where: str, value: float, expected: float) -> bool:
-    """Report on rank 0, which has both, a loss that is not the reference's; return whether it is."""
-    if run.rank:
+def is_close(run: Run, value: float, expected: float) -> bool:
+    """Are two losses the same within what rounding explains?"""
+    if math.isnan(value) and math.isnan(expected):  # "not-finite" says that
         return True
-    tolerance = tolerances_of(run).loss
+    return _difference(value, expected) <= tolerances_of(run).loss
+
+
+def _difference(value: float, expected: float) -> float:
+    return abs(value - expected) / max(1.0, abs(expected))
+
+
+def check_loss(run: Run, where: str, value: float, expected: float) -> None:
+    """Report on rank 0, which has both, a loss that is not the reference's."""
+    if run.rank:
+        return
     run.reference_losses.append(expected)
     run.fact("reference_losses", run.reference_losses)
-    difference = abs(value - expected) / max(1.0, abs(expected))
-    if difference <= tolerance or (math.isnan(value) and math.isnan(expected)):  # "not-finite" says the latter
-        return True
-    what = f"{value:.9g}, the unsharded reference has {expected:.9g} ({difference:.1e} off, allowed {tolerance:.0e})"
-    run.error("wrong-loss", where, what, "does every rank run the whole of forward, and nothing outside of it?")
-    return False
+    if not is_close(run, value, expected):
+        allowed = f"{_difference(value, expected):.1e} off, allowed {tolerances_of(run).loss:.0e}"
+        what = f"{value:.9g}, the unsharded reference has {expected:.9g} ({allowed})"
+        run.error("wrong-loss", where, what, "does every rank run the whole of forward, and nothing outside of it?")
 
 
 def backward(run: Run) -> str:
     """Run backward under the watch."""
     if run.loss is None:
         raise RuntimeError("there was no forward")
+    draws.seed(run.dp_index, 0)
     run.loss.backward()  # type: ignore[no-untyped-call]
     run.loss = None
     run.report(*audit(run.model, phase="backward", plan=run.plan, optimizer=run.optimizer))
@@ -330,7 +355,9 @@ def step(run: Run) -> str:
     if run.reference is not None:
         run.reference.step()
     for number in range(2, run.setting.options.steps + 1):
-        own = loss_of(call(run.model, run.batch))
+        draws.seed(run.dp_index, number - 1)
+        own = loss_of(call(run.model, run.batch), run.loss_at)
+        draws.seed(run.dp_index, number - 1)
         own.backward()  # type: ignore[no-untyped-call]
         mean = mean_loss(own)
         run.losses.append(mean)
@@ -339,7 +366,7 @@ def step(run: Run) -> str:
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
         if run.has_reference:
-            expected = _reference_loss(run)
+            expected = _reference_loss(run, number - 1)
             check_loss(run, f"step {number}", mean, expected)
         if run.reference is not None:
             run.reference.clip(MAX_NORM)
@@ -363,10 +390,18 @@ def _measure(run: Run) -> None:
 
 
 def evaluate(run: Run, model: nn.Module) -> float:
-    """Return the loss of one batch that every rank sees: the same number whatever the mesh. Collective."""
+    """Return the loss of one batch that every rank sees: the same number whatever the mesh. Collective.
+
+    The model's buffers are left as they were: a forward pass in training moves them.
+    """
     batch = on_device(batch_of(run, 0), run.device, None)
+    buffers = draws.take_buffers(model)
+    draws.seed(0, 0)
+    before = draws.state()
     with torch.no_grad():
-        value = float(loss_of(call(model, batch)))
+        value = float(loss_of(call(model, batch), run.loss_at))
+    run.has_drawn = draws.state() != before
+    draws.put_buffers(model, buffers)
     for module in model.modules():
         reshard = getattr(module, "reshard", None)
         if callable(reshard):
@@ -383,6 +418,7 @@ def save(run: Run) -> str:
         source=run.blueprint.source,
         num_layers=run.num_layers,
         tp=run.setting.mesh.size(TP_AXIS),
+        loss_at=run.loss_at,
     )
     save_checkpoint(run.model, run.optimizer, path)
     dist.barrier()

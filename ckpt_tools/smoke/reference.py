@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2 import materialise_buffers, parameter_groups
 from ckpt_tools.fsdp2.load import assign, read_state
-from ckpt_tools.models.hf_recipe import FEEDS_ITSELF, HfRecipe, stopped
-from ckpt_tools.models.recipe import Batch, Recipe, call, loss_of
+from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe, stopped
+from ckpt_tools.models.recipe import Batch, Recipe, call, find_loss, loss_of
+from ckpt_tools.smoke import draws
 from ckpt_tools.smoke.blueprint import Blueprint
 
 LEARNING_RATE = 1e-3
@@ -31,29 +33,42 @@ class Reference:
     """The unsharded model on one rank. Not collective.
 
     Mixed precision is imitated: a copy of the model computes with cast parameters, and its gradients are averaged
-    over the ranks' batches in float32 and cast to the parameters' own dtype.
+    over the ranks' batches in float32 and cast to the parameters' own dtype. Every rank's batch meets the buffers that
+    this rank has by then (running statistics, power iterations), and draws the random numbers that the rank draws.
+
+    Args:
+        blueprint: How to build it.
+        device: Where it computes.
+        loss_at: Where the loss is in what forward returns (`find_loss`).
     """
 
-    def __init__(self, blueprint: Blueprint, device: torch.device) -> None:
+    def __init__(self, blueprint: Blueprint, device: torch.device, loss_at: str | None) -> None:
         base = blueprint.build_base()
         _load(base, blueprint.source, device)
         self.model = blueprint.adapted(base).to(device)
         self.optimizer = make_optimizer(self.model)
         self._device = device
+        self._loss_at = loss_at
+        self._buffers: dict[int, draws.Buffers] = {}
         self._dtype = blueprint.setting.policy.precision.param_dtype
         self._computing = self.model
         if self._dtype is not None:
             self._computing = copy.deepcopy(self.model)
+        self._loaded = draws.take_buffers(self._computing)
 
-    def losses(self, batches: Sequence[Batch]) -> list[float]:
+    def losses(self, batches: Sequence[Batch], step: int) -> list[float]:
         """Return the loss for every rank's batch, and give every parameter its mean gradient over them."""
         self._refresh()
         found = []
         sums: dict[str, torch.Tensor] = {}
-        for batch in batches:
+        for index, batch in enumerate(batches):
             self._computing.zero_grad(set_to_none=True)
-            loss = loss_of(call(self._computing, on_device(batch, self._device, self._dtype)))
+            draws.put_buffers(self._computing, self._buffers.get(index, self._loaded))
+            draws.seed(index, step)
+            loss = loss_of(call(self._computing, on_device(batch, self._device, self._dtype)), self._loss_at)
+            draws.seed(index, step)
             loss.backward()  # type: ignore[no-untyped-call]
+            self._buffers[index] = draws.take_buffers(self._computing)
             found.append(float(loss.detach()))
             for name, parameter in self._computing.named_parameters():
                 if parameter.grad is not None:
@@ -62,6 +77,10 @@ class Reference:
         for name, parameter in self.model.named_parameters():
             parameter.grad = (sums[name] / len(batches)).to(parameter.dtype) if name in sums else None
         return found
+
+    def forget(self) -> None:
+        """Go back to the buffers that were loaded, for every rank."""
+        self._buffers.clear()
 
     def _refresh(self) -> None:
         """Give the copy that computes the present parameters."""
@@ -86,12 +105,13 @@ class Reference:
 
 def failure_alone(recipe: Recipe, seed: int) -> UsageError | None:
     """Return what is wrong when one unsharded copy of a config's model fails, too: then FSDP2 has no part in it."""
-    if not isinstance(recipe, HfRecipe):
+    if not isinstance(recipe, ConfigRecipe):
         return None
     try:
         torch.manual_seed(seed)
         model = recipe.build()
-        loss_of(call(model, recipe.batch(model, seed))).backward()  # type: ignore[no-untyped-call]
+        output = call(model, recipe.batch(model, seed))
+        loss_of(output, find_loss(output)).backward()  # type: ignore[no-untyped-call]
     except UsageError as error:
         return error
     except Exception as error:  # noqa: BLE001 - whatever a model does
@@ -107,10 +127,12 @@ def failure_alone(recipe: Recipe, seed: int) -> UsageError | None:
 
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
     """Return `batch` on `device`; floating-point tensors as FSDP casts the root's inputs."""
-    return {
-        name: value.to(device=device, dtype=dtype) if dtype and value.is_floating_point() else value.to(device)
-        for name, value in batch.items()
-    }
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    moved: Batch = tree_map_only(torch.Tensor, move, batch)
+    return moved
 
 
 def _load(model: nn.Module, source: str, device: torch.device) -> None:

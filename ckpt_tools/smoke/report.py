@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.processes.journal import RankLog
 from ckpt_tools.processes.ranks import Outcome
+from ckpt_tools.smoke.causes import causes, of_ranks
 
 if TYPE_CHECKING:
     from ckpt_tools.smoke.setting import Setting
@@ -40,8 +41,6 @@ HOW_MEMORY = (
 )
 """How `RankMemory` was measured."""
 _NOT_REACHED = "not reached"
-_ECHOES = ("rank-skip", "hang")
-"""What ranks say that have lost one: that it does nothing any more is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,9 +180,7 @@ def assemble(
     if reload_skipped:
         results[-1] = PhaseResult(name=PHASES[-1], ok=None, seconds=0.0, what=reload_skipped)
     every = [*logs.values(), *reloaded.logs.values()]
-    told = [*trained.findings, *reloaded.findings, *(found for log in every for found in log.findings)]
-    # When a rank was ended from outside, the others had nobody to talk to any more.
-    left_out = _ECHOES if trained.has_lost_rank or reloaded.has_lost_rank else ()
+    told = [*trained.findings, *reloaded.findings, *of_ranks(log.findings for log in every)]
     return SmokeReport(
         source=setting.options.label,
         model=facts.fact("model", str) or setting.recipe.title,
@@ -192,7 +189,7 @@ def assemble(
         strategy=setting.policy.strategy,
         device=facts.fact("device", str) or setting.options.device,
         phases=tuple(results),
-        findings=merge(found for found in told if found.code not in left_out),
+        findings=tuple(causes(told, has_lost_rank=trained.has_lost_rank or reloaded.has_lost_rank)),
         losses=facts.fact("losses", tuple[float, ...]) or (),
         reference_losses=facts.fact("reference_losses", tuple[float, ...]) or (),
         max_grad_error=facts.fact("max_grad_error", float),
@@ -224,12 +221,3 @@ def _phase(name: str, logs: Mapping[int, RankLog]) -> PhaseResult:
     if not ok and len(done) < begun and not any(not event.ok for event in done):
         what = f"{begun - len(done)} of {len(logs)} ranks did not end it"
     return PhaseResult(name=name, ok=ok, seconds=round(seconds, 3), what=what)
-
-
-def merge(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings in their order, each once: most are the same on every rank."""
-    found: dict[tuple[str, ...], Finding] = {}
-    for finding in findings:
-        key = (finding.code, finding.where)
-        found.setdefault(key if finding.code == "rank-skip" else (*key, finding.what), finding)
-    return tuple(found.values())

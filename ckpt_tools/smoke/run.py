@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
+from ckpt_tools.errors import CkptError, RefusedConfigError, UnclearLossError, UsageError
 from ckpt_tools.fsdp2 import ShardedPlan
 from ckpt_tools.fsdp2.agree import gather
 from ckpt_tools.fsdp2.diagnose import diagnose
@@ -23,6 +24,7 @@ from ckpt_tools.fsdp2.watch import Watch
 from ckpt_tools.models.recipe import Batch
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.smoke.causes import RANK_LOST, fold
 from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.reference import Reference, failure_alone
 from ckpt_tools.smoke.setting import Setting
@@ -31,6 +33,7 @@ _ARGUMENT_PHASES = ("start", "build", "shard")
 """Phases in which a UsageError means the options, not the model's behaviour."""
 _RUNS_MODEL = ("forward", "backward")
 """Phases that may fail because of the model, or of what ckpt feeds it."""
+_GLOO = re.compile(r"gloo/transport/|Connection (closed|reset) by peer")
 _MAX_TRACE_CHARS = 20_000
 
 
@@ -73,6 +76,10 @@ class Run:
     watch: Watch | None = None
     batch: Batch = field(default_factory=dict)
     loss: torch.Tensor | None = None
+    loss_at: str | None = None
+    """Where it is in what forward returns (`find_loss`)."""
+    has_drawn: bool = False
+    """Forward drew random numbers on this rank."""
     losses: list[float] = field(default_factory=list)
     """Of this run, mean over ranks, by step."""
     reference_losses: list[float] = field(default_factory=list)
@@ -86,9 +93,14 @@ class Run:
         """Number of ranks."""
         return self.setting.mesh.world_size
 
+    @property
+    def dp_index(self) -> int:
+        """Which batch this rank gets."""
+        return self.setting.dp_index(self.rank)
+
     def report(self, *findings: Finding) -> None:
-        """Report findings; errors fail the phase on every rank."""
-        for finding in findings:
+        """Report findings, many alike as one; errors fail the phase on every rank."""
+        for finding in fold(findings):
             self.journal.finding(finding)
             self.num_errors += finding.severity == "error"
 
@@ -137,11 +149,18 @@ class Run:
 
 
 def _is_argument(error: CkptError, phase: str) -> bool:
-    if isinstance(error, RefusedConfigError):
+    if isinstance(error, (RefusedConfigError, UnclearLossError)):
         return True
     if phase not in _ARGUMENT_PHASES or isinstance(error, DoubleWrapError):
         return False
     return isinstance(error, UsageError) or error.exit_code != UsageError.exit_code
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Is it what a collective raises when another rank is gone? Gloo's errors have no class of their own."""
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and bool(_GLOO.search(str(error)))
+    )
 
 
 def explain(error: BaseException, model: nn.Module | None, phase: str) -> Finding:
@@ -159,4 +178,6 @@ def explain(error: BaseException, model: nn.Module | None, phase: str) -> Findin
         return found.to_finding()
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}"
+    if _is_lost_connection(error):
+        return Finding.error(RANK_LOST, f"phase {phase}", f"another rank does not answer any more: {text}")
     return Finding.error(code=f"{phase}-failed", where=found.module or found.call or f"phase {phase}", what=text)

@@ -17,7 +17,7 @@ from ckpt_tools.processes.child import Child
 from ckpt_tools.processes.journal import events_path, read_events
 from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, OnPhase, tell
 from ckpt_tools.smoke.options import SmokeOptions, absolute
-from ckpt_tools.smoke.report import PhaseResult, SmokeReport, merge
+from ckpt_tools.smoke.report import PhaseResult, SmokeReport
 from ckpt_tools.units import format_size
 
 DATA_LIMIT_BYTES = 2 << 30
@@ -122,7 +122,7 @@ class SourceCheck:
             self._thread.join()
         if self._error is not None:
             raise self._error
-        findings = merge([*self._findings, *report.findings])
+        findings = tuple(dict.fromkeys([*self._findings, *report.findings]))
         return replace(report, phases=(self._phase, *report.phases[1:]), findings=findings)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -218,3 +221,54 @@ def test_tensors_that_transformers_cuts_before_it_joins_them_are_warned_of(name,
     said = sharded(name, zoo.small_config(name), tmp_path, ["--mesh", "tp=2", "--tp-plan", "auto"])
     assert "from_pretrained" in said
     assert f"joins or splits {what}" in said
+
+
+TORCHRUN = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, transformers
+from torch.distributed.tensor import DTensor
+from names.test_zoo_ranks import inputs_of
+
+for directory in map(Path, sys.argv[1:]):
+    kind = getattr(transformers, directory.name)
+    reference = kind.from_pretrained(directory / "hub").eval()
+    model = kind.from_pretrained(directory / "hub", tp_plan="auto").eval()
+    cut = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(7.0)
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=directory / "run/start")
+        model.load_state_dict(state)
+        ours, theirs = (one(**inputs_of(reference)).logits for one in (model, reference))
+    ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    difference = float((ours - theirs).abs().max())
+    print(f"RESULT {directory.name} rank {dist.get_rank()} {cut > 0} {difference:.1e}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_models_under_torchrun_with_tp_plan_auto_read_what_shard_wrote(tmp_path, request):
+    names = [name for name, packed in ARCHITECTURES.items() if not packed and name != "LlavaForConditionalGeneration"]
+    if not request.config.getoption("--zoo"):  # the others are under run_ranks, above
+        names = ["Gemma3ForCausalLM", "GptOssForCausalLM"]
+    for name in names:
+        config = merged(zoo.small_config(name), _CHANGES.get(name, {}))
+        sharded(name, config, tmp_path / name, ["--mesh", "tp=2", "--tp-plan", "auto"])
+    script = tmp_path / "read.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, *(str(tmp_path / name) for name in names)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [line.split() for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert sorted((name, rank) for _, name, _, rank, *_ in results) == sorted((n, r) for n in names for r in "01")
+    assert all(cut == "True" and float(difference) < _TOLERANCE for *_, cut, difference in results), results

@@ -88,25 +88,32 @@ class Breakage:
     build: object
     module: str
     call: str
+    thread: str = ""
+    """Public issue or pull request that shows it."""
+    bare: str = ""
+    """Id without a watch, where only a watch sees the cause."""
 
 
 BREAKAGES: dict[str, Breakage] = {}
 """Raise an error."""
 SILENT: dict[str, tuple[str, str, object]] = {}
 """Raise nothing: id, where, and a function that returns findings."""
+THREADS: dict[str, str] = {}
+"""Silent one → public issue or pull request that shows it."""
 
 
-def breaks(code, module, call=""):
+def breaks(code, module, call="", thread="", bare=""):
     def add(function):
-        BREAKAGES[function.__name__] = Breakage(code, function, module, call)
+        BREAKAGES[function.__name__] = Breakage(code, function, module, call, thread, bare)
         return function
 
     return add
 
 
-def silently(code, where):
+def silently(code, where, thread=""):
     def add(function):
         SILENT[function.__name__] = (code, where, function)
+        THREADS[function.__name__] = thread
         return function
 
     return add

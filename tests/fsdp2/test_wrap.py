@@ -10,7 +10,16 @@ from torch import nn
 
 from ckpt_tools.description.layout import Shard, parse_mesh
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.fsdp2 import STRATEGIES, Policy, Precision, build_device_mesh, find_blocks, parse_policy, parse_strategy
+from ckpt_tools.fsdp2 import (
+    STRATEGIES,
+    Policy,
+    Precision,
+    build_device_mesh,
+    find_blocks,
+    mesh_of,
+    parse_policy,
+    parse_strategy,
+)
 from ckpt_tools.fsdp2.methods import dispatch_path
 
 
@@ -240,6 +249,8 @@ def refusals(rank, world_size):
         build_device_mesh(parse_mesh("dp_shard=4"))
     except UsageError as error:
         fine["world"] = error.what
+    inferred = build_device_mesh("dp_replicate=1,fsdp=-1")
+    fine["inferred"] = str(mesh_of(inferred)), inferred.device_type
     return seen, fine
 
 
@@ -295,6 +306,7 @@ def test_plan_says_what_was_done(judged):
             assert fine[check], check
         assert "sharded already" in fine["twice"][1]
         assert fine["world"] == "the mesh dp_shard=4 has 4 ranks, the process group has 2"
+        assert fine["inferred"] == ("dp_replicate=1,dp_shard=2", "cpu")
 
 
 def test_plan_with_tp_is_what_the_parameters_became(judged):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import toys
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
@@ -149,7 +149,7 @@ def test_fused_rows_of_groups_lead_back() -> None:
     assert first == [*group, *((name, 16 + start, rows) for name, start, rows in group)]
     fused = {"x.0.qkv": whole("x.0.qkv", BY_NAME["F32"], (32, 3))}
     back = maps["*"].backward(fused, {"num_attention_heads": 4}).mosaics
-    turned = invert(made, shapes)
+    turned, _ = invert(made, shapes)
     for name in shapes:
         assert {(p.box, p.starts) for p in back[name].pieces} == {(p.box, p.starts) for p in turned[name].pieces}
 
@@ -214,6 +214,52 @@ def test_map_of_one_s_own_goes_both_ways(tmp_path, capsys) -> None:
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in found.items())
+
+
+SHAPES = """
+[*]
+emb = wte : pad 6 8
+kv = kv : repeat 2 4
+conv = linear : flatten 1 3 2 2
+heads = flat : transpose; unflatten 0 rest 2
+"""
+
+
+def test_map_that_pads_repeats_and_reshapes_goes_both_ways(tmp_path, capsys) -> None:
+    made = torch.Generator().manual_seed(1)
+    shapes = {"emb": (6, 4), "kv": (4, 4), "conv": (4, 3, 2, 2), "heads": (4, 6)}
+    hub = {name: torch.randn(*shape, generator=made) for name, shape in shapes.items()}
+    save_file(hub, tmp_path / "hub.safetensors")
+    (tmp_path / "mine.txt").write_text(SHAPES)
+    own, file, dcp_ = (str(tmp_path / name) for name in ("mine.txt", "hub.safetensors", "dcp"))
+    cut = ["--mesh", "dp_shard=2,tp=2", "--set", "linear=tp:S(1)"]
+    assert main(["shard", file, dcp_, *cut, "--map", own, "-q"]) == 0
+    wanted = {
+        "wte": torch.cat([hub["emb"], hub["emb"][5:], hub["emb"][5:]]),
+        "kv": hub["kv"][[0, 1, 0, 1, 2, 3, 2, 3]],
+        "linear": hub["conv"].reshape(4, 12),
+        "flat": hub["heads"].T.reshape(3, 2, 4),
+    }
+    state = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(state, checkpoint_id=dcp_)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in wanted.items())
+    assert main(["gather", dcp_, str(tmp_path / "back"), "--map", own, "-q"]) == 0
+    assert (tmp_path / "back" / "hub.safetensors").read_bytes() == (tmp_path / "hub.safetensors").read_bytes()
+
+    def gather(tensors: dict[str, torch.Tensor], name: str) -> int:
+        dcp.save(tensors, checkpoint_id=str(tmp_path / name), no_dist=True)
+        out = str(tmp_path / f"{name}-out")
+        return main(["gather", str(tmp_path / name), out, "--map", own])
+
+    assert gather(wanted, "trained") == 0
+    found = load_file(tmp_path / "trained-out" / "model.safetensors")
+    assert found.keys() == hub.keys()
+    assert all(torch.equal(hub[name], tensor) for name, tensor in found.items())
+    assert "2 rows of padding of wte" in capsys.readouterr().err
+    wanted["kv"][3] += 1
+    assert gather(wanted, "apart") == 2
+    assert "kv: copies of the same rows by the map, and they differ" in capsys.readouterr().err
+    assert not (tmp_path / "apart-out").exists()
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,26 @@ def test_processes_of_ai_toolkit_beyond_the_first_are_mentioned(tmp_path: Path) 
     assert found(read(tmp_path, {"config": {"process": []}})) == [("several-processes", "error", "config.process")]
 
 
+def test_process_of_ai_toolkit_without_its_job_is_read_and_told_where_it_belongs(tmp_path: Path) -> None:
+    process = {
+        "train": {"dist_mode": "fsdp", "fsdp_sharding": "full", "fsdp_mixed_precision": "bf16", "batch_size": 2},
+        "model": {"low_vram": True},
+        "network": {"type": "loha", "linear": 64},
+    }
+    config = read(tmp_path, process)
+    assert config.framework == "ai-toolkit"
+    assert config.spec == read(tmp_path, {"config": {"process": [process]}}).spec
+    assert (config.spec.engine, config.spec.batch_size, config.spec.keys["batch_size"]) == (
+        "fsdp1",
+        2,
+        "config.process[0].train.batch_size",
+    )
+    assert found(config) == [("unknown-key", "error", "train")]
+    # What the file has of a job counts.
+    job = {"config": {"process": []}}
+    assert ("several-processes", "error", "config.process") in found(read(tmp_path, process | job))
+
+
 @pytest.mark.parametrize(
     ("size", "world", "expected"),
     [

@@ -127,11 +127,40 @@ class Dies(Model):
         return layer(hidden)
 
 
-class Random(Model):
-    """Forward draws noise of its own: no reference can agree."""
+class OwnGenerator(Model):
+    """Forward draws from a generator that nobody seeds: no reference can agree."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator(device="cpu")
 
     def through(self, layer, hidden):
-        return layer(hidden) + 0.1 * torch.randn_like(hidden)
+        return layer(hidden) + 0.1 * torch.randn(hidden.shape, generator=self.generator, device="cpu")
+
+
+class Draws(Model):
+    """Forward drops what only the ranks know how much of: with tp, each has a part of the hidden features."""
+
+    fsdp_blocks = "Layer"
+    fsdp_tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}  # noqa: RUF012
+
+    def through(self, layer, hidden):
+        kept = functional.dropout(functional.gelu(layer.up(layer.norm(hidden))), 0.2)
+        return hidden + layer.down(kept)
+
+
+class TwoScalars(Model):
+    """Returns two scalars that have gradients, and says nothing about which one is the loss."""
+
+    def forward(self, batch):
+        loss = super().forward(batch)
+        return loss, 2 * loss, None
+
+
+class Penalised(TwoScalars):
+    """The same; the second scalar is the loss."""
+
+    fsdp_loss = "1"
 
 
 class Remembers(Model):

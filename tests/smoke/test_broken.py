@@ -58,10 +58,28 @@ def test_broken_model_gets_its_diagnosis(farm, factory, code, phase, where, what
     assert {result.what for result in later} == {"not reached"}
 
 
-def test_model_that_draws_random_numbers_is_told_so(farm):
-    report = farm.smoke(factory="smoke.factories:Random")
-    assert codes(report) == ["wrong-loss", "random-forward"]
-    assert failed(report) == ["loss"]
+def test_model_with_a_generator_of_its_own_is_not_compared_and_told_so(farm):
+    report = farm.smoke(factory="smoke.factories:OwnGenerator", steps=2)
+    assert not report.findings
+    assert report.reference_losses == ()
+    assert report.max_grad_error is None
+    assert [phase.name for phase in report.phases if phase.ok is None] == ["source", "gradients"]
+    assert sum("not compared" in note for note in report.notes) == 3
+    assert any("draws from a generator of its own" in note for note in report.notes)
+    assert report.reload_same_world is None
+
+
+def test_two_scalars_that_may_be_the_loss_are_asked_about(farm):
+    with pytest.raises(UsageError, match="returns scalars at 0, 1, of which 2 have a gradient") as caught:
+        farm.smoke(factory="smoke.factories:TwoScalars")
+    assert "--loss NAME" in caught.value.hint
+    with pytest.raises(UsageError, match="what forward returns at '2' cannot be the loss: it is a NoneType"):
+        farm.smoke(factory="smoke.factories:TwoScalars", loss="2")
+    by_name = farm.smoke(factory="smoke.factories:TwoScalars", loss="0", steps=1)
+    by_model = farm.smoke(factory="smoke.factories:Penalised", steps=1)
+    assert by_name.ok
+    assert by_model.ok
+    assert by_model.losses[0] == pytest.approx(2 * by_name.losses[0])
 
 
 def test_state_outside_of_the_state_dict_is_found_when_it_counts(farm):

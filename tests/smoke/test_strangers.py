@@ -100,7 +100,7 @@ def test_factory_is_the_users_own_code_and_has_no_walls(farm, tmp_path):
     ],
 )
 def test_what_a_class_raises_is_told_as_what_it_was(error, kind, what):
-    from ckpt_tools.models.hf_recipe import refusal
+    from ckpt_tools.models.config_recipe import refusal
 
     found = refusal(error, "LlamaForCausalLM", "config.json")
     assert type(found) is kind

@@ -181,6 +181,11 @@ def _first_process(raw: AiToolkit) -> Process:
 def _check(given: Given[Process]) -> None:
     processes = find_value(given.document.values, "config.process")
     count = len(processes) if isinstance(processes, list) else 0
+    if _is_process(given.document):
+        what = "these are the options of a process; ai-toolkit reads them below config.process, and stops without it"
+        hint = "put them into a job: config: {process: [...]}"
+        given.findings.append(Finding.error("unknown-key", "train", what, hint))
+        count = 1
     if count == 0:
         what, hint = "there is no process, so nothing is trained", "config.process: a list with one training process"
     else:
@@ -203,15 +208,23 @@ def _check(given: Given[Process]) -> None:
 
 def _looks_like(document: Document) -> bool:
     job = (document.values or {}).get("config")
-    return isinstance(job, Mapping) and "process" in job
+    return (isinstance(job, Mapping) and "process" in job) or _is_process(document)
+
+
+def _is_process(document: Document) -> bool:
+    """Is this a process without its job, as the plan for FSDP shows it?"""
+    values = document.values or {}
+    train = values.get("train")
+    return "config" not in values and isinstance(train, Mapping) and "dist_mode" in train
 
 
 def _prepare(document: Document) -> Source:
     """Make a file ready; the first process is the one that counts."""
+    values = document.keyed()
     return Source(
         model=AiToolkit,
         table=_TABLE,
-        values=document.keyed(),
+        values={"config": {"process": [values]}} if _is_process(document) else values,
         part=_first_process,
         root="config.process[0]",
         check=_check,

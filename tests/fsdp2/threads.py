@@ -1,0 +1,504 @@
+"""More broken models: what the issue threads of trainers show, each with its thread. As in `breakages`."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from fsdp2 import breakages
+from fsdp2.breakages import (
+    Block,
+    Box,
+    Net,
+    breaks,
+    distributed,
+    full_state,
+    shard,
+    silently,
+    step,
+    tokens,
+    with_block,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ckpt_tools.fsdp2.audit import audit
+from ckpt_tools.fsdp2.watch import watch
+
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+# Copies, averages and penalties outside of forward.
+
+
+@breaks("ema-plain", "emb.weight", "average.mul_(0.9).add_(parameter", thread="NCAR/miles-credit#414")
+def ema_of_whole_weights(mesh):
+    net = Net()
+    averages = full_state(net)
+
+    def run(model):
+        for name, parameter in model.named_parameters():
+            average = averages[name]
+            average.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+
+    return shard(net, mesh), run
+
+
+@breaks("ema-plain", "emb.weight", "average.lerp_(", thread="pytorch/pytorch#144289")
+def ema_by_lerp(mesh):
+    net = Net()
+    averages = copy.deepcopy(net)
+
+    def run(model):
+        step(model)
+        with torch.no_grad():
+            for average, parameter in zip(averages.parameters(), model.parameters(), strict=True):
+                average.lerp_(parameter, 0.1)
+
+    return shard(net, mesh), run
+
+
+@breaks("deepcopy", "", "run(model)", thread="hao-ai-lab/FastVideo#915")
+def deepcopy_for_an_average(mesh):
+    return shard(Net(), mesh), copy.deepcopy
+
+
+@breaks("deepcopy", "", "run(model)", thread="pytorch/pytorch#149138")
+def averaged_model(mesh):
+    return shard(Net(), mesh), torch.optim.swa_utils.AveragedModel
+
+
+@breaks("load-plain", "emb.weight", "parameter.data.copy_(", thread="pytorch/pytorch#136336")
+def data_copied(mesh):
+    net = Net()
+    full = full_state(net)
+
+    def run(model):
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(full[name])
+
+    return shard(net, mesh), run
+
+
+@breaks("load-plain", "head.weight", "model.head.weight.add_(", thread="komikndr/raylight#40")
+def delta_merged(mesh):
+    def run(model):
+        with torch.no_grad():
+            model.head.weight.add_(torch.ones(16, 8))
+
+    return shard(Net(), mesh), run
+
+
+@breaks("dtensor-in-loss", "", "loss + 0.01 * penalty", thread="graphcore-research/unit-scaling#85")
+def penalty_in_the_loss(mesh):
+    def run(model):
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        loss = model(tokens()).square().mean()
+        (loss + 0.01 * penalty).backward()
+
+    return shard(Net(), mesh), run
+
+
+@breaks("load-sharded", "emb.weight", "plain.load_state_dict(", thread="pytorch/pytorch#109648")
+def sharded_into_plain(mesh):
+    net = shard(Net(), mesh)
+    plain = Net()
+    return net, lambda model: plain.load_state_dict(model.state_dict())
+
+
+@breaks("load-sharded", "emb.weight", "plain(tokens())", thread="huggingface/accelerate#3394")
+def sharded_into_plain_by_assignment(mesh):
+    net = shard(Net(), mesh)
+    plain = Net()
+
+    def run(model):
+        plain.load_state_dict(model.state_dict(), assign=True)
+        plain(tokens())
+
+    return net, run
+
+
+@breaks("plain-in-state", "", "tensor.full_tensor()", thread="huggingface/trl#6622")
+def full_tensor_of_a_buffer(mesh):
+    net = Net()
+    net.register_buffer("scale", torch.ones(1))
+
+    def run(model):
+        return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+
+    return shard(net, mesh), run
+
+
+@breaks("dtensor-collective", "", "dist.broadcast(", thread="pytorch/pytorch#117126")
+def broadcast_after_sharding(mesh):
+    def run(model):
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
+
+    return shard(Net(), mesh), run
+
+
+@breaks("dtensor-collective", "", "dist.all_reduce(", thread="verl-project/verl#7494")
+def gradients_reduced_by_hand(mesh):
+    def run(model):
+        step(model)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+    return shard(Net(), mesh), run
+
+
+@breaks("unsupported-op", "", "torch.linalg.lstsq(", thread="zyushun/Adam-mini#14")
+def optimizer_with_a_decomposition(mesh):
+    def run(model):
+        step(model)
+        torch.linalg.lstsq(model.head.weight.grad, model.head.weight.grad)
+
+    return shard(Net(), mesh), run
+
+
+# Dtypes.
+
+
+@breaks("compute-dtype", "layers.0.up", "self.up(x.float())", thread="pytorch/pytorch#153077")
+def float_inside_a_bf16_block(mesh):
+    class Upcasting(Block):
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(x.float())))
+
+    return shard(with_block(Upcasting)(), mesh, mp_policy=_BF16), step
+
+
+@breaks("compute-dtype", "layers.0.up", "self.up(box.x)", thread="pytorch/pytorch#153077")
+def input_in_an_object(mesh):
+    class Unpacking(Block):
+        def forward(self, box):
+            return self.down(torch.relu(self.up(box.x)))
+
+    class Packing(Net):
+        block = Unpacking
+
+        def forward(self, ids):
+            h = self.emb(ids)
+            for layer in self.layers:
+                h = layer(Box(h.float()))
+            return self.head(h)
+
+    return shard(Packing(), mesh, mp_policy=_BF16), step
+
+
+@breaks("compute-dtype", "layers.0.up", "self.up(x * self.scale)", thread="pytorch/pytorch#143900")
+def buffer_in_full_precision(mesh):
+    class Scaling(Block):
+        def __init__(self, width):
+            super().__init__(width)
+            self.register_buffer("scale", torch.ones(width))
+
+        def forward(self, x):
+            return self.down(self.up(x * self.scale))
+
+    return shard(with_block(Scaling)(), mesh, mp_policy=_BF16), step
+
+
+@breaks("compute-dtype", "layers.0.conv", "self.conv(", thread="pytorch/pytorch#146114")
+def convolution_in_full_precision(mesh):
+    class Convolving(Block):
+        def __init__(self, width):
+            super().__init__(width)
+            self.conv = nn.Conv1d(4, 4, 1)
+
+        def forward(self, x):
+            return self.conv(x.float())
+
+    return shard(with_block(Convolving)(), mesh, mp_policy=_BF16), step
+
+
+@breaks("recompute-mismatch", "", "", thread="ByteDance-Seed/VeOmni#104")
+def routing_that_differs_in_the_recomputation(mesh):
+    class Routing(Block):
+        calls = 0
+
+        def forward(self, x):
+            Routing.calls += 1
+            return self.down(torch.relu(self.up(x[:, : 4 if Routing.calls % 4 in (1, 2) else 3])).mean(1, keepdim=True))
+
+    class Around(Net):
+        block = Routing
+
+        def forward(self, ids):
+            h = self.emb(ids)
+            for layer in self.layers:
+                h = h + checkpoint(layer, h, use_reentrant=False)
+            return self.head(h)
+
+    Routing.calls = 0
+    return shard(Around(), mesh), step
+
+
+# Wrapping.
+
+
+@breaks("ddp-around", "", "DistributedDataParallel(model)", thread="pytorch/pytorch#124019")
+def ddp_around(mesh):
+    def run(model):
+        step(DistributedDataParallel(model))
+
+    return shard(Net(), mesh), run
+
+
+@breaks("no-forward", "", "fully_shard(model.layers", thread="pytorch/pytorch#167856")
+def list_of_modules(mesh):
+    return Net(), lambda model: fully_shard(model.layers, mesh=mesh)
+
+
+@breaks("scalar-param", "", "fully_shard(model", thread="komikndr/raylight#5")
+def scalar_parameter(mesh):
+    net = Net()
+    net.temperature = nn.Parameter(torch.tensor(1.0))
+    return net, lambda model: fully_shard(model, mesh=mesh)
+
+
+@breaks("applied-twice", "", "fully_shard(model.layers[0]", thread="huggingface/accelerate#4171")
+def sharded_twice(mesh):
+    return shard(Net(), mesh), lambda model: fully_shard(model.layers[0], mesh=mesh)
+
+
+@breaks("tp-after-fsdp", "", "parallelize_module(", thread="pytorch/pytorch#119937")
+def tensor_parallel_after_sharding(mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+
+    def run(model):
+        parallelize_module(model.layers[0], both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        step(model)
+
+    return shard(Net(), both["dp_shard"]), run
+
+
+@breaks("inference-mode", "", "", thread="pytorch/pytorch#113203")
+def inference_mode_before_training(mesh):
+    def run(model):
+        with torch.inference_mode():
+            model(tokens())
+        step(model)
+
+    return shard(Net(), mesh), run
+
+
+# Meta.
+
+
+def _with_mask(mesh):
+    class Masked(Block):
+        def __init__(self, width):
+            super().__init__(width)
+            self.mask = torch.ones(width)
+
+        def forward(self, x):
+            return super().forward(x * self.mask)
+
+    with torch.device("meta"):
+        net = with_block(Masked)()
+    shard(net, mesh)
+    full = {fqn: torch.full(p.shape, 0.1) for fqn, p in net.state_dict().items()}
+    net.load_state_dict(distributed(net, full), assign=True)
+    return net
+
+
+@breaks("meta-attribute", "layers.0.mask", "x * self.mask", thread="mindspore-ai/hyper-parallel#306")
+def attribute_left_on_meta(mesh):
+    return _with_mask(mesh), step
+
+
+@silently("meta-attribute", "layers.0.mask", thread="mindspore-ai/hyper-parallel#306")
+def attribute_left_on_meta_before_the_first_forward(mesh):
+    return audit(_with_mask(mesh), phase="loaded")
+
+
+class Tabled(Block):
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("table", torch.empty(width), persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self):
+        self.table.copy_(torch.arange(8))
+
+
+@silently("garbage-buffer", "layers.0.table", thread="pytorch/torchtitan#1168")
+def garbage_where_init_buffers_would_help(mesh):
+    with torch.device("meta"):
+        net = with_block(Tabled)()
+    shard(net, mesh)
+    net.to_empty(device="cpu")
+    for parameter in net.parameters():
+        nn.init.constant_(parameter.to_local(), 0.1)
+    for layer in net.layers:
+        layer.table.fill_(7.0)
+    net.layers[1].init_buffers()
+    return audit(net, phase="loaded")
+
+
+# Training that does not train.
+
+
+class Frozen(Net):
+    """Adapters in a frozen model, whose blocks are recomputed."""
+
+    use_reentrant = True
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+        for layer in self.layers:
+            layer.up.requires_grad_(True)
+
+    def forward(self, ids):
+        h = self.emb(ids)
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=self.use_reentrant)
+        return self.head(h)
+
+
+def _after_backward(net, run=step):
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    with watch(net):
+        run(net)
+        return audit(net, phase="backward", optimizer=optimizer)
+
+
+@breaks("reentrant-checkpoint", "layers.*.up.weight", thread="huggingface/peft#1142", bare="no-gradient")
+def reentrant_over_frozen_inputs(mesh):
+    return shard(Frozen(), mesh), step
+
+
+@silently("reentrant-checkpoint", "layers.*.up.weight", thread="huggingface/transformers#26221")
+def reentrant_with_a_trained_head(mesh):
+    net = Frozen()
+    net.head.requires_grad_(True)
+    return _after_backward(shard(net, mesh))
+
+
+@silently("grad-disabled", "layers.*.up.weight", thread="eric-mitchell/direct-preference-optimization#9")
+def encoder_in_no_grad(mesh):
+    class Halting(Net):
+        def forward(self, ids):
+            with torch.no_grad():
+                h = self.layers[0](self.emb(ids))
+            return self.head(self.layers[1](h))
+
+    return _after_backward(shard(Halting(), mesh))
+
+
+@silently("no-gradient", "layers.*.up.weight", thread="huggingface/trl#3670")
+def detached_between_blocks(mesh):
+    class Detaching(Net):
+        def forward(self, ids):
+            h = self.emb(ids)
+            for layer in self.layers:
+                h = layer(h)
+            return self.head(h.detach())
+
+    return _after_backward(shard(Detaching(), mesh))
+
+
+@breaks("all-frozen", "(root)", "", thread="huggingface/trl#3926")
+def adapters_frozen_by_the_trainer(mesh):
+    net = Net().requires_grad_(False)
+    return shard(net, mesh), step
+
+
+@breaks("no-gradient", "", "", thread="facebookresearch/fairscale#758")
+def loss_without_a_graph(mesh):
+    def run(model):
+        model(tokens()).detach().square().sum().backward()
+
+    return shard(Net(), mesh), run
+
+
+@silently("optimizer-misses", "layers.*.up.weight", thread="huggingface/accelerate#3896")
+def optimizer_of_the_head_alone(mesh):
+    net = shard(Net(), mesh)
+    optimizer = torch.optim.AdamW([*net.emb.parameters(), *net.head.parameters()])
+    step(net)
+    return audit(net, phase="backward", optimizer=optimizer)
+
+
+@silently("stale-optimizer", "AdamW", thread="pytorch/pytorch#144289")
+def optimizer_made_while_gathered(mesh):
+    net = shard(Net(), mesh)
+    net(tokens())
+    optimizer = torch.optim.AdamW(net.parameters())
+    step(net)
+    return audit(net, phase="backward", optimizer=optimizer)
+
+
+@silently("stale-scheduler", "LambdaLR", thread="hpcaitech/ColossalAI#5539")
+def scheduler_of_the_old_optimizer(mesh):
+    net = Net()
+    old = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(old, lambda step: 1.0)
+    shard(net, mesh)
+    optimizer = torch.optim.AdamW(net.parameters())
+    return audit(net, phase="loaded", optimizer=optimizer, scheduler=scheduler)
+
+
+@silently("unreduced", "(root)", thread="verl-project/verl#7494")
+def accumulation_that_never_ends(mesh):
+    net = shard(Net(), mesh)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net.set_requires_gradient_sync(False)
+    step(net)
+    optimizer.step()
+    return audit(net, phase="stepped", optimizer=optimizer)[:1]
+
+
+@silently("unchanged", "AdamW", thread="huggingface/transformers#33780")
+def steps_that_bf16_rounds_away(mesh):
+    net = Net().bfloat16()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(1.0)
+    shard(net, mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
+    with watch(net) as seen:
+        step(net)
+        optimizer.step()
+    return seen.findings
+
+
+@silently("lost-write", "layers.0.up.weight", thread="facebookresearch/fairscale#805")
+def weights_clamped_in_forward(mesh):
+    class Clamping(Block):
+        def forward(self, x):
+            self.up.weight.data.clamp_(-0.01, 0.01)
+            return super().forward(x)
+
+    net = Net()
+    net.layers[0].__class__ = Clamping
+    shard(net, mesh)
+    with watch(net) as seen:
+        step(net)
+    return seen.findings
+
+
+@silently("meta-param", "emb.weight", thread="huggingface/transformers#48237")
+def state_set_on_a_meta_model(mesh):
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    with torch.device("meta"):
+        net = Net()
+    full = {fqn: torch.full(p.shape, 0.1) for fqn, p in net.state_dict().items()}
+    shard(net, mesh)
+    set_model_state_dict(net, distributed(net, full))
+    return audit(net, phase="loaded")[:1]
+
+
+def run_all(rank, world_size):
+    """As `breakages.run_all`, with these."""
+    return breakages.run_all(rank, world_size)
