@@ -23,7 +23,7 @@ SECTIONS = {
     "Shard": ("train.frozen", "wrap", "blocks", "methods", "tensor_parallel"),
     "Load": ("load", "scatter", "buffers"),
     "Train": ("train",),
-    "Save and resume": ("save", "optimizer"),
+    "Save and resume": ("save", "optimizer", "state", "rng"),
     "Adapters": ("lora",),
     "4-bit weights": ("qlora",),
     "Check and diagnose": ("audit", "compare", "watch", "diagnose", "catalogue", "internals", "local"),

@@ -14,7 +14,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.buffers import check_buffers
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
-from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, read_states, registered_methods, shown
+from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, mesh_axes, read_states, registered_methods, shown
 from ckpt_tools.fsdp2.learning import check_gradients, check_optimizers, check_reduced, check_schedulers
 from ckpt_tools.fsdp2.local import cut_dim
 from ckpt_tools.fsdp2.methods import entry_path
@@ -65,6 +65,7 @@ def audit(
         checks += [
             _check_methods(model, states),
             _check_shared(groups),
+            _check_mesh(groups),
             _check_unmanaged(model, groups),
             _check_placements(groups, plan),
         ]
@@ -129,6 +130,17 @@ def _check_shared(groups: tuple[Group, ...]) -> Iterator[Finding]:
                     f"one parameter is managed twice: as {other.fqn} by {shown(first.fqn)} "
                     f"and as {param.fqn} by {shown(group.fqn)}",
                 )
+
+
+def _check_mesh(groups: tuple[Group, ...]) -> Iterator[Finding]:
+    for group in groups:
+        first = group.mesh.mesh_dim_names[0] if group.mesh.ndim == 2 and group.mesh.mesh_dim_names else ""
+        if ("shard" in first or "fsdp" in first) and group.mesh.size(0) > 1:
+            axes = ", ".join(f"{name}={size}" for name, size in mesh_axes(group.mesh))
+            yield build_warning(
+                "mesh-order", shown(group.fqn), f"on ({axes}) its parameters are replicated over {first}"
+            )
+            return
 
 
 def _check_unmanaged(model: nn.Module, groups: tuple[Group, ...]) -> Iterator[Finding]:

@@ -94,6 +94,8 @@ def _outside(case: Case) -> Diagnosis | None:
         return case.build("ema-plain", names[0]) if names else None
     if any(tensor.ndim == 0 for tensor in named) and not names:
         return case.build("dtensor-in-loss")
+    if names and not case.stack.calls:
+        return case.build("foreign-param", names[0], f"{names[0]} was used outside of every forward pass")
     return None
 
 

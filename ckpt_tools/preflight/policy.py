@@ -67,7 +67,8 @@ def read_sharding(
     plugin = _plugin(config)
     read = understand(_document(config, plugin), world_size=world_size)
     spec = read.spec
-    wrong = [finding for finding in read.findings if finding.severity == "error"]
+    # A plan may show a process without its job: what it says of sharding is clear.
+    wrong = [finding for finding in read.findings if finding.severity == "error" and finding.code != "no-job"]
     if wrong:
         raise UsageError(wrong[0].what, where=wrong[0].where, hint=wrong[0].hint)
     unread = (*(read.options.unknown if plugin else read.options.deciding), *read.options.unread)

@@ -252,7 +252,7 @@ class _Guard:
     def _listen(self, signals: int) -> None:
         while numbers := os.read(signals, 1):
             if numbers[0] == signal.SIGTERM:
-                self.hand_over()
+                self.hand_over(is_stopped=True)
         os.close(signals)
 
     def _watch(self) -> None:
@@ -266,9 +266,9 @@ class _Guard:
             if self._board.read("failed") is not None and not self._is_over.wait(_GRACE_S):
                 self._abandon(is_hanging=False)
 
-    def hand_over(self) -> None:
+    def hand_over(self, *, is_stopped: bool = False) -> None:
         """Let the witness report, and end this process; do nothing where rank 0 reports already."""
-        if self._witness is None or self._witness.ask():
+        if self._witness is None or self._witness.ask(is_stopped=is_stopped):
             self.linger()
 
     def linger(self) -> NoReturn:

@@ -27,10 +27,12 @@ from ckpt_tools.smoke.messages import RELIEF
 
 Speak = Callable[[Outcome, str], None]
 """Report what became of the ranks, given their directory."""
-_DONE, _HELP = b"d", b"h"
+_DONE, _STOPPED, _HELP = b"d", b"s", b"h"
 _POLL_S = 0.1
 _GRACE_S = 4.0
 """What the other ranks get to end once one has."""
+_STOPPED_S = 1.0
+"""The same when torchrun ends them: whoever was first has ended before."""
 _INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 """How a rank ends that somebody has stopped."""
 
@@ -73,9 +75,13 @@ class Witness:
         """Say that rank 0 reports itself; return False when the witness does so already."""
         return self._tell(_DONE)
 
-    def ask(self) -> bool:
-        """Let the witness report, and wait until it has; return False when it was dismissed, or asked, before."""
-        return self._tell(_HELP)
+    def ask(self, *, is_stopped: bool) -> bool:
+        """Let the witness report, and wait until it has; return False when it was dismissed, or asked, before.
+
+        Args:
+            is_stopped: By torchrun: because some rank has failed, or because somebody has stopped torchrun itself.
+        """
+        return self._tell(_STOPPED if is_stopped else _HELP)
 
     def _tell(self, word: bytes) -> bool:
         with self._lock:
@@ -104,7 +110,7 @@ def _watch(directory: str, world_size: int, heard: int, speak: Speak) -> None:
                 word = os.read(heard, 1)  # nothing: rank 0 is gone
                 if word == _DONE:
                     return
-                deadline = time.monotonic() + _GRACE_S
+                deadline = time.monotonic() + (_STOPPED_S if word == _STOPPED else _GRACE_S)
             else:
                 rank = waiting[handle]
                 ended[rank] = _exit_code(ranks[rank][0])
@@ -112,7 +118,7 @@ def _watch(directory: str, world_size: int, heard: int, speak: Speak) -> None:
                     deadline = time.monotonic() + _GRACE_S
     logs = {rank: RankLog(rank=rank, events=read_events(events_path(directory, rank))) for rank in range(world_size)}
     outcome = Outcome(logs=logs)
-    is_stopped = any(code in _INTERRUPTED for code in ended.values())
+    is_stopped = word == _STOPPED or any(code in _INTERRUPTED for code in ended.values())
     outcome.add_ends({rank: code for rank, code in ended.items() if code not in _INTERRUPTED}, relief=RELIEF)
     silent = [rank for rank, log in logs.items() if not log.has_said and rank not in ended]
     if word == _HELP and silent and not outcome.findings:

@@ -7,6 +7,7 @@ import torch
 from fsdp2 import models
 from fsdp2.ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools.description.layout import Shard, parse_mesh
 from ckpt_tools.errors import CkptError, UsageError
@@ -262,6 +263,8 @@ def refusals(rank, world_size):
         fine["world"] = error.what
     inferred = build_device_mesh("dp_replicate=1,fsdp=-1")
     fine["inferred"] = str(mesh_of(inferred)), inferred.device_type
+    nameless = shard_model(nn.Sequential(nn.Linear(4, 4)), DeviceMesh("cpu", torch.arange(2)))
+    fine["nameless"] = nameless.placements["0.weight"]
     return seen, fine
 
 
@@ -318,6 +321,7 @@ def test_plan_says_what_was_done(judged):
         assert "sharded already" in fine["twice"][1]
         assert fine["world"] == "the mesh dp_shard=4 has 4 ranks, the process group has 2"
         assert fine["inferred"] == ("dp_replicate=1,dp_shard=2", "cpu")
+        assert fine["nameless"] == {"dp_shard": Shard(0)}
 
 
 def test_plan_with_tp_is_what_the_parameters_became(judged):

@@ -231,6 +231,31 @@ class NotFinite(Model):
         return super().forward(batch) * float("nan")
 
 
+class Overflows(Model):
+    """The second layer leaves float16's range; the first and its weights are fine."""
+
+    def __init__(self):
+        super().__init__()
+        layer = self.layers[1]
+        layer.up.register_forward_hook(lambda module, args, output: output * 1e30 * 1e30)
+
+
+class DividesByNothing(Model):
+    """Between two modules, where no module's own output shows it."""
+
+    def through(self, layer, hidden):
+        return layer(hidden / torch.zeros(()))
+
+
+class BreaksLater(Model):
+    """The first step is fine; the weights after it are not."""
+
+    def forward(self, batch):
+        loss = super().forward(batch)
+        self.calls = getattr(self, "calls", 0) + self.training
+        return loss if self.calls < 2 else loss / torch.zeros(())
+
+
 class Raises(Model):
     def forward(self, batch):
         raise ZeroDivisionError("the model says no")
