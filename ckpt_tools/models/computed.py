@@ -19,7 +19,7 @@ def adopt_computed(model: nn.Module, build: Callable[[], nn.Module]) -> tuple[st
     wanted = [(fqn, module, key) for fqn, module in model.named_modules() for key in _computed_keys(module)]
     if not wanted:
         return ()
-    with torch.random.fork_rng(devices=()), torch.device("cpu"), _parameters_on_meta():
+    with torch.random.fork_rng(devices=()), torch.device("cpu"), parameters_on_meta():
         torch.manual_seed(0)  # every rank draws the same
         twins = dict(build().named_modules())
     adopted = []
@@ -47,7 +47,8 @@ def _computed_keys(module: nn.Module) -> Iterator[str]:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
+    """Let modules register their parameters on meta, before anything is written to them."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -2,120 +2,52 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 
-from ckpt_tools.errors import RefusedConfigError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
+from ckpt_tools.models.config_recipe import FEEDS_ITSELF, LAYERDROP, USE_FACTORY, ConfigRecipe, nested
 from ckpt_tools.models.parameters import replace_parameters
-from ckpt_tools.models.recipe import BATCH_SIZE, SEQ_LEN, Batch, Recipe, without_dropout
+from ckpt_tools.models.recipe import BATCH_SIZE, SEQ_LEN, Batch
 from ckpt_tools.text import first_few
-from ckpt_tools.walls import check_config, demand_walls
-from ckpt_tools.walls.audit import HINT
-from ckpt_tools.walls.config import without_code_keys
 
-_USE_FACTORY = "use --factory pkg.mod:callable"
-FEEDS_ITSELF = f"{_USE_FACTORY}, whose model has example_batch(batch_size, seq_len)"
-"""Hint: what to do with a model that ckpt cannot feed."""
-_DEPTH = re.compile(
-    r"(num_hidden_layers|num_layers|n_layers?|num_(decoder|encoder)_layers|(encoder|decoder)_layers|depth)"
-)
-_DROPOUT = re.compile(r".*(dropout|drop_rate|drop_path|pdrop|layerdrop|drop_path_rate)(_rate|_prob)?")
-_LAYERDROP = re.compile(r".*layer_?drop(_rate|_prob)?")
 _SPECIAL = re.compile(r".*token(_id|_index|_ids)?(_.*)?|.*_(id|index)")
 _LABELS_LIKE_INPUT = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration", "WithLMHead")
 
 
-class HfRecipe(Recipe):
-    """A transformers model with the config of a checkpoint.
+class HfRecipe(ConfigRecipe):
+    """A transformers model with the config of a checkpoint."""
 
-    Args:
-        config: The content of config.json.
-        where: Where it came from, for messages.
-        otherwise: What to do instead, for hints, where there is no `--factory`.
+    depth_keys = re.compile(
+        r"(num_hidden_layers|num_layers|n_layers?|num_(decoder|encoder)_layers|(encoder|decoder)_layers|depth)"
+    )
 
-    Raises:
-        UsageError: Transformers is not there, or has no such model; or the config is refused.
-    """
+    def _find_class(self, otherwise: str) -> str:
+        self._class, self._config_class = _find_classes(self._values, self.where, otherwise)
+        name: str = self._class.__name__
+        return name
 
-    def __init__(self, config: Mapping[str, Any], where: str, *, otherwise: str | None = None) -> None:
-        check_config(config, where)
-        self._otherwise = otherwise
-        self._values: dict[str, Any] = copy.deepcopy(without_code_keys(config))
-        self.where = where
-        if self._values.get("quantization_config") is not None:
-            raise UsageError(
-                "the checkpoint is quantised, and its weights cannot be trained as they are",
-                where=self.where,
-                hint="start from the checkpoint that it was made of",
-            )
-        self._class, self._config_class = _find_classes(self._values, where, otherwise or _USE_FACTORY)
-        self.title = self._class.__name__
-
-    def build(self) -> nn.Module:
-        """Return the model as the config says, without cache, and without dropout unless it is kept; behind walls only.
-
-        Layers are never dropped: ranks that skip different ones would wait for each other.
-
-        Raises:
-            UsageError: The class refuses the config, or it takes more memory than the walls leave.
-        """
-        demand_walls()
-        try:
-            pattern = _LAYERDROP if self.keeps_dropout else _DROPOUT
-            values = copy.deepcopy(self._values)
-            for part in _nested(values):
-                _zero(part, pattern)
-            config = self._config_class.from_dict(values)
-            for each in _configs(config):
-                if hasattr(each, "use_cache"):
-                    each.use_cache = False
-                _zero(vars(each), pattern)
-            model: nn.Module = self._class(config)
-        except UsageError:
-            raise
-        except Exception as error:  # every model checks its config in its own way
-            found = refusal(error, self.title, self.where)
-            if self.is_cut and not isinstance(found, RefusedConfigError):
-                found.what = (
-                    f"ckpt cut the model down to what fits here, and its class does not take that: {found.what}"
-                )
-                found.hint = "pass a smaller config as --model, or run where there is more memory"
-            raise found from error
+    def _construct(self) -> nn.Module:
+        config = self._config_class.from_dict(self.settled())
+        for part in _configs(config):
+            if hasattr(part, "use_cache"):
+                part.use_cache = False
+            self.turn_off(vars(part))
+        model: nn.Module = self._class(config)
         _follow_device(model)
-        if not self.keeps_dropout:
-            without_dropout(model)
-        return model.train()
-
-    def batch(self, model: nn.Module, seed: int) -> Batch:
-        """Return the batch of a seed.
-
-        Raises:
-            UsageError: ckpt does not know what to feed this model.
-        """
-        try:
-            return super().batch(model, seed)
-        except UsageError:
-            raise
-        except Exception as error:  # configs may say anything of sizes and tokens
-            text = str(error).partition("\n")[0]
-            raise UsageError(
-                f"ckpt cannot make a batch for a {self.title}: {type(error).__name__}: {text}",
-                where=self.where,
-                hint=self._otherwise or FEEDS_ITSELF,
-            ) from error
+        return model
 
     def make_batch(self, model: nn.Module) -> Batch:
         """Draw what the class takes: tokens or pixels, and labels."""
         config: Any = model.config
         names = inspect.signature(type(model).forward).parameters
-        otherwise = self._otherwise or _USE_FACTORY
+        otherwise = self._otherwise or USE_FACTORY
         batch: Batch = {}
         if "input_ids" in names:
             num_images = _image_tokens(config) if "pixel_values" in names else 0
@@ -145,63 +77,22 @@ class HfRecipe(Recipe):
         notes = []
         if "vision_config" in self._values and "pixel_values" not in batch:
             notes.append("the batch is text only: parts that take images or sound are loaded and saved, but not run")
-        dropped = {key for part in _nested(self._values) for key in part if _LAYERDROP.fullmatch(key) and part[key]}
+        dropped = {key for part in nested(self._values) for key in part if LAYERDROP.fullmatch(key) and part[key]}
         if dropped and self.keeps_dropout:
             what = "ranks that skip different layers would wait for each other for ever"
             notes.append(f"{first_few(sorted(dropped))} is off: under FSDP, {what}")
         return tuple(notes)
 
-    @property
-    def num_layers(self) -> int | None:
-        """Layers of the deepest stack."""
-        depths = [value for values in _nested(self._values) for value in _depths(values).values()]
-        return max(depths, default=None)
-
-    def shallower(self, num_layers: int) -> Recipe | None:
-        """Cut every stack to `num_layers`, and what the config says layer by layer with it."""
-        full = self.num_layers
-        if full is None or full <= num_layers:
-            return None
-        values = copy.deepcopy(self._values)
-        for part in _nested(values):
-            depths = _depths(part)
-            for key, depth in depths.items():
-                part[key] = min(depth, num_layers)
-            for key, value in part.items():
-                if isinstance(value, list) and len(value) in depths.values():
-                    part[key] = value[:num_layers]
-        cut = HfRecipe(values, self.where, otherwise=self._otherwise)
-        cut.keeps_dropout = self.keeps_dropout
-        cut.is_cut = True
-        cut.title = f"{self.title} cut to {num_layers} of {full} layers"
-        return cut
+    def _cut_lists(self, part: dict[str, Any], depths: Mapping[str, int], num_layers: int) -> None:
+        for key, value in part.items():
+            if isinstance(value, list) and len(value) in depths.values():
+                part[key] = value[:num_layers]
 
 
 def _follow_device(model: nn.Module) -> None:
     """Move to meta what a class makes elsewhere when all is to be there: XLNet's legacy constructors ask nobody."""
     if torch.get_default_device().type == "meta":
         replace_parameters(model, lambda parameter: None if parameter.is_meta else parameter.detach().to("meta"))
-
-
-def stopped(error: Exception, title: str, where: str) -> UsageError | None:
-    """Return what it means when walls or limits made a model's class raise; None when they have no part in it."""
-    text = str(error).strip().partition("\n")[0]
-    if isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text:
-        return UsageError(f"building a {title} takes more memory than it may: {text or 'MemoryError'}", where=where)
-    if isinstance(error, OSError) or "Permission denied" in text:
-        return RefusedConfigError(
-            f"building a {title} as the config says reaches for files or hosts: {text}: refused", where=where, hint=HINT
-        )
-    return None
-
-
-def refusal(error: Exception, title: str, where: str) -> UsageError:
-    """Return what it means that a model's class has raised while it was built behind walls."""
-    found = stopped(error, title, where)
-    if found is not None:
-        return found
-    text = str(error).strip().partition("\n")[0]
-    return UsageError(f"the config does not describe a {title}: {type(error).__name__}: {text}", where=where)
 
 
 def _find_classes(config: Mapping[str, Any], where: str, otherwise: str) -> tuple[Any, Any]:
@@ -229,36 +120,12 @@ def _find_classes(config: Mapping[str, Any], where: str, otherwise: str) -> tupl
     return found, found.config_class
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
-    """Is it a number? A bool switches something on (ESM's `token_dropout`), and draws nothing."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _nested(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a config and the configs in it (text, vision, …)."""
-    yield values
-    for value in values.values():
-        if isinstance(value, dict):
-            yield from _nested(value)
-
-
-def _depths(values: Mapping[str, Any]) -> dict[str, int]:
-    return {key: value for key, value in values.items() if _DEPTH.fullmatch(key) and type(value) is int and value > 0}
-
-
 def _configs(config: Any) -> Iterator[Any]:  # noqa: ANN401 - transformers' own
     yield config
     for name in getattr(config, "sub_configs", None) or ():
         part = getattr(config, name, None)
         if part is not None and not isinstance(part, dict):
             yield from _configs(part)
-
-
-def _zero(values: dict[str, Any], pattern: re.Pattern[str]) -> None:
-    """Set what is called so to 0; configs are strict about the type."""
-    for key, value in values.items():
-        if pattern.fullmatch(key) and _is_number(value):
-            values[key] = type(value)(0)
 
 
 def _image_tokens(config: Any) -> int:  # noqa: ANN401 - transformers' own
@@ -306,7 +173,8 @@ def _draw_labels(title: str, config: Any, batch: Batch) -> torch.Tensor | None: 
     name = title.partition(" ")[0]
     num_labels = int(getattr(config, "num_labels", 2))
     if name.endswith(_LABELS_LIKE_INPUT) and "input_ids" in batch:
-        return batch["input_ids"].clone()
+        labels: torch.Tensor = batch["input_ids"].clone()
+        return labels
     if name.endswith(("ForSequenceClassification", "ForImageClassification")):
         if num_labels == 1:
             return torch.randn(BATCH_SIZE)

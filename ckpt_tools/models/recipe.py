@@ -23,8 +23,8 @@ BATCH_SIZE = 2
 SEQ_LEN = 16
 """Tokens per sample."""
 
-Batch = dict[str, torch.Tensor]
-"""What forward takes, by name."""
+Batch = dict[str, Any]
+"""What forward takes, by name: tensors, lists and dicts of tensors, numbers."""
 
 
 class Recipe(ABC):
@@ -54,6 +54,10 @@ class Recipe(ABC):
     def notes_on(self, batch: Batch) -> tuple[str, ...]:  # noqa: ARG002 - most have none
         """Return what this batch does not try."""
         return ()
+
+    def sized_batch(self, model: nn.Module, *, samples: int, tokens: int) -> Batch | None:  # noqa: ARG002 - most cannot
+        """Return a batch of this size on the default device; None where that of a seed is to be grown."""
+        return None
 
     def blocks(self, model: nn.Module) -> Any:  # noqa: ANN401 - what `shard_model` takes
         """Return the units to wrap, as the model itself says."""

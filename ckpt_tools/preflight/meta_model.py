@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import torch
@@ -24,11 +24,11 @@ from ckpt_tools.fsdp2.names import match_names, shapes_of
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import ModelConfig
-from ckpt_tools.models.hf_recipe import HfRecipe
 from ckpt_tools.models.recipe import call, find_loss, loss_of
+from ckpt_tools.models.recipe_of import recipe_of
 from ckpt_tools.placement.place import place_tensors
 from ckpt_tools.placement.rule import Rule
-from ckpt_tools.placement.tp_plan import find_tp_plan, import_model_class, tp_plan_rules
+from ckpt_tools.placement.tp_plan import find_tp_plan, tp_plan_rules
 from ckpt_tools.preflight.comparison import (
     MAX_ELEMS,
     Comparison,
@@ -64,7 +64,8 @@ def compare(look: Look, here: Here) -> ModelView:
         # All is read. From here on nothing of the model's is opened.
         foreign = tuple(path if os.path.isdir(path) else os.path.dirname(path) for path in paths)
         subject = f"a {facts.architecture or 'model'}"
-        import_model_class(config.values)
+        with suppress(Exception):  # what is missing or broken is told when it is built
+            recipe_of(config.values, config.where)  # which imports the model's class
         build_behind_walls(here, subject=subject, where=config.where, foreign=foreign)
         return _describe(look, facts, config, opened, cuts)
 
@@ -80,9 +81,9 @@ def _describe(
     plain = {key: value for key, value in config.values.items() if key != "quantization_config"}
     try:
         with torch.device("meta"):
-            model = HfRecipe(plain, config.where).build()
+            model = recipe_of(plain, config.where).build()
         facts = _completed(facts, model)
-        HfRecipe(config.values, config.where)
+        recipe_of(config.values, config.where)
     except RefusedConfigError:
         raise
     except UsageError as error:
@@ -125,7 +126,7 @@ def _try_cuts(cuts: Sequence[tuple[str, ModelConfig]], where: str) -> Trial:
     reasons: list[str] = []
     for path, cut in cuts:
         try:
-            recipe = HfRecipe(cut.values, where)
+            recipe = recipe_of(cut.values, where)
             with torch.device("meta"):
                 num_elems = _count(recipe.build())
             if num_elems > MAX_ELEMS:

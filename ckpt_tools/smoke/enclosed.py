@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.models.hf_recipe import HfRecipe
+from ckpt_tools.models.config_recipe import ConfigRecipe
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.processes.ranks import Outcome
 from ckpt_tools.smoke.machine import free_memory
@@ -34,7 +34,7 @@ def enclose(
         device: On GPUs Python's own walls stand alone: their drivers and NCCL need devices, files and sockets.
         saved: What another world has saved, and is read again.
     """
-    if not isinstance(setting.recipe, HfRecipe):
+    if not isinstance(setting.recipe, ConfigRecipe):
         return
 
     def leave(error: CkptError) -> NoReturn:
@@ -48,14 +48,14 @@ def enclose(
 
 def enclosed(setting: Setting, *, scratch: str) -> AbstractContextManager[None]:
     """Return walls that stand while a context is open, for a process of the user's own: a breach raises there."""
-    if not isinstance(setting.recipe, HfRecipe):
+    if not isinstance(setting.recipe, ConfigRecipe):
         return nullcontext()
     # It makes a cache directory when it is imported, and torch imports it late; ranks of our own have it already.
     importlib.import_module("torch._dynamo")
     return behind_walls(_walls(setting, setting.recipe, scratch))
 
 
-def _walls(setting: Setting, recipe: HfRecipe, scratch: str, saved: Saved | None = None) -> Walls:
+def _walls(setting: Setting, recipe: ConfigRecipe, scratch: str, saved: Saved | None = None) -> Walls:
     own, model = setting.options.source, setting.options.model
     sources = (own, *(() if saved is None else (saved.source, saved.path)))
     folder = model if model is None or os.path.isdir(model) else os.path.dirname(model)
@@ -89,6 +89,6 @@ def judge_trial(setting: Setting, outcome: Outcome) -> CkptError | None:
     how = f"it did not end in {setting.timeout_s:.0f} s" if finding.code == "hang" else finding.what
     return UsageError(
         f"building a {setting.recipe.title} as the config says failed before any rank was started: {how}",
-        where=setting.recipe.where if isinstance(setting.recipe, HfRecipe) else None,
+        where=setting.recipe.where if isinstance(setting.recipe, ConfigRecipe) else None,
         hint=finding.hint,
     )

@@ -216,7 +216,8 @@ def forward(run: Run) -> str:
         run.note("the model returns no loss: the mean square of its outputs stands for one")
     run.loss = loss_of(output, run.loss_at)
     run.report(*audit(run.model, phase="forward", plan=run.plan, optimizer=run.optimizer))
-    shape = ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in run.batch.items())
+    shapes = {name: value.shape for name, value in run.batch.items() if isinstance(value, torch.Tensor)}
+    shape = ", ".join(f"{name} {'×'.join(map(str, dims))}" for name, dims in shapes.items())
     return f"{shape} per rank"
 
 

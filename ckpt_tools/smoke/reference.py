@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2 import materialise_buffers, parameter_groups
 from ckpt_tools.fsdp2.load import assign, read_state
-from ckpt_tools.models.hf_recipe import FEEDS_ITSELF, HfRecipe, stopped
+from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe, stopped
 from ckpt_tools.models.recipe import Batch, Recipe, call, find_loss, loss_of
 from ckpt_tools.smoke import draws
 from ckpt_tools.smoke.blueprint import Blueprint
@@ -104,7 +105,7 @@ class Reference:
 
 def failure_alone(recipe: Recipe, seed: int) -> UsageError | None:
     """Return what is wrong when one unsharded copy of a config's model fails, too: then FSDP2 has no part in it."""
-    if not isinstance(recipe, HfRecipe):
+    if not isinstance(recipe, ConfigRecipe):
         return None
     try:
         torch.manual_seed(seed)
@@ -126,10 +127,12 @@ def failure_alone(recipe: Recipe, seed: int) -> UsageError | None:
 
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
     """Return `batch` on `device`; floating-point tensors as FSDP casts the root's inputs."""
-    return {
-        name: value.to(device=device, dtype=dtype) if dtype and value.is_floating_point() else value.to(device)
-        for name, value in batch.items()
-    }
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    moved: Batch = tree_map_only(torch.Tensor, move, batch)
+    return moved
 
 
 def _load(model: nn.Module, source: str, device: torch.device) -> None:

@@ -15,10 +15,10 @@ from ckpt_tools.floors import NF4_TORCH, refuse_older
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2 import Policy, Precision, parse_policy
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS
-from ckpt_tools.models.config import ModelConfig, config_beside
-from ckpt_tools.models.hf_recipe import HfRecipe
+from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.parameters import DTYPES
 from ckpt_tools.models.recipe import ModuleRecipe, Recipe
+from ckpt_tools.models.recipe_of import recipe_of
 from ckpt_tools.processes.journal import RankLog
 from ckpt_tools.smoke.options import DEFAULT_RANKS, SmokeOptions
 
@@ -157,13 +157,13 @@ def find_recipe(options: SmokeOptions) -> Recipe:
     if options.factory is not None:
         return ModuleRecipe(options.factory)
     if (named := options.read_model()) is not None:
-        return _recipe_of(named)
+        return recipe_of(named.values, named.where)
     if options.source is None:
         return ModuleRecipe()
     with open_path(os.fspath(options.source)) as opened:
         config = config_beside(opened.source)
         if config is not None:
-            return _recipe_of(config)
+            return recipe_of(config.values, config.where)
         if _is_builtin(opened):
             return ModuleRecipe()
         raise UsageError(
@@ -171,10 +171,6 @@ def find_recipe(options: SmokeOptions) -> Recipe:
             where=opened.source.root,
             hint="add --model DIR (with a config.json), or --factory pkg.mod:callable",
         )
-
-
-def _recipe_of(config: ModelConfig) -> Recipe:
-    return HfRecipe(config.values, config.where)
 
 
 def _is_builtin(opened: Opened) -> bool:

@@ -426,9 +426,9 @@ def test_match_of_a_checkpoint_that_cannot_be_read_is_a_finding(models, tmp_path
 @pytest.mark.parametrize(
     ("files", "word"),
     [
-        (("actor/model_world_size_2_rank_0.pt", "actor/model_world_size_2_rank_1.pt"), "a verl checkpoint"),
+        (("actor/optim_world_size_2_rank_0.pt", "actor/optim_world_size_2_rank_1.pt"), "files of single ranks"),
         (("latest", "global_step10/mp_rank_00_model_states.pt", "zero_to_fp32.py"), "a DeepSpeed checkpoint"),
-        (("pytorch_model.bin",), "only pickled weights"),
+        (("weights.pkl",), "only pickled objects"),
     ],
 )
 def test_match_of_a_layout_that_only_its_trainer_reads_is_said_not_to_be_checked(models, tmp_path, files, word):

@@ -39,7 +39,7 @@ def damaged(models, tmp_path, change, kind="llama"):
             "CustomMethod", "custom-method", "forward", "layers.0", "layers.0.run(...) was called", id="CustomMethod"
         ),
         ("DotForward", "dot-forward", "forward", "layers.0", "layers.0.forward(...) was called"),
-        ("DoubleWrap", "double-wrap", "shard", "forward_train", "forward → forward_train"),
+        ("DoubleWrap", "double-wrap", "shard", "layers.0.run", "forward → run"),
         ("KeywordModel", "opaque-output", "backward", "(root)", "Output"),
         ("NotFinite", "not-finite", "loss", "(root)", "the first module whose output is not finite"),
         ("Overflows", "not-finite", "loss", "layers.1.up", "Linear layers.1.up is the first module whose output"),
@@ -132,18 +132,32 @@ def test_rank_that_hangs_is_named_with_its_place(farm):
 
 def test_rank_that_dies_is_named_with_its_signal(farm):
     report = farm.smoke(factory="smoke.factories:Dies")
-    assert codes(report)[0] == "rank-died"
-    assert "rank-skip" not in codes(report)
+    assert codes(report) == ["rank-died"]
     assert failed(report) == ["forward"]
     assert report.findings[0].where == "rank 1, phase forward"
     assert "SIGKILL" in report.findings[0].what
 
 
+@pytest.mark.parametrize(
+    ("factory", "where", "what"),
+    [
+        ("Aborts", "rank 1", "SIGABRT"),
+        ("LeavesQuietly", "rank 1", "exit status 0"),
+        ("DiesFirst", "rank 0", "status 7"),
+    ],
+)
+def test_rank_that_ends_is_the_one_cause(farm, factory, where, what):
+    report = farm.smoke(factory=f"smoke.factories:{factory}")
+    assert codes(report) == ["rank-died"]
+    assert failed(report) == ["forward"]
+    assert report.findings[0].where == f"{where}, phase forward"
+    assert what in report.findings[0].what
+
+
 def test_rank_that_skips_a_layer_is_found_by_comparing_what_ranks_did(farm):
     report = farm.smoke(factory="smoke.factories:Skips", timeout_s=8.0)
-    assert "rank-skip" in codes(report)
-    skip = next(finding for finding in report.findings if finding.code == "rank-skip")
-    assert skip.where == "layers.1"
+    assert codes(report) == ["rank-skip"]
+    assert report.findings[0].where == "layers.1"
 
 
 def test_missing_key_is_found(farm, models, tmp_path):

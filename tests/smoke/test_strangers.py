@@ -100,7 +100,7 @@ def test_factory_is_the_users_own_code_and_has_no_walls(farm, tmp_path):
     ],
 )
 def test_what_a_class_raises_is_told_as_what_it_was(error, kind, what):
-    from ckpt_tools.models.hf_recipe import refusal
+    from ckpt_tools.models.config_recipe import refusal
 
     found = refusal(error, "LlamaForCausalLM", "config.json")
     assert type(found) is kind
@@ -125,5 +125,5 @@ def test_numbers_in_dropout_keep_their_type():
     from ckpt_tools.models.hf_recipe import HfRecipe
 
     config = BERT | {"attn_pdrop": 1, "token_dropout": True, "hidden_dropout_prob": 0.1}
-    values = HfRecipe(config, "config.json")._values
+    values = HfRecipe(config, "config.json").settled()
     assert [repr(values[key]) for key in ("attn_pdrop", "token_dropout", "hidden_dropout_prob")] == ["0", "True", "0.0"]
