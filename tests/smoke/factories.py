@@ -130,6 +130,33 @@ class Dies(Model):
         return layer(hidden)
 
 
+class DiesFirst(Model):
+    """Rank 0 leaves without a word."""
+
+    def through(self, layer, hidden):
+        if rank() == 0:
+            os._exit(7)
+        return layer(hidden)
+
+
+class LeavesQuietly(Model):
+    """Rank 1 ends as if all was well, in the middle of its forward."""
+
+    def through(self, layer, hidden):
+        if rank() == 1 and layer is self.layers[1]:
+            os._exit(0)
+        return layer(hidden)
+
+
+class Aborts(Model):
+    """Rank 1 is ended by an assertion of native code."""
+
+    def through(self, layer, hidden):
+        if rank() == 1:
+            os.abort()
+        return layer(hidden)
+
+
 class OwnGenerator(Model):
     """Forward draws from a generator that nobody seeds: no reference can agree."""
 
@@ -202,6 +229,31 @@ class Detached(Model):
 class NotFinite(Model):
     def forward(self, batch):
         return super().forward(batch) * float("nan")
+
+
+class Overflows(Model):
+    """The second layer leaves float16's range; the first and its weights are fine."""
+
+    def __init__(self):
+        super().__init__()
+        layer = self.layers[1]
+        layer.up.register_forward_hook(lambda module, args, output: output * 1e30 * 1e30)
+
+
+class DividesByNothing(Model):
+    """Between two modules, where no module's own output shows it."""
+
+    def through(self, layer, hidden):
+        return layer(hidden / torch.zeros(()))
+
+
+class BreaksLater(Model):
+    """The first step is fine; the weights after it are not."""
+
+    def forward(self, batch):
+        loss = super().forward(batch)
+        self.calls = getattr(self, "calls", 0) + self.training
+        return loss if self.calls < 2 else loss / torch.zeros(())
 
 
 class Raises(Model):
