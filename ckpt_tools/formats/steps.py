@@ -29,6 +29,8 @@ META_FILE = "meta.pt"
 """What makes a DCP directory a checkpoint of Lightning's."""
 POLICY_PART = "actor"
 """Where verl puts the policy inside of a global_step_N."""
+ROLES = (POLICY_PART, "policy", "critic", "ref")
+"""Directories of the models in a step of verl's or SkyRL's, the one that is trained for its own sake first."""
 OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
 """Where a trainer puts a whole optimizer beside the model."""
 _PART = re.compile(r"(pytorch_model_fsdp|optimizer)_(0|[1-9]\d{0,5})", re.ASCII)
@@ -76,7 +78,7 @@ class Part:
 class Step:
     """The directory of a step that keeps the model and the optimizer apart."""
 
-    trainer: Literal["accelerate", "trainer"]
+    trainer: Literal["accelerate", "trainer", "verl"]
     parts: tuple[Part, ...]
     """Models before optimizers."""
     beside: tuple[Asset, ...]
@@ -85,7 +87,7 @@ class Step:
     @property
     def title(self) -> str:
         """Whose it is, for people."""
-        return "accelerate's step" if self.trainer == "accelerate" else "the Trainer's step"
+        return {"accelerate": "accelerate's step", "trainer": "the Trainer's step"}.get(self.trainer, "verl's step")
 
     @property
     def models(self) -> tuple[Part, ...]:
