@@ -411,7 +411,7 @@ def test_state_that_would_come_back_in_part_is_refused(tmp_path):
         load_checkpoint(model, tmp_path / "two", state={"other": other})
     loop = []
     loop.append(loop)
-    with pytest.raises(UsageError, match="contains itself"):
+    with pytest.raises(UsageError, match="contains itself; at: state: loop"):
         save_checkpoint(model, None, tmp_path / "three", state={"loop": loop})
 
 
