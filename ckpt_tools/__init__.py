@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         UnreadableError as UnreadableError,
         UsageError as UsageError,
     )
+    from ckpt_tools.moving.counts import Counts as Counts
     from ckpt_tools.smoke.report import SmokeReport as SmokeReport
 
 _ROOMS = {
@@ -76,6 +77,7 @@ _ROOMS = {
     "description.layout": "Box Mesh Placement Replicate Shard parse_mesh",
     "description.summarise": "Summary",
     "errors": "CkptError DestinationExistsError HubError LimitError UnreadableError UsageError",
+    "moving.counts": "Counts",
     "smoke.report": "SmokeReport",
 }
 """Module → names that are public here."""

@@ -52,8 +52,8 @@ def safetensors_bytes(tensors: Tensors, *, metadata: Mapping[str, str] | None = 
 
 MODEL: Tensors = {
     "model.embed.weight": tensor("F32", 12, 8, seed=1),
-    "model.layers.0.up.weight": tensor("BF16", 16, 8, seed=2),
-    "model.layers.0.down.weight": tensor("BF16", 8, 16, seed=3),
+    "model.layers.0.up.weight": tensor("BF16", 16, 8, seed=12),
+    "model.layers.0.down.weight": tensor("BF16", 8, 16, seed=13),
     "model.layers.0.norm.weight": tensor("F32", 5, seed=4),
     "model.step": tensor("I64", seed=5),
     "model.empty": tensor("F16", 0, 4, seed=6),

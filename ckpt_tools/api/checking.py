@@ -42,7 +42,10 @@ class VerifyOptions:
         None
     )
     names: LibraryNames = "auto"
-    level: Annotated[Level, Option("What to read: structure, headers only; data, every byte.")] = "data"
+    level: Annotated[
+        Level,
+        Option("What to check: structure, headers only; data, every byte; values, also NaN, Inf and all-zero weights."),
+    ] = "data"
     num_workers: NumWorkers = None
     format: From = None
     progress: Progress = None
@@ -63,7 +66,7 @@ def verify(options: VerifyOptions) -> Verification:
             return _verify_step(stack.enter_context(step), options)
         opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
         reference = None if against is None else stack.enter_context(open_path(os.fspath(against)))
-        total = opened.checkpoint.total_bytes if level == "data" else 0
+        total = opened.checkpoint.total_bytes if level != "structure" else 0
         if reference is not None:
             total += opened.checkpoint.total_bytes + reference.checkpoint.total_bytes
         receiver = progress(total) if progress is not None and total else None
@@ -86,7 +89,7 @@ def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
             reference = open_path(against) if other is None else other
             stack.callback(reference.__exit__)
             pairs = pair_parts(step, reference)
-        total = step.total_bytes if options.level == "data" else 0
+        total = step.total_bytes if options.level != "structure" else 0
         total += sum(side.checkpoint.total_bytes for pair in pairs for side in (pair.ours, pair.theirs))
         progress = options.progress(total) if options.progress is not None and total else None
         result = verify_step(step, level=options.level, num_workers=workers, progress=progress)

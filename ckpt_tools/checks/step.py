@@ -41,6 +41,11 @@ def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: P
         nbytes=sum(result.nbytes for result in results),
         unchecked=tuple(unchecked),
         findings=tuple(findings),
+        counts={
+            f"{name}/{fqn}" if name else fqn: seen
+            for name, result in zip(["", *(part.directory for part, _ in step.parts)], results, strict=True)
+            for fqn, seen in result.counts.items()
+        },
     )
 
 

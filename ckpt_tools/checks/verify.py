@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools.checks.copies import check_copies, equal_layouts
 from ckpt_tools.checks.manifest import check_frames, check_manifest, size_of
 from ckpt_tools.checks.spans import check_spans
 from ckpt_tools.checks.trainer import check_trainer
+from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import MAX_ELEMS, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UnreadableError
@@ -19,11 +20,12 @@ from ckpt_tools.formats.file_names import is_side_file, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.steps import note_reading
+from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress, scan
 from ckpt_tools.moving.plan import asset_name, blob_name, copy_span
 from ckpt_tools.text import first_few
 
-Level = Literal["structure", "data"]
+Level = Literal["structure", "data", "values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Verification:
     """Bytes of tensor data whose content was checked."""
     unchecked: tuple[Unchecked, ...]
     findings: tuple[Finding, ...]
+    counts: Mapping[str, Counts] = field(default_factory=dict)
+    """FQN → what the values are like, at level values; in a step with its part's directory before it."""
 
     @property
     def not_checked(self) -> tuple[str, ...]:
@@ -72,11 +76,12 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
 
     Structure: every element in exactly one chunk, every span inside its file, the items' headers and the
     manifest as the metadata says, no unknown data files. Data: also every byte, against the CRC-32s and
-    digests that were recorded.
+    digests that were recorded. Values: also what the numbers are like, finite or not.
     """
     findings: list[Finding] = []
     checkpoint, sound = check_structure(opened, findings)
     unchecked: list[Unchecked] = []
+    counts: Mapping[str, Counts] = {}
     nbytes = 0
     if level == "structure":
         unchecked.append(Unchecked(what="the bytes of the tensors (use --level data)"))
@@ -84,10 +89,14 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
             unchecked.append(Unchecked(what=f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)"))
     else:
         damaged: set[str] = set()
-        outcome = _check_data(opened, checkpoint, sound, findings, damaged, num_workers, progress)
+        outcome = _check_data(opened, checkpoint, sound, findings, damaged, level, num_workers, progress)
         nbytes = sum(entry.nbytes for entry in sound)
         unchecked += _unchecked_chunks(opened, checkpoint, outcome, damaged)
         unchecked += _check_blobs(opened, findings)
+        counts = outcome.counts
+        if level == "values":
+            findings += check_values(opened, replace(checkpoint, tensors=tuple(sound)), counts)
+        unchecked += _unseen_values(checkpoint, level)
     if opened.single_names:
         total = len(checkpoint.tensors) + len(checkpoint.blobs)
         unchecked.append(Unchecked(what=f"{opened.single_names} of {total} names, which .metadata has only once"))
@@ -105,7 +114,15 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
         nbytes=nbytes,
         unchecked=tuple(unchecked),
         findings=tuple(findings),
+        counts=counts,
     )
+
+
+def _unseen_values(checkpoint: Checkpoint, level: Level) -> Iterator[Unchecked]:
+    if level == "data" and checkpoint.tensors:
+        yield Unchecked(what="whether the values are finite (use --level values)")
+    elif unseen := unseen_values(checkpoint):
+        yield Unchecked(what=f"the values of {len(unseen)} tensors of packed or complex numbers: {first_few(unseen)}")
 
 
 def _unchecked_chunks(
@@ -277,6 +294,7 @@ def _check_data(
     sound: Sequence[TensorEntry],
     findings: list[Finding],
     damaged_fqns: set[str],
+    level: Level,
     num_workers: int,
     progress: Progress | None,
 ) -> Outcome:
@@ -288,7 +306,14 @@ def _check_data(
         findings.append(Finding.error("damaged-data", where, error.what, error.hint))
 
     entries = [*sound, *(entry for entry, *_ in files)]
-    outcome = scan(entries, opened.source, num_workers=num_workers, progress=progress, on_damage=damaged)
+    outcome = scan(
+        entries,
+        opened.source,
+        num_workers=num_workers,
+        progress=progress,
+        on_damage=damaged,
+        counting=level == "values",
+    )
     own = {chunk.span for entry in sound for chunk in _firsts(entry) if chunk.crc32 is not None}
     parts = [_summed_entry(span, crc32) for span, crc32 in opened.sums if span not in own]
     scan(parts, opened.source, num_workers=num_workers, on_damage=damaged)
@@ -388,7 +413,12 @@ def to_json(result: Verification) -> dict[str, object]:
     return {
         "ok": result.ok,
         "level": result.level,
-        "checked": {"tensors": result.tensors, "chunks": result.chunks, "bytes": result.nbytes},
+        "checked": {
+            "tensors": result.tensors,
+            "chunks": result.chunks,
+            "bytes": result.nbytes,
+            "values": counts_to_json(result.counts) if result.level == "values" else None,
+        },
         "not_checked": list(result.not_checked),
         "findings": [asdict(finding) for finding in result.findings],
     }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import CkptError
+from ckpt_tools.moving.counts import counts_to_json
 from ckpt_tools.options import Option, ProgressFactory
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_duration, format_size
@@ -195,6 +196,7 @@ def conversion_json(result: Conversion) -> dict[str, object]:
             "files": [name for name, _ in result.files],
             "verified": result.verified,
             "checked": dict(result.checked),
+            "values": counts_to_json(result.counts),
         }
     return document | {
         "architecture": result.architecture,

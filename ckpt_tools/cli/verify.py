@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckpt_tools.checks.verify import Verification, to_json
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
+from ckpt_tools.moving.threads import one_thread_each
 from ckpt_tools.units import format_size
 
 _MAX_SHOWN = 50
@@ -12,6 +13,7 @@ _MAX_SHOWN = 50
 
 def run(call: Call[Verification], *, output: Output) -> int:
     """Verify, and print what was found."""
+    one_thread_each()
     with progress_of(output) as factory:
         result = call(progress=factory)
     if output.json:
@@ -22,6 +24,6 @@ def run(call: Call[Verification], *, output: Output) -> int:
         for text in result.not_checked:
             note(f"not checked: {text}")
         state = "ok" if result.ok else "NOT ok"
-        data = f", {format_size(result.nbytes)} of data" if result.level == "data" else ", headers only"
+        data = f", {format_size(result.nbytes)} of data" if result.level != "structure" else ", headers only"
         say(f"{call.shown('source')}: {state} ({result.tensors} tensors, {result.chunks} chunks{data})")
     return 0 if result.ok else 3

@@ -20,6 +20,7 @@ from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
 from ckpt_tools.models.naming import AssetList
 from ckpt_tools.models.restate import restate_dtype
+from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.moving.plan import check_names
 from ckpt_tools.moving.read import Edit
@@ -59,6 +60,8 @@ class Conversion:
     """What may be wrong with the result."""
     not_checked: tuple[str, ...] = ()
     """What nothing was known to hold it against."""
+    counts: Mapping[str, Counts] = field(default_factory=dict)
+    """FQN as written → what its values are like; in a step with its part's directory before it."""
     architecture: str | None = None
     """The architecture whose names all are written, and no others; None when they were not held against one."""
     dry_run: bool = False
@@ -101,6 +104,8 @@ class Job:
     notes: list[str] = field(default_factory=list)
     warnings: Sequence[str] = ()
     not_checked: Sequence[str] = ()
+    counts: Mapping[str, Counts] = field(default_factory=dict)
+    """As in `Conversion`, once the bytes are written."""
     architecture: str | None = None
     """As in `Conversion`."""
     edits: Mapping[str, Edit] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ckpt_tools.checks.values import check_values
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.conversions.job import (
     Conversion,
@@ -97,6 +98,7 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
             progress=progress,
             resumable=True,
             edits=job.edits,
+            counting=True,
         )
         if job.accept is not None:
             job.accept()
@@ -116,11 +118,19 @@ def _write_parts(job: Job, plans: Mapping[str, Plan], staging: Staging) -> dict[
         part.num_workers, part.progress = job.num_workers, job.progress
         if can_adopt(part.destination, num_workers=job.num_workers):
             part.notes.append("already written by an interrupted run, and verified")
+            part.not_checked = (*part.not_checked, f"whether the values of {name} are finite: nothing was read anew")
             done[name] = _conversion(part, start, planned_files(part), read=0)
         else:
             done[name] = _write(part, {"": plans[name]}, start, 0, is_part=True)
     job.notes += _notes_of_parts(job)
     return done
+
+
+def _value_warnings(job: Job) -> Iterator[str]:
+    """Say what is strange about the values that were written; they are those of the source, unless it was cast."""
+    cast = "" if job.dtype == "keep" else f" (after the cast to {job.dtype})"
+    for finding in check_values(job.opened, job.source, job.counts):
+        yield f"{finding.code}: {finding.where}: {finding.what}{cast}"
 
 
 def _notes_of_parts(job: Job) -> list[str]:
@@ -171,7 +181,9 @@ def _run_with_dtensor(job: Job, start: float) -> Conversion:
             job.target = replace(job.target, files=staging.adopt())
             marker = staging.take(format_of(job.target).marker)
             progress = job.progress(job.source.total_bytes) if job.progress is not None else None
-            outcome = scan(job.source.tensors, job.opened.source, num_workers=job.num_workers, progress=progress)
+            outcome = scan(
+                job.source.tensors, job.opened.source, num_workers=job.num_workers, progress=progress, counting=True
+            )
             return _finish(job, start, staging, outcome, _carry_assets(job, staging), marker)
         finally:
             if staging is not None:
@@ -190,6 +202,8 @@ def _finish(
     """Write the documents, the commit marker last; check what was written; publish."""
     parts = parts or {}
     num_digests = _check_digests(job, outcome)
+    job.counts = outcome.counts
+    job.warnings = (*job.warnings, *_value_warnings(job))
     marked = record_of(marker) if marker else None
     tensors = dict(tensor_records(job, outcome.digests))
     with Source(staging.directory) as written:  # what lies around the payloads is little, and is read back
@@ -263,6 +277,10 @@ def _conversion(
         verified=published,
         checked=checked or {},
         notes=tuple(job.notes),
+        counts={
+            **job.counts,
+            **{f"{name}/{fqn}": seen for name, part in job.parts.items() for fqn, seen in part.counts.items()},
+        },
         warnings=tuple(text for each in (job, *job.parts.values()) for text in each.warnings),
         not_checked=tuple(text for each in (job, *job.parts.values()) for text in each.not_checked),
         architecture=job.architecture,

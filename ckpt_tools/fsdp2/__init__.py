@@ -16,7 +16,7 @@ from ckpt_tools.fsdp2.internals import GroupState, snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.local import local_box, placements_of
 from ckpt_tools.fsdp2.lora import adapter_state, add_lora, finish_adapters, load_adapters, load_base
-from ckpt_tools.fsdp2.mesh import build_device_mesh, fsdp_mesh, mesh_of, tp_mesh
+from ckpt_tools.fsdp2.mesh import build_device_mesh, data_rank, fsdp_mesh, mesh_of, tp_mesh
 from ckpt_tools.fsdp2.methods import Methods
 from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
@@ -26,7 +26,7 @@ from ckpt_tools.fsdp2.save import async_save_checkpoint, save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
 from ckpt_tools.fsdp2.state import PerRank
 from ckpt_tools.fsdp2.tensor_parallel import TpPlan
-from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, parameter_groups
+from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, offload_optimizer, parameter_groups
 from ckpt_tools.fsdp2.watch import Watch, read_traces, watch
 from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model
 
@@ -57,6 +57,7 @@ __all__ = [
     "clip_grad_norm",
     "compare_ranks",
     "compare_traces",
+    "data_rank",
     "diagnose",
     "find_blocks",
     "finish_adapters",
@@ -70,6 +71,7 @@ __all__ = [
     "local_box",
     "materialise_buffers",
     "mesh_of",
+    "offload_optimizer",
     "parameter_groups",
     "parse_policy",
     "parse_strategy",

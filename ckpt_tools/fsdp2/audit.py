@@ -14,7 +14,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.buffers import check_buffers
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
-from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, read_states, registered_methods, shown
+from ckpt_tools.fsdp2.internals import Group, ManagedParam, State, mesh_axes, read_states, registered_methods, shown
 from ckpt_tools.fsdp2.learning import check_gradients, check_optimizers, check_reduced, check_schedulers
 from ckpt_tools.fsdp2.local import cut_dim
 from ckpt_tools.fsdp2.methods import entry_path
@@ -65,6 +65,7 @@ def audit(
         checks += [
             _check_methods(model, states),
             _check_shared(groups),
+            _check_mesh(groups),
             _check_unmanaged(model, groups),
             _check_placements(groups, plan),
         ]
@@ -94,21 +95,22 @@ def _several(given: _T | Sequence[_T] | None) -> tuple[_T, ...]:
     return tuple(given) if isinstance(given, list | tuple) else (cast("_T", given),)
 
 
-def find_double_wraps(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+def find_double_wraps(module: nn.Module, *, keeps: bool = False) -> tuple[tuple[str, ...], ...]:
     """Return how a module's entries lead to its registered methods, each as a path of method names.
 
-    An entry is `forward` or another registered method. `forward` itself may not be registered either.
+    An entry is `forward` or another registered method. `forward` itself may not be registered either. `keeps`: its
+    parameters stay gathered after forward, where one entry may run inside another.
     """
     registered = registered_methods(module)
     paths: list[tuple[str, ...]] = [("__call__", "forward")] if "forward" in registered else []
-    found = (entry_path(type(module), target, registered) for target in registered)
+    found = (entry_path(type(module), target, registered, keeps=keeps) for target in registered)
     return (*paths, *filter(None, found))
 
 
 def _check_methods(model: nn.Module, states: tuple[State, ...]) -> Iterator[Finding]:
     names = {module: fqn for fqn, module in model.named_modules()}
-    for module in chain.from_iterable(state.modules for state in states):
-        for path in find_double_wraps(module):
+    for module, keeps in ((module, state.keeps) for state in states for module in state.modules):
+        for path in find_double_wraps(module, keeps=keeps):
             way = " → ".join(path)
             what = f"{way}: {path[-1]} is registered as an entry point and runs inside {path[0]}, another entry point"
             yield build_finding("double-wrap", shown(names.get(module, "?")), what)
@@ -128,6 +130,17 @@ def _check_shared(groups: tuple[Group, ...]) -> Iterator[Finding]:
                     f"one parameter is managed twice: as {other.fqn} by {shown(first.fqn)} "
                     f"and as {param.fqn} by {shown(group.fqn)}",
                 )
+
+
+def _check_mesh(groups: tuple[Group, ...]) -> Iterator[Finding]:
+    for group in groups:
+        first = group.mesh.mesh_dim_names[0] if group.mesh.ndim == 2 and group.mesh.mesh_dim_names else ""
+        if ("shard" in first or "fsdp" in first) and group.mesh.size(0) > 1:
+            axes = ", ".join(f"{name}={size}" for name, size in mesh_axes(group.mesh))
+            yield build_warning(
+                "mesh-order", shown(group.fqn), f"on ({axes}) its parameters are replicated over {first}"
+            )
+            return
 
 
 def _check_unmanaged(model: nn.Module, groups: tuple[Group, ...]) -> Iterator[Finding]:

@@ -24,17 +24,20 @@ class DoubleWrapError(UsageError):
     """A method is registered, and forward dispatches to it."""
 
 
-def find_methods(model: nn.Module, methods: Methods, units: Collection[str]) -> dict[str, tuple[str, ...]]:
+def find_methods(
+    model: nn.Module, methods: Methods, units: Collection[str], kept: Collection[str] = ()
+) -> dict[str, tuple[str, ...]]:
     """Return FQN → methods to register, after checking that each can be.
 
     Args:
         model: The root.
         methods: See `Methods`.
         units: FQNs of the modules that are (or will be) FSDP units; "" is the root.
+        kept: Those of them whose parameters stay gathered after forward: there one entry may run inside another.
 
     Raises:
         UsageError: No such module or method, a module that is no unit (there the registration would silently do
-            nothing), or a method that `forward` dispatches to (`double-wrap`).
+            nothing), or a method that releases the parameters while another entry runs (`double-wrap`).
     """
     table: Mapping[str | type, Sequence[str]] = methods if isinstance(methods, Mapping) else {"": methods}
     found: dict[str, tuple[str, ...]] = {}
@@ -55,7 +58,7 @@ def find_methods(model: nn.Module, methods: Methods, units: Collection[str]) -> 
                     hint="add it to blocks, or register the method on the unit that contains it",
                 )
             for method in names:
-                _check_method(fqn, module, method, names)
+                _check_method(fqn, module, method, names, keeps=fqn in kept)
             found[fqn] = tuple(dict.fromkeys((*found.get(fqn, ()), *names)))
     return found
 
@@ -70,7 +73,7 @@ def _is_meant(wanted: str | type, name: str, module: nn.Module) -> bool:
     return bool(name and compile_glob(wanted).fullmatch(name))
 
 
-def _check_method(fqn: str, module: nn.Module, method: str, registered: Collection[str]) -> None:
+def _check_method(fqn: str, module: nn.Module, method: str, registered: Collection[str], *, keeps: bool) -> None:
     """Raise UsageError unless registering `method` on `module` is possible and right."""
     where = f"{fqn}.{method}" if fqn else method
     if not callable(getattr(module, method, None)):
@@ -79,7 +82,7 @@ def _check_method(fqn: str, module: nn.Module, method: str, registered: Collecti
         raise UsageError(
             "forward is already an entry point", where=where, hint="name only the other methods that callers use"
         )
-    path = entry_path(type(module), method, registered)
+    path = entry_path(type(module), method, registered, keeps=keeps)
     if path is not None:
         raise DoubleWrapError(
             f"{DOUBLE_WRAP}: {' → '.join(path)} runs inside {path[0]}, which gathers and releases the parameters too; "
@@ -90,10 +93,19 @@ def _check_method(fqn: str, module: nn.Module, method: str, registered: Collecti
         )
 
 
-def entry_path(kind: type, method: str, registered: Collection[str]) -> tuple[str, ...] | None:
-    """Return how another entry of a class, `forward` or a registered method, reaches a registered one, or None."""
+def entry_path(kind: type, method: str, registered: Collection[str], *, keeps: bool = False) -> tuple[str, ...] | None:
+    """Return how another entry of a class, `forward` or a registered method, reaches a registered one, or None.
+
+    With `keeps` (the unit's parameters stay gathered after forward) only when that one reaches a third: FSDP2 counts
+    no depth, so that the second of three releases what the first still needs.
+    """
     entries = (entry for entry in ("forward", *registered) if entry != method)
-    return next(filter(None, (dispatch_path(kind, entry, method) for entry in entries)), None)
+    path = next(filter(None, (dispatch_path(kind, entry, method) for entry in entries)), None)
+    if path is None or not keeps:
+        return path
+    others = (other for other in registered if other not in (method, path[0]))
+    below = next(filter(None, (dispatch_path(kind, method, other) for other in others)), None)
+    return None if below is None else (*path, *below[1:])
 
 
 def dispatch_path(kind: type, start: str, target: str) -> tuple[str, ...] | None:

@@ -39,7 +39,7 @@ def check_freed(case: Case) -> Diagnosis | None:
 def _double_wrapped(case: Case, only: Group | None = None) -> Diagnosis | None:
     for group in case.groups() if only is None else (only,):
         for module in group.modules:
-            paths = find_double_wraps(module)
+            paths = find_double_wraps(module, keeps=group.expected_after_forward == "UNSHARDED")
             if paths:
                 way = " → ".join(paths[0])
                 cause = f"{way}: {paths[0][-1]} is registered as an entry point and runs inside {paths[0][0]}"
@@ -94,6 +94,8 @@ def _outside(case: Case) -> Diagnosis | None:
         return case.build("ema-plain", names[0]) if names else None
     if any(tensor.ndim == 0 for tensor in named) and not names:
         return case.build("dtensor-in-loss")
+    if names and not case.stack.calls:
+        return case.build("foreign-param", names[0], f"{names[0]} was used outside of every forward pass")
     return None
 
 

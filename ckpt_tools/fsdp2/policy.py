@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2.fsdp1 import Answers
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 """full_shard: parameters, gradients and optimizer state are cut over all ranks, and parameters again after forward.
@@ -36,7 +37,7 @@ _SPELLINGS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class Precision(Answers):
     """Dtypes of mixed precision; None keeps the parameters' own."""
 
     param_dtype: torch.dtype | None = None
@@ -48,11 +49,11 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class Policy(Answers):
     """Everything that `shard_model` passes on to `fully_shard`.
 
     Raises:
-        UsageError: An unknown strategy, or a reshard that contradicts it.
+        UsageError: An unknown strategy, a reshard that contradicts it, or an option of FSDP1's.
     """
 
     strategy: str = "full_shard"
@@ -65,6 +66,15 @@ class Policy:
     ranks only (an int that divides the ranks of dp_shard). None leaves it to the strategy."""
     reshard_root: bool = False
     """Cut the root's parameters again after forward; backward needs them first, so they are kept by default."""
+    pin_memory: bool | None = None
+    """Pin what `cpu_offload` keeps in host memory; None where there is a GPU."""
+    prefetch_forward: int = 0
+    """How many of the following blocks are gathered ahead in forward. 0 leaves it to FSDP2, which gathers the next
+    one while a block computes; 1 asks for it earlier, 2 and more use more memory."""
+    prefetch_backward: int = 0
+    """The same for the blocks before, in backward."""
+    ignored: tuple[str, ...] = ()
+    """Globs on FQNs of frozen parameters, or modules of them, that FSDP leaves alone: whole on every rank."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -75,6 +85,8 @@ class Policy:
                 f"shard_grad_op keeps parameters after forward, which reshard_after_forward={raf} contradicts",
                 hint="use full_shard",
             )
+        if min(self.prefetch_forward, self.prefetch_backward) < 0:
+            raise UsageError("the number of blocks to prefetch must not be negative")
         if self.strategy == "no_shard" and raf is not None:
             raise UsageError("no_shard has nothing to reshard", hint="leave out reshard_after_forward")
 
@@ -129,7 +141,10 @@ class Policy:
             UsageError: The mesh does not suit the strategy.
         """
         self.check_mesh(mesh)
-        on_gpu = torch.cuda.is_available() and mesh.device_type != "cpu"
+        # Pinning needs an accelerator.
+        pin = self.pin_memory
+        if pin is None:
+            pin = torch.cuda.is_available() and mesh.device_type != "cpu"
         arguments: dict[str, object] = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(
@@ -137,8 +152,7 @@ class Policy:
                 reduce_dtype=self.precision.reduce_dtype,
                 output_dtype=self.precision.output_dtype if root else None,
             ),
-            # Pinning needs an accelerator.
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.cpu_offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=pin) if self.cpu_offload else OffloadPolicy(),
         }
         if self.strategy != "no_shard":
             raf = self.reshard

@@ -78,8 +78,12 @@ class Stack:
 
     @property
     def site(self) -> str:
-        """The innermost line outside of PyTorch, the one to look at."""
-        return next((str(line) for line in reversed(self.lines) if not line.is_library), "")
+        """The innermost line outside of PyTorch, the one to look at; in a package, also the user's that led there."""
+        outside = [line for line in reversed(self.lines) if not line.is_library]
+        own = next((line for line in outside if "-packages" not in line.file), None)
+        if not outside or own is None or own is outside[0]:
+            return str(outside[0]) if outside else ""
+        return f"{outside[0]}, from {own}"
 
     def passes(self, *functions: str) -> bool:
         """Is one of these functions running?"""

@@ -87,6 +87,25 @@ def models_of(model: nn.Module, state: Mapping[str, object]) -> dict[str, nn.Mod
     return {MODEL_KEY: model} | {name: value for name, value in state.items() if isinstance(value, nn.Module)}
 
 
+def refuse_shared(models: Mapping[str, nn.Module]) -> None:
+    """Refuse models that share a parameter in modules of their own: a load would give each another one.
+
+    Raises:
+        UsageError: Two do.
+    """
+    holders: dict[int, tuple[str, set[int]]] = {}
+    for name, model in models.items():
+        own: dict[int, set[int]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                own.setdefault(id(parameter), set()).add(id(module))
+        for key, modules in own.items():
+            other, theirs = holders.setdefault(key, (name, modules))
+            if modules != theirs:
+                what = f"{other} and {name} share a parameter in different modules"
+                raise UsageError(what, where="load_checkpoint", hint="put both models into one nn.ModuleDict")
+
+
 def model_of(optimizer: Optimizer, name: str, models: Mapping[str, nn.Module]) -> nn.Module:
     """Return the model whose parameters an optimizer has.
 
@@ -146,7 +165,13 @@ def collect(state: Mapping[str, object]) -> dict[str, Any]:
                 digests[name] = found
         return taken, digests
 
-    taken, digests = together(take)
+    def checked() -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+        try:
+            return take()
+        except RecursionError:
+            raise UsageError("a value is nested too deeply, or contains itself", where="state") from None
+
+    taken, digests = together(checked)
     _check_equal(digests)
     return taken
 
@@ -276,7 +301,8 @@ def fill(target: object, value: object) -> None:
     elif isinstance(target, MutableMapping) and isinstance(value, Mapping):
         for key, inner in value.items():
             own = target.get(key)
-            if isinstance(own, (torch.Tensor, MutableMapping)) and isinstance(inner, (torch.Tensor, Mapping)):
+            is_kept = isinstance(own, torch.Tensor) and isinstance(inner, torch.Tensor) and not own.is_meta
+            if is_kept or (isinstance(own, MutableMapping) and isinstance(inner, Mapping)):
                 fill(own, inner)
             else:
                 target[key] = inner

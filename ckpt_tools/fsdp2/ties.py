@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
+from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.description.transform import strip_wrappers
+from ckpt_tools.errors import UsageError
 
 Ties = tuple[tuple[str, ...], ...]
 """Groups of FQNs, each of one parameter, in the order of the module tree."""
@@ -54,6 +56,29 @@ def around(fqn: str) -> Iterator[str]:
         yield fqn
         fqn = fqn.rpartition(".")[0]
     yield ""
+
+
+def find_parameters(model: nn.Module, globs: Sequence[str], where: str) -> tuple[str, ...]:
+    """Return the FQNs of parameters that match a glob, or lie in a module that does, with or without wrappers.
+
+    Raises:
+        UsageError: A glob that matches nothing.
+    """
+    names: list[str] = []
+    for pattern in globs:
+        glob = compile_glob(pattern)
+        fqns = (fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
+        found = [fqn for fqn in fqns if any(map(glob.fullmatch, filter(None, _names(fqn))))]
+        if not found:
+            raise UsageError(f"{pattern!r} matches no parameter and no module", where=where)
+        names += found
+    return tuple(dict.fromkeys(names))
+
+
+def _names(fqn: str) -> Iterator[str]:
+    """Yield what a glob may mean by a parameter: its names and its modules', as they are and without wrappers."""
+    yield from around(fqn)
+    yield from around(strip_wrappers(fqn))
 
 
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:

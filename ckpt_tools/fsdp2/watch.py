@@ -29,6 +29,8 @@ from ckpt_tools.fsdp2.agree import this_rank
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
 from ckpt_tools.fsdp2.compare import Trace, read_structure
 from ckpt_tools.fsdp2.internals import shown
+from ckpt_tools.maps import folded
+from ckpt_tools.text import first_few
 
 _MAX_DEPTH = 3
 """Levels of attributes that are searched for hidden tensors."""
@@ -182,14 +184,22 @@ class Watch:
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Report a step that moved nothing."""
-        samples, self._samples = self._samples, []
-        if samples and all(
-            torch.equal(internals.local_of(parameter).flatten()[:_MAX_SAMPLE_ELEMS], old) for parameter, old in samples
-        ):
-            dtypes = ", ".join(sorted({str(old.dtype).removeprefix("torch.") for _, old in samples}))
-            rates = ", ".join(sorted({f"{float(group['lr']):.3g}" for group in optimizer.param_groups}))
-            what = f"none of {len(samples)} parameters with gradients moved ({dtypes}, learning rate {rates})"
-            self.findings.append(build_warning("unchanged", type(optimizer).__name__, what))
+        samples, self._samples, model = self._samples, [], self._model()
+        still = [
+            (parameter, old)
+            for parameter, old in samples
+            if torch.equal(internals.local_of(parameter).flatten()[:_MAX_SAMPLE_ELEMS], old)
+        ]
+        # In float32 that a few stand still is rounding, once; in 16 bits it is for good.
+        told = still if len(still) == len(samples) else [each for each in still if each[1].element_size() == 2]
+        if not told or model is None or any(found.code == "unchanged" for found in self.findings):
+            return
+        names = [find_parameter(model, parameter) or "?" for parameter, _ in told]
+        dtypes = ", ".join(sorted({str(old.dtype).removeprefix("torch.") for _, old in told}))
+        rates = ", ".join(sorted({f"{float(group['lr']):.3g}" for group in optimizer.param_groups}))
+        what = f"{len(told)} of {len(samples)} parameters with gradients did not move ({dtypes}, learning rate {rates})"
+        kinds = first_few(folded(names, None), 4)
+        self.findings.append(build_warning("unchanged", type(optimizer).__name__, f"{what}: {kinds}"))
 
     def see_state_dict(self, module: nn.Module) -> None:
         """Take a `state_dict()` that is about to reshard `module`'s group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS, fsdp_mesh, tp_mesh
 from ckpt_tools.fsdp2.methods import Methods, find_methods, register_methods
 from ckpt_tools.fsdp2.policy import Policy
 from ckpt_tools.fsdp2.tensor_parallel import TpPlan, apply_styles, cuts_of, find_styles
-from ckpt_tools.fsdp2.ties import Ties, tied_groups
+from ckpt_tools.fsdp2.ties import Ties, find_parameters, tied_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class ShardedPlan:
     placements: Mapping[str, Mapping[str, Placement]]
     """FQN of every managed parameter → mesh axis → placement; axes that are not named replicate."""
     ignored: tuple[str, ...]
-    """FQNs of the parameters that FSDP leaves alone: scalars, and what has no elements."""
+    """FQNs of the parameters that FSDP leaves alone: scalars, what has no elements, and what the policy names."""
     ties: Ties
     """Names that share one parameter."""
     methods: Mapping[str, tuple[str, ...]]
@@ -96,11 +96,12 @@ def shard_model(
     _check_axes(mesh, tp_plan)
     dp = fsdp_mesh(mesh)
     policy.check_mesh(dp)
-    names = find_blocks(model, blocks)
-    methods = find_methods(model, forward_methods, (*names, "") if root else names)
+    ignored = _ignored(model, policy.ignored)
+    names = tuple(name for name in find_blocks(model, blocks) if not _is_within(model, name, ignored))
+    kept = (*(names if not policy.reshard else ()), *([""] if not (policy.reshard and policy.reshard_root) else ()))
+    methods = find_methods(model, forward_methods, (*names, "") if root else names, kept)
     styles = {} if tp_plan is None else find_styles(model, tp_plan)
     ties = tied_groups(model)
-    ignored = _unsharded(model)
     tp = tp_mesh(mesh)
     if tp is not None and styles:
         apply_styles(model, styles, tp)
@@ -111,13 +112,14 @@ def shard_model(
     apply = _strategy_function(policy)
     extra: dict[str, Any] = {}
     if ignored:
-        extra["ignored_params"] = {p for p in model.parameters() if not p.dim() or not p.numel()}
+        extra["ignored_params"] = {model.get_parameter(fqn) for fqn in ignored}
     for unit in units:
         if activation_checkpointing:
             checkpoint_activations(unit)
         apply(unit, **policy.kwargs(dp), **extra)
     if root:
         apply(model, **policy.kwargs(dp, root=True), **extra)
+    _prefetch(model, names, policy)
     register_methods(model, methods)
     managed = {id(p) for module in ([model] if root else units) for p in module.parameters()}
     plan = ShardedPlan(
@@ -189,22 +191,40 @@ def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
         raise UsageError("the mesh has the axis tp, but no plan says what to cut along it", hint='pass tp_plan="auto"')
 
 
-def _unsharded(model: nn.Module) -> tuple[str, ...]:
-    """Return the 0-d parameters, which `fully_shard` refuses, and those without elements, which it cannot reduce.
+def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
+    """Return what FSDP does not manage: what `globs` name, and parameters of no dim or no element, which it refuses.
 
     Raises:
-        UsageError: One is trainable: nobody would average its gradient.
+        UsageError: One is trainable: nobody would average its gradient. Or a glob matches nothing.
     """
+    chosen = set(find_parameters(model, globs, "Policy.ignored"))
     found = []
     for fqn, parameter in model.named_parameters():
-        if not parameter.dim():
-            if parameter.requires_grad:
-                raise UsageError(
-                    "a trainable scalar cannot be sharded, so its gradient would never be averaged",
-                    where=fqn,
-                    hint="make it a parameter of shape (1,), or freeze it",
-                )
-            found.append(fqn)
-        elif not parameter.numel():
+        is_scalar, is_named = not parameter.dim(), fqn in chosen
+        if (is_scalar or is_named) and parameter.requires_grad:
+            what, hint = "scalar cannot be sharded", "make it a parameter of shape (1,), or freeze it"
+            if not is_scalar:
+                what, hint = "parameter is ignored by FSDP", "freeze it, or leave it out of Policy.ignored"
+            raise UsageError(f"a trainable {what}, so its gradient would never be averaged", where=fqn, hint=hint)
+        if is_scalar or is_named or not parameter.numel():
             found.append(fqn)
     return tuple(found)
+
+
+def _is_within(model: nn.Module, block: str, ignored: Sequence[str]) -> bool:
+    """Is every parameter of a block ignored?"""
+    return {f"{block}.{name}" for name, _ in model.get_submodule(block).named_parameters()} <= set(ignored)
+
+
+def _prefetch(model: nn.Module, names: Sequence[str], policy: Policy) -> None:
+    """Tell every block which of the blocks beside it, in one container, are gathered ahead."""
+    rows: dict[str, list[Any]] = {}
+    for name, module in model.named_modules():
+        if name in names:
+            rows.setdefault(name.rpartition(".")[0], []).append(module)
+    for row in rows.values():
+        for index, block in enumerate(row):
+            if policy.prefetch_forward:
+                block.set_modules_to_forward_prefetch(row[index + 1 : index + 1 + policy.prefetch_forward])
+            if policy.prefetch_backward:
+                block.set_modules_to_backward_prefetch(row[max(0, index - policy.prefetch_backward) : index][::-1])

@@ -18,6 +18,8 @@ from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch
 
 _SMALL = Wanted(samples=BATCH_SIZE, latents=16, text=8)
+_MAX_TEXT = 512
+"""Tokens of text: what FLUX's and most pipelines cut at, beside 4096 for a picture of 1024 × 1024 pixels."""
 _ZERO_STD = 0.02
 """Of what a class sets to zero: the output of a fresh model would be zero, and so would nearly every gradient."""
 _TARGET_SEED = 20
@@ -54,6 +56,11 @@ class DiffusersRecipe(ConfigRecipe):
     def make_batch(self, model: nn.Module) -> Batch:
         """Draw what forward takes, for a small picture."""
         return self.draw(model, _SMALL)
+
+    def sized_batch(self, model: nn.Module, *, samples: int, tokens: int) -> Batch:
+        """Draw what forward takes: of a sample's tokens a ninth, 512 at most, are text, the others latents."""
+        text = min(_MAX_TEXT, tokens // 9)
+        return self.draw(model, Wanted(samples=samples, latents=tokens - text, text=text))
 
     def draw(self, model: nn.Module, wanted: Wanted) -> Batch:
         """Draw what forward takes, on the default device.

@@ -2,7 +2,7 @@
 
 The unit of work is one canonical block of one tensor. Its part of any row-major chunk is one contiguous run,
 so every read and every write is one contiguous range, whatever the two layouts are. CRC-32s of parts are
-combined into those of whole items; digests of blocks into those of whole tensors.
+combined into those of whole items; digests of blocks into those of whole tensors, and counts of values as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ckpt_tools.description.layout import Blocks, Box, BoxIndex
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.moving.plan import Copy, FilePlan, blocks_at_once, blocks_of, chunk_index, group_by_tensor
+from ckpt_tools.moving.counts import Counts, count_values
+from ckpt_tools.moving.plan import Copy, FilePlan, blocks_at_once, blocks_of, chunk_index, group_by_tensor, is_plain
 from ckpt_tools.moving.read import (
     ALIGNMENT,
     Buffers,
@@ -51,6 +52,8 @@ class Outcome:
     """Digest of every tensor that was read whole, over the bytes as they were written."""
     source_digests: dict[str, str] = field(default_factory=dict)
     """Digest of every edited tensor as it was read, when its source has the same blocks."""
+    counts: dict[str, Counts] = field(default_factory=dict)
+    """What the values of every tensor are like, as they were written; where they were counted, and can be."""
     bytes_read: int = 0
     bytes_written: int = 0
     bytes_kept: int = 0
@@ -63,7 +66,7 @@ class _Task:
     """One tensor under way."""
 
     def __init__(
-        self, number: int, entry: TensorEntry, copies: Sequence[tuple[str, Copy]], edit: Edit | None = None
+        self, number: int, entry: TensorEntry, copies: Sequence[tuple[str, Copy]], edit: Edit | None, *, counting: bool
     ) -> None:
         self.number = number
         self.entry = entry
@@ -82,9 +85,15 @@ class _Task:
         self.damaged = False
         self.unedited: dict[int, bytes] = {}
         """Block → its digest as it was read, of a tensor with an edit."""
+        self.counts: list[Counts] | None = [] if counting and not is_plain(entry) else None
+        """What the values of blocks are like, in any order."""
 
-    def add(self, index: int, digest: bytes, reads: Iterable[Read]) -> None:
-        """Remember the digest of a block and what was read for it."""
+    def add(self, index: int, block: Box, digest: bytes, content: memoryview, reads: Iterable[Read]) -> None:
+        """Remember the digest of a block, what was read for it, and what its values are like."""
+        if self.counts is not None:
+            start = start_of(block, Box((0,) * len(self.entry.shape), self.entry.shape))
+            if (counts := count_values(content, self.dtype, start=start)) is not None:
+                self.counts.append(counts)
         at = BLOCK_DIGEST_BYTES * index
         self.block_digests[at : at + BLOCK_DIGEST_BYTES] = digest
         self.checksums.add(reads)
@@ -151,7 +160,7 @@ class _Run:
                     content, reads, read = self._content(task, index, block, ahead, buffers)
                     nbytes = len(content)
                     digest = digest_block(content)
-                    task.add(index, digest, reads)
+                    task.add(index, block, digest, content, reads)
                     written = self._write_block(task, block, targets, content, buffers)
                     if self.staging is not None and self._resumable and task.whole:
                         numbered = tuple(
@@ -266,7 +275,7 @@ class _Run:
             return None
         chunks = [chunk for chunk, _ in task.chunks.overlaps(block)]
         reads = (Read(chunks[i], start, nbytes, crc) for i, start, nbytes, crc in record.reads if i < len(chunks))
-        task.add(index, digest, reads)
+        task.add(index, block, digest, content, reads)
         for i, start, crc32, nbytes in parts:
             task.written_parts[i].append((start, nbytes, crc32))
         with self._lock:
@@ -284,6 +293,9 @@ class _Run:
             digest = digest_tensor(task.block_digests)
             with self._lock:
                 self.outcome.digests[task.entry.fqn] = digest
+        if task.counts:
+            with self._lock:
+                self.outcome.counts[task.entry.fqn] = sum(task.counts, Counts())
         if task.edit is not None:
             self._finish_edit(task, task.edit)
         for (file, copy), parts in zip(task.copies, task.written_parts, strict=True):
@@ -331,11 +343,13 @@ def execute(
     progress: Progress | None = None,
     resumable: bool = False,
     edits: Mapping[str, Edit] | None = None,
+    counting: bool = False,
 ) -> Outcome:
     """Write `files` into `staging`, durably.
 
     With `resumable`, blocks that the staging directory's records name are read back and kept when they are right,
     and blocks that are written are recorded. `edits` (FQN in the source → what to do) change tensors on their way.
+    With `counting`, values are counted as they are written.
 
     Memory: two buffers of one block for every worker, a tile where tensors are stored in another order
     (`Plan.peak_bytes`), and the plan itself.
@@ -349,16 +363,12 @@ def execute(
         if file.head:
             head_bytes += staging.write(file.file, 0, [file.head])
     edits = edits or {}
-    tasks = [_Task(i, entry, copies, edits.get(entry.fqn)) for i, (entry, copies) in enumerate(group_by_tensor(files))]
+    tasks = [
+        _Task(i, entry, copies, edits.get(entry.fqn), counting=counting)
+        for i, (entry, copies) in enumerate(group_by_tensor(files))
+    ]
     tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
-    run = _Run(
-        tasks,
-        source,
-        staging,
-        progress,
-        None,
-        resumable=resumable,
-    )
+    run = _Run(tasks, source, staging, progress, None, resumable=resumable)
     run.run(num_workers)
     for file in files:
         if not file.copies:
@@ -375,8 +385,10 @@ def scan(
     num_workers: int,
     progress: Progress | None = None,
     on_damage: OnDamage | None = None,
+    counting: bool = False,
 ) -> Outcome:
-    """Read tensors (raw chunks) whole: their digests, and their CRC-32s held against their writer's."""
-    run = _Run([_Task(i, entry, ()) for i, entry in enumerate(entries)], source, None, progress, on_damage)
+    """Read tensors (raw chunks) whole: digests, CRC-32s held against their writer's, with `counting` the values."""
+    tasks = [_Task(i, entry, (), None, counting=counting) for i, entry in enumerate(entries)]
+    run = _Run(tasks, source, None, progress, on_damage)
     run.run(num_workers)
     return run.outcome

@@ -250,6 +250,11 @@ def blob_name(blob: BlobEntry) -> str:
     return "\0blob\0" + blob.fqn
 
 
+def is_plain(entry: TensorEntry) -> bool:
+    """Is this the bytes of an asset or a blob, and no tensor?"""
+    return entry.fqn.startswith("\0")
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raise UnreadableError unless `names` can all be files of one destination.
 

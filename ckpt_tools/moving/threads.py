@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,11 @@ _THREAD_BYTES = 4 << 20
 """Address space that Python takes for a thread beside its stack."""
 
 _POLL_S = 0.0005
+
+
+def one_thread_each() -> None:
+    """Keep numpy from making a thread for every core when it is imported after this: workers run side by side."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 class Crew(Generic[U]):

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
@@ -34,6 +34,33 @@ class Outcome:
     """Ranks waited for each other in different places, or aborted: gloo does when they send what does not fit."""
     has_lost_rank: bool = False
     """A rank was ended from outside, or has crashed."""
+
+    def add_ends(
+        self, ended: Mapping[int, int | None], *, relief: str, tail: Callable[[int], str] = lambda _: ""
+    ) -> None:
+        """Take how ranks have ended: findings about those that have not told what is wrong themselves.
+
+        A rank that gloo has aborted because another one was gone is none.
+
+        Args:
+            ended: Rank → exit status, or the number of a signal, negative; None when nobody knows.
+            relief: What to do when the machine runs out of memory.
+            tail: Returns the last line that a rank has printed.
+        """
+        silent = {
+            rank: code
+            for rank, code in ended.items()
+            if not self.logs[rank].has_said and (code != 0 or self.logs[rank].phase is not None)
+        }
+        lost = {rank: code for rank, code in silent.items() if code != -signal.SIGABRT}
+        self.has_lost_rank |= bool(lost)
+        self.has_parted |= bool(silent) and not lost
+        for rank, code in (lost or silent).items():
+            how, hint = ("has ended", None) if code is None else describe_end(code, relief)
+            phase = self.logs[rank].phase or self.logs[rank].last_phase or "start"
+            said = tail(rank)
+            what = f"the process {how}" + (f": {said}" if said else "")
+            self.findings.append(Finding.error("rank-died", f"rank {rank}, phase {phase}", what, hint))
 
 
 class World:
@@ -128,12 +155,8 @@ class World:
         running = [rank for rank in self._pids if rank not in self._status]
         self._kill()
         outcome.logs = self._read_logs()
-        for rank, status in self._status.items():
-            if rank not in running and not outcome.logs[rank].has_said and status:
-                outcome.findings.append(self._death(rank, status, outcome.logs[rank]))
-                has_aborted = os.waitstatus_to_exitcode(status) == -signal.SIGABRT
-                outcome.has_parted |= has_aborted
-                outcome.has_lost_rank |= not has_aborted
+        ended = {rank: os.waitstatus_to_exitcode(s) for rank, s in self._status.items() if rank not in running}
+        outcome.add_ends(ended, relief=self._relief, tail=self._tail)
         return outcome
 
     def _collect(self) -> bool:
@@ -159,17 +182,6 @@ class World:
         hang = describe_hang(outcome.logs, frames, running, timeout_s)
         outcome.findings.append(hang.finding)
         outcome.has_parted = not hang.culprits
-
-    def _death(self, rank: int, status: int, log: RankLog) -> Finding:
-        how, hint = describe_end(os.waitstatus_to_exitcode(status), self._relief)
-        phase = log.phase or log.last_phase or "start"
-        tail = self._tail(rank)
-        return Finding.error(
-            code="rank-died",
-            where=f"rank {rank}, phase {phase}",
-            what=f"the process {how}" + (f": {tail}" if tail else ""),
-            hint=hint,
-        )
 
     def _tail(self, rank: int) -> str:
         """Return the last line that a rank has printed."""

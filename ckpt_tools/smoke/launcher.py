@@ -11,21 +11,20 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.processes.child import Here
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.processes.ranks import Outcome, World
-from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, Saved
+from ckpt_tools.smoke.messages import RELIEF, RELOAD_NAME, WORLD_NAME, Launch, Launched, Saved
 from ckpt_tools.smoke.options import SmokeOptions
 from ckpt_tools.smoke.report import assemble, first_error
 
 if TYPE_CHECKING:
     from ckpt_tools.smoke.setting import Setting
 
-_RELIEF = "try fewer ranks, or a smaller model"
 _PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -54,7 +53,7 @@ def launch(job: Launch, here: Here) -> Launched:
     reloading, why_not = other_world(setting, first.logs[0])
     if reloading is not None and _is_sound(first):
         second = _run_world(reloading, here, RELOAD_NAME, first.logs[0].fact("saved", Saved))
-    first.findings += _of_traces(here.directory, first)
+    judge_traces(os.path.join(here.directory, WORLD_NAME), first)
     return Launched(report=assemble(setting, first, second, reload_skipped=why_not))
 
 
@@ -86,7 +85,7 @@ def _try(setting: Setting, here: Here) -> None:
 
 
 def _watch(setting: Setting, here: Here, name: str, size: int, function: Callable[[int, Journal], bool]) -> Outcome:
-    with World(os.path.join(here.directory, name), size, function, relief=_RELIEF) as world:
+    with World(os.path.join(here.directory, name), size, function, relief=RELIEF) as world:
         return world.watch(here, timeout_s=setting.timeout_s)
 
 
@@ -117,15 +116,23 @@ def _is_sound(outcome: Outcome) -> bool:
     return not outcome.findings and not any(log.failed for log in outcome.logs.values())
 
 
-def _of_traces(directory: str, outcome: Outcome) -> list[Finding]:
-    """Return where ranks parted, when they did not all come to an end."""
-    traces = os.path.join(directory, WORLD_NAME, "traces")
+def judge_traces(directory: str, outcome: Outcome) -> None:
+    """Add to an outcome where the ranks of a world parted, when they did not all come to an end."""
+    traces = os.path.join(directory, "traces")
     if not outcome.has_parted or not os.path.isdir(traces):
-        return []
+        return
     from ckpt_tools.fsdp2.compare import compare_traces
     from ckpt_tools.fsdp2.watch import read_traces
 
     try:
-        return compare_traces(read_traces(traces))
+        found = read_traces(traces)
     except CkptError:  # a rank was ended before its trace began
-        return []
+        return
+    if any(finding.code == "hang" for finding in outcome.findings):
+        outcome.findings += compare_traces(found)
+        return
+    # Gloo aborts ranks that do different things. What a rank did not do because it was dead is none of these.
+    shortest = min(len(trace.events) for trace in found)
+    parted = compare_traces(replace(trace, events=trace.events[:shortest]) for trace in found)
+    outcome.findings += parted
+    outcome.has_lost_rank |= not parted

@@ -14,6 +14,8 @@ WORLD_NAME = "world"
 """Directory of the ranks that train."""
 RELOAD_NAME = "reload"
 """Directory of the ranks that reload."""
+RELIEF = "try fewer ranks, or a smaller model"
+"""What to do when the machine runs out of memory."""
 OnPhase = Callable[[str, str], None]
 """Told about progress: the phase, and "begun", "done" or "failed"."""
 

@@ -30,6 +30,7 @@ from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.reference import Reference, make_optimizer, on_device
 from ckpt_tools.smoke.report import RankMemory
 from ckpt_tools.smoke.run import Run, Skipped
+from ckpt_tools.smoke.values import explain_loss, strange_weights
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -149,6 +150,9 @@ def load(run: Run) -> str:
             run.note(*filter(None, [naming.note]))
             if naming.finding is not None:  # an error of the checkpoint: what ckpt has loaded of it can be tried
                 run.journal.finding(naming.finding)
+    strange = strange_weights(run.model)
+    if run.rank == 0:
+        run.report(*strange)
     total = sum(gather(report.loaded_bytes))
     if not total:  # quantising needs whole layers
         return f"read, quantised and sent by rank 0{title}"
@@ -223,7 +227,8 @@ def loss(run: Run) -> str:
     run.losses.append(mean)
     run.journal.fact("losses", run.losses)  # on every rank: its watchdog sees it go on
     if not math.isfinite(mean):
-        run.error("not-finite", "the loss", f"the loss of the first step is {mean}", "are the weights sound?")
+        _report_loss(run, 0, mean)
+        return f"{mean}"
     if not run.has_reference:
         return f"{mean:.6f}, not compared"
     expected, why_not = 0.0, ""
@@ -240,6 +245,19 @@ def loss(run: Run) -> str:
         run.reference, run.has_reference = None, False
         return f"{mean:.6f}, not compared"
     return f"{mean:.6f}, the reference {expected:.6f}"
+
+
+def _report_loss(run: Run, step: int, value: float) -> None:
+    """Say where a loss that is not finite comes from, and what the unsharded model makes of the batches. Collective."""
+    what = f"the loss of step {step + 1} is {value}"
+    if run.has_reference:
+        if run.rank == 0 and run.reference is None:
+            run.reference = Reference(run.blueprint, run.device, run.loss_at)
+        what += f" (unsharded: {share(_reference_loss(run, step)):.6g})"
+    draws.seed(run.dp_index, step)
+    finding = explain_loss(run.model, what, lambda: call(run.model, run.batch))
+    if run.rank == 0:
+        run.report(finding)
 
 
 def _why_incomparable(run: Run, reference: Reference, expected: float) -> str:
@@ -362,6 +380,9 @@ def step(run: Run) -> str:
         mean = mean_loss(own)
         run.losses.append(mean)
         run.journal.fact("losses", run.losses)  # on every rank: its watchdog sees it go on
+        if not math.isfinite(mean):
+            _report_loss(run, number - 1, mean)
+            break
         clip_grad_norm(run.model, MAX_NORM)
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)

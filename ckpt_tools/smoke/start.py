@@ -8,16 +8,21 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.models.config import component_of
+from ckpt_tools.options import AnyPath
 from ckpt_tools.processes.child import Child
 from ckpt_tools.processes.journal import events_path, read_events
+from ckpt_tools.processes.ranks import Outcome
 from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, OnPhase, tell
 from ckpt_tools.smoke.options import SmokeOptions, absolute
-from ckpt_tools.smoke.report import PhaseResult, SmokeReport
+from ckpt_tools.smoke.report import PhaseResult, SmokeReport, assemble
+from ckpt_tools.smoke.witness import Witness
 from ckpt_tools.units import format_size
 
 DATA_LIMIT_BYTES = 2 << 30
@@ -52,28 +57,53 @@ def run_smoke(
         CkptError: The ranks could not be started.
     """
     refuse_older("torch", "smoke")
+    source, model = map(_component, (options.source, options.model))
+    options = replace(options, source=source, model=model)
     label = options.label
-    options = replace(options, source=absolute(options.source), model=absolute(options.model))
+    options = replace(options, source=absolute(source), model=absolute(model))
     # Schedulers set RANK and WORLD_SIZE as well, for processes of which each may start ranks of its own.
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from ckpt_tools.smoke.torchrun import run_in_torchrun
-
-        is_first = os.environ["RANK"] == "0"
-        check = SourceCheck(options if is_first else replace(options, source=None))
         speak = on_abandoned or _print_findings
-        report = run_in_torchrun(
-            options,
-            on_phase=on_phase,
-            on_abandoned=lambda report: speak(check.add_to(replace(report, source=label))),
-            run_local=run_local,
-        )
-        return check.add_to(replace(report, source=label))
+        witness = None
+        if is_first := os.environ["RANK"] == "0":
+            witness = Witness(int(os.environ["WORLD_SIZE"]), partial(_speak_for_ranks, options, label, speak))
+        try:
+            from ckpt_tools.smoke.torchrun import run_in_torchrun
+
+            check = SourceCheck(options if is_first else replace(options, source=None))
+            report = run_in_torchrun(
+                options,
+                witness=witness,
+                on_phase=on_phase,
+                on_abandoned=lambda report: speak(check.add_to(replace(report, source=label))),
+                run_local=run_local,
+            )
+            return check.add_to(replace(report, source=label))
+        finally:
+            if witness is not None:  # whatever is raised here is told by this process
+                witness.dismiss()
     check = SourceCheck(options)
     options.read_model()  # before the launcher imports torch only to refuse it
     launched = run_local(Launch(options=options), on_phase=on_phase)
     if launched.report is None:
         raise RuntimeError("the launcher has returned no report")
     return check.add_to(replace(launched.report, source=label))
+
+
+def _component(path: AnyPath | None) -> AnyPath | None:
+    return None if path is None else component_of(os.fspath(path))[0]
+
+
+def _speak_for_ranks(
+    options: SmokeOptions, label: str, speak: Callable[[SmokeReport], None], outcome: Outcome, directory: str
+) -> None:
+    """Report in the witness, which knows the options alone."""
+    from ckpt_tools.smoke.launcher import judge_traces
+    from ckpt_tools.smoke.setting import resolve
+
+    judge_traces(directory, outcome)
+    setting = resolve(options, world_size=len(outcome.logs))
+    speak(SourceCheck(options).add_to(replace(assemble(setting, outcome), source=label)))
 
 
 def _print_findings(report: SmokeReport) -> None:

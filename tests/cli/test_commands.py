@@ -154,8 +154,11 @@ def test_verify_json_has_the_documented_fields(run: Path, ckpt_json) -> None:
     document = ckpt_json("verify", run)
     assert document["ok"] is True
     assert document["level"] == "data"
-    assert document["checked"] == {"tensors": 6, "chunks": 10, "bytes": 924}
+    assert document["checked"] == {"tensors": 6, "chunks": 10, "bytes": 924, "values": None}
     assert document["findings"] == []
+    assert document["not_checked"] == ["whether the values are finite (use --level values)"]
+    document = ckpt_json("verify", run, "--level", "values")
+    assert document["checked"]["values"] == {"tensors": 5, "elements": 358, "nan": 0, "inf": 0, "zero": 0}
     assert document["not_checked"] == []
     document = ckpt_json("verify", run, "--level", "structure")
     assert document["checked"]["bytes"] == 0

@@ -48,7 +48,7 @@ def test_scripts_and_module_are_one_program(tmp_path: Path) -> None:
 def test_whole_walk_through_the_script(model: Path, tmp_path: Path) -> None:
     for argv in (
         ("shard", model, "run", "--mesh", "dp_shard=2"),
-        ("verify", "run"),
+        ("verify", "run", "--level", "values"),
         ("reshard", "run", "again", "--mesh", "dp_shard=3"),
         ("gather", "again", "back"),
         ("diff", "model", "back"),

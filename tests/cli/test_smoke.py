@@ -214,7 +214,15 @@ def test_smoke_under_torchrun_runs_in_its_ranks_and_speaks_once(small, tmp_path,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("factory", "code"), [("Hangs", "hang"), ("CustomMethod", "custom-method")])
+@pytest.mark.parametrize(
+    ("factory", "code"),
+    [
+        ("Hangs", "hang"),
+        ("CustomMethod", "custom-method"),
+        ("DiesFirst", "rank-died"),  # rank 0, without a word
+        ("Dies", "rank-died"),  # rank 1, and gloo aborts rank 0 or makes it raise
+    ],
+)
 def test_smoke_under_torchrun_reports_what_breaks(tmp_path, free_port, factory, code):
     argv = ["smoke", "--factory", f"smoke.factories:{factory}", "--json", "--timeout", "8"]
     done = run(tmp_path, *argv, command=[*TORCHRUN, free_port, "-m", "ckpt_tools"])

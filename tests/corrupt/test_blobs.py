@@ -21,6 +21,7 @@ from ckpt_tools.formats.torch_zip import check_archive
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "step": {"epoch": 3, "rng": torch.arange(40), "name": "x" * 50}}
 NAMES = "1 of 4 names, which .metadata has only once"
+VALUES = "whether the values are finite (use --level values)"
 
 
 def saved(value: object) -> bytes:
@@ -81,7 +82,8 @@ def test_blob_without_crcs_is_not_checked() -> None:
 
 
 def test_stock_checkpoint_with_damaged_blob_is_damaged_item(stock: Path) -> None:
-    assert api.verify(stock).not_checked == (NAMES,)
+    assert api.verify(stock).not_checked == (VALUES, NAMES)
+    assert api.verify(stock, level="values").not_checked == (NAMES,)
     blob = next(blob for blob in api.open_checkpoint(stock).blobs if blob.fqn == "step.name")
     raw = (stock / blob.span.file).read_bytes()
     damage.flip(stock / blob.span.file, raw.index(b"x" * 50))
@@ -104,6 +106,7 @@ def test_stock_checkpoint_with_a_blob_that_is_no_zip_says_so(tmp_path: Path, sto
     assert result.ok
     assert result.not_checked == (
         f"what 1 of {len(parsed.blobs) + 1} non-tensor items hold, which have no checksum",
+        VALUES,
         NAMES.replace("of 4", "of 5"),
     )
     # What --against compares bit for bit are tensors.

@@ -122,7 +122,7 @@ def silently(code, where, thread=""):
 # Errors.
 
 
-@breaks("custom-method", "layers.0", "h = layer.encode(h)")
+@breaks("custom-method", "layers.0", "h = layer.encode(h)", thread="pytorch/pytorch#109385")
 def custom_method(mesh):
     class Broken(Net):
         def forward(self, ids):
@@ -134,7 +134,7 @@ def custom_method(mesh):
     return shard(Broken(), mesh), step
 
 
-@breaks("custom-method", "(root)", "model.generate(tokens())")
+@breaks("custom-method", "(root)", "model.generate(tokens())", thread="huggingface/trl#2796")
 def custom_method_of_the_root(mesh):
     class Broken(Net):
         def generate(self, ids):
@@ -199,7 +199,7 @@ def _with_others(net_class, mesh):
     return shard(net, mesh)
 
 
-@breaks("foreign-param", "layers.1.up.weight", "self.other[0].up.weight")
+@breaks("foreign-param", "layers.1.up.weight", "self.other[0].up.weight", thread="apple/ml-cross-entropy#31")
 def foreign_param(mesh):
     return _with_others(with_block(Peeking), mesh), step
 
@@ -255,7 +255,7 @@ def sharded_bagel(mesh):
     return net
 
 
-@breaks("double-wrap", "layers.0", "")
+@breaks("double-wrap", "layers.0", "", thread="pytorch/pytorch#137922")
 def double_wrap(mesh):
     return sharded_bagel(mesh), step
 
@@ -292,7 +292,7 @@ class Unboxing(Net):
         return self.head(h.x)
 
 
-@breaks("opaque-output", "layers.", "")
+@breaks("opaque-output", "layers.", "", thread="pytorch/pytorch#183702")
 def opaque_output(mesh):
     return shard(Unboxing(), mesh), step
 
@@ -316,7 +316,7 @@ def view_changed_in_place(mesh):
     return shard(Broken(), mesh), step
 
 
-@breaks("root-not-first", "layers.0", "model(tokens())")
+@breaks("root-not-first", "layers.0", "model(tokens())", thread="huggingface/trl#3582")
 def root_not_first(mesh):
     def run(model):
         model.layers[0](torch.ones(2, 8))
@@ -330,7 +330,7 @@ def outer_first(mesh):
     return fully_shard(Net(), mesh=mesh), lambda model: fully_shard(model.layers[0], mesh=mesh)
 
 
-@breaks("shared-group", "head.weight")
+@breaks("shared-group", "head.weight", thread="huggingface/accelerate#4171")
 def shared_group(mesh):
     net = Net()
     net.head.weight = net.emb.weight
@@ -338,7 +338,7 @@ def shared_group(mesh):
     return shard(net, mesh), step
 
 
-@breaks("untied", "head.weight", "get_state_dict(model, optimizer)")
+@breaks("untied", "head.weight", "get_state_dict(model, optimizer)", thread="verl-project/verl#7834")
 def untied(mesh):
     def run(model):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -358,7 +358,7 @@ def _untied(mesh):
     return net
 
 
-@breaks("stale-optimizer", "AdamW", "get_state_dict(model, optimizer)")
+@breaks("stale-optimizer", "AdamW", "get_state_dict(model, optimizer)", thread="huggingface/accelerate#3256")
 def stale_optimizer_saved(mesh):
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -396,7 +396,7 @@ def _meta_buffer(mesh):
     return net
 
 
-@breaks("meta-buffer", "layers.0.scale", "x * self.scale")
+@breaks("meta-buffer", "layers.0.scale", "x * self.scale", thread="pytorch/torchtitan#110")
 def meta_buffer(mesh):
     return _meta_buffer(mesh), step
 
@@ -417,12 +417,12 @@ def _load(make):
     return build
 
 
-@breaks("load-plain", "emb.weight", "load_state_dict")
+@breaks("load-plain", "emb.weight", "load_state_dict", thread="nvidia-cosmos/cosmos-transfer2.5#206")
 def load_plain(mesh):
     return _load(lambda mesh, model, full: full)(mesh)
 
 
-@breaks("load-plain", "emb.weight", "load_state_dict")
+@breaks("load-plain", "emb.weight", "load_state_dict", thread="pytorch/pytorch#136336")
 def load_plain_by_copy(mesh):
     net = Net()
     full = full_state(net)
@@ -437,7 +437,7 @@ def load_placement(mesh):
     return _load(make)(mesh)
 
 
-@breaks("load-dtype", "emb.weight", "")
+@breaks("load-dtype", "emb.weight", "", thread="huggingface/accelerate#4021")
 def load_dtype(mesh):
     net = Net()
     full = full_state(net)
@@ -462,7 +462,7 @@ def load_integers(mesh):
     return _load(make)(mesh)
 
 
-@breaks("dtype-mix", "layers.0", "model(tokens())")
+@breaks("dtype-mix", "layers.0", "model(tokens())", thread="huggingface/accelerate#3985")
 def dtype_mix(mesh):
     net = Net()
     net.layers[0].up.bfloat16()
@@ -481,7 +481,7 @@ def _extended(mesh):
     return net
 
 
-@breaks("unmanaged", "extra.weight", "optimizer.step()")
+@breaks("unmanaged", "extra.weight", "optimizer.step()", thread="allenai/molmoact2#35")
 def unmanaged_stepped(mesh):
     def run(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
@@ -491,7 +491,7 @@ def unmanaged_stepped(mesh):
     return _extended(mesh), run
 
 
-@breaks("mixed-clip", "layers.0.up.weight", "clip_grad_norm_")
+@breaks("mixed-clip", "layers.0.up.weight", "clip_grad_norm_", thread="pytorch/pytorch#180346")
 def mixed_clip(mesh):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -563,17 +563,17 @@ def root_never_called(mesh):
     return audit(net, phase="forward")
 
 
-@silently("shared-group", "head.weight")
+@silently("shared-group", "head.weight", thread="NVIDIA/Model-Optimizer#2059")
 def shared_group_before_the_first_forward(mesh):
     return audit(shared_group(mesh)[0], phase="loaded")
 
 
-@silently("untied", "head.weight")
+@silently("untied", "head.weight", thread="meta-pytorch/torchtune#616")
 def untied_before_the_optimizer(mesh):
     return audit(_untied(mesh), phase="loaded")
 
 
-@silently("stale-optimizer", "AdamW")
+@silently("stale-optimizer", "AdamW", thread="huggingface/accelerate#3209")
 def stale_optimizer(mesh):
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -602,7 +602,7 @@ def meta_buffer_before_the_first_forward(mesh):
     return audit(_meta_buffer(mesh), phase="loaded")
 
 
-@silently("garbage-buffer", "model.rotary_emb.inv_freq")
+@silently("garbage-buffer", "model.rotary_emb.inv_freq", thread="huggingface/transformers#45902")
 def garbage_buffer(mesh):
     net = _llama()
     net.model.rotary_emb.inv_freq = net.model.rotary_emb.inv_freq * 3
@@ -610,7 +610,7 @@ def garbage_buffer(mesh):
     return audit(net, phase="loaded")
 
 
-@silently("garbage-buffer", "layers.0.scale")
+@silently("garbage-buffer", "layers.0.scale", thread="EvolvingLMMs-Lab/lmms-engine#185")
 def poisoned_buffer(mesh):
     net = _meta_buffer(mesh)
     for layer in net.layers:
@@ -619,7 +619,7 @@ def poisoned_buffer(mesh):
     return audit(net, phase="loaded")
 
 
-@silently("garbage-buffer", "layers.0.scale")
+@silently("garbage-buffer", "layers.0.scale", thread="NovaSky-AI/SkyRL#1709")
 def garbage_that_differs_by_rank(mesh):
     net = shard(with_block(Scaled)(), mesh)
     net.layers[0].scale.fill_(1.0 + dist.get_rank())
@@ -657,7 +657,7 @@ def load_dtype_before_the_next_forward(mesh):
     return audit(net, phase="loaded")
 
 
-@silently("dtype-mix", "layers.0")
+@silently("dtype-mix", "layers.0", thread="vllm-project/speculators#668")
 def dtype_mix_before_the_first_forward(mesh):
     return audit(dtype_mix(mesh)[0], phase="loaded")
 
@@ -669,7 +669,7 @@ def unmanaged(mesh):
     return audit(net, phase="backward")
 
 
-@silently("rank-init", "emb.weight")
+@silently("rank-init", "emb.weight", thread="huggingface/transformers#45662")
 def rank_init(mesh):
     torch.manual_seed(100 + dist.get_rank())
     net = Net()
@@ -782,6 +782,7 @@ def _rank_uses_other_parameters(mesh):
     return shard(with_block(Lopsided)(), mesh), step
 
 
+THREADS["rank-skip"] = "pytorch/pytorch#126616"
 DISAGREEMENTS = {
     "rank-structure": (_ranks_wrap_differently, "layers.1"),
     "rank-skip": (_rank_skips_a_block, "layers.1"),

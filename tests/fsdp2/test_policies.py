@@ -18,6 +18,8 @@ POLICIES = {
     "offload": Policy(cpu_offload=True),
     "keep-one": Policy(reshard_after_forward=2),
     "reshard-root": Policy(reshard_root=True),
+    "prefetch": Policy(prefetch_forward=1, prefetch_backward=2),
+    "ignored": Policy(ignored=("model.embed_tokens",)),
     "bf16": Policy(precision=Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
     "bf16-reduce": Policy(precision=Precision(param_dtype=torch.bfloat16, output_dtype=torch.float32)),
 }
@@ -26,20 +28,30 @@ POLICIES = {
 def train(rank, world_size, source, out):
     """One step of every policy; then a save by torch's safetensors writer, loaded again."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import DTensor
 
-    from ckpt_tools.fsdp2 import build_device_mesh, shard_model
+    from ckpt_tools.fsdp2 import build_device_mesh, frozen, shard_model
 
     mesh = build_device_mesh(parse_mesh("dp_shard=4"))
     results = {}
     for name, policy in POLICIES.items():
         model = models.build("llama")
+        frozen(model, policy.ignored)
         shard_model(model, mesh, policy)
         load_checkpoint(model, source)
         output = model(**models.batch_of("llama", 0, rank))
         output.loss.backward()
-        gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-        dtypes = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        gradients = {n: p.grad.full_tensor() for n, p in trained}
+        dtypes = {p.dtype for p in model.parameters()} | {p.grad.dtype for _, p in trained}
         results[name] = output.loss.item(), gradients, dtypes, output.logits.dtype
+        if name == "ignored":
+            assert not isinstance(model.model.embed_tokens.weight, DTensor)
+        if name == "prefetch":
+            states = [layer._get_fsdp_state() for layer in model.model.layers]
+            assert states[0]._states_to_forward_prefetch == [states[1]]
+            assert states[-1]._states_to_forward_prefetch == []
+            assert states[-1]._states_to_backward_prefetch == states[-2::-1][:2]
     writer = dcp.HuggingFaceStorageWriter(str(out), save_distributed=True)
     dcp.save(model.state_dict(), storage_writer=writer)
     again = models.build("llama")
@@ -68,7 +80,11 @@ def test_policy_gives_the_gradients_of_the_unsharded_model(trained, name):
         loss, found, dtypes, _ = results[name]
         assert loss == pytest.approx(losses[0][rank], rel=close)
         assert dtypes == {torch.float32}
+        left = {fqn for fqn in gradients if any(fqn.startswith(f"{module}.") for module in POLICIES[name].ignored)}
+        assert found.keys() == gradients.keys() - left
         for fqn, gradient in gradients.items():
+            if fqn in left:
+                continue
             assert (found[fqn] - gradient).norm() < tolerance * gradient.norm(), fqn
 
 

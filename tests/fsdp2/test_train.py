@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2 import accumulate, clip_grad_norm, frozen, parameter_groups
+from ckpt_tools.fsdp2 import accumulate, clip_grad_norm, frozen, offload_optimizer, parameter_groups
 
 MESHES = {
     "fsdp": ("full_shard", "dp_shard=4"),
@@ -166,3 +166,22 @@ def test_clip_of_a_plain_model_is_torchs():
 def test_accumulate_needs_a_sharded_model():
     with pytest.raises(UsageError, match="no FSDP units"), accumulate(Net(), True):
         pass
+
+
+@pytest.mark.gpu
+def test_offloaded_optimizer_has_its_state_on_the_host_between_steps():
+    def steps(offloads):
+        torch.manual_seed(0)
+        model = Net().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if offloads:
+            offload_optimizer(optimizer)
+        for _ in range(3):
+            model.lin(torch.ones(1, 2, device="cuda")).sum().backward()
+            optimizer.step()
+        kept = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
+        return kept, model.lin.weight.tolist()
+
+    (kept, weights), (_, expected) = steps(offloads=True), steps(offloads=False)
+    assert kept == {"cpu"}
+    assert weights == expected

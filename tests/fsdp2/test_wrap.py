@@ -7,6 +7,7 @@ import torch
 from fsdp2 import models
 from fsdp2.ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools.description.layout import Shard, parse_mesh
 from ckpt_tools.errors import CkptError, UsageError
@@ -140,6 +141,17 @@ def test_strategy_that_is_none_is_refused():
         Policy(strategy="no_shard", reshard_after_forward=False)
 
 
+@pytest.mark.parametrize("name", ["limit_all_gathers", "buffer_dtype", "use_orig_params", "backward_prefetch"])
+def test_options_of_fsdp1_are_answered_by_name(name):
+    for kind in (Policy, Precision):
+        with pytest.raises(UsageError, match=f"{name} is not an option of FSDP2; at: {kind.__name__}; hint: FSDP2 "):
+            kind(**{name: True})
+    with pytest.raises(TypeError, match="frobnicate"):
+        Policy(frobnicate=1)
+    with pytest.raises(UsageError, match="must not be negative"):
+        Policy(prefetch_forward=-1)
+
+
 def test_zero2_of_hybrid_shard_keeps_parameters():
     assert parse_policy("5").reshard is False
     assert parse_policy("4").reshard is True
@@ -251,6 +263,8 @@ def refusals(rank, world_size):
         fine["world"] = error.what
     inferred = build_device_mesh("dp_replicate=1,fsdp=-1")
     fine["inferred"] = str(mesh_of(inferred)), inferred.device_type
+    nameless = shard_model(nn.Sequential(nn.Linear(4, 4)), DeviceMesh("cpu", torch.arange(2)))
+    fine["nameless"] = nameless.placements["0.weight"]
     return seen, fine
 
 
@@ -307,6 +321,7 @@ def test_plan_says_what_was_done(judged):
         assert "sharded already" in fine["twice"][1]
         assert fine["world"] == "the mesh dp_shard=4 has 4 ranks, the process group has 2"
         assert fine["inferred"] == ("dp_replicate=1,dp_shard=2", "cpu")
+        assert fine["nameless"] == {"dp_shard": Shard(0)}
 
 
 def test_plan_with_tp_is_what_the_parameters_became(judged):

@@ -84,7 +84,7 @@ def data_copied(mesh):
     return shard(net, mesh), run
 
 
-@breaks("load-plain", "head.weight", "model.head.weight.add_(", thread="komikndr/raylight#40")
+@breaks("load-plain", "head.weight", "model.head.weight.add_(")
 def delta_merged(mesh):
     def run(model):
         with torch.no_grad():
@@ -93,7 +93,7 @@ def delta_merged(mesh):
     return shard(Net(), mesh), run
 
 
-@breaks("dtensor-in-loss", "", "loss + 0.01 * penalty", thread="graphcore-research/unit-scaling#85")
+@breaks("dtensor-in-loss", "", "loss + 0.01 * penalty")
 def penalty_in_the_loss(mesh):
     def run(model):
         penalty = sum(parameter.square().sum() for parameter in model.parameters())
@@ -110,7 +110,7 @@ def sharded_into_plain(mesh):
     return net, lambda model: plain.load_state_dict(model.state_dict())
 
 
-@breaks("load-sharded", "emb.weight", "plain(tokens())", thread="huggingface/accelerate#3394")
+@breaks("load-sharded", "emb.weight", "plain(tokens())", thread="huggingface/accelerate#3487")
 def sharded_into_plain_by_assignment(mesh):
     net = shard(Net(), mesh)
     plain = Net()
@@ -142,7 +142,7 @@ def broadcast_after_sharding(mesh):
     return shard(Net(), mesh), run
 
 
-@breaks("dtensor-collective", "", "dist.all_reduce(", thread="verl-project/verl#7494")
+@breaks("dtensor-collective", "", "dist.all_reduce(")
 def gradients_reduced_by_hand(mesh):
     def run(model):
         step(model)
@@ -152,8 +152,8 @@ def gradients_reduced_by_hand(mesh):
     return shard(Net(), mesh), run
 
 
-@breaks("unsupported-op", "", "torch.linalg.lstsq(", thread="zyushun/Adam-mini#14")
-def optimizer_with_a_decomposition(mesh):
+@breaks("unsupported-op", "", "torch.linalg.lstsq(", thread="pytorch/pytorch#147724")
+def operation_without_a_strategy(mesh):
     def run(model):
         step(model)
         torch.linalg.lstsq(model.head.weight.grad, model.head.weight.grad)
@@ -161,10 +161,27 @@ def optimizer_with_a_decomposition(mesh):
     return shard(Net(), mesh), run
 
 
+@breaks("foreign-param", "head.weight", "nn.functional.linear(h, model.head.weight)", thread="huggingface/trl#6065")
+def head_in_the_loss(mesh):
+    class Headless(Net):
+        def forward(self, ids):
+            h = self.emb(ids)
+            for layer in self.layers:
+                h = layer(h)
+            return h
+
+    def run(model):
+        h = model(tokens())
+        model.reshard()
+        nn.functional.linear(h, model.head.weight)
+
+    return shard(Headless(), mesh), run
+
+
 # Dtypes.
 
 
-@breaks("compute-dtype", "layers.0.up", "self.up(x.float())", thread="pytorch/pytorch#153077")
+@breaks("compute-dtype", "layers.0.up", "self.up(x.float())")
 def float_inside_a_bf16_block(mesh):
     class Upcasting(Block):
         def forward(self, x):
@@ -242,7 +259,7 @@ def routing_that_differs_in_the_recomputation(mesh):
 # Wrapping.
 
 
-@breaks("ddp-around", "", "DistributedDataParallel(model)", thread="pytorch/pytorch#124019")
+@breaks("ddp-around", "", "DistributedDataParallel(model)")
 def ddp_around(mesh):
     def run(model):
         step(DistributedDataParallel(model))
@@ -262,7 +279,7 @@ def scalar_parameter(mesh):
     return net, lambda model: fully_shard(model, mesh=mesh)
 
 
-@breaks("applied-twice", "", "fully_shard(model.layers[0]", thread="huggingface/accelerate#4171")
+@breaks("applied-twice", "", "fully_shard(model.layers[0]", thread="huggingface/trl#6527")
 def sharded_twice(mesh):
     return shard(Net(), mesh), lambda model: fully_shard(model.layers[0], mesh=mesh)
 
@@ -290,6 +307,54 @@ def inference_mode_before_training(mesh):
     return shard(Net(), mesh), run
 
 
+@breaks("outer-first", "emb.weight", "fully_shard(module", thread="pytorch/pytorch#148504")
+def every_module_in_a_loop(mesh):
+    def run(model):
+        for module in model.modules():
+            if not isinstance(module, nn.ModuleList):
+                fully_shard(module, mesh=mesh)
+
+    return Net(), run
+
+
+@breaks("save-sharded", "", "save_file(", thread="huggingface/transformers#36434")
+def safetensors_of_a_sharded_model(mesh):
+    from safetensors.torch import save_file
+
+    return shard(Net(), mesh), lambda model: save_file(model.state_dict(), "/dev/null")
+
+
+@silently("mesh-order", "(root)", thread="NVIDIA-NeMo/Automodel#2768")
+def context_parallel_mesh(mesh):
+    net = shard(Net(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "cp")))
+    return audit(net, phase="sharded")
+
+
+@breaks("unknown", "", "fully_shard.FSDPModule", thread="verl-project/verl#4996")
+def module_that_is_a_function(mesh):
+    return shard(Net(), mesh), lambda model: fully_shard.FSDPModule
+
+
+@breaks("unknown", "", "loss.backward()", thread="pytorch/pytorch#136861")
+def backward_twice(mesh):
+    def run(model):
+        loss = model(tokens()).square().sum()
+        loss.backward()
+        loss.backward()
+
+    return shard(Net(), mesh), run
+
+
+@breaks("custom-method", "(root)", "model.encode_ids(", thread="sgl-project/sglang#34575")
+def encoder_entered_by_a_method(mesh):
+    class Encoder(Net):
+        def encode_ids(self, ids):
+            h = self.emb(ids)
+            return self.layers[1](self.layers[0](h))
+
+    return shard(Encoder(), mesh), lambda model: model.encode_ids(tokens())
+
+
 # Meta.
 
 
@@ -310,7 +375,7 @@ def _with_mask(mesh):
     return net
 
 
-@breaks("meta-attribute", "layers.0.mask", "x * self.mask", thread="mindspore-ai/hyper-parallel#306")
+@breaks("meta-attribute", "layers.0.mask", "x * self.mask")
 def attribute_left_on_meta(mesh):
     return _with_mask(mesh), step
 
@@ -330,7 +395,7 @@ class Tabled(Block):
         self.table.copy_(torch.arange(8))
 
 
-@silently("garbage-buffer", "layers.0.table", thread="pytorch/torchtitan#1168")
+@silently("garbage-buffer", "layers.0.table", thread="hiyouga/LlamaFactory#10820")
 def garbage_where_init_buffers_would_help(mesh):
     with torch.device("meta"):
         net = with_block(Tabled)()
@@ -372,19 +437,19 @@ def _after_backward(net, run=step):
         return audit(net, phase="backward", optimizer=optimizer)
 
 
-@breaks("reentrant-checkpoint", "layers.*.up.weight", thread="huggingface/peft#1142", bare="no-gradient")
+@breaks("reentrant-checkpoint", "layers.*.up.weight", thread="huggingface/peft#1577", bare="no-gradient")
 def reentrant_over_frozen_inputs(mesh):
     return shard(Frozen(), mesh), step
 
 
-@silently("reentrant-checkpoint", "layers.*.up.weight", thread="huggingface/transformers#26221")
+@silently("reentrant-checkpoint", "layers.*.up.weight", thread="microsoft/LoRA#120")
 def reentrant_with_a_trained_head(mesh):
     net = Frozen()
     net.head.requires_grad_(True)
     return _after_backward(shard(net, mesh))
 
 
-@silently("grad-disabled", "layers.*.up.weight", thread="eric-mitchell/direct-preference-optimization#9")
+@silently("grad-disabled", "layers.*.up.weight")
 def encoder_in_no_grad(mesh):
     class Halting(Net):
         def forward(self, ids):
@@ -395,7 +460,7 @@ def encoder_in_no_grad(mesh):
     return _after_backward(shard(Halting(), mesh))
 
 
-@silently("no-gradient", "layers.*.up.weight", thread="huggingface/trl#3670")
+@silently("no-gradient", "layers.*.up.weight", thread="meta-pytorch/torchforge#592")
 def detached_between_blocks(mesh):
     class Detaching(Net):
         def forward(self, ids):
@@ -413,7 +478,7 @@ def adapters_frozen_by_the_trainer(mesh):
     return shard(net, mesh), step
 
 
-@breaks("no-gradient", "", "", thread="facebookresearch/fairscale#758")
+@breaks("no-gradient", "", "", thread="brian6091/Dreambooth#23")
 def loss_without_a_graph(mesh):
     def run(model):
         model(tokens()).detach().square().sum().backward()
@@ -421,7 +486,7 @@ def loss_without_a_graph(mesh):
     return shard(Net(), mesh), run
 
 
-@silently("optimizer-misses", "layers.*.up.weight", thread="huggingface/accelerate#3896")
+@silently("optimizer-misses", "layers.*.up.weight", thread="mosaicml/composer#3493")
 def optimizer_of_the_head_alone(mesh):
     net = shard(Net(), mesh)
     optimizer = torch.optim.AdamW([*net.emb.parameters(), *net.head.parameters()])
@@ -429,7 +494,7 @@ def optimizer_of_the_head_alone(mesh):
     return audit(net, phase="backward", optimizer=optimizer)
 
 
-@silently("stale-optimizer", "AdamW", thread="pytorch/pytorch#144289")
+@silently("stale-optimizer", "AdamW", thread="pytorch/pytorch#149205")
 def optimizer_made_while_gathered(mesh):
     net = shard(Net(), mesh)
     net(tokens())
@@ -438,7 +503,7 @@ def optimizer_made_while_gathered(mesh):
     return audit(net, phase="backward", optimizer=optimizer)
 
 
-@silently("stale-scheduler", "LambdaLR", thread="hpcaitech/ColossalAI#5539")
+@silently("stale-scheduler", "LambdaLR", thread="RLinf/RLinf#1359")
 def scheduler_of_the_old_optimizer(mesh):
     net = Net()
     old = torch.optim.AdamW(net.parameters())
@@ -448,7 +513,7 @@ def scheduler_of_the_old_optimizer(mesh):
     return audit(net, phase="loaded", optimizer=optimizer, scheduler=scheduler)
 
 
-@silently("unreduced", "(root)", thread="verl-project/verl#7494")
+@silently("unreduced", "(root)", thread="huggingface/accelerate#3762")
 def accumulation_that_never_ends(mesh):
     net = shard(Net(), mesh)
     optimizer = torch.optim.AdamW(net.parameters())
@@ -458,7 +523,7 @@ def accumulation_that_never_ends(mesh):
     return audit(net, phase="stepped", optimizer=optimizer)[:1]
 
 
-@silently("unchanged", "AdamW", thread="huggingface/transformers#33780")
+@silently("unchanged", "AdamW", thread="meta-pytorch/torchtune#2254")
 def steps_that_bf16_rounds_away(mesh):
     net = Net().bfloat16()
     with torch.no_grad():
@@ -469,6 +534,26 @@ def steps_that_bf16_rounds_away(mesh):
     with watch(net) as seen:
         step(net)
         optimizer.step()
+    return seen.findings
+
+
+@silently("unchanged", "AdamW", thread="vllm-project/speculators#765")
+def norms_that_bf16_keeps_at_one(mesh):
+    class Normed(Block):
+        def __init__(self, width):
+            super().__init__(width)
+            self.norm = nn.LayerNorm(width)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    net = shard(with_block(Normed)().bfloat16(), mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.0)
+    with watch(net) as seen:
+        for _ in range(2):
+            step(net)
+            optimizer.step()
+    assert "layers.*.norm.weight" in seen.findings[0].what
     return seen.findings
 
 
@@ -487,7 +572,7 @@ def weights_clamped_in_forward(mesh):
     return seen.findings
 
 
-@silently("meta-param", "emb.weight", thread="huggingface/transformers#48237")
+@silently("meta-param", "emb.weight")
 def state_set_on_a_meta_model(mesh):
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 

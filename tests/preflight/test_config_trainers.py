@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -315,13 +316,14 @@ def test_process_of_ai_toolkit_without_its_job_is_read_and_told_where_it_belongs
     }
     config = read(tmp_path, process)
     assert config.framework == "ai-toolkit"
-    assert config.spec == read(tmp_path, {"config": {"process": [process]}}).spec
+    job = read(tmp_path, {"config": {"process": [process]}}).spec
+    assert config.spec == replace(job, keys={k: v.removeprefix("config.process[0].") for k, v in job.keys.items()})
     assert (config.spec.engine, config.spec.batch_size, config.spec.keys["batch_size"]) == (
         "fsdp1",
         2,
-        "config.process[0].train.batch_size",
+        "train.batch_size",
     )
-    assert found(config) == [("unknown-key", "error", "train")]
+    assert found(config) == [("no-job", "error", "train")]
     # What the file has of a job counts.
     job = {"config": {"process": []}}
     assert ("several-processes", "error", "config.process") in found(read(tmp_path, process | job))

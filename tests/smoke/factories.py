@@ -81,16 +81,19 @@ class DotForward(Model):
         return layer.forward(hidden)
 
 
+class Dispatching(Layer):
+    def forward(self, hidden):
+        return self.run(hidden)
+
+
 class DoubleWrap(Model):
-    """Forward dispatches to a method that is registered as an entry too, as in the BAGEL port."""
+    """Its layers' forward dispatches to a method that is registered as an entry too, as in the BAGEL port."""
 
-    fsdp_forward_methods = ("forward_train",)
+    fsdp_forward_methods = {"Dispatching": ("run",)}  # noqa: RUF012
 
-    def forward(self, batch):
-        return self.forward_train(batch)
-
-    def forward_train(self, batch):
-        return super().forward(batch)
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Dispatching() for _ in range(2))
 
 
 def rank():
@@ -124,6 +127,33 @@ class Dies(Model):
     def through(self, layer, hidden):
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        return layer(hidden)
+
+
+class DiesFirst(Model):
+    """Rank 0 leaves without a word."""
+
+    def through(self, layer, hidden):
+        if rank() == 0:
+            os._exit(7)
+        return layer(hidden)
+
+
+class LeavesQuietly(Model):
+    """Rank 1 ends as if all was well, in the middle of its forward."""
+
+    def through(self, layer, hidden):
+        if rank() == 1 and layer is self.layers[1]:
+            os._exit(0)
+        return layer(hidden)
+
+
+class Aborts(Model):
+    """Rank 1 is ended by an assertion of native code."""
+
+    def through(self, layer, hidden):
+        if rank() == 1:
+            os.abort()
         return layer(hidden)
 
 
@@ -199,6 +229,31 @@ class Detached(Model):
 class NotFinite(Model):
     def forward(self, batch):
         return super().forward(batch) * float("nan")
+
+
+class Overflows(Model):
+    """The second layer leaves float16's range; the first and its weights are fine."""
+
+    def __init__(self):
+        super().__init__()
+        layer = self.layers[1]
+        layer.up.register_forward_hook(lambda module, args, output: output * 1e30 * 1e30)
+
+
+class DividesByNothing(Model):
+    """Between two modules, where no module's own output shows it."""
+
+    def through(self, layer, hidden):
+        return layer(hidden / torch.zeros(()))
+
+
+class BreaksLater(Model):
+    """The first step is fine; the weights after it are not."""
+
+    def forward(self, batch):
+        loss = super().forward(batch)
+        self.calls = getattr(self, "calls", 0) + self.training
+        return loss if self.calls < 2 else loss / torch.zeros(())
 
 
 class Raises(Model):

@@ -39,9 +39,11 @@ def damaged(models, tmp_path, change, kind="llama"):
             "CustomMethod", "custom-method", "forward", "layers.0", "layers.0.run(...) was called", id="CustomMethod"
         ),
         ("DotForward", "dot-forward", "forward", "layers.0", "layers.0.forward(...) was called"),
-        ("DoubleWrap", "double-wrap", "shard", "forward_train", "forward → forward_train"),
+        ("DoubleWrap", "double-wrap", "shard", "layers.0.run", "forward → run"),
         ("KeywordModel", "opaque-output", "backward", "(root)", "Output"),
-        ("NotFinite", "not-finite", "loss", "the loss", "nan"),
+        ("NotFinite", "not-finite", "loss", "(root)", "the first module whose output is not finite"),
+        ("Overflows", "not-finite", "loss", "layers.1.up", "Linear layers.1.up is the first module whose output"),
+        ("DividesByNothing", "not-finite", "loss", "(root)", "what Layer layers.0 is given is not finite"),
         ("Raises", "forward-failed", "forward", "factories.py", "ZeroDivisionError: the model says no"),
         ("Nothing", "forward-failed", "forward", "phase forward", "returned no loss"),
     ],
@@ -82,6 +84,25 @@ def test_two_scalars_that_may_be_the_loss_are_asked_about(farm):
     assert by_model.losses[0] == pytest.approx(2 * by_name.losses[0])
 
 
+def test_weight_that_is_not_finite_is_named_before_anything_runs(farm, models, tmp_path):
+    def change(state):
+        state["model.layers.1.mlp.down_proj.weight"][-1, 3] = float("nan")
+
+    report = farm.smoke(source=damaged(models, tmp_path, change))
+    (finding,) = report.findings
+    assert (finding.code, failed(report)) == ("not-finite", ["load"])
+    shape = load_file(tmp_path / "model" / "model.safetensors")["model.layers.1.mlp.down_proj.weight"].shape
+    assert finding.where == "model.layers.1.mlp.down_proj.weight"
+    assert f"1 NaN of {shape.numel() // 2} elements, the first at [{shape[0] - 1}, 3] on rank 1" in finding.what
+
+
+def test_loss_that_breaks_in_a_later_step_is_found(farm):
+    report = farm.smoke(factory="smoke.factories:BreaksLater")
+    assert codes(report) == ["not-finite"]
+    assert failed(report) == ["step"]
+    assert "the loss of step 2 is inf" in report.findings[0].what
+
+
 def test_state_outside_of_the_state_dict_is_found_when_it_counts(farm):
     report = farm.smoke(factory="smoke.factories:Remembers")
     assert set(codes(report)) == {"wrong-loss"}
@@ -111,18 +132,32 @@ def test_rank_that_hangs_is_named_with_its_place(farm):
 
 def test_rank_that_dies_is_named_with_its_signal(farm):
     report = farm.smoke(factory="smoke.factories:Dies")
-    assert codes(report)[0] == "rank-died"
-    assert "rank-skip" not in codes(report)
+    assert codes(report) == ["rank-died"]
     assert failed(report) == ["forward"]
     assert report.findings[0].where == "rank 1, phase forward"
     assert "SIGKILL" in report.findings[0].what
 
 
+@pytest.mark.parametrize(
+    ("factory", "where", "what"),
+    [
+        ("Aborts", "rank 1", "SIGABRT"),
+        ("LeavesQuietly", "rank 1", "exit status 0"),
+        ("DiesFirst", "rank 0", "status 7"),
+    ],
+)
+def test_rank_that_ends_is_the_one_cause(farm, factory, where, what):
+    report = farm.smoke(factory=f"smoke.factories:{factory}")
+    assert codes(report) == ["rank-died"]
+    assert failed(report) == ["forward"]
+    assert report.findings[0].where == f"{where}, phase forward"
+    assert what in report.findings[0].what
+
+
 def test_rank_that_skips_a_layer_is_found_by_comparing_what_ranks_did(farm):
     report = farm.smoke(factory="smoke.factories:Skips", timeout_s=8.0)
-    assert "rank-skip" in codes(report)
-    skip = next(finding for finding in report.findings if finding.code == "rank-skip")
-    assert skip.where == "layers.1"
+    assert codes(report) == ["rank-skip"]
+    assert report.findings[0].where == "layers.1"
 
 
 def test_missing_key_is_found(farm, models, tmp_path):

@@ -33,7 +33,7 @@ def test_guide_shows_the_finding_of_its_port(farm, port):
 
 def test_guide_is_right_that_the_port_passes_without_the_registration(farm, port):
     def without(text):
-        return text.replace('    fsdp_forward_methods = ("forward_train",)\n', "")
+        return text.replace('    fsdp_forward_methods = {"Block": ["forward_train"]}\n', "")
 
     report = farm.smoke(factory="port_mended:Port", steps=1, path=port("port_mended", without))
     assert report.ok

@@ -125,5 +125,5 @@ def test_numbers_in_dropout_keep_their_type():
     from ckpt_tools.models.hf_recipe import HfRecipe
 
     config = BERT | {"attn_pdrop": 1, "token_dropout": True, "hidden_dropout_prob": 0.1}
-    values = HfRecipe(config, "config.json")._values
+    values = HfRecipe(config, "config.json").settled()
     assert [repr(values[key]) for key in ("attn_pdrop", "token_dropout", "hidden_dropout_prob")] == ["0", "True", "0.0"]

@@ -147,7 +147,7 @@ def test_what_is_hidden_or_no_file_is_unchecked_and_left_out_and_deep_ones_come_
     result = api.reshard(step, tmp_path / "out", mesh="dp_shard=2")
     assert f"left out (hidden directories, links, special files): {strange}" in result.notes
     assert (tmp_path / "out/a/b/c/d/e/file").exists()
-    assert api.verify(tmp_path / "out").not_checked == ()
+    assert api.verify(tmp_path / "out", level="values").not_checked == ()
 
 
 def test_missing_rng_state_is_told(written) -> None:
@@ -159,7 +159,7 @@ def test_missing_rng_state_is_told(written) -> None:
 
 
 def test_verify_of_a_written_step_leaves_nothing_unchecked(written) -> None:
-    result = api.verify(written)
+    result = api.verify(written, level="values")
     assert result.findings == ()
     assert result.not_checked == ()
 
@@ -214,8 +214,8 @@ def test_against_a_model_leaves_the_optimizer_unchecked(saved, tmp_path) -> None
         source = saved / "accelerate" / part
         api.reshard(source, step / part, mesh="dp_shard=2", exclude=["**step", "optimizer.param_groups**"])
         (step / part / "ckpt_manifest.json").unlink()
-    alone = [text.partition(":")[0] for text in api.verify(step).not_checked]
-    result = api.verify(step, against=tmp_path / "model")
+    alone = [text.partition(":")[0] for text in api.verify(step, level="values").not_checked]
+    result = api.verify(step, level="values", against=tmp_path / "model")
     assert result.ok
     assert alone == ["pytorch_model_fsdp_0", "optimizer_0"]
     assert [text.partition(":")[0] for text in result.not_checked] == ["optimizer_0"]

@@ -10,6 +10,7 @@ defaults), `jobs/process/BaseSDTrainProcess.py`; the FSDP plan: `train.dist_mode
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -184,7 +185,7 @@ def _check(given: Given[Process]) -> None:
     if _is_process(given.document):
         what = "these are the options of a process; ai-toolkit reads them below config.process, and stops without it"
         hint = "put them into a job: config: {process: [...]}"
-        given.findings.append(Finding.error("unknown-key", "train", what, hint))
+        given.findings.append(Finding.error("no-job", "train", what, hint))
         count = 1
     if count == 0:
         what, hint = "there is no process, so nothing is trained", "config.process: a list with one training process"
@@ -220,15 +221,18 @@ def _is_process(document: Document) -> bool:
 
 def _prepare(document: Document) -> Source:
     """Make a file ready; the first process is the one that counts."""
-    values = document.keyed()
-    return Source(
+    source = Source(
         model=AiToolkit,
         table=_TABLE,
-        values={"config": {"process": [values]}} if _is_process(document) else values,
+        values=document.keyed(),
         part=_first_process,
         root="config.process[0]",
         check=_check,
     )
+    if not _is_process(document):
+        return source
+    options = {"config": {"process": [source.values]}}
+    return replace(source, options=options, spell=lambda path: path.removeprefix("config.process[0]").lstrip("."))
 
 
 READER = Reader(

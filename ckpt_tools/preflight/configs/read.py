@@ -53,7 +53,17 @@ def read_config(
         LimitError: It is longer than a config is.
         StorageError: The system could not read it.
     """
-    document = read_document(path)
+    return understand(read_document(path), framework=framework, world_size=world_size, given=given)
+
+
+def understand(
+    document: Document,
+    *,
+    framework: Framework | None = None,
+    world_size: int | None = None,
+    given: Collection[str] = (),
+) -> Config:
+    """Do the same with a document that is read already."""
     refuse_others(document)
     found = framework or detect(document)
     source = READERS[found].prepare(document)
