@@ -103,6 +103,10 @@ def describe_state(file: TorchFile) -> State:
                     inner.append(((*path, key), child))
             pending += reversed(inner)
         elif type(value) is Record and value.name.startswith(_REBUILD):
+            if not path:
+                raise UnreadableError(
+                    "a tensor by itself, without a name", hint="save a dict: torch.save({NAME: tensor}, …)"
+                )
             piece = _piece(file, path, value, boxes)
             if (problem := fqn_problem(piece.fqn)) is not None:
                 raise UnreadableError(f"tensor {piece.fqn!r} {problem}")
