@@ -249,6 +249,9 @@ def _said(rank, world_size):
     return said
 
 
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture(scope="module")
 def said():
     return run_ranks(2, _said)
