@@ -275,7 +275,7 @@ def _check_foreign(opened: Opened) -> Iterator[Finding]:
     manifest = opened.manifest
     if opened.format.is_file:  # its neighbours are files of their own
         return
-    known = {*opened.checkpoint.files, *opened.left_out, *(asset.file for asset in opened.checkpoint.assets)}
+    known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
     if manifest is not None:
         known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
     max_depth = 0 if manifest is None or opened.format.has_parts else 3

@@ -32,7 +32,7 @@ from ckpt_tools.formats.inert_pickle import KEY_TYPES, Reader
 
 MAX_PICKLE_BYTES = 256 << 20
 """Longest pickle: 91,000 tensors (DeepSeek-V3, expert by expert) have 20 MB."""
-_LIMITS = PickleLimits(
+LIMITS = PickleLimits(
     max_bytes=MAX_PICKLE_BYTES, max_opcodes=200_000_000, max_depth=500, max_string_bytes=64 << 20, max_int_bytes=1 << 10
 )
 _DICTS = frozenset({"collections.OrderedDict", "collections.defaultdict"})
@@ -69,7 +69,7 @@ def parse_objects(data: bytes) -> Pickled:
         LimitError: More than one file may hold.
     """
     with collector_paused():
-        reader = _ObjectReader(data, _Every(), _LIMITS, persistent_ids=True, has_runs=False)
+        reader = _ObjectReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
         value = reader.read()
     return Pickled(value=value, nbytes=reader.end, storages=reader.storages)
 

@@ -23,11 +23,13 @@ from ckpt_tools.formats._torch_tensor import PickledTensor, is_expanded, is_row_
 
 MAX_TENSORS = 1 << 20
 """Tensors in one file."""
-_MAX_VALUES = 1 << 22
+MAX_VALUES = 1 << 22
 """Keys and items that are looked at: a container may be in the file many times, in many others."""
-_MAX_DEPTH = 64
-_MAX_COPIES = 1 << 12
+MAX_DEPTH = 64
+MAX_COPIES = 1 << 12
 """Parts of an expanded tensor, each a chunk on the same bytes."""
+MAX_SHARED = 256
+"""Bytes of all tensors for each byte of a storage, at most: tensors may share one, and a view costs nothing."""
 _SUBCLASS = "torch._tensor._rebuild_from_type_v2"
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
@@ -83,12 +85,13 @@ def describe_state(file: TorchFile) -> State:
     boxes: dict[tuple[int, ...], Box] = {}
     names: set[str] = set()
     pending: list[tuple[KeyPath, object]] = [((), file.value)]
-    num_values = 0
+    most_bytes = MAX_SHARED * sum(record.nbytes for record in file.storages.values())
+    num_values = num_chunks = num_bytes = 0
     while pending:
         path, value = pending.pop()
         num_values += 1
-        if num_values > _MAX_VALUES or len(path) > _MAX_DEPTH:
-            raise LimitError(f"more than {_MAX_VALUES} values, or more than {_MAX_DEPTH} containers in each other")
+        if num_values > MAX_VALUES or len(path) > MAX_DEPTH:
+            raise LimitError(f"more than {MAX_VALUES} values, or more than {MAX_DEPTH} containers in each other")
         if isinstance(value, dict) or (isinstance(value, list | tuple) and _holds_tensors(value)):
             children = value.items() if isinstance(value, dict) else enumerate(value)
             inner: list[tuple[KeyPath, object]] = []
@@ -100,6 +103,10 @@ def describe_state(file: TorchFile) -> State:
                     inner.append(((*path, key), child))
             pending += reversed(inner)
         elif type(value) is Record and value.name.startswith(_REBUILD):
+            if not path:
+                raise UnreadableError(
+                    "a tensor by itself, without a name", hint="save a dict: torch.save({NAME: tensor}, …)"
+                )
             piece = _piece(file, path, value, boxes)
             if (problem := fqn_problem(piece.fqn)) is not None:
                 raise UnreadableError(f"tensor {piece.fqn!r} {problem}")
@@ -107,8 +114,10 @@ def describe_state(file: TorchFile) -> State:
                 raise UnreadableError(f"two tensors have the name {piece.fqn!r}")
             names.add(piece.fqn)
             state.pieces.append(piece)
-            if len(names) > MAX_TENSORS:
-                raise LimitError(f"more than {MAX_TENSORS} tensors in one file")
+            num_chunks += len(piece.chunks)
+            num_bytes += sum(piece.dtype.num_bytes(chunk.box.num_elems) for chunk in piece.chunks)
+            if num_chunks > MAX_TENSORS or num_bytes > most_bytes:
+                raise LimitError(f"more than {MAX_TENSORS} tensors, or {MAX_SHARED} times as many bytes as are stored")
         elif type(value) in (Record, GlobalName):
             _add_object(state, path, value)
         else:
@@ -192,7 +201,7 @@ def _chunks(file: TorchFile, tensor: PickledTensor, box: Box) -> tuple[Chunk, ..
     if strides is None or not is_expanded(tensor.head):
         return (chunk,)
     counts = tuple(size if not step else 1 for step, size in zip(strides, box.sizes, strict=True))
-    if math.prod(counts) > _MAX_COPIES:
+    if math.prod(counts) > MAX_COPIES:
         raise LimitError(f"an expanded tensor of {math.prod(counts)} parts on the same bytes")
     sizes = tuple(1 if not step else size for step, size in zip(strides, box.sizes, strict=True))
     kept = None if is_row_major(sizes, strides) else strides

@@ -160,8 +160,8 @@ def _rebuild(call: Record) -> PickledTensor:
     if dtype.pack > 1 and not sizes:
         raise UnreadableError(f"the tensor is a 0-d {dtype.name}, whose elements come in pairs")
     extent = 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-    if 0 in sizes:
-        extent = 0
+    if 0 in sizes:  # a view of nothing may begin anywhere
+        start = extent = 0
     if (start + extent) * width > storage_nbytes:
         raise UnreadableError(
             f"the tensor ends at byte {(start + extent) * width} of a storage of {storage_nbytes} bytes"

@@ -20,7 +20,7 @@ _PICKLED = (*PICKLES, ".pkl", ".tar")
 HEAD_BYTES = 96
 """How much of a file tells what it is."""
 
-_READABLE = "pass a file of safetensors or torch.save, a model directory or a DCP checkpoint directory"
+_READABLE = "pass a safetensors or torch.save file, a model directory or a DCP checkpoint directory"
 _CONVERT = "save the weights alone, where you trust them: torch.save(model.state_dict(), NEW), or model.save_pretrained"
 _ZERO = re.compile(r"((bf16|fp16)_)?zero_pp_rank_\d+(_mp_rank_\d+)?(_(model|optim)_states)?\.pt")
 _DEEPSPEED = re.compile(rf"{_ZERO.pattern}|mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt")
@@ -72,7 +72,7 @@ def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = 
         hint = f"ckpt reads it by another name, or with --from torch: {shlex.quote(path)}"
         return UnreadableError("a file that torch.save wrote, by the name of another kind", where=path, hint=hint)
     if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
-        return _pickled([name], directory)
+        return ForeignLayoutError("a bare pickle, which ckpt does not execute", where=path, hint=_CONVERT)
     for magic, what, hint in _MAGIC:
         if head.startswith(magic):
             return UnreadableError(f"{what}, which ckpt does not read", where=path, hint=hint)

@@ -33,8 +33,11 @@ _WINDOW = 1024
 _MAX_ENTRIES = 64
 _MAX_SMALL_BYTES = 1 << 16
 """Bound of data.pkl and other small entries, in bytes."""
-_MAX_ARCHIVE_ENTRIES = 1 << 20
-_MAX_ARCHIVE_DIRECTORY_BYTES = 256 << 20
+_MAX_ARCHIVE_ENTRIES = 1 << 16
+_MAX_ARCHIVE_DIRECTORY_BYTES = 16 << 20
+_MAX_STORAGES = 1 << 20
+"""Entries of a file with many tensors."""
+_MAX_STORAGES_DIRECTORY_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 """Bytes of a record that are read at once for its CRC-32."""
 
@@ -201,7 +204,7 @@ def parse_archive(nbytes: int, read: Read) -> dict[str, Record]:
     """
     item = _Item(nbytes, read)
     entries, bounds = _parse_directory(
-        item, max_entries=_MAX_ARCHIVE_ENTRIES, max_directory_bytes=_MAX_ARCHIVE_DIRECTORY_BYTES
+        item, max_entries=_MAX_STORAGES, max_directory_bytes=_MAX_STORAGES_DIRECTORY_BYTES
     )
     root = _root(entries)
     return {

@@ -90,7 +90,7 @@ def _find_class(name: object, where: str, otherwise: str) -> Any:  # noqa: ANN40
         raise UsageError(
             f"building a {name} needs diffusers",
             where=where,
-            hint=f"pip install diffusers, or {otherwise}",
+            hint=f"pip install 'ckpt-tools[diffusers]', or {otherwise}",
         ) from error
     diffusers.utils.logging.set_verbosity_error()
     found = getattr(diffusers, name, None)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools.checks.values import glance
 from ckpt_tools.checks.verify import Verification, verify
 from ckpt_tools.description.checkpoint import Checkpoint, Finding
 from ckpt_tools.description.infer import infer_mesh
@@ -29,6 +30,8 @@ from ckpt_tools.text import escape_name
 
 COMPARE = "ckpt_tools.preflight.meta_model:compare"
 """What runs in the child."""
+GLANCE_BYTES = 128 << 20
+"""Of the smallest tensors, whose values are looked at."""
 _SAMPLE_BYTES = 1 << 16
 """Of two tied tensors, to see whether they are the same."""
 _SAVES_OPTIMIZER: Mapping[str, str] = {
@@ -82,7 +85,7 @@ class CheckpointMatch:
 def check_checkpoint(
     path: str, spec: ParallelSpec, *, model: str | None, resumes: bool = False, cuts: Sequence[str] = ()
 ) -> CheckpointMatch:
-    """Hold a checkpoint against the model, the mesh and the dtypes of a config. Headers are read, no weights.
+    """Hold a checkpoint against the model, the mesh and the dtypes of a config. Of the weights few are read.
 
     Args:
         path: A checkpoint of any format, or an accelerate checkpoint that holds one.
@@ -113,6 +116,10 @@ def _check(
     verified = verify(opened, level="structure", num_workers=1)
     findings = list(verified.findings)
     not_checked: list[str] = []
+    if verified.ok:
+        strange, unseen = glance(opened, most_bytes=GLANCE_BYTES)
+        findings += strange
+        not_checked += filter(None, [unseen])
     if resumes:
         findings += _check_optimizer(checkpoint, path, spec)
     mesh = shard_mesh(spec.mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -98,6 +99,22 @@ def configured(tmp_path, model, **values):
     document = json.loads((model / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(document | values))
     return directory
+
+
+def test_values_are_looked_at_as_far_as_that_is_quick(models, tmp_path, monkeypatch):
+    def change(state):
+        state["model.layers.1.input_layernorm.weight"][3] = float("nan")
+        state["model.layers.0.mlp.up_proj.weight"].zero_()
+
+    path = rewritten(tmp_path, models / "llama", change)
+    result = check_checkpoint(str(path), spec(), model=str(models / "llama"))
+    assert codes(result) == ["not-finite", "all-zero"]
+    assert "model.layers.1.input_layernorm.weight" in the(result, "not-finite").what
+    assert result.not_checked == ()
+    monkeypatch.setattr(match, "GLANCE_BYTES", 4096)
+    result = check_checkpoint(str(path), spec(), model=str(models / "llama"))
+    assert codes(result) == ["not-finite"]
+    assert re.fullmatch(r"the values of \d+ of \d+ tensors .*", result.not_checked[0])
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "moe", "bert"])
@@ -275,7 +292,7 @@ def test_match_of_transformers_names_warns_for_torchtitan(models, tmp_path):
 
 
 def test_match_of_torchtitans_own_names_is_said_not_to_be_checked(models, tmp_path):
-    state = {"tok_embeddings.weight": torch.zeros(8, 4), "layers.0.attention.wq.weight": torch.zeros(4, 4)}
+    state = {"tok_embeddings.weight": torch.ones(8, 4), "layers.0.attention.wq.weight": torch.ones(4, 4)}
     (tmp_path / "titan").mkdir()
     save_file(state, tmp_path / "titan" / "model.safetensors")
     result = check_checkpoint(str(tmp_path / "titan"), spec("torchtitan"), model=str(models / "llama"))

@@ -206,17 +206,17 @@ def test_file_that_torch_saved_is_read_whatever_its_ending(name: str, legacy: bo
     [
         ("x.distcp", b"x", "a part of a checkpoint", "pass the directory"),
         ("model.safetensors.index.json", b"{}", "a part of a checkpoint", "pass the directory"),
-        ("model.bin", b"x", "not one that torch.save wrote whole", "pass a file of safetensors"),
+        ("model.bin", b"x", "not one that torch.save wrote whole", "pass a safetensors"),
         ("model.gguf", b"GGUF\3\0\0\0", "a GGUF file", "that it was converted from"),
         ("tf_model.h5", b"\x89HDF\r\n\x1a\n", "an HDF5 file", "save it as safetensors"),
         (
             "arrays.npz",
             b"PK\3\4" + bytes(22) + b"\5\0\0\0a.npy",
             "not a safetensors file",
-            "pass a file of safetensors",
+            "pass a safetensors",
         ),
-        ("notes.txt", b"x", "not a safetensors file", "pass a file of safetensors"),
-        ("empty", b"", "not a safetensors file", "pass a file of safetensors"),
+        ("notes.txt", b"x", "not a safetensors file", "pass a safetensors"),
+        ("empty", b"", "not a safetensors file", "pass a safetensors"),
     ],
 )
 def test_file_that_is_no_safetensors_is_refused(
