@@ -221,7 +221,32 @@ def two_meshes_named_well(mesh):
     return _train(fully_shard(net, mesh=both), [_adam(net.parameters())])
 
 
+def all_reduce_left_to_the_last_micro_batch(mesh):
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net = shard(Net(), both)
+    optimizer = _adam(net.parameters())
+
+    def run(net):
+        for is_last in (False, True):
+            net.set_requires_all_reduce(is_last)
+            step(net)
+            assert audit(net, phase="backward", optimizer=optimizer) == []
+
+    return _train(net, [optimizer], run)
+
+
+def another_models_optimizer_stands_still(mesh):
+    net, other = shard(Net(), mesh), shard(Net(), mesh).bfloat16()
+    frozen = torch.optim.SGD(other.parameters(), lr=1e-30)
+    with watch(net) as seen:
+        step(other)
+        frozen.step()
+    return seen.findings
+
+
 HEALTHY = (
+    all_reduce_left_to_the_last_micro_batch,
+    another_models_optimizer_stands_still,
     accumulated,
     two_optimizers,
     optimizer_in_backward,
