@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats._torch_state import Piece, State
+from ckpt_tools.formats._torch_pieces import Piece
+from ckpt_tools.formats._torch_state import State
 from ckpt_tools.formats.file_names import is_hf_asset
 from ckpt_tools.formats.format import Format, Opened, Reader
 from ckpt_tools.formats.manifest import Manifest

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_file import TorchFile, is_torch_file, read_torch_file
-from ckpt_tools.formats._torch_state import Piece, State, describe_state
+from ckpt_tools.formats._torch_pieces import Piece
+from ckpt_tools.formats._torch_state import State, describe_state
 from ckpt_tools.formats.file_names import PICKLES
 from ckpt_tools.formats.format import Format, Opened
 from ckpt_tools.formats.layouts import HEAD_BYTES, explain_file, explain_part

@@ -132,6 +132,21 @@ def test_several_models_in_a_file_need_a_choice(tmp_path: Path) -> None:
     assert len(read(tmp_path / "x.pth")) == 2
 
 
+def test_the_only_state_dict_is_the_model_whatever_its_key(tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(2), "scale": torch.ones(1)}
+    torch.save(
+        {"net": state, "best": torch.tensor(0.5), "opt": {"state": {0: {"exp_avg": torch.ones(2)}}}}, tmp_path / "x.pt"
+    )
+    notes = api.gather(tmp_path / "x.pt", tmp_path / "out").notes
+    assert read(tmp_path / "out") == flat(state)
+    assert any("took 'net'" in note for note in notes)
+    assert any("best" in note for note in notes)
+    nested = {"encoder": {"w": torch.ones(2)}, "decoder": {"w": torch.zeros(2)}}
+    torch.save(nested, tmp_path / "nested.pt")
+    api.gather(tmp_path / "nested.pt", tmp_path / "all")
+    assert read(tmp_path / "all") == flat(nested)
+
+
 def test_names_of_one_tensor_are_said(tmp_path: Path) -> None:
     weight = torch.arange(6.0)
     torch.save({"embed": weight, "head": weight, "part": weight[:2]}, tmp_path / "x.pt")
@@ -228,6 +243,7 @@ def test_stream_has_no_checksums_and_verify_says_so(tmp_path: Path) -> None:
         (torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
         ({"model": torch.nn.Linear(2, 2)}, r"model \(torch.nn.modules.linear.Linear\)"),
         ({"w": torch.zeros(4).as_strided((2, 3), (1, 1))}, "share memory"),
+        (torch.ones(3), "without a name"),
     ],
 )
 def test_value_of_another_kind_is_refused_by_name(value: object, words: str, tmp_path: Path) -> None:

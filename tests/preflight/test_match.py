@@ -13,8 +13,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import toys
+from formats.saved import save_ranks
 from safetensors.torch import load_file, save_file
-from torch.distributed import checkpoint as dcp
+from torch.distributed import checkpoint as dcp, tensor as dtensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -439,6 +440,18 @@ def test_match_of_a_layout_that_only_its_trainer_reads_is_said_not_to_be_checked
     assert result.findings == ()
     assert any(word in text for text in result.not_checked)
     assert result.view.facts is not None
+
+
+def test_match_of_ranks_files_wants_as_many_ranks_and_finds_their_optimizer(models, tmp_path):
+    state = load_file(models / "llama" / "model.safetensors")
+    save_ranks(tmp_path / "actor", state, {"fsdp": 2}, lambda _: [dtensor.Shard(0)])
+    torch.save({}, tmp_path / "actor" / "optim_world_size_2_rank_0.pt")
+    result = check_checkpoint(str(tmp_path), spec("verl"), model=str(models / "llama"), resumes=True)
+    assert codes(result) == []
+    wide = spec("verl", mesh="dp_shard=4")
+    result = check_checkpoint(str(tmp_path), wide, model=str(models / "llama"), resumes=True)
+    assert codes(result) == ["checkpoint-mesh"]
+    assert the(result, "checkpoint-mesh").hint.startswith("resume on 2 ranks")
 
 
 def test_match_reports_what_verify_finds(models, tmp_path):
