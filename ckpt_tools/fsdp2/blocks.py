@@ -104,7 +104,8 @@ def _problem(owners: Owners, module: nn.Module) -> str | None:
     """Say why `module` cannot be a unit of its own, or return None."""
     if not _has_forward(module):
         return f"a {type(module).__name__} has no forward of its own"
-    if _CACHE in inspect.signature(type(module).forward).parameters:
+    forward = type(module).forward  # None where callers use registered methods alone
+    if callable(forward) and _CACHE in inspect.signature(forward).parameters:
         return f"its forward writes into the list {_CACHE}, of which FSDP2 hands it a copy"
     if next(module.parameters(), None) is None:
         return "it has no parameters"

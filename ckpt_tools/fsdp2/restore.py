@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ckpt_tools.description.checkpoint import KeyPath
@@ -16,7 +17,7 @@ from ckpt_tools.fsdp2.agree import this_rank, world_size
 from ckpt_tools.fsdp2.optimizer import Item, names_of, read_item
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.fsdp2.rng import RngState
-from ckpt_tools.fsdp2.state import MODEL_KEY, OPTIMIZER_KEY, PerRank, Stateful, fill, rebuild
+from ckpt_tools.fsdp2.state import MODEL_KEY, OPTIMIZER_KEY, PerRank, fill, rebuild
 
 _Items = Mapping[KeyPath, Item]
 

@@ -176,7 +176,10 @@ class Watch:
         """Keep a sample of what an optimizer is about to move: where there is a gradient and a learning rate."""
         self._samples = []
         for group in optimizer.param_groups:
-            for parameter in group["params"] if float(group.get("lr", 0)) > 0 else ():
+            rate = float(group.get("lr", 0))
+            # A warm-up begins with steps too small to be seen, or of nothing.
+            is_full = rate > 0 and rate >= 0.1 * float(group.get("initial_lr", rate))
+            for parameter in group["params"] if is_full else ():
                 if parameter.grad is not None and not parameter.is_meta:
                     weight, gradient = (internals.local_of(t).flatten() for t in (parameter, parameter.grad))
                     if bool(gradient[:_MAX_SAMPLE_ELEMS].any()):

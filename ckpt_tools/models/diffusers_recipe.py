@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.floors import refuse_older
 from ckpt_tools.models.computed import parameters_on_meta
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe
 from ckpt_tools.models.diffusers_inputs import Wanted, draw
@@ -85,14 +84,13 @@ class DiffusersRecipe(ConfigRecipe):
 def _find_class(name: object, where: str, otherwise: str) -> Any:  # noqa: ANN401 - a class of diffusers
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
         raise UsageError("the config names no class", where=where, hint=otherwise)
-    refuse_older("diffusers", f"building a {name}")
     try:
         import diffusers
     except ModuleNotFoundError as error:
         raise UsageError(
             f"building a {name} needs diffusers",
             where=where,
-            hint=f"pip install diffusers, or {otherwise}",
+            hint=f"pip install 'ckpt-tools[diffusers]', or {otherwise}",
         ) from error
     diffusers.utils.logging.set_verbosity_error()
     found = getattr(diffusers, name, None)

@@ -40,7 +40,7 @@ class Fp8Blocks(Scheme):
 
     method = "fp8"
 
-    def find(self, tensors: Tensors, settings: Settings) -> Found:
+    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG002
         """By dtype and `weight_block_size`; see the protocol."""
         refuse(settings, "fmt", None, "e4m3", "float8_e4m3fn")
         block = _block_size(settings)

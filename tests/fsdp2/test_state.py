@@ -411,7 +411,7 @@ def test_state_that_would_come_back_in_part_is_refused(tmp_path):
         load_checkpoint(model, tmp_path / "two", state={"other": other})
     loop = []
     loop.append(loop)
-    with pytest.raises(UsageError, match="contains itself"):
+    with pytest.raises(UsageError, match="contains itself; at: state: loop"):
         save_checkpoint(model, None, tmp_path / "three", state={"loop": loop})
 
 
@@ -431,6 +431,24 @@ def test_async_save_keeps_what_was_there_when_it_was_called(tmp_path):
     assert api.verify(tmp_path / "later").ok
     with pytest.raises(DestinationExistsError):
         async_save_checkpoint(run.actor, None, tmp_path / "later")
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True, "num_workers": 2}], ids=["plain", "workers"])
+def test_torchdata_loader_goes_on_where_it_was(tmp_path, options):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata's loader is not installed")
+
+    def make():
+        return loaders.StatefulDataLoader(list(range(40)), batch_size=4, **options)
+
+    torch.manual_seed(0)
+    loader = make()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    save_checkpoint(Net(), None, tmp_path / "step", state={"data": PerRank(loader)})
+    again = make()
+    load_checkpoint(Net(), tmp_path / "step", state={"data": PerRank(again)})
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in batches]
 
 
 # On ranks.
@@ -493,7 +511,27 @@ def load_on_ranks(rank, world_size, out):
     before = draws()
     run.load(out, strict=False)
     losses = [run.step() for _ in range(2)]
-    return state, weights, moments, losses, draws(), before
+    drawn = draws()
+    if world_size == 2:
+        plain = {name: tensor.tolist() for name, tensor in weights.items()}
+        assert by_stock_load(rank, out) == (state["seen"], state["step"], before, plain)
+    return state, weights, moments, losses, drawn, before
+
+
+def by_stock_load(rank, out):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+
+    run = Run(mesh_of(2), rank=rank)
+    model, optimizer = get_state_dict(run.actor, run.optimizer)
+    state = {"model": model, "optimizer": optimizer, "critic": get_model_state_dict(run.critic), "ema": run.ema}
+    state |= {"rng": RngState(), "data": PerRank(run.loader), "progress": run.progress}
+    dcp.load(state, checkpoint_id=out)
+    set_state_dict(run.actor, run.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    run.critic.load_state_dict(state["critic"])
+    weights = {name: p.detach().full_tensor().tolist() for name, p in run.critic.named_parameters()}
+    drawn = draws()
+    return run.loader.seen, run.progress["step"], drawn, weights
 
 
 @pytest.fixture(scope="module")

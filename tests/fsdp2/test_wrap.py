@@ -106,6 +106,23 @@ def test_blocks_that_cannot_be_are_refused_with_the_reason(blocks, message, hint
     assert hint in caught.value.hint
 
 
+class Cached(Block):
+    def forward(self, x, feat_cache=None):
+        return super().forward(x)
+
+
+def test_module_without_forward_or_with_a_list_to_write_into_is_no_block():
+    """Levels of `nn.Module()`, as many autoencoders have them; caches of frames, as Wan's has them."""
+    model = nn.Module()
+    model.levels = nn.ModuleList(nn.Module() for _ in range(2))
+    for level in model.levels:
+        level.blocks = nn.ModuleList(Block() for _ in range(2))
+    model.frames = nn.ModuleList(Cached() for _ in range(2))
+    assert sorted(find_blocks(model)) == [f"levels.{a}.blocks.{b}" for a in range(2) for b in range(2)]
+    with pytest.raises(UsageError, match="its forward writes into the list feat_cache"):
+        find_blocks(model, "frames.*")
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "bert", "t5", "llava"])
 def test_blocks_of_transformers_models_are_those_that_may_not_be_split(kind):
     model = models.build(kind)

@@ -42,6 +42,14 @@ LAUNCHER = {
 }
 
 
+def test_plan_of_the_guide():
+    import yaml
+    from seeds import guide
+
+    names = guide.run("ai-toolkit", "plan", {"text": yaml.safe_dump(PLAN)})
+    assert names["plan"].policy.precision == BF16
+
+
 def plan(**options):
     return {**PLAN, "train": PLAN["train"] | options}
 

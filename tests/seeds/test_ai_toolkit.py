@@ -249,6 +249,23 @@ def test_adapter_of_convolutions_trains_sharded_as_it_does_unsharded(ran):
         assert max(errors) < 1e-5
 
 
+def test_adapter_on_flux2_of_diffusers_is_built_as_the_guide_says(tmp_path):
+    diffusers = pytest.importorskip("diffusers", reason="FLUX.2 as diffusers has it")
+    from ckpt_tools.fsdp2 import find_blocks
+    from ckpt_tools.fsdp2.lora import add_lora
+
+    sizes = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = diffusers.Flux2Transformer2DModel(**sizes, joint_attention_dim=24, axes_dims_rope=(4, 4, 4, 4))
+    model.save_config(tmp_path)
+    names = guide.run("ai-toolkit", "flux2", {"torch": torch, "path": tmp_path})
+    model = add_lora(names["model"], names["config"])
+    trained = [name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad]
+    assert set(trained) == {"to_q", "to_k", "to_v", "to_qkv_mlp_proj"}
+    blocks = [type(model.get_submodule(name)).__name__ for name in find_blocks(model)]
+    assert blocks == ["Flux2TransformerBlock"] * 2 + ["Flux2SingleTransformerBlock"] * 2
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_adapter_resumes_in_shards_with_the_same_loss(trained, resumed, kind):
     same, single = resumed
