@@ -166,6 +166,19 @@ def test_rank_with_another_placement_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_ranks_of_different_steps_are_refused_where_their_schedulers_tell(tmp_path: Path) -> None:
+    save(tmp_path, "fsdp")
+    for rank, step in ((0, 7), (1, 7)):
+        extra = {"lr_scheduler": {"last_epoch": step}, "rng": {"numpy": ("MT19937", [1, 2])}}
+        torch.save(extra, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    assert read(tmp_path) == flat(STATE)
+    torch.save({"lr_scheduler": {"last_epoch": 6}}, tmp_path / "extra_state_world_size_2_rank_1.pt")
+    with pytest.raises(UnreadableError, match="rank 0 is of step 7, rank 1 of step 6"):
+        read(tmp_path)
+    torch.save({"lr_scheduler": None}, tmp_path / "extra_state_world_size_2_rank_1.pt")
+    assert read(tmp_path) == flat(STATE)
+
+
 @pytest.mark.parametrize("fqn", ["down.weight", "table", "uneven"])
 def test_replicas_that_differ_are_found_and_never_gathered(fqn: str, tmp_path: Path) -> None:
     save(tmp_path, "hsdp")
