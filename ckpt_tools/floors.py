@@ -10,7 +10,7 @@ from importlib import metadata
 
 from ckpt_tools.errors import UsageError
 
-FLOORS = {"torch": (2, 10), "transformers": (5, 18), "peft": (0, 21), "bitsandbytes": (0, 50), "diffusers": (0, 30)}
+FLOORS = {"torch": (2, 10), "transformers": (5, 18), "peft": (0, 21), "bitsandbytes": (0, 50), "diffusers": (0, 42)}
 """Library → oldest release."""
 NF4_TORCH = (2, 12)
 """Older ones cannot shard what holds no floating-point numbers."""

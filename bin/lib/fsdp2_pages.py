@@ -16,17 +16,18 @@ HEAD = """\
 
 What `import ckpt_tools.fsdp2` offers: pieces for your own training script, in the order in which a script uses them.
 The import loads torch. The [guides](../guides/README.md#train-with-fsdp2) show the pieces at work;
-[diagnoses](diagnoses.md) explains the codes of findings.
+[diagnoses](diagnoses.md) explains the codes of findings. What a launcher's options come to here:
+[`ckpt_tools.preflight.policy.read_sharding`](../guides/accelerate.md#the-same-wrapping-twice).
 """
 SECTIONS = {
     "Mesh and policy": ("mesh", "policy"),
     "Shard": ("train.frozen", "wrap", "blocks", "methods", "tensor_parallel"),
     "Load": ("load", "scatter", "buffers"),
     "Train": ("train",),
-    "Save and resume": ("save", "optimizer"),
+    "Save and resume": ("save", "optimizer", "state", "rng"),
     "Adapters": ("lora",),
     "4-bit weights": ("qlora",),
-    "Check and diagnose": ("audit", "compare", "watch", "diagnose", "catalogue", "internals", "local"),
+    "Check and diagnose": ("audit", "compare", "watch", "diagnose", "cases", "catalogue", "internals", "local"),
 }
 """Heading → modules, or single names of them. What is in none of them comes last."""
 REST = "More"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import check_names
+from ckpt_tools.conversions.find import model_in
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gathering_job, model_beside
@@ -73,9 +74,9 @@ def shard(options: ShardOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     with open_path(os.fspath(options.source), format=options.format) as stored:
-        if stored.format.loads_by_dcp:
+        if stored.format.loads_by_dcp or (stored.format.is_sharded and stored.format.has_views):
             raise _wrong_verb("the source is already sharded", "reshard", options)
-        opened = _plain(stored, options)
+        opened = _plain(_model_of(stored), options)
         use_dtensor = options.engine == "dtensor"
         if use_dtensor and options.dequantize:
             raise UsageError("--engine dtensor does not decode", hint="use --engine stream")
@@ -94,6 +95,15 @@ def shard(options: ShardOptions) -> Conversion:
         job = sharding_job(opened, options, named=named)
         job.use_dtensor = use_dtensor
         return _run(job if layout is None else starting_job(job, layout), options)
+
+
+def _model_of(opened: Opened) -> Opened:
+    """Return a trainer's own file with its model alone, which is meant; anything else as it is."""
+    if not opened.format.has_views:
+        return opened
+    notes: list[str] = []
+    model, _ = model_in(opened, "auto", notes)
+    return replace(opened, checkpoint=model, notes=(*opened.notes, *notes))
 
 
 @takes(ReshardOptions)

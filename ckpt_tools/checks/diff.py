@@ -132,7 +132,7 @@ def _match_names(a: Opened, b: Opened, names: str) -> tuple[_Side, _Side]:
     best = _closest(ours, theirs)
     if best[0].entries.keys() == best[1].entries.keys():
         return best
-    assets = [(opened.source, asset) for opened in (a, b) for asset in opened.checkpoint.assets]
+    assets = [*a.own_assets, *b.own_assets]
     more = [_otherwise(opened, side[-1].entries, assets, names) for opened, side in ((a, ours), (b, theirs))]
     if names != "auto" and all(len(found) == 1 for found in more):
         raise UsageError(f"neither checkpoint has names of {names}'s for the model that config.json names")

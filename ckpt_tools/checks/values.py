@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tools.description.checkpoint import Checkpoint, Finding, TensorEntry
 from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.description.transform import find_model, strip_wrappers
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps.adapters import is_factor
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.moving.counts import Counts, has_values
+from ckpt_tools.moving.execute import scan
 from ckpt_tools.text import first_few
 
 NOT_FINITE = "not-finite"
@@ -29,6 +30,7 @@ VALUE_CODES = (NOT_FINITE, ALL_ZERO)
 
 _MOST = 8
 """Findings of a code; a run that diverged has hundreds of such tensors."""
+_MOST_GLANCES = 1000
 _PARTS = re.compile(r"(.+)\.(?:absmax|quant_map|quant_state\..+)")
 """What bitsandbytes keeps beside packed 4-bit weights, which may be stored in any dtype."""
 _PACKED_LEAVES = ("W_q", "weight_packed", "qdata")
@@ -36,8 +38,8 @@ _MIN_PACKED = 256
 _INFINITE = re.compile(r"\w*mask\w*|alibi\w*|min_vals?|max_vals?", re.IGNORECASE)
 """Last part of the names of buffers that are infinite on purpose: masks, what has looked for a smallest number."""
 _NORM = re.compile(r"(?:^|\.)(?:\w*norm\w*|ln(?:_?\w{1,6})?)(?:\.\d+)?\.weight")
-_ADDS_ONE = re.compile(r"gemma|qwen3_?next|qwen3_?5|nemotron|step3p7|minimaxm3|videoprism", re.IGNORECASE)
-"""Architectures whose norms multiply by 1 + weight: they begin as zeros."""
+_ADDS_ONE = re.compile(r"gemma|qwen3_next|qwen3_5|qwen4|nemotron|step3p7|minimax_m3|videoprism|muse_|minicpmv4_6")
+"""In the model types of transformers' models whose norms multiply by 1 + weight: they begin as zeros."""
 _NEVER_ZERO = re.compile(
     r"(?:^|[._])(?:[qkv]_proj|qkv(?:_proj)?|query_key_value|in_proj|query|key|value|to_[qkv]|c_attn|w[qkv]|up_proj|"
     r"gate_proj|gate_up_proj|fc1|c_fc|w[13]|embed_tokens|tok_embeddings|word_embeddings|wte|patch_embed\w*)"
@@ -126,6 +128,32 @@ def check_values(opened: Opened, checkpoint: Checkpoint, counts: Mapping[str, Co
         yield Finding.warning(ALL_ZERO, _holder(zero[_MOST], Counts())[0], what)
 
 
+def glance(opened: Opened, *, most_bytes: int) -> tuple[list[Finding], str]:
+    """Look at the values of a sound checkpoint's smallest model tensors: a run that has diverged shows in any.
+
+    Returns:
+        What is wrong, and what was left out; "" when nothing was.
+    """
+    model, _ = find_model(opened.checkpoint)
+    chosen: list[TensorEntry] = []
+    left = most_bytes
+    for entry in sorted(model.tensors, key=lambda entry: entry.nbytes):
+        left -= entry.nbytes
+        if left < 0 or len(chosen) == _MOST_GLANCES:
+            break
+        chosen.append(opened.resolve(entry))
+    damaged: list[Finding] = []
+
+    def tell(entry: TensorEntry, error: CkptError) -> None:  # noqa: ARG001 - the error names it
+        damaged.append(Finding.error("damaged-data", error.where or "", error.what, error.hint))
+
+    seen = scan(chosen, opened.source, num_workers=1, on_damage=tell, counting=True)
+    found = [*damaged, *check_values(opened, replace(model, tensors=tuple(chosen)), seen.counts)]
+    num_left = len(opened.checkpoint.tensors) - len(chosen)
+    what = f"the values of {num_left} of {len(opened.checkpoint.tensors)} tensors (ckpt verify --level values)"
+    return found, what if num_left else ""
+
+
 def may_be_infinite(fqn: str, *, is_model: bool, shape: Sequence[int]) -> bool:
     """Is an infinite element no sign of damage here: in a mask, or a number that a trainer keeps (the best loss)?"""
     return _INFINITE.fullmatch(fqn.rpartition(".")[2]) is not None or not (is_model or shape)
@@ -207,4 +235,13 @@ def _adds_one(opened: Opened) -> bool:
         config = config_beside(opened.source)
     except UnreadableError:
         return False
-    return config is not None and _ADDS_ONE.search(config.architecture or "") is not None
+    return config is not None and any(map(_ADDS_ONE.search, _model_types(config.values)))
+
+
+def _model_types(config: Mapping[str, object]) -> Iterator[str]:
+    """Yield what kind of model a config is of, and those of its parts."""
+    for key, value in config.items():
+        if key == "model_type" and isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _model_types(value)

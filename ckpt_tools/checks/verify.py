@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
@@ -11,13 +12,14 @@ from ckpt_tools.checks.manifest import check_frames, check_manifest, size_of
 from ckpt_tools.checks.spans import check_spans
 from ckpt_tools.checks.trainer import check_trainer
 from ckpt_tools.checks.values import check_values, unseen_values
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.description.checkpoint import MAX_ELEMS, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats import dcp
-from ckpt_tools.formats.file_names import is_weights
+from ckpt_tools.formats.file_names import is_side_file, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress, scan
 from ckpt_tools.moving.plan import asset_name, blob_name, copy_span
@@ -99,10 +101,12 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
         total = len(checkpoint.tensors) + len(checkpoint.blobs)
         unchecked.append(Unchecked(what=f"{opened.single_names} of {total} names, which .metadata has only once"))
     unchecked += _unknown_places(opened)
+    if opened.step is not None:
+        unchecked.append(Unchecked(what=note_reading(opened.step)))
     if opened.manifest is None and opened.beside:
         files = first_few([asset.file for asset in opened.beside], 6)
         unchecked.append(Unchecked(what=f"other files, which have no recorded checksum: {files}"))
-    unchecked += [Unchecked(what=what) for what in opened.format.unchecked]
+    unchecked += [Unchecked(what=what) for what in (*opened.format.unchecked, *opened.unread)]
     return Verification(
         level=level,
         tensors=len(checkpoint.tensors),
@@ -127,10 +131,36 @@ def _unchecked_chunks(
     full = [(entry, chunk) for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes]
     chunks = len(full)
     told = sum(entry.fqn in damaged and chunk.crc32 is not None for entry, chunk in full)
-    missing = chunks - told - outcome.chunks_checked
+    firsts = {id(chunk) for entry in checkpoint.tensors for chunk in _firsts(entry)}
+    summed = _Summed(opened)
+    rest = (chunk for _, chunk in full if chunk.crc32 is None or id(chunk) not in firsts)
+    covered = sum(summed.covers(chunk.span) for chunk in rest)
+    missing = chunks - told - outcome.chunks_checked - covered
     if opened.manifest is None and missing > 0:
         what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum"
         yield Unchecked(what=f"{what} (--against compares copies)", copy_tells=True)
+
+
+def _firsts(entry: TensorEntry) -> Iterable[Chunk]:
+    """Return the chunks that are read of a tensor: the first of each set of replicas."""
+    return {chunk.box: chunk for chunk in reversed(entry.chunks)}.values()
+
+
+class _Summed:
+    """Parts of files whose CRC-32 is recorded and was checked."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._parts: dict[str, list[tuple[int, int]]] = {}
+        for span, _ in opened.sums:
+            self._parts.setdefault(span.file, []).append((span.offset, span.offset + span.nbytes))
+        for parts in self._parts.values():
+            parts.sort()
+
+    def covers(self, span: ByteSpan) -> bool:
+        """Is a span inside of one of them?"""
+        parts = self._parts.get(span.file, [])
+        at = bisect_right(parts, (span.offset, MAX_ELEMS)) - 1
+        return at >= 0 and span.offset + span.nbytes <= parts[at][1]
 
 
 def _unknown_places(opened: Opened) -> Iterator[Unchecked]:
@@ -163,7 +193,8 @@ def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint
             _check_blob(opened, blob, findings, content=False)
     findings += _check_foreign(opened)
     findings += check_trainer(opened)
-    findings += check_spans(opened, tuple(findings))
+    if not opened.format.has_views:
+        findings += check_spans(opened, tuple(findings))
     if opened.manifest is not None:
         findings += check_manifest(opened, opened.manifest)
         findings += check_frames(opened, opened.manifest, sound)
@@ -242,6 +273,8 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
 def _check_foreign(opened: Opened) -> Iterator[Finding]:
     """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one."""
     manifest = opened.manifest
+    if opened.format.is_file:  # its neighbours are files of their own
+        return
     known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
     if manifest is not None:
         known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
@@ -249,6 +282,7 @@ def _check_foreign(opened: Opened) -> Iterator[Finding]:
     for name, size in opened.source.list_files(max_depth=max_depth).items():
         # A manifest names every file: all others that hold weights in any tool's format are strange then.
         strange = is_weights(name) if manifest is not None else name.endswith(opened.format.suffix) and size > 0
+        strange = strange and not (opened.format.has_views and is_side_file(name))
         if strange and name not in known:
             hint = "a leftover of an earlier save: remove it if you do not need it"
             yield Finding.warning("unreferenced-file", name, f"{size} bytes that nothing refers to", hint)
@@ -280,6 +314,15 @@ def _check_data(
         on_damage=damaged,
         counting=level == "values",
     )
+    own = {chunk.span for entry in sound for chunk in _firsts(entry) if chunk.crc32 is not None}
+    parts = [_summed_entry(span, crc32) for span, crc32 in opened.sums if span not in own]
+    scan(parts, opened.source, num_workers=num_workers, on_damage=damaged)
+    for entry in sound:
+        if len(entry.chunks) > len({chunk.box for chunk in entry.chunks}):
+            try:
+                opened.resolve(entry)
+            except UnreadableError as error:
+                findings.append(Finding.error("replicas-differ", error.where or "", error.what, error.hint))
     if opened.manifest is not None:
         for entry in sound:
             record = opened.manifest.tensors.get(entry.fqn)
@@ -295,6 +338,12 @@ def _check_data(
             make = Finding.warning if is_asset else Finding.error
             findings.append(make("digest-mismatch", label, "its bytes are not those that were written"))
     return outcome
+
+
+def _summed_entry(span: ByteSpan, crc32: int) -> TensorEntry:
+    """Return a part of a file with its recorded CRC-32 as a tensor of bytes."""
+    entry = copy_span(f"bytes {span.offset}..{span.offset + span.nbytes} of {span.file}", span, 0).source
+    return replace(entry, chunks=(replace(entry.chunks[0], crc32=crc32),))
 
 
 def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[TensorEntry, str, str, bool]]:

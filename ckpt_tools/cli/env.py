@@ -10,7 +10,7 @@ from ckpt_tools.floors import FLOORS, TESTED_TORCH, installed_release, is_older
 
 _PACKAGES = (
     "torch", "safetensors", "huggingface-hub", "typer", "tqdm", "rich", "pyyaml", "numpy", "isal", "xxhash",
-    "transformers", "accelerate", "peft", "bitsandbytes",
+    "transformers", "accelerate", "peft", "diffusers", "bitsandbytes",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, strip_prefix, strip_wrappers
@@ -34,6 +34,9 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
         new_name: Callable[[str], str] = str
     elif strip == "auto":
         model, prefix = find_model(checkpoint)
+        if opened.format.has_views and (root := _only_state_dict(model)):
+            notes.append(f"took {escape_name(root)!r} for the model, as the only state dict (--strip-prefix chooses)")
+            return model_in(opened, root, notes)
         recorded = opened.origin.prefix if opened.origin is not None else ""
         if recorded and all(entry.fqn.startswith(recorded) for entry in model.tensors):
             prefix = recorded  # what `shard --prefix` put there need not be guessed
@@ -66,6 +69,26 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
     renamed = rename(model, new_name)
     names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
     return renamed, names
+
+
+def _only_state_dict(model: Checkpoint) -> str:
+    """Return the keys of a state dict that lies under no trainer's key; "" where there is none.
+
+    Raises:
+        UsageError: There are several.
+    """
+    paths = [entry.path for entry in model.tensors]
+    depth = sum(takewhile(bool, (len(set(keys)) == 1 for keys in zip(*paths, strict=False))))
+    dotted = {path[: depth + 1] for path in paths if len(path) > depth + 1 and "." in str(path[-1])}
+    found = sorted(".".join(map(str, path)) for path in dotted)
+    if len(found) > 1:
+        raise UsageError(
+            f"the file holds {len(found)} state dicts: {first_few(found, 6)}",
+            where=model.root,
+            hint=f"choose one: --strip-prefix {found[0]}; or --strip-prefix none for all, under these names",
+        )
+    is_flat = all(len(path) == depth + 1 for path in paths if path[: depth + 1] not in dotted)
+    return found[0] if found and is_flat else ""
 
 
 def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:

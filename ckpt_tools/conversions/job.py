@@ -149,6 +149,7 @@ def notes_on(opened: Opened) -> list[str]:
         notes.append(note_reading(opened.step))
     elif is_part(os.path.basename(opened.checkpoint.root)):
         notes.append(PART_NOTE)
+    notes += [f"left out, {what}" for what in opened.unread]
     return [*notes, *opened.notes, *opened.format.caveats]
 
 

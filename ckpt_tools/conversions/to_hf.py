@@ -279,7 +279,7 @@ def _assets(opened: Opened, others: AssetList | None) -> AssetList:
 
 def assets_of(opened: Opened) -> AssetList:
     """Return the assets of an open checkpoint."""
-    return [(opened.source, asset) for asset in opened.checkpoint.assets]
+    return opened.own_assets
 
 
 def assets_of_step(opened: Opened, root: Source) -> AssetList:

@@ -64,7 +64,7 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
     if options.tp_plan is not None:
         if options.tp_plan != "auto":
             raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
-        config = config_beside(opened.source)
+        config = config_beside(opened.asset_source or opened.source)
         if config is None:
             raise UsageError(
                 "--tp-plan auto needs the model's config.json beside the weights",

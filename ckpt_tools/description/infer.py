@@ -25,7 +25,9 @@ _MAX_CANDIDATES = 1000
 _MAX_RANKS = 1 << 16
 """Highest world size considered: a grid takes memory for every rank."""
 _RANKED_FILE = re.compile(
-    r"(?:.*/)?(?:__(\d{1,9})_\d+\.distcp|shard-(\d{1,9})-model-\d+-of-\d+\.safetensors)", re.ASCII | re.DOTALL
+    r"(?:.*/)?(?:(?:__(\d{1,9})_\d+\.distcp|model_world_size_\d+_rank_(\d{1,9})\.pt|"
+    r"pytorch_model_fsdp(?:_\d+)?_rank(\d{1,9})\.bin)|shard-(\d{1,9})-model-\d+-of-\d+\.safetensors)",
+    re.ASCII | re.DOTALL,
 )
 _BLOCK = re.compile(r"(?:.*?\.)??(\d+)(?=\.|\Z)", re.ASCII | re.DOTALL)
 
@@ -37,9 +39,10 @@ def rank_of_file(file: str) -> int | None:
     match = _RANKED_FILE.fullmatch(file)
     if match is None:
         return None
-    if match[1] is not None:
-        return int(match[1])
-    return int(match[2]) - 1 if int(match[2]) else None
+    *ranks, number = match.groups()
+    if number is None:
+        return next(int(rank) for rank in ranks if rank is not None)
+    return int(number) - 1 if int(number) else None
 
 
 def block_of(fqn: str) -> tuple[str, int] | None:

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from ckpt_tools.errors import RefusedConfigError
+from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.estimate.run import by_formula, config_of, estimate_of
@@ -36,7 +36,15 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
     from ckpt_tools.models.recipe_of import recipe_of
 
     torch.set_num_threads(1)
-    recipe = recipe_of(found.values, found.where, otherwise=SIZES_HINT)
+    try:
+        recipe = recipe_of(found.values, found.where, otherwise=SIZES_HINT)
+    except RefusedConfigError:
+        raise
+    except UsageError as error:  # without the library, or with a class that it does not know, the weights answer
+        if "_class_name" not in found.values or not os.path.isdir(options.path or ""):
+            raise
+        result = by_formula(options)
+        return replace(result, notes=(f"nothing was run: {error.what}", *result.notes))
     build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     result = estimate_of(options, recipe.title, figures_of(recipe), partial(track, recipe))
     return replace(result, notes=notes_of(recipe, options.seq_len))

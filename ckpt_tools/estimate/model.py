@@ -102,8 +102,12 @@ def _sides(module: nn.Module) -> tuple[int, int] | None:
 
 
 def batch_of(recipe: Recipe, model: nn.Module, case: Case) -> Batch:
-    """Return the recipe's batch on meta, grown (or cut) to the case's samples and tokens."""
-    # Without data from here on: a long sample must not be made to know how long it is.
+    """Return the recipe's batch on meta, of the case's samples and tokens."""
+    # Without data: a long sample must not be made to know how long it is.
+    with torch.device("meta"):
+        sized = recipe.sized_batch(model, samples=case.batch_size, tokens=case.seq_len)
+    if sized is not None:
+        return sized
     batch = {name: tensor.to("meta") for name, tensor in recipe.batch(model, 0).items()}
     # What stands for an image comes first and stays whole; text follows, and is as long as it takes.
     may_cut = "pixel_values" not in batch
@@ -126,6 +130,11 @@ def notes_of(recipe: Recipe, seq_len: int) -> tuple[str, ...]:
     """Return what an estimate of this model, with samples of so many tokens, leaves out."""
     with torch.device("meta"):
         model = recipe.build()
+        batch = recipe.sized_batch(model, samples=1, tokens=seq_len)
+    if batch is not None:
+        shapes = {name: value.shape for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        shown = ", ".join(f"{name} {'×'.join(map(str, dims))}" for name, dims in shapes.items() if len(dims) > 2)
+        return (f"{seq_len} tokens a sample, text included: {shown}",)
     notes = list(recipe.notes_on(recipe.batch(model, 0)))
     positions = max_positions(getattr(model, "config", None))
     if positions is not None and positions < seq_len:

@@ -14,7 +14,7 @@ from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.models.config import config_path, read_config
+from ckpt_tools.models.config import component_of, config_path, read_config
 from ckpt_tools.processes.child import Child
 from ckpt_tools.text import escape_name
 
@@ -34,12 +34,17 @@ def run_estimate(options: EstimateOptions) -> Estimate:
         UnreadableError: A checkpoint without a config that cannot be described.
     """
     start = time.perf_counter()
+    which = ""
+    if options.path is not None:
+        path, which = component_of(options.path)
+        options = replace(options, model=path)
     if config_of(options) is None:
         result = by_formula(options)
     else:
         with start_estimate(options) as child:
             result = child.result(None)
-    return replace(result, seconds=time.perf_counter() - start)
+    notes = (f"estimated is {which}", *result.notes) if which else result.notes
+    return replace(result, notes=notes, seconds=time.perf_counter() - start)
 
 
 def start_estimate(options: EstimateOptions) -> Child[Estimate]:
@@ -92,8 +97,8 @@ def config_of(options: EstimateOptions) -> str | None:
 
 
 def _names_architecture(path: str) -> bool:
-    """Is it a config of transformers? One of diffusers, beside its weights, is not: then these answer."""
-    return bool(read_config(path, hint=SIZES_HINT).values.get("architectures"))
+    """Does it name a class of transformers or diffusers? Otherwise the weights beside it answer."""
+    return read_config(path, hint=SIZES_HINT).architecture is not None
 
 
 def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...]]:

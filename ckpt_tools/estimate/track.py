@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import CkptError
@@ -30,7 +31,7 @@ from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.local import assemble
-from ckpt_tools.models.recipe import Batch, Recipe
+from ckpt_tools.models.recipe import Batch, Recipe, find_loss, loss_of
 
 _CPU = torch.device("cpu")
 _GROUPS = {
@@ -138,10 +139,11 @@ def _track(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory:
     batch = batch_of(recipe, _base_of(model), case)
     shard(model, mesh, recipe, case)
     shapes = {id(p): tuple(local_of(p).shape) for p in model.parameters()}
-    with FakeTensorMode():
+    # Tables of frequencies that a model keeps beside its buffers are real.
+    with FakeTensorMode(allow_non_fake_inputs=True):
         _fill(model, shapes)
-        tokens = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
-        return measure(model, tokens, case)
+        inputs = tree_map_only(torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), batch)
+        return measure(model, inputs, case)
 
 
 def _base_of(model: nn.Module) -> nn.Module:
@@ -174,12 +176,12 @@ def measure(model: nn.Module, batch: Batch, case: Case) -> Memory:
     _fill_state(optimizer)
     tracker = _tracker_class()(model, optimizer)
     tracker.host = _HOST if case.offload else ()
-    tracker.track_inputs(tuple(batch.values()))
+    tracker.track_inputs(tuple(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)))
     with tracker:
         output = model(**batch)
-        loss = output.loss if hasattr(output, "loss") else output
+        loss = loss_of(output, find_loss(output))
         del output  # as trainers do: it holds the logits
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         del loss
         grads = tracker.now()["grads"]
         optimizer.step()

@@ -40,6 +40,8 @@ class Record:
     """What BUILD would have set; None without BUILD."""
     depth: int
     """Reader's bookkeeping: nesting of the content, negative while the record may still change."""
+    content: list[object] | None = None
+    """What would have been added to it, keys and values in turn for a mapping (`_pickle_objects` alone)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

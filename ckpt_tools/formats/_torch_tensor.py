@@ -14,9 +14,16 @@ from ckpt_tools.description.dtypes import BY_TORCH_NAME, BY_TORCH_STORAGE, DType
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
 
+_V1 = "torch._utils._rebuild_tensor"
 _V2 = "torch._utils._rebuild_tensor_v2"
 _V3 = "torch._utils._rebuild_tensor_v3"
 _PARAMETER = "torch._utils._rebuild_parameter"
+_PARAMETER_WITH_STATE = "torch._utils._rebuild_parameter_with_state"
+_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+_PLAIN_TYPES = frozenset(
+    {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
+)
+"""Subclasses whose elements are what any tensor's are; a quantised one's are not."""
 _UNTYPED = "torch.storage.UntypedStorage"
 _HOOKS = "collections.OrderedDict"
 _ALLOWED_GLOBALS = frozenset(
@@ -73,54 +80,91 @@ def parse_tensor_pickle(data: bytes) -> PickledTensor:
             f"the item's data.pkl is not that of a plain tensor: {error.what}",
             hint="sparse, quantised and subclassed tensors cannot be read",
         ) from error
-    if type(value) is Record and value.name == _PARAMETER and value.state is None:
-        if len(value.args) != 3 or type(value.args[1]) is not bool or not _is_no_hooks(value.args[2]):
-            raise UnreadableError("the item's parameter has hooks or is malformed")
-        value = value.args[0]
-    if type(value) is not Record or value.name not in (_V2, _V3) or value.state is not None:
+    tensor = rebuild_tensor(value)
+    if is_expanded(tensor.head):
+        raise UnreadableError("elements of the tensor share memory (an expanded tensor)")
+    return tensor
+
+
+def is_expanded(head: ItemHead) -> bool:
+    """Are elements of a tensor the same bytes, along dims of stride 0?"""
+    return head.strides is not None and any(
+        step == 0 and size > 1 for step, size in zip(head.strides, head.shape, strict=True)
+    )
+
+
+def rebuild_tensor(value: object) -> PickledTensor:
+    """Return the dense tensor that a pickled call would make, a parameter or not.
+
+    Raises:
+        UnreadableError: It would make something else.
+    """
+    value = _unwrap(value)
+    if type(value) is not Record or value.name not in (_V1, _V2, _V3) or value.state is not None:
         name = value.name if isinstance(value, Record | GlobalName) else type(value).__name__
-        raise UnreadableError(f"the item holds a {name}, not a tensor")
+        raise UnreadableError(f"it holds a {name}, not a tensor")
     return _rebuild(value)
 
 
+def _unwrap(value: object) -> object:
+    """Return the call that makes the data of a parameter, or of a subclass that only has another name."""
+    if type(value) is Record and value.name == _FROM_TYPE and value.state is None:
+        match value.args:
+            case (GlobalName(name=function), GlobalName(name=kind), tuple(args), _) if kind in _PLAIN_TYPES:
+                value = Record(function, args, None, 0)
+            case (_, GlobalName(name=kind), *_):
+                raise UnreadableError(f"a {kind} is there, a kind of tensor that is not known")
+    if type(value) is Record and value.name in (_PARAMETER, _PARAMETER_WITH_STATE) and value.state is None:
+        num_args = 3 if value.name == _PARAMETER else 4
+        if len(value.args) != num_args or type(value.args[1]) is not bool or not _is_no_hooks(value.args[2]):
+            raise UnreadableError("the parameter has hooks or is malformed")
+        return value.args[0]
+    return value
+
+
 def _is_no_hooks(value: object) -> bool:
+    if value is None or value == {}:  # as very old files have it; an inert OrderedDict of `_pickle_objects`
+        return True
     return type(value) is Record and value.name == _HOOKS and value.args == () and value.state is None
 
 
 def _rebuild(call: Record) -> PickledTensor:
     args = call.args
+    if call.name == _V1:  # before hooks
+        call = Record(_V2, (*args, False, {}), None, 0)
+        args = call.args
     num_args = 6 if call.name == _V2 else 7
     if len(args) not in (num_args, num_args + 1):
         raise UnreadableError(f"{call.name} has {len(args)} arguments")
     storage, offset, shape, strides, requires_grad, hooks = args[:6]
     if type(requires_grad) is not bool or not _is_no_hooks(hooks):
-        raise UnreadableError("the item's tensor has hooks or is malformed")
+        raise UnreadableError("the tensor has hooks or is malformed")
     if len(args) > num_args:
         _check_flags(args[num_args])
     storage_class, key, num_elems = _storage(storage)
     if call.name == _V2:
-        dtype = BY_TORCH_STORAGE.get(storage_class.removeprefix("torch."))
+        dtype = BY_TORCH_STORAGE.get(storage_class.removeprefix("torch.").removeprefix("cuda."))
     else:
         named = args[6]
         dtype = BY_TORCH_NAME.get(named.name.removeprefix("torch.")) if type(named) is GlobalName else None
         dtype = dtype if storage_class == _UNTYPED else None
     if dtype is None:
-        raise UnreadableError(f"the item's tensor has no dtype that goes with its {storage_class}")
+        raise UnreadableError(f"the tensor has no dtype that goes with its {storage_class}")
     width = dtype.bits * dtype.pack // 8  # bytes of one torch element
     storage_nbytes = num_elems * width if call.name == _V2 else num_elems
     sizes = _numbers(shape, "shape")
     steps = _numbers(strides, "strides")
     (start,) = _numbers((offset,), "storage offset")
     if len(sizes) != len(steps):
-        raise UnreadableError(f"the item's tensor has {len(sizes)} dims and {len(steps)} strides")
+        raise UnreadableError(f"the tensor has {len(sizes)} dims and {len(steps)} strides")
     if dtype.pack > 1 and not sizes:
-        raise UnreadableError(f"the item's tensor is a 0-d {dtype.name}, whose elements come in pairs")
+        raise UnreadableError(f"the tensor is a 0-d {dtype.name}, whose elements come in pairs")
     extent = 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-    if 0 in sizes:
-        extent = 0
+    if 0 in sizes:  # a view of nothing may begin anywhere
+        start = extent = 0
     if (start + extent) * width > storage_nbytes:
         raise UnreadableError(
-            f"the item's tensor ends at byte {(start + extent) * width} of a storage of {storage_nbytes} bytes"
+            f"the tensor ends at byte {(start + extent) * width} of a storage of {storage_nbytes} bytes"
         )
     head = ItemHead(
         dtype=dtype,
@@ -136,23 +180,25 @@ def _storage(value: object) -> tuple[str, str, int]:
     """Return class, key and length of the storage that a persistent id names."""
     if type(value) is Record and value.name == PERSISTENT_ID:
         match value.args[0]:
-            case ("storage", GlobalName(name=name), str(key), str(), int(num_elems)):
+            case ("storage", GlobalName(name=name), str(key), str(), int(num_elems), *view):
+                if len(view) > 1 or (view and view[0] is not None):
+                    raise UnreadableError("the tensor lies in a view of a storage, as only torch before 0.4 wrote them")
                 if not key.isdecimal():
-                    raise UnreadableError("the item's storage has no number for a name")
+                    raise UnreadableError("the storage has no number for a name")
                 if type(num_elems) is int and 0 <= num_elems <= MAX_ELEMS:
                     return name, key, num_elems
-    raise UnreadableError("the item's tensor has no storage")
+    raise UnreadableError("the tensor has no storage")
 
 
 def _check_flags(metadata: object) -> None:
     """Refuse what torch applies lazily on loading: the stored bytes are not the values then."""
     if type(metadata) is not dict:
-        raise UnreadableError("the item's tensor has metadata of an unknown kind")
+        raise UnreadableError("the tensor has metadata of an unknown kind")
     for name, flag in metadata.items():
         if flag is not False:
             shown = name if name in ("conj", "neg") else "unknown"
             raise UnreadableError(
-                f"the item's tensor is stored with a lazy {shown} flag, so its bytes are not its values",
+                f"the tensor is stored with a lazy {shown} flag, so its bytes are not its values",
                 hint="save it again after tensor.resolve_conj().resolve_neg()",
             )
 
@@ -161,24 +207,31 @@ def _numbers(value: object, what: str) -> tuple[int, ...]:
     if type(value) is Record and value.name == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
     if type(value) is not tuple or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in value):
-        raise UnreadableError(f"the {what} of the item's tensor is no tuple of numbers between 0 and 2^62")
+        raise UnreadableError(f"the {what} of the tensor is no tuple of numbers between 0 and 2^62")
     if len(value) > MAX_DIMS:
-        raise UnreadableError(f"the {what} of the item's tensor has {len(value)} dims, PyTorch at most {MAX_DIMS}")
+        raise UnreadableError(f"the {what} of the tensor has {len(value)} dims, PyTorch at most {MAX_DIMS}")
     return value
 
 
 def _logical_strides(dtype: DType, sizes: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return strides in logical elements, or None for a row-major tensor."""
-    dims = [(step, size) for size, step in zip(sizes, steps, strict=True) if size != 1]
-    if 0 in sizes or all(step == math.prod(size for _, size in dims[i + 1 :]) for i, (step, _) in enumerate(dims)):
+    if is_row_major(sizes, steps):
         return None
     needed = 1
-    for step, size in sorted(dims):
+    for step, size in sorted((step, size) for size, step in zip(sizes, steps, strict=True) if size != 1 and step):
         if step < needed:
-            raise UnreadableError("elements of the item's tensor share memory (an expanded tensor)")
+            raise UnreadableError("elements of the tensor share memory")
         needed = step * (size - 1) + needed
     if dtype.pack == 1:
         return steps
     if steps[-1] != 1:
-        raise UnreadableError(f"the item's {dtype.name} tensor is transposed across pairs of elements")
+        raise UnreadableError(f"the {dtype.name} tensor is transposed across pairs of elements")
     return (*(step * dtype.pack for step in steps[:-1]), 1)
+
+
+def is_row_major(sizes: tuple[int, ...], steps: tuple[int, ...]) -> bool:
+    """Do these strides, in elements, lay elements out one after the other?"""
+    dims = [(step, size) for size, step in zip(sizes, steps, strict=True) if size != 1]
+    if 0 in sizes:
+        return True
+    return all(step == math.prod(size for _, size in dims[i + 1 :]) for i, (step, _) in enumerate(dims))

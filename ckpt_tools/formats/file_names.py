@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 
 INDEX_SUFFIX = ".safetensors.index.json"
 """End of the name of an HF index."""
@@ -20,6 +21,15 @@ _HF_ASSETS = (
     "vocab*", "merges.txt", "*.model", "chat_template*", "*processor*.json", "*.jinja", "*.py", "README.md",
     "LICENSE*", "modules.json", "*_Pooling/config.json", "*sentence*.json",
 )  # fmt: skip
+
+_SIDE = re.compile(
+    r"(optim|scheduler|scaler|rng_state|random_states|sampler|training_args|data|extra_state)[\w-]*\.\w+"
+)
+
+
+def is_side_file(name: str) -> bool:
+    """Does a trainer keep a pickle of this name beside the weights?"""
+    return _SIDE.fullmatch(name) is not None
 
 
 def is_weights(name: str) -> bool:

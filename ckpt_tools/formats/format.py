@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
-from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, TensorEntry
 from ckpt_tools.errors import LimitError
 from ckpt_tools.formats.manifest import Manifest, Origin
 from ckpt_tools.formats.steps import Step
@@ -47,6 +47,8 @@ class Format(Protocol):
     """PyTorch's `dcp.load` reads it, whole items at a time; `shard` and `reshard` write it."""
     has_parts: bool = False
     """Its data lie in directories that are checkpoints of their own (`formats.step`)."""
+    has_views: bool = False
+    """Tensors may lie in one another, and bytes between them may be nobody's."""
     unchecked: tuple[str, ...] = ()
     """What no level of `verify` can check in it, in words."""
     caveats: tuple[str, ...] = ()
@@ -116,9 +118,16 @@ class Opened:
     """Files of a training step beside its DCP files (Lightning's meta.pt, RNG states, …): `reshard` carries them along
     as they are, unopened; a model does not need them."""
     notes: tuple[str, ...] = ()
-    """What was done to what the files hold, for people."""
+    """What was done to what the files hold, and what else whoever converts from it should know, for people."""
     step: Step | None = None
     """The step whose model this is, where the path named the step."""
+    unread: tuple[str, ...] = ()
+    """What lies in its files beside tensors and is not read, in words."""
+    asset_source: Source | None = None
+    """Where the assets lie that belong to its model; None for beside its files."""
+    sums: tuple[tuple[ByteSpan, int], ...] = ()
+    """Parts of its files with their recorded CRC-32s, beside those of chunks: whole storages, of which a tensor may be
+    a part."""
     single_names: int = 0
     """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
 
@@ -127,11 +136,18 @@ class Opened:
 
     def __exit__(self, *_: object) -> None:
         self.source.close()
+        if self.asset_source is not None:
+            self.asset_source.close()
+
+    @property
+    def own_assets(self) -> list[tuple[Source, Asset]]:
+        """Files that belong to the model and hold no weights, and where from."""
+        return [(self.asset_source or self.source, asset) for asset in self.checkpoint.assets]
 
     @property
     def assets(self) -> list[tuple[Source, Asset]]:
         """Files that hold no weights, of the checkpoint and beside it, and where from."""
-        return [(self.source, asset) for asset in (*self.checkpoint.assets, *self.beside)]
+        return [*self.own_assets, *((self.source, asset) for asset in self.beside)]
 
     def resolved(self) -> Checkpoint:
         """Return the description with every chunk's span on its raw bytes; reads the items' headers."""

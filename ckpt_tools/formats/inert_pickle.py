@@ -17,7 +17,7 @@ Source: CPython `Lib/pickle.py` and `Modules/_pickle.c` (protocols 2 to 5).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from typing import Any
@@ -52,7 +52,7 @@ _OPCODES_PER_CHECK = 1 << 14
 _FREE_CONTAINERS = 1 << 12
 """Containers and objects that any pickle may have, however short."""
 
-_KEY_TYPES = frozenset({str, int, bool, float, bytes, type(None), GlobalName, Record})
+KEY_TYPES = frozenset({str, int, bool, float, bytes, type(None), GlobalName, Record})
 
 
 def parse_pickle(
@@ -80,7 +80,7 @@ def parse_pickle(
     if len(data) > limits.max_bytes:
         raise LimitError(f"the pickle is {len(data)} bytes long, the limit is {limits.max_bytes}")
     with collector_paused():
-        return _Reader(data, allowed_globals, limits, persistent_ids).read()
+        return Reader(data, allowed_globals, limits, persistent_ids).read()
 
 
 def _match_nothing(_position: int, _stack: list[Any], _memo: list[Any]) -> int:
@@ -89,11 +89,11 @@ def _match_nothing(_position: int, _stack: list[Any], _memo: list[Any]) -> int:
 
 
 @dataclass(slots=True)
-class _Reader:
-    """One run over one pickle."""
+class Reader:
+    """One run over one pickle; what `_pickle_objects` reads in another way are methods."""
 
     data: bytes
-    allowed_globals: frozenset[str]
+    allowed_globals: Container[str]
     limits: PickleLimits
     persistent_ids: bool
     depths: dict[int, int] = field(default_factory=dict)
@@ -101,6 +101,8 @@ class _Reader:
     names: dict[str, GlobalName] = field(default_factory=dict)
     num_records: int = 0
     """Records made by the general loop; those of the fast path take many bytes each."""
+    has_runs: bool = True
+    """Look for what `ObjectRuns` matches."""
 
     def _seal(self, values: Iterable[object]) -> int:
         """Close `values` against changes, for they become part of something; return the greatest depth."""
@@ -151,7 +153,7 @@ class _Reader:
             raise UnreadableError(f"{what} with a key but no value")
         keys = items[::2]
         for kind in set(map(type, keys)):
-            if kind not in _KEY_TYPES:
+            if kind not in KEY_TYPES:
                 raise UnreadableError(f"a dict key is a {kind.__name__}")
         known = len(target)  # type: ignore[arg-type]
         target.update(zip(keys, items[1::2], strict=True))  # type: ignore[attr-defined]
@@ -159,7 +161,7 @@ class _Reader:
             raise UnreadableError("a dict has the same key twice")
         self.depths[id(target)] = min(depth, -1 - inner)
 
-    def _call(self, function: object, args: object, what: str) -> Record:
+    def _call(self, function: object, args: object, what: str) -> object:
         if type(function) is not GlobalName:
             raise UnreadableError(f"{what} on {describe(function)}; it was not executed")
         if type(args) is not tuple:
@@ -214,6 +216,23 @@ class _Reader:
             raise UnreadableError("a global name without an end")
         return str(self.data[start:end], "utf-8")
 
+    def _persistent(self, identifier: object) -> Record:
+        args = (identifier,)
+        return Record(PERSISTENT_ID, args, None, self._seal(args) + 1)
+
+    def _put(self, index: int, memo: list[Any], value: object) -> None:
+        if index != len(memo):
+            raise UnreadableError(f"memo index {index}, the next one is {len(memo)}")
+        memo.append(value)
+
+    def _other(self, op: int, position: int, stack: list[Any], outer: list[list[Any]]) -> int:  # noqa: ARG002
+        """Do what an opcode says that `_loop` does not know, and return the position after it."""
+        raise refused_opcode(op, position - 1)
+
+    def _check_end(self, position: int) -> None:
+        if position != len(self.data):
+            raise UnreadableError(f"{len(self.data) - position} bytes follow the end of the pickle")
+
     def _check_size(self, num_opcodes: int, num_open: int, position: int) -> None:
         """Refuse a pickle that makes more than what was read of it accounts for; called every so many opcodes."""
         limits = self.limits
@@ -246,7 +265,7 @@ class _Reader:
         limits = self.limits
         # The fast path does not look at limits, so it serves only where they allow all that it reads.
         is_wide = limits.max_string_bytes >= 255 and limits.max_int_bytes >= 8 and limits.max_depth >= 16
-        match_object = ObjectRuns(data).match if is_wide else _match_nothing
+        match_object = ObjectRuns(data).match if is_wide and self.has_runs else _match_nothing
         memo: list[Any] = []
         stack: list[Any] = []
         outer: list[list[Any]] = []  # the stacks below each MARK
@@ -313,14 +332,10 @@ class _Reader:
                         stack.append(self._text(i + 1, data[i]))
                         i = end
                     elif op == 0x71:  # BINPUT
-                        if data[i] != len(memo):
-                            raise UnreadableError(f"memo index {data[i]}, the next one is {len(memo)}")
-                        memo.append(stack[-1])
+                        self._put(data[i], memo, stack[-1])
                         i += 1
                     elif op == 0x72:  # LONG_BINPUT
-                        if u32(data, i)[0] != len(memo):
-                            raise UnreadableError(f"memo index {u32(data, i)[0]}, the next one is {len(memo)}")
-                        memo.append(stack[-1])
+                        self._put(u32(data, i)[0], memo, stack[-1])
                         i += 4
                     elif op == 0x8A:  # LONG1
                         stack.append(self._long(i + 1, data[i]))
@@ -391,19 +406,17 @@ class _Reader:
                         stack.append(self._long(i + 4, length))
                         i += 4 + length
                     elif op == 0x51 and self.persistent_ids:  # BINPERSID
-                        args = (stack[-1],)
-                        stack[-1] = Record(PERSISTENT_ID, args, None, self._seal(args) + 1)
+                        stack[-1] = self._persistent(stack[-1])
                     elif op == 0x2E:  # STOP
                         break
                     else:
-                        raise refused_opcode(op, i - 1)
+                        i = self._other(op, i, stack, outer)
                 else:
                     continue
                 break
         finally:
             reached[0] = i
-        if i != len(data):
-            raise UnreadableError(f"{len(data) - i} bytes follow the end of the pickle")
+        self._check_end(i)
         if len(stack) != 1 or outer:
             raise UnreadableError("the pickle leaves more or less than one value")
         return stack[0]

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckpt_tools.errors import ForeignLayoutError, UnreadableError
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME, PICKLES
+from ckpt_tools.formats._torch_file import is_torch_file
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME, PICKLES, is_side_file
 from ckpt_tools.formats.table import detect_format
+from ckpt_tools.text import first_few
 
 _PICKLED = (*PICKLES, ".pkl", ".tar")
 HEAD_BYTES = 96
 """How much of a file tells what it is."""
 
-_READABLE = "pass a safetensors file, a model directory or a DCP checkpoint directory"
-_CONVERT = (
-    "convert them to safetensors first, where you trust them: "
-    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW), or model.save_pretrained"
-)
-_SIDE = re.compile(r"(optimizer|scheduler|scaler|rng_state|random_states|training_args|data|extra_state)[\w-]*\.\w+")
-"""Pickles that a trainer keeps beside the weights."""
+_READABLE = "pass a safetensors or torch.save file, a model directory or a DCP checkpoint directory"
+_CONVERT = "save the weights alone, where you trust them: torch.save(model.state_dict(), NEW), or model.save_pretrained"
 _ZERO = re.compile(r"((bf16|fp16)_)?zero_pp_rank_\d+(_mp_rank_\d+)?(_(model|optim)_states)?\.pt")
 _DEEPSPEED = re.compile(rf"{_ZERO.pattern}|mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt")
+_RANK_FILE = re.compile(
+    r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"
+)
 _MAGIC = (
     (b"GGUF", "a GGUF file", "gather or export from the checkpoint that it was converted from"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "load it with the library that wrote it, and save it as safetensors"),
@@ -38,8 +39,9 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
     path = path.rstrip("/") or path
     if (known := _layout(files, top, path)) is not None:
         return known
-    if any(name.endswith(_PICKLED) and not _SIDE.fullmatch(name) for name in top):
-        return _pickled(path)
+    weights = [name for name in top if name.endswith(_PICKLED) and not is_side_file(name)]
+    if weights:
+        return _pickled(weights, path)
     below = _below(files)
     found = sorted((child for child in below if _is_readable(below[child])), key=_step)
     if found:
@@ -53,8 +55,9 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
         error = explain(below[child], f"{path}/{child}")
         if error.hint != _READABLE:
             return error
-    if any(name.endswith(_PICKLED) for name in top):
-        return _pickled(path)
+    pickles = [name for name in top if name.endswith(_PICKLED)]
+    if pickles:
+        return _pickled(pickles, path)
     return UnreadableError("no tensors here: neither .metadata nor safetensors files", where=path, hint=_READABLE)
 
 
@@ -65,9 +68,11 @@ def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = 
     """
     name = os.path.basename(path)
     directory = os.path.dirname(path) or "."
-    if _is_pickled(head):
-        known = _layout({name: 0}, [name], directory) or _pickled(directory)
-        return UnreadableError(known.what, where=path, hint=known.hint)
+    if is_torch_file(head):
+        hint = f"ckpt reads it by another name, or with --from torch: {shlex.quote(path)}"
+        return UnreadableError("a file that torch.save wrote, by the name of another kind", where=path, hint=hint)
+    if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return ForeignLayoutError("a bare pickle, which ckpt does not execute", where=path, hint=_CONVERT)
     for magic, what, hint in _MAGIC:
         if head.startswith(magic):
             return UnreadableError(f"{what}, which ckpt does not read", where=path, hint=hint)
@@ -81,16 +86,25 @@ def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = 
     return UnreadableError(what, where=path, hint=_READABLE)
 
 
-def _is_pickled(head: bytes) -> bool:
-    """Is this the beginning of what `torch.save` writes, now (a zip, its first record data.pkl) or before 1.6?"""
-    if head.startswith(b"PK\3\4"):
-        length = int.from_bytes(head[26:28], "little")
-        return head[30 : 30 + length].endswith(b"/data.pkl") or length > HEAD_BYTES - 30
-    return len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5
+def _pickled(names: Sequence[str], path: str) -> UnreadableError:
+    """Return the error for pickles of which none is taken: objects, or several files of weights and no index."""
+    saved = [name for name in names if name.endswith(PICKLES)]
+    if not saved:
+        return ForeignLayoutError("only pickled objects, which ckpt does not execute", where=path, hint=_CONVERT)
+    what = f"files of torch.save's, and nothing says which are meant: {first_few(saved)}"
+    return ForeignLayoutError(what, where=path, hint=f"pass one file: {os.path.join(path, saved[0])}")
 
 
-def _pickled(path: str) -> UnreadableError:
-    return ForeignLayoutError("only pickled weights, which ckpt does not execute", where=path, hint=_CONVERT)
+def explain_part(name: str, path: str) -> UnreadableError | None:
+    """Return the error for a file at `path` that by its name is one rank's part of a checkpoint; None for any other."""
+    if _RANK_FILE.fullmatch(name) or _ZERO.fullmatch(name):
+        directory = os.path.dirname(path) or "."
+        known = _layout({name: 0}, [name], directory)
+        hint = f"pass the directory: {directory}"
+        if known is None or _RANK_FILE.fullmatch(name):
+            return UnreadableError("one rank's part of a checkpoint", where=path, hint=hint)
+        return UnreadableError(known.what, where=path, hint=known.hint)
+    return None
 
 
 def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> UnreadableError | None:
@@ -102,8 +116,8 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
             hint = "use_collectives=False writes one metadata file per rank and no .metadata: save without it"
         what = "a DCP checkpoint without .metadata: the save was killed before it finished"
         return UnreadableError(what, where=path, hint=hint)
-    if any(re.fullmatch(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt", name) for name in top):
-        what = "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute"
+    if any(map(_RANK_FILE.fullmatch, top)):
+        what = "files of single ranks without a model's: optimizer or other state"
         return ForeignLayoutError(what, where=path, hint=_verl_hint(files, path))
     if (way_out := _deepspeed_hint(files, path)) is not None:
         return ForeignLayoutError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=way_out)
@@ -113,28 +127,14 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
             where=path,
             hint="save with torch.distributed.checkpoint, or export safetensors from the trainer",
         )
-    if any(re.fullmatch(r"pytorch_model_fsdp(_\d+)?\.bin", name) for name in top):
-        return ForeignLayoutError(
-            "accelerate's pickle of a whole model (FULL_STATE_DICT), which ckpt does not execute",
-            where=path,
-            hint="save with SHARDED_STATE_DICT: ckpt reads its pytorch_model_fsdp_0. Of an adapter under FSDP2, older "
-            "accelerate put rank 0's part alone into this file",
-        )
-    if any(re.fullmatch(r"pytorch_model_fsdp.*\.bin|.*_rank\d+\.bin", name) for name in top):
-        return ForeignLayoutError(
-            "a directory of per-rank pickles (use_dcp=False), which ckpt does not execute",
-            where=path,
-            hint="save with SHARDED_STATE_DICT and DCP, or FULL_STATE_DICT and safetensors",
-        )
     return None
 
 
 def _verl_hint(files: Mapping[str, int], path: str) -> str:
-    """Point at the weights beside verl's own files when there are any: often it saves config and tokenizer alone."""
+    """Point at the weights that verl may have put beside its own files."""
     if any(name.startswith("huggingface/") and name.endswith(".safetensors") for name in files):
         return f"use {path}/huggingface, which holds the model's weights"
-    merge = f"python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir MERGED"
-    return f"merge it with verl itself: {merge}; or let it save `hf_model` too (checkpoint.save_contents)"
+    return "restore the model's files (model_world_size_N_rank_R.pt, pytorch_model_fsdp_0_rankR.bin)"
 
 
 def _deepspeed_hint(files: Mapping[str, int], path: str) -> str | None:
@@ -145,7 +145,7 @@ def _deepspeed_hint(files: Mapping[str, int], path: str) -> str | None:
     if not parts:
         return "run its zero_to_fp32.py with --safe_serialization" if "zero_to_fp32.py" in files else None
     if not any(_ZERO.fullmatch(name.rpartition("/")[2]) for name in parts):
-        return f"its weights are the `module` of {parts[0]}: {_CONVERT}"
+        return f"its weights are the `module` of one file: pass {os.path.join(path, parts[0])}"
     tag = parts[-1].partition("/")[0]
     if "/" not in parts[-1]:  # the directory of one tag
         path, tag = os.path.dirname(path) or ".", os.path.basename(path)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats._torch_file import is_torch_file
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.layouts import HEAD_BYTES, explain, explain_file
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
@@ -56,7 +57,10 @@ def _choose(source: Source, files: Mapping[str, int], path: str, wanted: Format 
     if not is_file:
         raise explain(files, path)
     (name,) = files
-    raise explain_file(path, source.read(name, 0, min(files[name], HEAD_BYTES)))
+    head = source.read(name, 0, min(files[name], HEAD_BYTES))
+    if is_torch_file(head):
+        return find_format("torch")
+    raise explain_file(path, head)
 
 
 def detect(files: Mapping[str, int], *, path: str) -> Format:

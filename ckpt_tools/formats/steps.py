@@ -29,10 +29,12 @@ META_FILE = "meta.pt"
 """What makes a DCP directory a checkpoint of Lightning's."""
 POLICY_PART = "actor"
 """Where verl puts the policy inside of a global_step_N."""
-OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt", "optimizer.safetensors")
-"""Where a trainer puts a whole optimizer beside the model."""
+ROLES = (POLICY_PART, "policy", "critic", "ref")
+"""Directories of the models in a step of verl's or SkyRL's, the one that is trained for its own sake first."""
 _PART = re.compile(r"(pytorch_model_fsdp|optimizer)_(0|[1-9]\d{0,5})", re.ASCII)
-_PICKLED_OPTIMIZER = re.compile(r"optimizer(_\d+)?(_rank\d+)?\.(bin|pt)|optimizer\.safetensors", re.ASCII)
+_OPTIMIZER_FILE = re.compile(
+    r"optimizer(_\d+)?(_rank\d+)?\.(bin|pt)|optimizer\.safetensors|optim_world_size_\d+_rank_\d+\.pt", re.ASCII
+)
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)\w*_rank\d+\.bin", re.ASCII)
 _HOLDS: Mapping[str, Holds] = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
 _TRAINER_STATE = "trainer_state.json"
@@ -76,7 +78,7 @@ class Part:
 class Step:
     """The directory of a step that keeps the model and the optimizer apart."""
 
-    trainer: Literal["accelerate", "trainer"]
+    trainer: Literal["accelerate", "trainer", "verl"]
     parts: tuple[Part, ...]
     """Models before optimizers."""
     beside: tuple[Asset, ...]
@@ -85,7 +87,7 @@ class Step:
     @property
     def title(self) -> str:
         """Whose it is, for people."""
-        return "accelerate's step" if self.trainer == "accelerate" else "the Trainer's step"
+        return {"accelerate": "accelerate's step", "trainer": "the Trainer's step"}.get(self.trainer, "verl's step")
 
     @property
     def models(self) -> tuple[Part, ...]:
@@ -178,6 +180,11 @@ def is_part(directory: str) -> bool:
     return _PART.fullmatch(directory) is not None
 
 
+def is_optimizer_file(name: str) -> bool:
+    """Does a trainer put an optimizer's state, or a rank's part of it, into a file of this name beside the model?"""
+    return _OPTIMIZER_FILE.fullmatch(name) is not None
+
+
 def is_model_part(directory: str) -> bool:
     """Is this what accelerate calls the directory of a model inside of a step?"""
     found = _PART.fullmatch(directory)
@@ -220,7 +227,7 @@ def missing_parts(step: Step) -> Iterator[tuple[str, bool]]:
     was_trained = not step.names.isdisjoint(_SCHEDULERS)
     if not step.models:
         yield MODEL_PART, True
-    is_pickled = any(map(_PICKLED_OPTIMIZER.fullmatch, step.names))
+    is_pickled = any(map(_OPTIMIZER_FILE.fullmatch, step.names))
     has_optimizer = len(there) > len(step.models)
     most = max(len(step.models), len(step.parts) - len(step.models))  # not the highest number: a name may be absurd
     for index in sorted({*range(most), *(part.index for part in step.parts)}):

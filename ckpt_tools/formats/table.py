@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 FORMATS: Mapping[str, str] = {
     "safetensors": "safetensors",
+    "torch": "torch_save",
     "dcp": "dcp",
     "step": "step",
+    "ranks": "rank_files",
     "hf-sharded": "hf_sharded",
     "hf": "hf",
+    "torch-dir": "torch_directory",
 }
 """Name → module of this room, whose `FORMAT` it is. The first one that detects a directory has it. Modules are
 imported when they are needed, so that the names alone cost nothing."""

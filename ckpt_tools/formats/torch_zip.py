@@ -1,7 +1,7 @@
-"""One item of a `.distcp` file: a whole `torch.save` zip that holds one tensor.
+"""What `torch.save` writes: one item of a `.distcp` file, which is a whole zip for one tensor, or a zip with many.
 
-Only stored (uncompressed) entries, only what one dense tensor needs; everything else is refused by name. The
-central directory counts: torch writes local headers without sizes.
+Only stored (uncompressed) entries, and of an item only what one dense tensor needs; everything else is refused by name.
+The central directory counts: torch writes local headers without sizes.
 
 Sources: PKWARE APPNOTE 6.3.10 (zip, zip64); torch `serialization.py`, `_utils.py`, `caffe2/serialize` (2.13).
 """
@@ -23,7 +23,7 @@ from ckpt_tools.formats._torch_zip_writer import CENTRAL, END, END64, LOCAL, LOC
 __all__ = ["ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item", "parse_own_item"]
 
 Read = Callable[[int, int], bytes]
-"""(offset, nbytes) → exactly these bytes of the item."""
+"""(offset, nbytes) → exactly these bytes of the archive."""
 
 _Bounds = tuple[int, ...]
 """Increasing: no entry may reach past the next number."""
@@ -35,6 +35,9 @@ _MAX_SMALL_BYTES = 1 << 16
 """Bound of data.pkl and other small entries, in bytes."""
 _MAX_ARCHIVE_ENTRIES = 1 << 16
 _MAX_ARCHIVE_DIRECTORY_BYTES = 16 << 20
+_MAX_STORAGES = 1 << 20
+"""Entries of a file with many tensors."""
+_MAX_STORAGES_DIRECTORY_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 """Bytes of a record that are read at once for its CRC-32."""
 
@@ -79,7 +82,7 @@ class _Item:
         """Return bytes that must lie inside the item."""
         end = offset + nbytes
         if offset < 0 or end > self.nbytes:
-            raise UnreadableError("the item's directory points outside of the item")
+            raise UnreadableError("the archive's directory points outside of the archive")
         if offset >= self._tail_start:
             return self._tail[offset - self._tail_start : end - self._tail_start]
         if end <= _WINDOW:
@@ -93,7 +96,7 @@ def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemH
     """Read the head of one tensor item.
 
     Args:
-        item_nbytes: Length of the item.
+        item_nbytes: Length of the archive.
         read: Returns (offset, nbytes) of it; called twice for what torch and ckpt write, once when it is small.
         thorough: Look at every entry, also at those that only torch reads, and hold its content against its CRC-32.
 
@@ -109,7 +112,7 @@ def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemH
         raise UnreadableError("the item is not little-endian")
     records = [entry for name, entry in entries.items() if name.startswith(f"{root}data/")]
     if len(records) != 1 or records[0].name != f"{root}data/{pickled.key}":
-        raise UnreadableError(f"the item has {len(records)} data records, one named data/{pickled.key} was expected")
+        raise UnreadableError(f"the archive has {len(records)} data records, one named data/{pickled.key} was expected")
     if thorough:
         _check_entries(item, entries, f"{root}version", records[0], bounds)
     return _head(item, records[0], pickled, bounds)
@@ -174,20 +177,53 @@ def check_archive(nbytes: int, read: Read, *, content: bool = True) -> bool:
             crc32 = zlib.crc32(item.get(start + at, min(_PIECE_BYTES, entry.nbytes - at)), crc32)
         if crc32 != entry.crc32:
             if entry.crc32:
-                raise UnreadableError(f"entry '{entry.name}' of the item is damaged: its CRC-32 differs")
+                raise UnreadableError(f"entry '{entry.name}' of the archive is damaged: its CRC-32 differs")
             is_whole = False
     return is_whole
 
 
+class Record(NamedTuple):
+    """A file of an archive."""
+
+    start: int
+    """First byte of its content in the archive."""
+    nbytes: int
+    crc32: int | None
+    """CRC-32 of its content; None where the writer computed none."""
+
+
+def parse_archive(nbytes: int, read: Read) -> dict[str, Record]:
+    """Return every record of a `torch.save` zip, by its name below the folder that all of them lie in.
+
+    Args:
+        nbytes: Length of the zip.
+        read: Returns (offset, nbytes) of it.
+
+    Raises:
+        UnreadableError: Malformed, compressed, or its records overlap.
+    """
+    item = _Item(nbytes, read)
+    entries, bounds = _parse_directory(
+        item, max_entries=_MAX_STORAGES, max_directory_bytes=_MAX_STORAGES_DIRECTORY_BYTES
+    )
+    root = _root(entries)
+    return {
+        entry.name[len(root) :]: Record(
+            _data_start(item, entry, bounds), entry.nbytes, entry.crc32 if entry.crc32 or not entry.nbytes else None
+        )
+        for entry in entries.values()
+    }
+
+
 def _check_entries(item: _Item, entries: dict[str, _Entry], version: str, record: _Entry, bounds: _Bounds) -> None:
     if version not in entries:
-        raise UnreadableError("the item has no version, without which torch does not load it")
+        raise UnreadableError("the archive has no version, without which torch does not load it")
     for entry in entries.values():
         if entry is record:
             continue
         content = _small(item, entries, entry.name, bounds)
         if entry.crc32 and zlib.crc32(content) != entry.crc32:
-            raise UnreadableError(f"entry '{entry.name}' of the item is damaged: its CRC-32 differs")
+            raise UnreadableError(f"entry '{entry.name}' of the archive is damaged: its CRC-32 differs")
 
 
 def _head(item: _Item, record: _Entry, pickled: PickledTensor, bounds: _Bounds) -> ItemHead:
@@ -216,7 +252,7 @@ def _parse_directory(
     end = item.nbytes - END.size
     magic, disk, start_disk, here, count, nbytes, start, comment = END.unpack(item.get(end, END.size))
     if magic != b"PK\5\6" or comment:
-        raise UnreadableError("the item does not end as a zip does: truncated, or bytes after its end")
+        raise UnreadableError("the archive does not end as a zip does: truncated, or bytes after its end")
     locator = item.get(end - LOCATOR.size, LOCATOR.size) if end >= LOCATOR.size else b""
     if locator.startswith(b"PK\6\7"):
         short = (disk, start_disk, here, count, nbytes, start)
@@ -225,13 +261,13 @@ def _parse_directory(
             short, (0, 0, here, count, nbytes, start), (_FULL16,) * 4 + (_FULL32,) * 2, strict=True
         ):
             if small not in (full, limit):
-                raise UnreadableError("the item's two end records disagree")
+                raise UnreadableError("the archive's two end records disagree")
     if disk or start_disk or here != count:
-        raise UnreadableError("the item is a part of a zip that is split over disks")
+        raise UnreadableError("the archive is a part of a zip that is split over disks")
     if start + nbytes != end:
-        raise UnreadableError(f"the item's directory ends at byte {start + nbytes}, its end record is at {end}")
+        raise UnreadableError(f"the archive's directory ends at byte {start + nbytes}, its end record is at {end}")
     if not 0 < count <= max_entries or nbytes > max_directory_bytes:
-        raise UnreadableError(f"the item's directory has {count} entries in {nbytes} bytes, which is no tensor's")
+        raise UnreadableError(f"the archive's directory has {count} entries in {nbytes} bytes, which is no tensor's")
     entries = _parse_entries(item.get(start, nbytes), count, start)
     return entries, (*(entry.offset for entry in entries.values()), start)
 
@@ -239,10 +275,10 @@ def _parse_directory(
 def _parse_end64(item: _Item, locator: bytes, end: int) -> tuple[int, tuple[int, int, int, int, int, int]]:
     _, disk, offset, num_disks = LOCATOR.unpack(locator)
     if disk or num_disks > 1 or offset + END64.size + LOCATOR.size != end:
-        raise UnreadableError("the item's zip64 locator does not point at the record before it")
+        raise UnreadableError("the archive's zip64 locator does not point at the record before it")
     magic, size, _, _, disk, start_disk, here, count, nbytes, start = END64.unpack(item.get(offset, END64.size))
     if magic != b"PK\6\6" or size != END64.size - 12:
-        raise UnreadableError("the item's zip64 end record is malformed")
+        raise UnreadableError("the archive's zip64 end record is malformed")
     return offset, (disk, start_disk, here, count, nbytes, start)
 
 
@@ -259,23 +295,28 @@ def _parse_entries(directory: bytes, count: int, start: int) -> dict[str, _Entry
             extra = directory[name_end : name_end + extra_length]
             position = name_end + extra_length
             if magic != b"PK\1\2" or comment_length or disk or flags & ~_FLAGS:
-                raise UnreadableError("the item's directory is malformed")
+                raise UnreadableError("the archive's directory is malformed")
             if _FULL32 in (packed, nbytes, offset):
                 nbytes, packed, offset = _widen(extra, nbytes, packed, offset)
             if attributes & _IS_DIRECTORY:
-                raise UnreadableError(f"entry '{name}' of the item is marked as a directory")
+                raise UnreadableError(f"entry '{name}' of the archive is marked as a directory")
+            if "/code/" in name or name.endswith("/constants.pkl"):
+                raise UnreadableError(
+                    "a TorchScript archive: a program with its weights, which ckpt does not read",
+                    hint="where you trust it: torch.save(torch.jit.load(FILE).state_dict(), NEW)",
+                )
             if method or packed != nbytes:
-                raise UnreadableError(f"entry '{name}' of the item is compressed")
+                raise UnreadableError(f"entry '{name}' of the archive is compressed")
             if name in entries:
-                raise UnreadableError(f"the item has two entries '{name}'")
+                raise UnreadableError(f"the archive has two entries '{name}'")
             if offset < previous_end or offset + LOCAL.size + name_length + nbytes > start:
-                raise UnreadableError(f"entry '{name}' of the item overlaps what lies around it")
+                raise UnreadableError(f"entry '{name}' of the archive overlaps what lies around it")
             previous_end = offset + LOCAL.size + name_length + nbytes
             entries[name] = _Entry(name, crc32, nbytes, offset)
     except (struct.error, UnicodeDecodeError) as error:
-        raise UnreadableError("the item's directory is malformed") from error
+        raise UnreadableError("the archive's directory is malformed") from error
     if position != len(directory):
-        raise UnreadableError("the item's directory has bytes after its last entry")
+        raise UnreadableError("the archive's directory has bytes after its last entry")
     return entries
 
 
@@ -297,7 +338,7 @@ def _root(entries: dict[str, _Entry]) -> str:
     first = next(iter(entries))
     root = first[: first.find("/") + 1]
     if not root or not all(name.startswith(root) for name in entries):
-        raise UnreadableError("the item's entries do not share one folder")
+        raise UnreadableError("the archive's entries do not share one folder")
     return root
 
 
@@ -318,16 +359,16 @@ def _data_start(item: _Item, entry: _Entry, bounds: _Bounds) -> int:
         or nbytes not in sizes
         or item.get(entry.offset + LOCAL.size, name_length) != entry.name.encode()
     ):
-        raise UnreadableError(f"entry '{entry.name}' of the item contradicts its directory")
+        raise UnreadableError(f"entry '{entry.name}' of the archive contradicts its directory")
     if start + entry.nbytes > bounds[bisect_right(bounds, entry.offset)]:
-        raise UnreadableError(f"entry '{entry.name}' of the item reaches into what follows it")
+        raise UnreadableError(f"entry '{entry.name}' of the archive reaches into what follows it")
     return start
 
 
 def _small(item: _Item, entries: dict[str, _Entry], name: str, bounds: _Bounds) -> bytes:
     entry = entries.get(name)
     if entry is None:
-        raise UnreadableError(f"the item has no {name}")
+        raise UnreadableError(f"the archive has no {name}")
     if entry.nbytes > _MAX_SMALL_BYTES:
-        raise UnreadableError(f"the item's {name} has {entry.nbytes} bytes")
+        raise UnreadableError(f"the archive's {name} has {entry.nbytes} bytes")
     return item.get(_data_start(item, entry, bounds), entry.nbytes)

@@ -16,7 +16,7 @@ from ckpt_tools.fsdp2.internals import GroupState, snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.local import local_box, placements_of
 from ckpt_tools.fsdp2.lora import adapter_state, add_lora, finish_adapters, load_adapters, load_base
-from ckpt_tools.fsdp2.mesh import build_device_mesh, fsdp_mesh, mesh_of, tp_mesh
+from ckpt_tools.fsdp2.mesh import build_device_mesh, data_rank, fsdp_mesh, mesh_of, tp_mesh
 from ckpt_tools.fsdp2.methods import Methods
 from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
@@ -57,6 +57,7 @@ __all__ = [
     "clip_grad_norm",
     "compare_ranks",
     "compare_traces",
+    "data_rank",
     "diagnose",
     "find_blocks",
     "finish_adapters",

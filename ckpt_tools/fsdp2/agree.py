@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -18,14 +17,9 @@ T = TypeVar("T")
 _GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 
 
-@contextmanager
-def talking_over(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let everything here use a group of its own, of all ranks: in a thread beside the training."""
-    token = _GROUP.set(group)
-    try:
-        yield
-    finally:
-        _GROUP.reset(token)
+def talk_over(group: dist.ProcessGroup | None) -> None:
+    """Let everything here, in this thread, use a group of its own, of all ranks: beside the training."""
+    _GROUP.set(group)
 
 
 def current_group() -> dist.ProcessGroup | None:

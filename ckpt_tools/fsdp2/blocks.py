@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -17,17 +18,18 @@ from ckpt_tools.text import first_few
 Blocks = str | Sequence[str | type]
 """What to wrap: "auto", FQNs, globs on FQNs, classes, or names of classes (also several in one text, with commas)."""
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""They have no forward of their own, around which parameters could be gathered."""
+
+_CACHE = "feat_cache"
+"""What the blocks of Wan's and Qwen-Image's autoencoders (diffusers) keep frames in for each other."""
 
 
 def find_blocks(model: nn.Module, blocks: Blocks = "auto") -> tuple[str, ...]:
     """Return the FQNs of the modules that `blocks` means, children before parents.
 
-    "auto" takes what the model itself says may not be split (transformers' `_no_split_modules`), and without that
-    the modules of every list of at least two modules of one class. Left out are modules without parameters, and
-    those that share parameters with modules outside of them (tied embeddings): FSDP can only manage these in a
-    unit that contains both, which the root does.
+    "auto" takes what the model itself says may not be split (transformers' and diffusers' `_no_split_modules`), and
+    without that the modules of every list of at least two modules of one class. Left out are modules without
+    parameters, those that write into a list that they are given, and those that share parameters with modules outside
+    of them (tied embeddings): FSDP can only manage these in a unit that contains both, which the root does.
 
     Args:
         model: Not yet sharded.
@@ -68,7 +70,7 @@ def _automatic(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
     lists: list[str] = []
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList):
-            kinds = Counter(type(child) for child in module)
+            kinds = Counter(type(child) for child in module if _has_forward(child))
             repeated = {kind for kind, count in kinds.items() if count > 1}
             lists += [f"{name}.{key}" for key, child in module.named_children() if type(child) in repeated]
     # The outermost lists are the layers; lists inside of a layer (heads, experts) are parts of it.
@@ -93,10 +95,18 @@ def _matches(modules: dict[str, nn.Module], wanted: str | type) -> list[str]:
     return [name for name in modules if pattern.fullmatch(name)]
 
 
+def _has_forward(module: nn.Module) -> bool:
+    """Has it a forward, around which parameters could be gathered? Lists and bare `nn.Module()`s have none."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _problem(owners: Owners, module: nn.Module) -> str | None:
     """Say why `module` cannot be a unit of its own, or return None."""
-    if isinstance(module, _CONTAINERS):
+    if not _has_forward(module):
         return f"a {type(module).__name__} has no forward of its own"
+    forward = type(module).forward  # None where callers use registered methods alone
+    if callable(forward) and _CACHE in inspect.signature(forward).parameters:
+        return f"its forward writes into the list {_CACHE}, of which FSDP2 hands it a copy"
     if next(module.parameters(), None) is None:
         return "it has no parameters"
     shared = owners.outside(module)
@@ -109,7 +119,7 @@ def _unusable(owners: Owners, modules: dict[str, nn.Module], wanted: str | type,
     label = wanted if isinstance(wanted, str) else wanted.__name__
     if matches:
         name = matches[0]
-        is_list = isinstance(modules[name], _CONTAINERS)
+        is_list = not _has_forward(modules[name])
         return UsageError(
             f"{label!r} cannot be a unit of its own: {_problem(owners, modules[name])}",
             where=name,

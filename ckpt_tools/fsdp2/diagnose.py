@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.fsdp2.cases import Case, Diagnosis, open_case
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare import compare_traces
@@ -85,6 +86,15 @@ def _loads(case: Case) -> Diagnosis | None:
             return case.build("load-plain" if _is_sharded(case, match[1]) else "load-sharded", match[1])
         if "can require gradients" in case.text:
             return case.build("load-dtype", match[1], f"{match[1]} requires gradients but was given integers")
+    missing, _, unexpected = case.text.partition("Unexpected key(s) in state_dict")
+    if "Missing key(s) in state_dict" in missing and unexpected:
+        lost, found = (
+            {strip_wrappers(key).removeprefix("module."): key for key in re.findall(r'"(.+?)"', part)}
+            for part in (missing, unexpected)
+        )
+        if same := [plain for plain in lost if plain in found]:
+            one, other = lost[same[0]], found[same[0]]
+            return case.build("wrapped-names", one, f"{len(same)} names differ by wrappers: {one} is {other}")
     if "exceeds dimension size" in case.text and case.stack.passes("reset_sharded_param", "load_state_dict"):
         return case.build("load-placement", _owner(case))
     if re.search(r"out tensor to have dtype", case.text) and case.stack.passes("wait_for_unshard"):

@@ -27,7 +27,7 @@ from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
 from ckpt_tools.fsdp2.optimizer import read_optimizer
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.restore import Restored
-from ckpt_tools.fsdp2.state import MODEL_KEY, check_names, model_of, models_of
+from ckpt_tools.fsdp2.state import MODEL_KEY, check_names, model_of, models_of, refuse_shared
 from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
 from ckpt_tools.text import first_few
@@ -153,6 +153,7 @@ def _read_rest(
     """Read everything but the model; nothing is changed."""
     rest = Restored(opened, wanted)
     models = models_of(model, wanted)
+    refuse_shared(models)
     for name, value in wanted.items():
         if isinstance(value, nn.Module) and rest.has(name):
             rest.modules[name] = (value, *read_state(value, opened, strict=strict, prefix=f"{name}."))

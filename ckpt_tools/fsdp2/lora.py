@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
@@ -354,20 +355,36 @@ def adapter_state(model: nn.Module, *, adapter_name: str = "default") -> dict[st
     return {key: _whole(tensor).cpu().contiguous() for key, tensor in state.items()}
 
 
-def load_adapters(model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "auto") -> LoadReport:
+def load_adapters(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    state: Mapping[str, object] | None = None,
+    prefix: str = "auto",
+) -> LoadReport:
     """Load what is trained (adapters, modules trained whole) from what `save_checkpoint(trainable_only=True)` wrote.
 
-    Collective; call it after `load_base`, and before the optimizer is made. The mesh may be another one.
+    Collective; call it after `load_base`. An optimizer is given to this function, or made afterwards. The mesh may be
+    another one.
 
     Args:
         model: With its adapters, sharded or not.
         path: A checkpoint with the model's own names (`base_model.model.<module>.lora_A.default.weight`).
-        prefix: As for `load_checkpoint`.
+        optimizer: As for `load_checkpoint`, and so are the others.
+        state: What else the checkpoint holds, by name.
+        prefix: What the checkpoint's names have in front of the model's.
 
     Raises:
         UnreadableError: A trainable parameter is missing, or there is more than this model trains.
     """
     trained = {strip_wrappers(fqn) for fqn, p in model.named_parameters() if p.requires_grad}
     return load_checkpoint(
-        model, path, prefix=prefix, device=device_of(model), names=lambda name: name if name in trained else None
+        model,
+        path,
+        optimizer=optimizer,
+        state=state,
+        prefix=prefix,
+        device=device_of(model),
+        names=lambda name: name if name in trained else None,
     )

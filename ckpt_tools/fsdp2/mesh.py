@@ -80,3 +80,16 @@ def tp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
     if TP_AXIS not in names:
         return None
     return device_mesh if names == (TP_AXIS,) else device_mesh[TP_AXIS]
+
+
+def data_rank(device_mesh: DeviceMesh) -> tuple[int, int]:
+    """Return which part of the data this rank trains on, and how many parts there are.
+
+    Ranks along `tp` compute one batch together, so they get the same part. For
+    `DistributedSampler(data, num_replicas=parts, rank=part)`.
+
+    Raises:
+        UsageError: The mesh has no axis for FSDP.
+    """
+    ranks = fsdp_mesh(device_mesh).mesh.flatten().tolist()
+    return ranks.index(dist.get_rank()), len(ranks)

@@ -82,6 +82,8 @@ def _outside(case: Case) -> Diagnosis | None:
     line = next((line for line in reversed(case.stack.lines) if not line.is_library), None)
     if line is None:
         return None
+    if any(each.file.endswith("swa_utils.py") and each.code.co_name != "forward" for each in case.stack.lines):
+        return case.build("ema-plain")
     named = [tensor for tensor in named_tensors(line) if isinstance(tensor, DTensor)]
     names = [fqn for tensor in named if case.model is not None and (fqn := find_parameter(case.model, tensor))]
     target = written_tensor(line)
@@ -91,7 +93,8 @@ def _outside(case: Case) -> Diagnosis | None:
             return case.build(
                 "load-plain", fqn, f"{fqn or 'a sharded parameter'} is a DTensor, and was given a plain one"
             )
-        return case.build("ema-plain", names[0]) if names else None
+        # Lists of parameters are named by no line.
+        return case.build("ema-plain", *names[:1]) if names or "_foreach_" in case.text else None
     if any(tensor.ndim == 0 for tensor in named) and not names:
         return case.build("dtensor-in-loss")
     if names and not case.stack.calls:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt_tools.description.checkpoint import BlobEntry, KeyPath, TensorEntry
@@ -22,6 +23,7 @@ from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.local import assemble, read_parts, torch_dtype
 from ckpt_tools.fsdp2.read import BoxReader, as_whole
 from ckpt_tools.fsdp2.state import OPTIMIZER_KEY
+from ckpt_tools.text import first_few
 
 Item = TensorEntry | BlobEntry
 
@@ -61,12 +63,19 @@ def read_optimizer(
     """Read the state for `load_state_dict`, of the optimizer under the key `root`; "" finds it."""
     stored = _Stored(opened, root)
     fqns = {id(parameter): name for name, parameter in names_of(model).items()}
+    names = set(fqns.values())
+    if deeper := [owner for owner in stored.state if owner not in names and owner.rpartition(".")[0] in names]:
+        raise UsageError(
+            f"optimizer state in lists or dicts of its own is not loaded: {first_few(deeper, 4)}",
+            where=opened.source.root,
+            hint="load it with torch.distributed.checkpoint, or start with a new optimizer",
+        )
     reader = BoxReader(opened)
     state: dict[int, dict[str, Any]] = {}
     groups = []
     number = 0
     for group in optimizer.param_groups:
-        names = []
+        members = []
         for parameter in group["params"]:
             name = fqns.get(id(parameter))
             if name is None:
@@ -75,12 +84,12 @@ def read_optimizer(
                     where="load_optimizer",
                     hint="create the optimizer after shard_model and load_checkpoint, which replace parameters",
                 )
-            names.append(name)
+            members.append(name)
         options = {key: value for key, value in group.items() if key != "params"}
-        options |= stored.options(names)
-        options["params"] = list(range(number, number + len(names)))
+        options |= stored.options(members)
+        options["params"] = list(range(number, number + len(members)))
         groups.append(options)
-        for name, parameter in zip(names, group["params"], strict=True):
+        for name, parameter in zip(members, group["params"], strict=True):
             found = stored.state.get(name)
             if found:
                 state[number] = {key: read_item(item, parameter, reader, opened, device) for key, item in found.items()}
@@ -100,7 +109,10 @@ def read_item(
     """Return a stored value: cut like the tensor that it belongs to when it has its shape, else whole."""
     if isinstance(item, TensorEntry) and isinstance(like, torch.Tensor) and item.shape == tuple(like.shape) != ():
         local = read_parts(like, partial(reader.read, as_whole(item), dtype=torch_dtype(item.dtype)))
-        return assemble(local.to(like.device if device is None else device), like)
+        place = like.device if device is None else device
+        if place.type == "meta":
+            place = torch.device(like.device_mesh.device_type if isinstance(like, DTensor) else "cpu")
+        return assemble(local.to(place), like)
     return _whole(item, reader, opened)
 
 

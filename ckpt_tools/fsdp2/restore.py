@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ckpt_tools.description.checkpoint import KeyPath
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.fsdp2.agree import this_rank, world_size
 from ckpt_tools.fsdp2.optimizer import Item, names_of, read_item
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.fsdp2.rng import RngState
-from ckpt_tools.fsdp2.state import MODEL_KEY, OPTIMIZER_KEY, PerRank, Stateful, fill, rebuild
+from ckpt_tools.fsdp2.state import MODEL_KEY, OPTIMIZER_KEY, PerRank, fill, rebuild
 
 _Items = Mapping[KeyPath, Item]
 
@@ -77,12 +79,14 @@ class Restored:
         if isinstance(value, PerRank):
             self._read_own(name, value, items)
             return
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise UsageError("a tensor on meta cannot be filled", where=f"state[{name!r}]", hint="pass None for it")
         like = value.state_dict() if isinstance(value, Stateful) else value
         if isinstance(value, Stateful):
             self._objects[name] = self._rebuild(items, like, name)
         else:
             self.values[name] = self._rebuild(items, like, name)
-            self.missing += tuple(_lacking(like, self.values[name], name))
+            self.missing += tuple(_compare(like, self.values[name], name))
 
     def _read_own(self, name: str, value: PerRank, items: _Items) -> None:
         ranks = sorted({int(path[0]) for path in items if path and str(path[0]).isdecimal()})
@@ -126,12 +130,19 @@ class Restored:
             fill(self._wanted[name], value)
 
 
-def _lacking(like: object, found: object, name: str) -> list[str]:
-    """Return the names that a given value has and the checkpoint's has not."""
-    if not isinstance(like, Mapping) or not isinstance(found, Mapping):
-        return [] if not isinstance(like, torch.Tensor) or isinstance(found, torch.Tensor) else [name]
-    return [
-        fqn
-        for key, inner in like.items()
-        for fqn in (_lacking(inner, found[key], f"{name}.{key}") if key in found else [f"{name}.{key}"])
-    ]
+def _compare(like: object, found: object, name: str) -> list[str]:
+    """Return the names that a given value has and the checkpoint's has not.
+
+    Raises:
+        UsageError: A tensor cannot take what the checkpoint has for it.
+    """
+    if isinstance(like, Mapping) and isinstance(found, Mapping):
+        lacking = [f"{name}.{key}" for key in like if key not in found]
+        both = [key for key in like if key in found]
+        return lacking + [fqn for key in both for fqn in _compare(like[key], found[key], f"{name}.{key}")]
+    if isinstance(like, torch.Tensor) and isinstance(found, torch.Tensor):
+        if like.shape != found.shape or like.is_floating_point() != found.is_floating_point():
+            has, wants = (f"{list(tensor.shape)} {tensor.dtype}" for tensor in (found, like))
+            raise UsageError(f"the checkpoint has {has}, the tensor to fill is {wants}", where=f"state: {name}")
+        return []
+    return [name] if isinstance(like, (Mapping, torch.Tensor)) else []

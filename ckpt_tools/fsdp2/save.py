@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -32,7 +30,7 @@ from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.fsdp2.agree import current_group, from_rank0, gather, talking_over, this_rank, together, world_size
+from ckpt_tools.fsdp2.agree import current_group, from_rank0, gather, talk_over, this_rank, together, world_size
 from ckpt_tools.fsdp2.internals import mesh_axes
 from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import mesh_of
@@ -45,6 +43,13 @@ from ckpt_tools.text import first_few
 
 State = dict[str, Any]
 """Nested state dict: "model" → name → tensor, "optimizer" → "state" and "param_groups", name → train state."""
+_COPIES = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+_last: Future[None] | None = None
+"""The save that runs in the background, or the last one that did."""
+_groups: list[dist.ProcessGroup | None] = [None, None]
+"""The default group, and the group of all its ranks for saves in the background."""
 
 
 def save_checkpoint(
@@ -55,7 +60,6 @@ def save_checkpoint(
     state: Mapping[str, object] | None = None,
     overwrite: bool = False,
     trainable_only: bool = False,
-    extra: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Save model, optimizer and train state as a DCP checkpoint that stock PyTorch loads, with ckpt's manifest.
 
@@ -73,18 +77,13 @@ def save_checkpoint(
             except for DTensors and what is in `PerRank` or is an `RngState`.
         overwrite: Replace an existing checkpoint once the new one is durable.
         trainable_only: Leave frozen parameters of `model` out (adapters).
-        extra: More tensors for the model's part, by name: equal on all ranks, or DTensors.
 
     Raises:
         DestinationExistsError: `path` exists.
         UsageError: Train state that could not be read back, or that differs between ranks.
         CkptError: Anything else that went wrong on another rank; what goes wrong on this one is raised as it is.
     """
-    _prepare(model, optimizer, path, state or {}, overwrite, trainable_only, extra).finish()
-
-
-_last: Future[None] | None = None
-"""The save that runs in the background, or the last one that did."""
+    _prepare(model, optimizer, path, state or {}, overwrite, trainable_only)()
 
 
 def async_save_checkpoint(
@@ -95,21 +94,19 @@ def async_save_checkpoint(
     state: Mapping[str, object] | None = None,
     overwrite: bool = False,
     trainable_only: bool = False,
-    extra: Mapping[str, torch.Tensor] | None = None,
 ) -> Future[None]:
     """Do as `save_checkpoint`, in the background: return once everything is copied to host memory.
 
-    Collective. Training may go on at once. The next save waits for this one. Before the process group is destroyed,
-    and before anything relies on the checkpoint, call `result()` of what is returned, which raises what went wrong.
+    Collective. Training may go on at once, and the next save waits for this one. Call `result()` of what is returned
+    before anything relies on the checkpoint, and before the process group is destroyed: it raises what went wrong.
 
     Args:
-        model: As for `save_checkpoint`, and so are the others.
+        model: This and the others are those of `save_checkpoint`.
         optimizer: Its state is saved too.
         path: A directory that all ranks see.
         state: What else to save, by name.
-        overwrite: Replace an existing checkpoint once the new one is durable.
+        overwrite: Replace an existing checkpoint.
         trainable_only: Leave frozen parameters of `model` out.
-        extra: More tensors for the model's part.
 
     Returns:
         Done when the checkpoint is published, on every rank.
@@ -119,56 +116,13 @@ def async_save_checkpoint(
         UsageError: As `save_checkpoint`.
     """
     global _last  # noqa: PLW0603 - one save at a time in a process
-    group = _own_group()
-    save = _prepare(model, optimizer, path, state or {}, overwrite, trainable_only, extra, copies=True)
-
-    def finish() -> None:
-        with talking_over(group):
-            save.finish()
-
-    executor = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
+    if world_size() > 1 and _groups[0] is not dist.group.WORLD:
+        _groups[:] = dist.group.WORLD, dist.new_group(backend="gloo")
+    finish = _prepare(model, optimizer, path, state or {}, overwrite, trainable_only, copies=True)
+    executor = ThreadPoolExecutor(1, "ckpt-save", initializer=talk_over, initargs=(_groups[1],))
     _last = executor.submit(finish)
     executor.shutdown(wait=False)
     return _last
-
-
-def _own_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks for saves in the background. Collective at the first call."""
-    if world_size() == 1:
-        return None
-    world = dist.group.WORLD
-    if _groups.get("world") is not world:
-        _groups["own"] = dist.new_group(backend="gloo")
-        _groups["world"] = world
-    return _groups["own"]
-
-
-_groups: dict[str, dist.ProcessGroup | None] = {}
-"""The group of `_own_group`, and the default group that it belongs to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Save:
-    """A save whose values are taken."""
-
-    staging: Staging | None
-    """On rank 0."""
-    directory: str
-    state: State
-    own: tuple[str, ...]
-    """Names of train state."""
-    mesh: Mesh | None
-
-    def finish(self) -> None:
-        """Write, check and publish. Collective."""
-        try:
-            together(lambda: _write(self.state, self.own, self.directory))
-            parts = gather(together(lambda: _digests(self.directory)))
-            digests = {name: digest for part in parts for name, digest in part.items()}
-            together(lambda: None if self.staging is None else _publish(self.staging, self.state, digests, self.mesh))
-        finally:
-            if self.staging is not None:
-                self.staging.discard()
 
 
 def _prepare(
@@ -178,11 +132,10 @@ def _prepare(
     own: Mapping[str, object],
     overwrite: bool,
     trainable_only: bool,
-    extra: Mapping[str, torch.Tensor] | None,
     *,
     copies: bool = False,
-) -> _Save:
-    """Take the destination, and every value as it is now (`copies`: in host memory). Collective."""
+) -> Callable[[], None]:
+    """Take the destination, and every value as it is now (`copies`: in host memory). Collective, as what it returns."""
     if _last is not None:
         wait([_last])
     destination = os.fspath(path)
@@ -196,71 +149,58 @@ def _prepare(
         staging.begin()
         return staging.directory
 
-    try:
-        directory = from_rank0(begin)
-
-        def take() -> State:
-            check_names(own)
-            state = _state_of(model, optimizer, trainable_only=trainable_only, extra=extra)
-            return state | _parts_of(model, own)
-
-        state = together(take) | collect(own)
-        if copies:
-            state = together(lambda: cast("State", DefaultStager(_COPIES).stage(state)))
-        return _Save(staging=staging, directory=directory, state=state, own=tuple(own), mesh=_mesh(model, state))
-    except BaseException:
+    def discard() -> None:
         if staging is not None:
             staging.discard()
+
+    def finish() -> None:
+        try:
+            together(lambda: _write(state, own, directory))
+            parts = gather(together(lambda: _digests(directory)))
+            digests = {name: digest for part in parts for name, digest in part.items()}
+            together(lambda: None if staging is None else _publish(staging, state, digests, mesh))
+        finally:
+            discard()
+
+    try:
+        directory = from_rank0(begin)
+        state = together(lambda: _parts_of(model, optimizer, own, trainable_only)) | collect(own)
+        if copies:
+            state = together(lambda: cast("State", DefaultStager(_COPIES).stage(state)))
+        mesh = _mesh(model, state)
+    except BaseException:
+        discard()
         raise
+    return finish
 
 
-_COPIES = StagingOptions(
-    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-)
-
-
-def _state_of(
-    model: nn.Module, optimizer: Optimizer | None, *, trainable_only: bool, extra: Mapping[str, torch.Tensor] | None
-) -> State:
-    _check_values(model, "model")
-    options = StateDictOptions(ignore_frozen_params=trainable_only)
-    state: State = {MODEL_KEY: get_model_state_dict(model, options=options)}
-    if trainable_only:  # what 4-bit layers add to a state dict belongs to their frozen weights
-        beside = tuple(f"{strip_wrappers(name)}." for name, p in model.named_parameters() if not p.requires_grad)
-        state[MODEL_KEY] = {name: t for name, t in state[MODEL_KEY].items() if not name.startswith(beside)}
-    clash = sorted(set(extra or ()) & set(state[MODEL_KEY]))
-    if clash:
-        raise UsageError(f"the model has tensors of its own named {first_few(clash, 4)}", where="extra")
-    state[MODEL_KEY] |= extra or {}
-    if optimizer is not None:
-        state[OPTIMIZER_KEY] = get_optimizer_state_dict(model, optimizer, options=options)
-    return state
-
-
-def _parts_of(model: nn.Module, own: Mapping[str, object]) -> State:
-    """Return the state of the modules and optimizers among train state."""
+def _parts_of(model: nn.Module, optimizer: Optimizer | None, own: Mapping[str, object], trainable_only: bool) -> State:
+    """Return the state of all modules and optimizers."""
+    check_names(own)
     models = models_of(model, own)
     found: State = {}
-    for name, value in own.items():
+    for name, value in {MODEL_KEY: model, OPTIMIZER_KEY: optimizer, **own}.items():
+        is_part = trainable_only and name in (MODEL_KEY, OPTIMIZER_KEY)
+        options = StateDictOptions(ignore_frozen_params=is_part)
         if isinstance(value, nn.Module):
-            _check_values(value, f"state[{name!r}]")
-            found[name] = get_model_state_dict(value)
+            meta = [fqn for fqn, tensor in (*value.named_parameters(), *value.named_buffers()) if tensor.is_meta]
+            if meta:
+                raise UsageError(
+                    f"{len(meta)} tensors of the model have no values: {first_few(meta, 4)}",
+                    where=f"save_checkpoint: {name}",
+                    hint="load a checkpoint first",
+                )
+            found[name] = get_model_state_dict(value, options=options)
         elif isinstance(value, Optimizer):
-            found[name] = get_optimizer_state_dict(model_of(value, name, models), value)
+            owner = model if value is optimizer else model_of(value, name, models)
+            found[name] = get_optimizer_state_dict(owner, value, options=options)
+    if trainable_only:  # what 4-bit layers add to a state dict belongs to their frozen weights
+        beside = tuple(f"{strip_wrappers(name)}." for name, p in model.named_parameters() if not p.requires_grad)
+        found[MODEL_KEY] = {name: t for name, t in found[MODEL_KEY].items() if not name.startswith(beside)}
     return found
 
 
-def _check_values(model: nn.Module, where: str) -> None:
-    meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if meta:
-        raise UsageError(
-            f"{len(meta)} tensors of the model have no values: {first_few(meta, 4)}",
-            where=where,
-            hint="load a checkpoint first",
-        )
-
-
-def _write(state: State, own: Sequence[str], directory: str) -> None:
+def _write(state: State, own: Iterable[str], directory: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as it should be
         save(
@@ -275,7 +215,7 @@ def _write(state: State, own: Sequence[str], directory: str) -> None:
 class _Planner(DefaultSavePlanner):
     """The stock planner, which forgets empty dicts: those of train state are stored as items."""
 
-    def __init__(self, own: Sequence[str]) -> None:
+    def __init__(self, own: Iterable[str]) -> None:
         super().__init__(dedup_save_to_lowest_rank=True)
         self._own = own
 

@@ -164,8 +164,14 @@ def named_tensors(line: Line) -> Iterator[torch.Tensor]:
 
 
 def written_tensor(line: Line) -> torch.Tensor | None:
-    """Return what the failing expression of a line writes in place: `average` in `average.mul_(d).add_(w)`."""
+    """Return what a failing line writes in place: `average` in `average.mul_(d).add_(w)`, `w` in `w[0] = x`."""
     for node in ast.walk(_expression(line) or ast.Pass()):
+        written: list[ast.AST] = [node.target] if isinstance(node, ast.AugAssign) else []
+        if isinstance(node, ast.Assign):
+            written = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
+        for target in written:
+            if isinstance(value := _look_up(target, line.frame), torch.Tensor):
+                return value
         name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
         if not name.endswith("_") or name.endswith("__"):
             continue

@@ -12,10 +12,11 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -33,17 +34,6 @@ OPTIMIZER_KEY = "optimizer"
 """Under which the optimizer lies."""
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What knows its own state: schedulers, data loaders, your own classes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take a state."""
 
 
 class PerRank:
@@ -87,6 +77,25 @@ def models_of(model: nn.Module, state: Mapping[str, object]) -> dict[str, nn.Mod
     return {MODEL_KEY: model} | {name: value for name, value in state.items() if isinstance(value, nn.Module)}
 
 
+def refuse_shared(models: Mapping[str, nn.Module]) -> None:
+    """Refuse models that share a parameter in modules of their own: a load would give each another one.
+
+    Raises:
+        UsageError: Two do.
+    """
+    holders: dict[int, tuple[str, set[int]]] = {}
+    for name, model in models.items():
+        own: dict[int, set[int]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                own.setdefault(id(parameter), set()).add(id(module))
+        for key, modules in own.items():
+            other, theirs = holders.setdefault(key, (name, modules))
+            if modules != theirs:
+                what = f"{other} and {name} share a parameter in different modules"
+                raise UsageError(what, where="load_checkpoint", hint="put both models into one nn.ModuleDict")
+
+
 def model_of(optimizer: Optimizer, name: str, models: Mapping[str, nn.Module]) -> nn.Module:
     """Return the model whose parameters an optimizer has.
 
@@ -104,14 +113,21 @@ def model_of(optimizer: Optimizer, name: str, models: Mapping[str, nn.Module]) -
     )
 
 
-def leaves(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the keys of everything that DCP stores as one item, and the item; of an empty dict the dict."""
+def leaves(value: object, path: KeyPath, *, wants_text: bool = False) -> Iterator[tuple[KeyPath, object]]:
+    """Yield the keys of everything that DCP stores as one item, and the item; of an empty dict the dict.
+
+    Raises:
+        UsageError: With `wants_text`, a key is not text: it would come back as text.
+    """
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from leaves(inner, (*path, str(key)))
+            if wants_text and type(key) is not str:
+                what = f"the key {key!r} is not text, and would come back as text"
+                raise UsageError(what, where=f"state: {fqn_of(path)}")
+            yield from leaves(inner, (*path, str(key)), wants_text=wants_text)
     elif isinstance(value, list) and any(map(_is_flattened, value)):
         for index, inner in enumerate(value):
-            yield from leaves(inner, (*path, index))
+            yield from leaves(inner, (*path, index), wants_text=wants_text)
     else:
         yield path, value
 
@@ -131,47 +147,35 @@ def collect(state: Mapping[str, object]) -> dict[str, Any]:
     Raises:
         UsageError: Something that could not be read back, or a value that differs between ranks.
     """
+    taken: dict[str, Any] = {}
 
-    def take() -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-        taken, digests = {}, {}
+    def take() -> dict[str, dict[str, str]]:
+        digests = {}
         for name, value in state.items():
             digests[name] = {name: type(value).__name__}
             if isinstance(value, (nn.Module, Optimizer)):
                 continue
-            if not isinstance(value, Stateful):
-                _check_keys(value, (name,))
             taken[name] = value.state_dict() if isinstance(value, Stateful) else value
-            found = _digests(taken[name], name)
+            try:
+                found = _digests(taken[name], name, wants_text=not isinstance(value, Stateful))
+            except RecursionError:
+                raise UsageError("it is nested too deeply, or contains itself", where=f"state: {name}") from None
             if not isinstance(value, PerRank):
                 digests[name] = found
-        return taken, digests
+        return digests
 
-    taken, digests = together(take)
-    _check_equal(digests)
+    _check_equal(together(take))
     return taken
 
 
-def _check_keys(value: object, path: KeyPath) -> None:
-    """Refuse keys that come back as others; an object's own state tells at the load what they were."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if type(key) is not str:
-                raise UsageError(
-                    f"the key {key!r} is not text, and would come back as text", where=f"state: {fqn_of(path)}"
-                )
-    if isinstance(value, (Mapping, list)):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            _check_keys(inner, (*path, key))
-
-
-def _digests(value: object, name: str) -> dict[str, str]:
+def _digests(value: object, name: str, *, wants_text: bool) -> dict[str, str]:
     """Return name → digest of every leaf; that of a DTensor, which every rank has a part of, says nothing.
 
     Raises:
         UsageError: One could not be read back.
     """
     found: dict[str, str] = {}
-    for path, leaf in leaves(value, (name,)):
+    for path, leaf in leaves(value, (name,), wants_text=wants_text):
         fqn = fqn_of(path)
         if fqn in found:
             raise UsageError(f"two values would both be stored as {fqn!r}", where="state", hint="rename one key")
@@ -276,7 +280,8 @@ def fill(target: object, value: object) -> None:
     elif isinstance(target, MutableMapping) and isinstance(value, Mapping):
         for key, inner in value.items():
             own = target.get(key)
-            if isinstance(own, (torch.Tensor, MutableMapping)) and isinstance(inner, (torch.Tensor, Mapping)):
+            is_kept = isinstance(own, torch.Tensor) and isinstance(inner, torch.Tensor) and not own.is_meta
+            if is_kept or (isinstance(own, MutableMapping) and isinstance(inner, Mapping)):
                 fill(own, inner)
             else:
                 target[key] = inner

@@ -59,7 +59,7 @@ def around(fqn: str) -> Iterator[str]:
 
 
 def find_parameters(model: nn.Module, globs: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the FQNs of parameters that match a glob, or lie in a module that does; wrappers' names need not be there.
+    """Return the FQNs of parameters that match a glob, or lie in a module that does, with or without wrappers.
 
     Raises:
         UsageError: A glob that matches nothing.
@@ -68,12 +68,17 @@ def find_parameters(model: nn.Module, globs: Sequence[str], where: str) -> tuple
     for pattern in globs:
         glob = compile_glob(pattern)
         fqns = (fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
-        names_of = {fqn: {*around(fqn), *around(strip_wrappers(fqn))} - {""} for fqn in fqns}
-        found = [fqn for fqn, known in names_of.items() if any(map(glob.fullmatch, known))]
+        found = [fqn for fqn in fqns if any(map(glob.fullmatch, filter(None, _names(fqn))))]
         if not found:
             raise UsageError(f"{pattern!r} matches no parameter and no module", where=where)
         names += found
     return tuple(dict.fromkeys(names))
+
+
+def _names(fqn: str) -> Iterator[str]:
+    """Yield what a glob may mean by a parameter: its names and its modules', as they are and without wrappers."""
+    yield from around(fqn)
+    yield from around(strip_wrappers(fqn))
 
 
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:

@@ -192,9 +192,7 @@ def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
 
 
 def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
-    """Return the parameters that FSDP does not manage: what `globs` name, scalars, and what has no elements.
-
-    `fully_shard` refuses the 0-d ones, and cannot reduce the empty ones.
+    """Return what FSDP does not manage: what `globs` name, and parameters of no dim or no element, which it refuses.
 
     Raises:
         UsageError: One is trainable: nobody would average its gradient. Or a glob matches nothing.
@@ -202,17 +200,14 @@ def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
     chosen = set(find_parameters(model, globs, "Policy.ignored"))
     found = []
     for fqn, parameter in model.named_parameters():
-        if not parameter.numel():
-            found.append(fqn)
-            continue
-        if parameter.dim() and fqn not in chosen:
-            continue
-        if parameter.requires_grad:
-            what, hint = ("scalar cannot be sharded", "make it a parameter of shape (1,), or freeze it")
-            if parameter.dim():
-                what, hint = ("parameter is ignored by FSDP", "freeze it, or leave it out of Policy.ignored")
+        is_scalar, is_named = not parameter.dim(), fqn in chosen
+        if (is_scalar or is_named) and parameter.requires_grad:
+            what, hint = "scalar cannot be sharded", "make it a parameter of shape (1,), or freeze it"
+            if not is_scalar:
+                what, hint = "parameter is ignored by FSDP", "freeze it, or leave it out of Policy.ignored"
             raise UsageError(f"a trainable {what}, so its gradient would never be averaged", where=fqn, hint=hint)
-        found.append(fqn)
+        if is_scalar or is_named or not parameter.numel():
+            found.append(fqn)
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from ckpt_tools.checks.values import VALUE_CODES
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
@@ -61,7 +62,7 @@ def refuse_broken_adapter(path: str) -> None:
 def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: int) -> tuple[Kind, list[str]]:
     """Check that every checkpoint in the directory is complete, and that no part of one is left out.
 
-    The structure is checked as `ckpt verify --level structure` does; where a manifest has digests, the bytes too.
+    It is checked as `ckpt verify --level values` does; what is strange about values is noted, and does not refuse.
 
     Returns:
         What the directory holds, and what the user should know before others do.
@@ -75,8 +76,8 @@ def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: i
     for name in sorted(chosen):
         if name.endswith(".safetensors"):
             refuse_dead(source, read_file(source, name))
-    num_tensors = sum(_check_checkpoint(source, name, chosen, num_workers) for name in _directories(chosen))
-    notes = []
+    notes: list[str] = []
+    num_tensors = sum(_check_checkpoint(source, name, chosen, num_workers, notes) for name in _directories(chosen))
     pickles = [path for path in chosen if path.endswith(_PICKLES)]
     if pickles:
         notes.append(f"{first_few(pickles)}: pickled: loading them runs any code that they contain")
@@ -125,8 +126,10 @@ def _directories(chosen: Iterable[str]) -> list[str]:
     )
 
 
-def _check_checkpoint(source: Source, directory: str, chosen: Mapping[str, int], num_workers: int) -> int:
-    """Check what lies in one directory; returns the number of tensors."""
+def _check_checkpoint(
+    source: Source, directory: str, chosen: Mapping[str, int], num_workers: int, notes: list[str]
+) -> int:
+    """Check what lies in one directory, and add to `notes`; returns the number of tensors."""
     root = os.path.join(source.root, directory)
     prefix = f"{directory}/" if directory else ""
     inside = {path.removeprefix(prefix) for path in chosen if path.startswith(prefix)}
@@ -142,7 +145,7 @@ def _check_checkpoint(source: Source, directory: str, chosen: Mapping[str, int],
             raise
     else:
         with opened:
-            num_tensors = _check_opened(opened, root, inside, num_workers)
+            num_tensors = _check_opened(opened, root, inside, num_workers, notes)
             seen = set(opened.checkpoint.files)
     with Source(root) as beside:
         for name in here:
@@ -162,7 +165,7 @@ def _check_parts(root: str, names: list[str]) -> None:
         )
 
 
-def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int) -> int:
+def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int, notes: list[str]) -> int:
     missing = sorted(set(opened.checkpoint.files) - inside)
     if missing and len(missing) < len(opened.checkpoint.files):
         raise UsageError(
@@ -172,10 +175,10 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int)
         )
     if missing:
         return 0
-    level: Literal["structure", "data"] = "structure" if opened.manifest is None else "data"
-    result = verify(opened, level=level, num_workers=num_workers)
-    if not result.ok:
-        raise _not_whole(result.errors, root)
+    result = verify(opened, level="values", num_workers=num_workers)
+    if errors := [finding for finding in result.errors if finding.code not in VALUE_CODES]:
+        raise _not_whole(errors, root)
+    notes += [f"{each.code}: {each.where}: {each.what}" for each in result.findings if each.code in VALUE_CODES]
     if not result.tensors:
         raise UnreadableError("a checkpoint without a single tensor", where=root)
     return result.tensors

@@ -16,9 +16,14 @@ from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.opening import read_document
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.source import Source
+from ckpt_tools.text import escape_name
 
 CONFIG_NAME = "config.json"
 """Its name beside the weights."""
+PIPELINE_NAME = "model_index.json"
+"""What the directory of a diffusers pipeline has instead; every component has a directory and a config of its own."""
+_TRAINED = ("transformer", "unet", "prior", "decoder")
+"""Components that are trained, the usual one first."""
 MAX_CONFIG_BYTES = 16 << 20
 """Longer ones are no configs of models: real ones have some kilobytes, a megabyte with many labels."""
 
@@ -42,6 +47,29 @@ class ModelConfig:
 def config_path(model: str) -> str:
     """Return the path of the config.json that `model` names: the file, or the directory that holds it."""
     return os.path.join(model, CONFIG_NAME) if os.path.isdir(model) else model
+
+
+def component_of(path: str) -> tuple[str, str]:
+    """Return the directory of the component that is trained, for that of a diffusers pipeline, and which it is.
+
+    Any other path is returned as it is, with nothing to say.
+
+    Raises:
+        UsageError: The pipeline has no such component here.
+    """
+    if not os.path.isfile(os.path.join(path, PIPELINE_NAME)):
+        return path, ""
+    components = sorted(name for name in os.listdir(path) if os.path.isfile(os.path.join(path, name, CONFIG_NAME)))
+    found = next((name for name in _TRAINED if name in components), None)
+    if found is None:
+        listed = ", ".join(escape_name(name) for name in components) or "no component with a config.json"
+        raise UsageError(
+            f"a diffusers pipeline without a transformer or unet: it has {listed}",
+            where=path,
+            hint=f"name one of its directories: {os.path.join(path, components[0])}" if components else None,
+        )
+    others = ", ".join(escape_name(name) for name in components if name != found) or "none"
+    return os.path.join(path, found), f"the {found} of the diffusers pipeline (other components: {others})"
 
 
 def read_config(model: str, *, hint: str | None = None) -> ModelConfig:

@@ -154,7 +154,8 @@ class _Drawing:
         unit = 2 ** max(0, levels - 1) if "UNet" in self.title or self.title == "ControlNetModel" else 1
         patch = _last(config.get("patch_size")) or 1
         is_packed = re.fullmatch(_TOKENS, self.title) is not None
-        self.frames = 2 if re.search("3D|Video|Motion|I2V|Temporal|ConsisID", self.title) else 1
+        is_film = re.search("3D|Video|Motion|I2V|Temporal|ConsisID", self.title) is not None
+        self.frames = _last(config.get("video_length")) or (2 if is_film else 1)
         grid = max(2, round(math.sqrt(wanted.latents / self.frames)))
         grid = math.ceil(grid / unit) * unit
         side = grid * (1 if is_packed else patch)

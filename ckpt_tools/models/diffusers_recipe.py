@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.floors import refuse_older
 from ckpt_tools.models.computed import parameters_on_meta
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe
 from ckpt_tools.models.diffusers_inputs import Wanted, draw
@@ -18,6 +17,8 @@ from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch
 
 _SMALL = Wanted(samples=BATCH_SIZE, latents=16, text=8)
+_MAX_TEXT = 512
+"""Tokens of text: what FLUX's and most pipelines cut at, beside 4096 for a picture of 1024 × 1024 pixels."""
 _ZERO_STD = 0.02
 """Of what a class sets to zero: the output of a fresh model would be zero, and so would nearly every gradient."""
 _TARGET_SEED = 20
@@ -55,6 +56,11 @@ class DiffusersRecipe(ConfigRecipe):
         """Draw what forward takes, for a small picture."""
         return self.draw(model, _SMALL)
 
+    def sized_batch(self, model: nn.Module, *, samples: int, tokens: int) -> Batch:
+        """Draw what forward takes: of a sample's tokens a ninth, 512 at most, are text, the others latents."""
+        text = min(_MAX_TEXT, tokens // 9)
+        return self.draw(model, Wanted(samples=samples, latents=tokens - text, text=text))
+
     def draw(self, model: nn.Module, wanted: Wanted) -> Batch:
         """Draw what forward takes, on the default device.
 
@@ -78,14 +84,13 @@ class DiffusersRecipe(ConfigRecipe):
 def _find_class(name: object, where: str, otherwise: str) -> Any:  # noqa: ANN401 - a class of diffusers
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
         raise UsageError("the config names no class", where=where, hint=otherwise)
-    refuse_older("diffusers", f"building a {name}")
     try:
         import diffusers
     except ModuleNotFoundError as error:
         raise UsageError(
             f"building a {name} needs diffusers",
             where=where,
-            hint=f"pip install diffusers, or {otherwise}",
+            hint=f"pip install 'ckpt-tools[diffusers]', or {otherwise}",
         ) from error
     diffusers.utils.logging.set_verbosity_error()
     found = getattr(diffusers, name, None)

@@ -55,6 +55,10 @@ class Recipe(ABC):
         """Return what this batch does not try."""
         return ()
 
+    def sized_batch(self, model: nn.Module, *, samples: int, tokens: int) -> Batch | None:  # noqa: ARG002 - most cannot
+        """Return a batch of this size on the default device; None where that of a seed is to be grown."""
+        return None
+
     def blocks(self, model: nn.Module) -> Any:  # noqa: ANN401 - what `shard_model` takes
         """Return the units to wrap, as the model itself says."""
         return getattr(model, "fsdp_blocks", "auto")

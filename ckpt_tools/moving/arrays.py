@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.moving.counts import count_values
 
 Array = NDArray[Any]
 """Of any of the types below."""
@@ -50,6 +51,6 @@ def bytes_of(array: Array) -> memoryview:
 
 
 def is_finite(array: Array) -> bool:
-    """Is every element a number? Several times as fast as np.isfinite: 0 times what is not finite is not 0."""
-    with np.errstate(invalid="ignore"):
-        return not np.any(np.multiply(array, 0, dtype=np.promote_types(array.dtype, np.float32)))
+    """Is every element a number?"""
+    counts = count_values(bytes_of(array), dtype_of(array))
+    return counts is None or counts.is_finite

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools.checks.values import glance
 from ckpt_tools.checks.verify import Verification, verify
 from ckpt_tools.description.checkpoint import Checkpoint, Finding
 from ckpt_tools.description.infer import infer_mesh
@@ -14,7 +15,7 @@ from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_FILES, OPTIMIZER_PART, POLICY_PART, is_model_part
+from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part, is_optimizer_file
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import config_path
 from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
@@ -29,6 +30,8 @@ from ckpt_tools.text import escape_name
 
 COMPARE = "ckpt_tools.preflight.meta_model:compare"
 """What runs in the child."""
+GLANCE_BYTES = 128 << 20
+"""Of the smallest tensors, whose values are looked at."""
 _SAMPLE_BYTES = 1 << 16
 """Of two tied tensors, to see whether they are the same."""
 _SAVES_OPTIMIZER: Mapping[str, str] = {
@@ -82,7 +85,7 @@ class CheckpointMatch:
 def check_checkpoint(
     path: str, spec: ParallelSpec, *, model: str | None, resumes: bool = False, cuts: Sequence[str] = ()
 ) -> CheckpointMatch:
-    """Hold a checkpoint against the model, the mesh and the dtypes of a config. Headers are read, no weights.
+    """Hold a checkpoint against the model, the mesh and the dtypes of a config. Of the weights few are read.
 
     Args:
         path: A checkpoint of any format, or an accelerate checkpoint that holds one.
@@ -113,6 +116,10 @@ def _check(
     verified = verify(opened, level="structure", num_workers=1)
     findings = list(verified.findings)
     not_checked: list[str] = []
+    if verified.ok:
+        strange, unseen = glance(opened, most_bytes=GLANCE_BYTES)
+        findings += strange
+        not_checked += filter(None, [unseen])
     if resumes:
         findings += _check_optimizer(checkpoint, path, spec)
     mesh = shard_mesh(spec.mesh)
@@ -224,7 +231,7 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
     for directory in {path, parent} if is_model_part(os.path.basename(path)) else {path}:
         if os.path.exists(os.path.join(directory, OPTIMIZER_PART, METADATA_NAME)):
             return
-        if any(os.path.exists(os.path.join(directory, name)) for name in OPTIMIZER_FILES):
+        if os.path.isdir(directory) and any(map(is_optimizer_file, os.listdir(directory))):
             return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start over with these weights as the base model")

@@ -49,6 +49,12 @@ def check_mesh(
     if not format_of(checkpoint).is_sharded and spec.framework != "torchtitan":
         yield _whole_read(checkpoint, where, mesh, spec)
         return
+    ranks = len(checkpoint.files)
+    if format_of(checkpoint).has_views and ranks != (world := spec.world_size or mesh.world_size):
+        what = f"{ranks} ranks saved a file each, and the run has {world}: its trainer gives every rank its own file"
+        way = f"resume on {ranks} ranks; or start from the weights: ckpt gather {where} NEW"
+        yield Finding.error("checkpoint-mesh", where, what, way)
+        return
     files = max(one.num_files for one in reads)
     read = max(one.read_bytes for one in reads)
     needed = max(one.needed_bytes for one in reads)

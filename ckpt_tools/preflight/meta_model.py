@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import torch
@@ -28,7 +28,7 @@ from ckpt_tools.models.recipe import call, find_loss, loss_of
 from ckpt_tools.models.recipe_of import recipe_of
 from ckpt_tools.placement.place import place_tensors
 from ckpt_tools.placement.rule import Rule
-from ckpt_tools.placement.tp_plan import find_tp_plan, import_model_class, tp_plan_rules
+from ckpt_tools.placement.tp_plan import find_tp_plan, tp_plan_rules
 from ckpt_tools.preflight.comparison import (
     MAX_ELEMS,
     Comparison,
@@ -64,7 +64,8 @@ def compare(look: Look, here: Here) -> ModelView:
         # All is read. From here on nothing of the model's is opened.
         foreign = tuple(path if os.path.isdir(path) else os.path.dirname(path) for path in paths)
         subject = f"a {facts.architecture or 'model'}"
-        import_model_class(config.values)
+        with suppress(Exception):  # what is missing or broken is told when it is built
+            recipe_of(config.values, config.where)  # which imports the model's class
         build_behind_walls(here, subject=subject, where=config.where, foreign=foreign)
         return _describe(look, facts, config, opened, cuts)
 

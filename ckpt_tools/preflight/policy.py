@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ckpt_tools.preflight.configs.commands import read_script
 from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.configs.read import understand
 from ckpt_tools.preflight.configs.schema import dtype_name
+from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.text import first_few
 
 _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -142,12 +143,14 @@ def _document(config: object, plugin: Mapping[str, Any]) -> Document:
         section = {names.get(name, name): value for name, value in section.items()}
         section = {name if name == "fsdp_version" else f"fsdp_{name}": value for name, value in section.items()}
         return Document(path="the plugin", values={"distributed_type": "FSDP", "fsdp_config": section})
-    if isinstance(config, Mapping):
-        return Document(path="the options", values=config)
-    text = str(config)
-    if "--" in text:
-        return Document(path="the command", commands=read_script(text).commands)
-    return read_document(text)
+    if isinstance(config, str) and "--" in config:
+        return Document(path="the command", commands=read_script(config).commands)
+    document = (
+        Document(path="the options", values=config) if isinstance(config, Mapping) else read_document(str(config))
+    )
+    if document.values is not None and "train" in document.values and "config" not in document.values:
+        return replace(document, values={"config": {"process": [document.values]}})  # a process of ai-toolkit's alone
+    return document
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - enums, functions and torch's policies
@@ -170,7 +173,7 @@ def _dtype(value: object) -> torch.dtype | None:
 
 
 def _options(values: Mapping[str, object]) -> dict[str, Any]:
-    section = values.get("fsdp_config", values.get("train", values))
+    section = values.get("fsdp_config", find_value(values, "config.process[0].train") or values)
     return {str(k).removeprefix("fsdp_"): v for k, v in section.items()} if isinstance(section, Mapping) else {}
 
 

@@ -29,7 +29,7 @@ _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _DEPTH = re.compile(
-    r"(num_hidden_layers|num_layers|n_layers?|num_(decoder|encoder)_layers|(encoder|decoder)_layers|depth)"
+    r"(num_hidden_layers|num_layers|n_layers?|num_(decoder|encoder|single|refiner)_layers|(encoder|decoder)_layers|depth)"
 )
 _TOKEN = re.compile(r".*token(_id|_index)(_.*)?|.*_token_id|decoder_start_token_id")
 
@@ -85,7 +85,7 @@ def _shrink_width(part: dict[str, Any]) -> tuple[int, int]:
     hidden_key = _first(part, _HIDDEN)
     heads_key = _first(part, _HEADS)
     if hidden_key is None or heads_key is None:
-        return 0, 0
+        return _shrink_product(part)
     hidden, heads = part[hidden_key], part[heads_key]
     kv_key = _first(part, _KV_HEADS)
     kv = part[kv_key] if kv_key else heads
@@ -117,6 +117,17 @@ def _shrink_width(part: dict[str, Any]) -> tuple[int, int]:
         elif key in ("word_embed_proj_dim", "embedding_size", "d_embed") and value == hidden:
             part[key] = new_hidden
     return hidden, new_hidden
+
+
+def _shrink_product(part: dict[str, Any]) -> tuple[int, int]:
+    """Narrow a model of diffusers, whose width is heads times their width, and perhaps said once more."""
+    heads, width = part.get("num_attention_heads"), part.get("attention_head_dim")
+    if "_class_name" not in part or type(heads) is not int or type(width) is not int:
+        return 0, 0
+    hidden, new = heads * width, min(heads, 2) * width
+    part |= {key: new for key, value in part.items() if value == hidden}
+    part["num_attention_heads"] = min(heads, 2)
+    return hidden, new
 
 
 def _shrink_rope(part: Mapping[str, Any], head_dim: int, new: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.file_names import is_weights
-from ckpt_tools.models.config import CONFIG_NAME, config_path, read_config
+from ckpt_tools.models.config import CONFIG_NAME, component_of, config_path, read_config
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name
 
@@ -40,7 +40,7 @@ def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, che
     if checkpoint is not None and not os.path.lexists(checkpoint):
         raise UsageError("there is no such checkpoint", where=checkpoint, hint="--checkpoint takes a path")
     missing: list[str] = []
-    directory = _find_model(spec, config_path, model, missing)
+    directory = _component(_find_model(spec, config_path, model, missing), missing)
     described = None if directory is None else _described(directory, missing, passed=model is not None)
     weights = directory if directory is not None and _has_weights(directory) else None
     resumes = False
@@ -98,13 +98,24 @@ def _cached(name: str) -> str | None:
     return os.path.dirname(found) if isinstance(found, str) else None
 
 
+def _component(directory: str | None, missing: list[str]) -> str | None:
+    """Return the component that is trained, where `directory` is that of a diffusers pipeline."""
+    if directory is None:
+        return None
+    try:
+        found, what = component_of(directory)
+    except UsageError as error:
+        missing.append(f"the model's classes, names and shapes: {error.what}")
+        return None
+    if what:
+        missing.append(f"the other parts of {escape_name(directory)}: the model is {what}")
+    return found
+
+
 def _described(directory: str, missing: list[str], *, passed: bool) -> str | None:
     """Return `directory` when its config.json describes a transformers model; say what it is otherwise."""
     path = config_path(directory)
     where = escape_name(directory)
-    if os.path.isfile(os.path.join(directory, "model_index.json")):
-        missing.append(f"the model's classes, names and shapes: {where} is a diffusers pipeline")
-        return None
     if not os.path.isfile(path) or not path.endswith(".json"):
         if passed:
             raise UsageError(
@@ -114,11 +125,8 @@ def _described(directory: str, missing: list[str], *, passed: bool) -> str | Non
             )
         missing.append(f"the model's classes, names and shapes: there is no config.json in {where}")
         return None
-    document = read_config(path).values
-    if not document.get("architectures"):
-        kind = document.get("_class_name")
-        what = f"describes a {escape_name(kind)} of diffusers" if isinstance(kind, str) else "names no architecture"
-        missing.append(f"the model's classes, names and shapes: {where} {what}, which transformers cannot build")
+    if read_config(path).architecture is None:
+        missing.append(f"the model's classes, names and shapes: {where} names no architecture")
         return None
     return directory
 

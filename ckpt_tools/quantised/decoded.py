@@ -105,7 +105,7 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
         raise UsageError(
             f"ckpt does not decode {settings.get('quant_method')!r}", where=where, hint=f"it does: {known}"
         )
-    found = scheme.find({entry.fqn: entry for entry in opened.checkpoint.tensors}, settings)
+    found = scheme.find({entry.fqn: entry for entry in opened.checkpoint.tensors}, settings, _Reader(opened))
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
     return found, config.values
@@ -161,11 +161,10 @@ class DecodedSource(Source):
         self, opened: Opened, tensors: tuple[Quantised, ...], floats: DType, documents: Mapping[str, bytes]
     ) -> None:
         self.__dict__.update(opened.source.__dict__)  # descriptors, identities: whoever closes this closes that
-        self._opened = opened
+        self._read = _Reader(opened)
         self._floats = floats
         self._tensors = {_PREFIX + one.fqn: one for one in tensors}
         self._documents = documents
-        self._local = threading.local()
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -226,11 +225,18 @@ class DecodedSource(Source):
         for start in range(0, len(target), _PIECE_ELEMS):
             piece = target[start : start + _PIECE_ELEMS]
             with np.errstate(all="ignore"):
-                values = one.decode(self._read_run, first + start, len(piece))
+                values = one.decode(self._read, first + start, len(piece))
                 piece[:] = values.astype(numpy_dtype(self._floats), copy=False)
 
-    def _read_run(self, entry: TensorEntry, first: int, count: int) -> Bytes:
-        """Read stored elements, wherever their chunks lie."""
+
+class _Reader:
+    """Reads runs of stored elements, wherever their chunks lie; from any thread."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._local = threading.local()
+
+    def __call__(self, entry: TensorEntry, first: int, count: int) -> Bytes:
         import numpy as np
 
         reader: BytesReader | None = getattr(self._local, "reader", None)

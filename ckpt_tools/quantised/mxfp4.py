@@ -38,7 +38,7 @@ class Mxfp4(Scheme):
 
     method = "mxfp4"
 
-    def find(self, tensors: Tensors, settings: Settings) -> Found:  # noqa: ARG002 - nothing in them changes the layout
+    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG002
         """By the endings of names; see the protocol."""
         found = tuple(_quantised(fqn, entry, tensors) for fqn, entry in with_ending(tensors, _BLOCKS))
         names = {one.fqn for one in found}

@@ -71,8 +71,13 @@ class Scheme(Protocol):
     method: str
     """Value of `quant_method` in config.json."""
 
-    def find(self, tensors: Tensors, settings: Settings) -> Found:
+    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
         """Return the tensors that are stored in this way.
+
+        Args:
+            tensors: All of the checkpoint, by name.
+            settings: What config.json says of the scheme.
+            read: For small ones that say how another is stored.
 
         Raises:
             UnreadableError: A part of one is missing, or has not the shape that it must have.
@@ -114,6 +119,13 @@ def refuse(settings: Settings, key: str, *known: object) -> None:
     value = settings.get(key)
     if value not in known:
         raise UsageError(f"quantization_config has {key} {value!r}, which ckpt does not decode")
+
+
+def read_bytes(read: ReadRun, entry: TensorEntry, start: int, stop: int) -> Bytes:
+    """Return bytes [start, stop) of a tensor whose dtype is only its storage."""
+    size = entry.dtype.num_bytes(1)
+    first = start // size
+    return read(entry, first, -(-stop // size) - first)[start - first * size : stop - first * size]
 
 
 def with_ending(tensors: Tensors, ending: str) -> Iterator[tuple[str, TensorEntry]]:

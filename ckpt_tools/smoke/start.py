@@ -14,6 +14,8 @@ from ckpt_tools.checks.verify import verify
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.models.config import component_of
+from ckpt_tools.options import AnyPath
 from ckpt_tools.processes.child import Child
 from ckpt_tools.processes.journal import events_path, read_events
 from ckpt_tools.processes.ranks import Outcome
@@ -55,8 +57,10 @@ def run_smoke(
         CkptError: The ranks could not be started.
     """
     refuse_older("torch", "smoke")
+    source, model = map(_component, (options.source, options.model))
+    options = replace(options, source=source, model=model)
     label = options.label
-    options = replace(options, source=absolute(options.source), model=absolute(options.model))
+    options = replace(options, source=absolute(source), model=absolute(model))
     # Schedulers set RANK and WORLD_SIZE as well, for processes of which each may start ranks of its own.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         speak = on_abandoned or _print_findings
@@ -83,6 +87,10 @@ def run_smoke(
     if launched.report is None:
         raise RuntimeError("the launcher has returned no report")
     return check.add_to(replace(launched.report, source=label))
+
+
+def _component(path: AnyPath | None) -> AnyPath | None:
+    return None if path is None else component_of(os.fspath(path))[0]
 
 
 def _speak_for_ranks(

@@ -340,7 +340,7 @@ def make(path, *names, content=b""):
         ),
         (["adapter_model.bin", "adapter_config.json"], "a pickled adapter", "save it again"),
         (["adapter_config.json"], "the adapter's tensors were not saved", "sharded checkpoint"),
-        (["notes.txt"], "no tensors here", "pass a safetensors file"),
+        (["notes.txt"], "no tensors here", "pass a safetensors"),
     ],
 )
 def test_directory_without_an_adapter_that_can_be_read_is_refused_with_the_way_out(tmp_path, files, what, hint):

@@ -806,16 +806,12 @@ def run_disagreement(rank, world_size, name, traces, port_file):
     return None
 
 
-def run_all(rank, world_size):
-    """What was said of those that raise and of those that do not."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
-    return run_breakages(mesh), run_silent(mesh)
-
-
-def run_breakages(mesh):
-    """Every breakage with and without a watch: name → what was said."""
+def run_breakages(mesh, names):
+    """Breakages with and without a watch: name → what was said."""
     said = {}
     for name, breakage in BREAKAGES.items():
+        if name not in names:
+            continue
         for watched in (False, True):
             dist.barrier()
             torch.manual_seed(0)
@@ -842,10 +838,12 @@ def _run_one(breakage, mesh, watched):
     return "no error", "", "", before + codes, ""
 
 
-def run_silent(mesh):
-    """Every silent breakage: name → findings."""
+def run_silent(mesh, names):
+    """Silent breakages: name → findings."""
     said = {}
     for name, (_, _, function) in SILENT.items():
+        if name not in names:
+            continue
         dist.barrier()
         torch.manual_seed(0)
         said[name] = function(mesh)

@@ -13,6 +13,8 @@ from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import Policy, audit, build_device_mesh, parse_policy, shard_model, watch
 
+pytestmark = pytest.mark.full
+
 
 class Bagel(Net):
     """A root of three entries besides forward; the longer ones call the shorter, and use parameters afterwards."""

@@ -31,7 +31,7 @@ class Broken(dict):
     def __len__(self):
         return 1
 
-    def __iter__(self):
+    def items(self):
         raise OSError("the disk of this rank is gone")
 
 
@@ -62,8 +62,8 @@ def save_with_failures(rank, world_size, source, out):
     dist.barrier()  # rank 0 begins by making a staging directory
     seen = {}
     seen["exists"] = error_of(save_checkpoint, model, optimizer, out / "good")
-    extra = Broken() if rank == 1 else {}
-    seen["state"] = error_of(save_checkpoint, model, optimizer, out / "good", overwrite=True, extra=extra)
+    state = {"more": Broken() if rank == 1 else {}}
+    seen["state"] = error_of(save_checkpoint, model, optimizer, out / "good", overwrite=True, state=state)
     dist.barrier()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
@@ -77,7 +77,7 @@ def save_with_failures(rank, world_size, source, out):
     seen["changed"] = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     seen["listing"] = sorted(os.listdir(out))
     dist.barrier()
-    save_checkpoint(model, optimizer, out / "good", overwrite=True, extra={"more": torch.arange(3.0)})
+    save_checkpoint(model, optimizer, out / "good", overwrite=True, state={"more": torch.arange(3.0)})
     return seen
 
 
@@ -102,7 +102,7 @@ def test_failure_on_one_rank_fails_all_and_leaves_the_destination(tmp_path):
     assert both[0]["load"][0] == "UnreadableError"
     assert "rank 1" in both[0]["load"][1]
     assert api.verify(out / "good").ok
-    assert "model.more" in {entry.fqn for entry in api.open_checkpoint(out / "good").tensors}
+    assert "more" in {entry.fqn for entry in api.open_checkpoint(out / "good").tensors}
 
 
 def load_from_rank_0(rank, world_size, directory):
@@ -334,8 +334,3 @@ def test_destination_that_exists_is_kept(tmp_path):
     with pytest.raises(UsageError, match="only replaces checkpoints"):
         save_checkpoint(Pair(), None, tmp_path / "x", overwrite=True)
     assert (tmp_path / "x" / "note").read_text() == "mine"
-
-
-def test_extra_that_clashes_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"last\.bias"):
-        save_checkpoint(Pair(), None, tmp_path / "x", extra={"last.bias": torch.ones(2)})

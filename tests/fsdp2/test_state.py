@@ -297,7 +297,7 @@ def test_values_come_back_in_place_and_in_the_report(tmp_path):
         "noise": torch.arange(6.0).reshape(2, 3).t(),
         "half": {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.tensor(True), "none": torch.zeros(0, 4)},
         "nan": float("nan"),
-        "long": 2**127 - 1,
+        "generator": np.random.default_rng(1).bit_generator.state,
     }
     save_checkpoint(Net(), None, tmp_path / "step", state=values)
     mine = torch.zeros(3, 2)
@@ -305,7 +305,7 @@ def test_values_come_back_in_place_and_in_the_report(tmp_path):
     half_a = half["a"]
     asked = dict.fromkeys(values) | {"noise": mine, "half": half}
     report = load_checkpoint(Net(), tmp_path / "step", state=asked)
-    for name in ("step", "none", "text", "table", "long"):
+    for name in ("step", "none", "text", "table", "generator"):
         assert report.state[name] == values[name], name
         assert type(report.state[name]) is type(values[name])
     assert report.state["nan"] != report.state["nan"]
@@ -344,6 +344,77 @@ def test_optimizer_of_an_unknown_model_is_refused(tmp_path):
         save_checkpoint(Net(), None, tmp_path / "step", state={"ref": Net().to("meta")})
 
 
+@pytest.mark.parametrize(
+    ("saved", "given", "error", "message"),
+    [
+        (3, {"step": 0}, UnreadableError, "lacks train state: x"),
+        (torch.ones(1), torch.zeros(3), UsageError, r"has \[1\] torch.float32, the tensor to fill is \[3\]"),
+        ({"a": torch.ones(2)}, {"a": torch.zeros(2, dtype=torch.int64)}, UsageError, "fill is .* at: state: x.a"),
+        (torch.ones(2), torch.zeros(2, device="meta"), UsageError, "on meta cannot be filled"),
+    ],
+    ids=["number-for-dict", "broadcast", "dtype", "meta"],
+)
+def test_what_cannot_take_the_value_is_refused_before_anything_changes(tmp_path, saved, given, error, message):
+    save_checkpoint(Net(1), None, tmp_path / "step", state={"x": saved})
+    model = Net(2)
+    with pytest.raises(error, match=message):
+        load_checkpoint(model, tmp_path / "step", state={"x": given})
+    assert torch.equal(model.last.weight, Net(2).last.weight)
+
+
+def test_tensors_on_meta_in_a_dict_are_replaced(tmp_path):
+    save_checkpoint(Net(), None, tmp_path / "step", state={"x": {"a": torch.ones(2)}})
+    given = {"a": torch.zeros(2, device="meta")}
+    load_checkpoint(Net(), tmp_path / "step", state={"x": given})
+    assert given["a"].tolist() == [1, 1]
+
+
+def test_two_optimizers_of_one_model_come_back(tmp_path):
+    def make():
+        model = Net(1, drops=0.0)
+        split = [[p for p in model.parameters() if (p.dim() == 2) is wide] for wide in (False, True)]
+        return model, torch.optim.AdamW(split[0], lr=1e-2), torch.optim.Muon(split[1], lr=1e-2)
+
+    def step(model, *optimizers):
+        model(torch.ones(2, 6)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.last.weight.tolist()
+
+    model, adam, muon = make()
+    step(model, adam, muon)
+    save_checkpoint(model, adam, tmp_path / "step", state={"muon": muon})
+    again, other, second = make()
+    load_checkpoint(again, tmp_path / "step", optimizer=other, state={"muon": second})
+    assert step(again, other, second) == step(model, adam, muon)
+
+
+def test_state_that_would_come_back_in_part_is_refused(tmp_path):
+    model = Net(drops=0.0)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.arange(12.0).reshape(2, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    save_checkpoint(model, optimizer, tmp_path / "step")
+    with pytest.raises(UsageError, match=r"in lists or dicts of its own is not loaded: first\.weight\."):
+        load_checkpoint(model, tmp_path / "step", optimizer=optimizer)
+    other = Net(3)
+    other.first.weight = model.first.weight
+    save_checkpoint(model, None, tmp_path / "two", state={"other": other})
+    with pytest.raises(UsageError, match="share a parameter in different modules"):
+        load_checkpoint(model, tmp_path / "two", state={"other": other})
+    loop = []
+    loop.append(loop)
+    with pytest.raises(UsageError, match="contains itself; at: state: loop"):
+        save_checkpoint(model, None, tmp_path / "three", state={"loop": loop})
+
+
 def test_async_save_keeps_what_was_there_when_it_was_called(tmp_path):
     run = Run()
     run.step()
@@ -360,6 +431,25 @@ def test_async_save_keeps_what_was_there_when_it_was_called(tmp_path):
     assert api.verify(tmp_path / "later").ok
     with pytest.raises(DestinationExistsError):
         async_save_checkpoint(run.actor, None, tmp_path / "later")
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"shuffle": True, "num_workers": 2}], ids=["plain", "workers"])
+def test_torchdata_loader_goes_on_where_it_was(tmp_path, options):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata's loader is not installed")
+
+    def make():
+        return loaders.StatefulDataLoader(list(range(40)), batch_size=4, **options)
+
+    torch.manual_seed(0)
+    loader = make()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    save_checkpoint(Net(), None, tmp_path / "step", state={"data": PerRank(loader)})
+    again = make()
+    load_checkpoint(Net(), tmp_path / "step", state={"data": PerRank(again)})
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in batches]
 
 
 # On ranks.
@@ -422,7 +512,27 @@ def load_on_ranks(rank, world_size, out):
     before = draws()
     run.load(out, strict=False)
     losses = [run.step() for _ in range(2)]
-    return state, weights, moments, losses, draws(), before
+    drawn = draws()
+    if world_size == 2:
+        plain = {name: tensor.tolist() for name, tensor in weights.items()}
+        assert by_stock_load(rank, out) == (state["seen"], state["step"], before, plain)
+    return state, weights, moments, losses, drawn, before
+
+
+def by_stock_load(rank, out):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+
+    run = Run(mesh_of(2), rank=rank)
+    model, optimizer = get_state_dict(run.actor, run.optimizer)
+    state = {"model": model, "optimizer": optimizer, "critic": get_model_state_dict(run.critic), "ema": run.ema}
+    state |= {"rng": RngState(), "data": PerRank(run.loader), "progress": run.progress}
+    dcp.load(state, checkpoint_id=out)
+    set_state_dict(run.actor, run.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    run.critic.load_state_dict(state["critic"])
+    weights = {name: p.detach().full_tensor().tolist() for name, p in run.critic.named_parameters()}
+    drawn = draws()
+    return run.loader.seen, run.progress["step"], drawn, weights
 
 
 @pytest.fixture(scope="module")
@@ -447,12 +557,12 @@ def test_ranks_resume_bitwise_with_their_own_streams_and_places(saved):
 def test_another_number_of_ranks_gets_the_same_weights_and_says_what_else(saved):
     out, _ = saved
     two = run_ranks(2, load_on_ranks, out / "step")
-    for world_size in (1, 3):
+    for world_size in (1, 4):
         results = run_ranks(world_size, load_on_ranks, out / "step")
         for rank, (state, weights, moments, _, _, before) in enumerate(results):
             assert state["missing"] == ("data",)
             assert "each rank has its own" in " ".join(state["notes"])
-            expected = "are not continued" if world_size == 1 else "ranks 2 to 2 begin streams of their own"
+            expected = "are not continued" if world_size == 1 else "ranks 2 to 3 begin streams of their own"
             assert expected in " ".join(state["notes"])
             assert all(torch.equal(weights[name], two[0][1][name]) for name in weights)
             assert all(torch.equal(moments[name], two[0][2][name]) for name in moments)

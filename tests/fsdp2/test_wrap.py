@@ -7,6 +7,7 @@ import torch
 from fsdp2 import models
 from fsdp2.ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ckpt_tools.description.layout import Shard, parse_mesh
 from ckpt_tools.errors import CkptError, UsageError
@@ -103,6 +104,23 @@ def test_blocks_that_cannot_be_are_refused_with_the_reason(blocks, message, hint
         find_blocks(Net(), blocks)
     assert message in caught.value.what
     assert hint in caught.value.hint
+
+
+class Cached(Block):
+    def forward(self, x, feat_cache=None):
+        return super().forward(x)
+
+
+def test_module_without_forward_or_with_a_list_to_write_into_is_no_block():
+    """Levels of `nn.Module()`, as many autoencoders have them; caches of frames, as Wan's has them."""
+    model = nn.Module()
+    model.levels = nn.ModuleList(nn.Module() for _ in range(2))
+    for level in model.levels:
+        level.blocks = nn.ModuleList(Block() for _ in range(2))
+    model.frames = nn.ModuleList(Cached() for _ in range(2))
+    assert sorted(find_blocks(model)) == [f"levels.{a}.blocks.{b}" for a in range(2) for b in range(2)]
+    with pytest.raises(UsageError, match="its forward writes into the list feat_cache"):
+        find_blocks(model, "frames.*")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "bert", "t5", "llava"])
@@ -262,6 +280,8 @@ def refusals(rank, world_size):
         fine["world"] = error.what
     inferred = build_device_mesh("dp_replicate=1,fsdp=-1")
     fine["inferred"] = str(mesh_of(inferred)), inferred.device_type
+    nameless = shard_model(nn.Sequential(nn.Linear(4, 4)), DeviceMesh("cpu", torch.arange(2)))
+    fine["nameless"] = nameless.placements["0.weight"]
     return seen, fine
 
 
@@ -318,6 +338,7 @@ def test_plan_says_what_was_done(judged):
         assert "sharded already" in fine["twice"][1]
         assert fine["world"] == "the mesh dp_shard=4 has 4 ranks, the process group has 2"
         assert fine["inferred"] == ("dp_replicate=1,dp_shard=2", "cpu")
+        assert fine["nameless"] == {"dp_shard": Shard(0)}
 
 
 def test_plan_with_tp_is_what_the_parameters_became(judged):

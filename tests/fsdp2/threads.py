@@ -62,6 +62,21 @@ def ema_by_lerp(mesh):
     return shard(net, mesh), run
 
 
+@breaks("ema-plain", "", "torch._foreach_lerp_(")
+def ema_of_lists(mesh):
+    averages = [parameter.detach().clone() for parameter in Net().parameters()]
+    return shard(Net(), mesh), lambda model: torch._foreach_lerp_(averages, list(model.parameters()), 0.1)
+
+
+@breaks("load-plain", "head.weight", "model.head.weight[0] = ")
+def row_assigned(mesh):
+    def run(model):
+        with torch.no_grad():
+            model.head.weight[0] = torch.ones(8)
+
+    return shard(Net(), mesh), run
+
+
 @breaks("deepcopy", "", "run(model)", thread="hao-ai-lab/FastVideo#915")
 def deepcopy_for_an_average(mesh):
     return shard(Net(), mesh), copy.deepcopy
@@ -70,6 +85,33 @@ def deepcopy_for_an_average(mesh):
 @breaks("deepcopy", "", "run(model)", thread="pytorch/pytorch#149138")
 def averaged_model(mesh):
     return shard(Net(), mesh), torch.optim.swa_utils.AveragedModel
+
+
+@breaks("ema-plain", "", "averages.update_parameters(model)")
+def averaged_model_made_before_sharding(mesh):
+    net = Net()
+    averages = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn())
+
+    def run(model):
+        averages.update_parameters(model)  # copies, the first time
+        averages.update_parameters(model)
+
+    return shard(net, mesh), run
+
+
+@breaks("custom-method", "layers.0", "h = layer.encode(h)")
+def broken_model_in_a_function_of_a_known_name(mesh):
+    class Broken(Net):
+        def forward(self, ids):
+            h = self.emb(ids)
+            for layer in self.layers:
+                h = layer.encode(h)
+            return self.head(h)
+
+    def update_parameters(model):
+        step(model)
+
+    return shard(Broken(), mesh), update_parameters
 
 
 @breaks("load-plain", "emb.weight", "parameter.data.copy_(", thread="pytorch/pytorch#136336")
@@ -120,6 +162,14 @@ def sharded_into_plain_by_assignment(mesh):
         plain(tokens())
 
     return net, run
+
+
+@breaks("wrapped-names", "emb.weight", "model.load_state_dict(")
+def names_of_a_compiled_model(mesh):
+    def run(model):
+        model.load_state_dict({f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()})
+
+    return shard(Net(), mesh), run
 
 
 @breaks("plain-in-state", "", "tensor.full_tensor()", thread="huggingface/trl#6622")
@@ -584,6 +634,7 @@ def state_set_on_a_meta_model(mesh):
     return audit(net, phase="loaded")[:1]
 
 
-def run_all(rank, world_size):
-    """As `breakages.run_all`, with these."""
-    return breakages.run_all(rank, world_size)
+def run_some(rank, world_size, names):
+    """What was said of those that raise and of those that do not, of both files."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+    return breakages.run_breakages(mesh, names), breakages.run_silent(mesh, names)

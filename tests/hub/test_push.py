@@ -268,6 +268,13 @@ def test_push_broken_model_is_refused_before_anything_is_sent(hub: Hub, push_jso
     assert hub.requests == []
 
 
+def test_push_of_values_that_are_not_finite_is_noted(hub: Hub, push_json, tmp_path: Path):
+    dtype, shape, raw = MODEL["model.embed.weight"]
+    model = write_model(tmp_path / "model", {"model.embed.weight": (dtype, shape, b"\0\0\xc0\x7f" + raw[4:])})
+    document = push_json(model, "me/model")
+    assert any("tensor 'model.embed.weight': 1 NaN of 96 elements, the first" in text for text in document["notes"])
+
+
 def test_push_model_that_its_manifest_contradicts_is_refused(hub: Hub, push_json, tmp_path: Path):
     run = shard_model(tmp_path)
     api.gather(run, tmp_path / "out")

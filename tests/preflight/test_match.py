@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -12,8 +13,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import toys
+from formats.saved import save_ranks
 from safetensors.torch import load_file, save_file
-from torch.distributed import checkpoint as dcp
+from torch.distributed import checkpoint as dcp, tensor as dtensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -98,6 +100,22 @@ def configured(tmp_path, model, **values):
     document = json.loads((model / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(document | values))
     return directory
+
+
+def test_values_are_looked_at_as_far_as_that_is_quick(models, tmp_path, monkeypatch):
+    def change(state):
+        state["model.layers.1.input_layernorm.weight"][3] = float("nan")
+        state["model.layers.0.mlp.up_proj.weight"].zero_()
+
+    path = rewritten(tmp_path, models / "llama", change)
+    result = check_checkpoint(str(path), spec(), model=str(models / "llama"))
+    assert codes(result) == ["not-finite", "all-zero"]
+    assert "model.layers.1.input_layernorm.weight" in the(result, "not-finite").what
+    assert result.not_checked == ()
+    monkeypatch.setattr(match, "GLANCE_BYTES", 4096)
+    result = check_checkpoint(str(path), spec(), model=str(models / "llama"))
+    assert codes(result) == ["not-finite"]
+    assert re.fullmatch(r"the values of \d+ of \d+ tensors .*", result.not_checked[0])
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "moe", "bert"])
@@ -275,7 +293,7 @@ def test_match_of_transformers_names_warns_for_torchtitan(models, tmp_path):
 
 
 def test_match_of_torchtitans_own_names_is_said_not_to_be_checked(models, tmp_path):
-    state = {"tok_embeddings.weight": torch.zeros(8, 4), "layers.0.attention.wq.weight": torch.zeros(4, 4)}
+    state = {"tok_embeddings.weight": torch.ones(8, 4), "layers.0.attention.wq.weight": torch.ones(4, 4)}
     (tmp_path / "titan").mkdir()
     save_file(state, tmp_path / "titan" / "model.safetensors")
     result = check_checkpoint(str(tmp_path / "titan"), spec("torchtitan"), model=str(models / "llama"))
@@ -409,9 +427,9 @@ def test_match_of_a_checkpoint_that_cannot_be_read_is_a_finding(models, tmp_path
 @pytest.mark.parametrize(
     ("files", "word"),
     [
-        (("actor/model_world_size_2_rank_0.pt", "actor/model_world_size_2_rank_1.pt"), "a verl checkpoint"),
+        (("actor/optim_world_size_2_rank_0.pt", "actor/optim_world_size_2_rank_1.pt"), "files of single ranks"),
         (("latest", "global_step10/mp_rank_00_model_states.pt", "zero_to_fp32.py"), "a DeepSpeed checkpoint"),
-        (("pytorch_model.bin",), "only pickled weights"),
+        (("weights.pkl",), "only pickled objects"),
     ],
 )
 def test_match_of_a_layout_that_only_its_trainer_reads_is_said_not_to_be_checked(models, tmp_path, files, word):
@@ -422,6 +440,18 @@ def test_match_of_a_layout_that_only_its_trainer_reads_is_said_not_to_be_checked
     assert result.findings == ()
     assert any(word in text for text in result.not_checked)
     assert result.view.facts is not None
+
+
+def test_match_of_ranks_files_wants_as_many_ranks_and_finds_their_optimizer(models, tmp_path):
+    state = load_file(models / "llama" / "model.safetensors")
+    save_ranks(tmp_path / "actor", state, {"fsdp": 2}, lambda _: [dtensor.Shard(0)])
+    torch.save({}, tmp_path / "actor" / "optim_world_size_2_rank_0.pt")
+    result = check_checkpoint(str(tmp_path), spec("verl"), model=str(models / "llama"), resumes=True)
+    assert codes(result) == []
+    wide = spec("verl", mesh="dp_shard=4")
+    result = check_checkpoint(str(tmp_path), wide, model=str(models / "llama"), resumes=True)
+    assert codes(result) == ["checkpoint-mesh"]
+    assert the(result, "checkpoint-mesh").hint.startswith("resume on 2 ranks")
 
 
 def test_match_reports_what_verify_finds(models, tmp_path):

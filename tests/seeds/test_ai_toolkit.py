@@ -95,6 +95,22 @@ class Flux(nn.Module):
         return (self.final_layer(x[:, txt.shape[1] :]) - target).square().mean()
 
 
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv_in, self.conv_out = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1)) for _ in range(2))
+
+    def forward(self, x):
+        h = self.conv_in(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return (self.conv_out(h) - x).square().mean()
+
+
+LOCON = {"peft_type": "LORA", "r": 2, "target_modules": ["conv_in", "blocks.0.1", "blocks.1.1"]}
+
+
 def batch(step, rank=0):
     draw = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randn(*shape, generator=draw) for shape in ((2, 6, WIDTH), (2, 3, WIDTH), (2, WIDTH))]
@@ -110,7 +126,8 @@ def whole(path):
 
 
 def train_and_resume(rank, world_size, directory):
-    return train(rank, world_size, directory), resume(rank, world_size, directory)
+    convolutions = train_convolutions(rank, world_size)
+    return train(rank, world_size, directory), resume(rank, world_size, directory), convolutions
 
 
 def train(rank, world_size, directory):
@@ -160,6 +177,23 @@ def train(rank, world_size, directory):
     return results
 
 
+def train_convolutions(rank, world_size):
+    """The worst relative error of a gradient beside the unsharded model's, with adapters on convolutions."""
+    from ckpt_tools.fsdp2 import build_device_mesh, shard_model
+    from ckpt_tools.fsdp2.lora import add_lora
+
+    torch.manual_seed(0)
+    models = [UNet(), UNet()]
+    models[1].load_state_dict(models[0].state_dict())
+    sharded, reference = (add_lora(model, LOCON | {"init_lora_weights": False}, seed=1) for model in models)
+    shard_model(sharded, build_device_mesh("dp_shard=-1"))
+    images = [torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
+    sharded(images[rank]).backward()
+    (sum(map(reference, images)) / world_size).backward()
+    pairs = zip(sharded.parameters(), reference.parameters(), strict=True)
+    return [((p.grad.full_tensor() - q.grad).norm() / q.grad.norm()).item() for p, q in pairs if p.requires_grad]
+
+
 def resume(rank, world_size, directory, data_rank=None):
     """Build anew, load base and adapters, and take the second step."""
     losses = {}
@@ -190,12 +224,12 @@ def ran(directory):
 
 @pytest.fixture(scope="module")
 def trained(ran):
-    return [result for result, _ in ran]
+    return [result for result, _, _ in ran]
 
 
 @pytest.fixture(scope="module")
 def resumed(directory, ran):
-    return [losses for _, losses in ran], run_ranks(1, resume, directory, 1, timeout=120)
+    return [losses for _, losses, _ in ran], run_ranks(1, resume, directory, 1, timeout=120)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -207,6 +241,29 @@ def test_adapter_trains_sharded_as_it_does_unsharded(trained, kind):
         assert found["num_trained"] == len(PARTS[kind]) * len(MODULES)
         assert found["frozen"]
         assert found["findings"] == []
+
+
+def test_adapter_of_convolutions_trains_sharded_as_it_does_unsharded(ran):
+    for _, _, errors in ran:
+        assert len(errors) == 6
+        assert max(errors) < 1e-5
+
+
+def test_adapter_on_flux2_of_diffusers_is_built_as_the_guide_says(tmp_path):
+    diffusers = pytest.importorskip("diffusers", reason="FLUX.2 as diffusers has it")
+    from ckpt_tools.fsdp2 import find_blocks
+    from ckpt_tools.fsdp2.lora import add_lora
+
+    sizes = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = diffusers.Flux2Transformer2DModel(**sizes, joint_attention_dim=24, axes_dims_rope=(4, 4, 4, 4))
+    model.save_config(tmp_path)
+    names = guide.run("ai-toolkit", "flux2", {"torch": torch, "path": tmp_path})
+    model = add_lora(names["model"], names["config"])
+    trained = [name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad]
+    assert set(trained) == {"to_q", "to_k", "to_v", "to_qkv_mlp_proj"}
+    blocks = [type(model.get_submodule(name)).__name__ for name in find_blocks(model)]
+    assert blocks == ["Flux2TransformerBlock"] * 2 + ["Flux2SingleTransformerBlock"] * 2
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -14,6 +14,7 @@ from seeds import bagel_model as small, guide
 pytestmark = pytest.mark.full
 
 RANKS = 2
+TOKENS = torch.arange(8).reshape(2, 4)
 
 
 class UnregisteredLayer(small.DecoderLayer):
@@ -82,7 +83,7 @@ def reference():
 def picture(model):
     model.eval()
     with torch.no_grad():
-        return model.generate_image(model.forward_cache_update_text(torch.arange(8).reshape(2, 4)))
+        return model.generate_image(model.forward_cache_update_text(TOKENS))
 
 
 def train(rank, world_size, path):
@@ -105,7 +106,8 @@ def train(rank, world_size, path):
             gradients = {name: p.grad.full_tensor() for name, p in trained}
         guide.run("bagel", "step", names)
     findings += audit(model, phase="stepped", plan=plan, optimizer=optimizer)
-    image = picture(model)
+    names["tokens"] = TOKENS
+    guide.run("bagel", "generate", names)
     with torch.device("meta"):
         other = BagelOfMethods()
     other.vae.requires_grad_(False)
@@ -117,7 +119,7 @@ def train(rank, world_size, path):
     return {
         "losses": losses,
         "gradients": gradients,
-        "image": image,
+        "image": names["image"],
         "by_methods": {name: p.grad.full_tensor() for name, p in other.named_parameters() if p.requires_grad},
         "findings": [(finding.code, finding.where) for finding in findings],
         "read": names["report"].loaded_bytes,

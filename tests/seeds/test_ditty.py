@@ -20,7 +20,7 @@ def train(rank, world_size, path, out):
     """Three steps of ours and of accelerate's; what accelerate saves goes into one of ours."""
     from torch.distributed.fsdp import FSDPModule
 
-    from ckpt_tools.fsdp2 import find_blocks, load_checkpoint
+    from ckpt_tools.fsdp2 import find_blocks, load_checkpoint, plan_of
     from ckpt_tools.fsdp2.audit import audit
 
     names = CLASSES | {"path": path, "world_size": world_size}
@@ -36,6 +36,7 @@ def train(rank, world_size, path, out):
     names |= {"on_cpu": True, "find_blocks": find_blocks, "model": small.Ditty()}
     guide.run("accelerate", "plugin", names)
     guide.run("accelerate", "classes", names)
+    guide.run("accelerate", "converted", names)
     accelerator, plugin = names["accelerator"], names["plugin"]
     prepared = type(accelerator.prepare(small.build())).__name__
     accelerator.state.fsdp_plugin = plugin  # what `prepare` does on a GPU; on a CPU it forgets the plugin
@@ -61,6 +62,7 @@ def train(rank, world_size, path, out):
         "runs": runs,
         "units": sorted(fqn for fqn, module in theirs.named_modules() if fqn and isinstance(module, FSDPModule)),
         "blocks": (names["by_classes"], names["by_names"]),
+        "converted": plan_of(names["other"]).blocks,
         "prepared": prepared,
         "reloaded": {fqn: p.detach().full_tensor().clone() for fqn, p in names["model"].named_parameters()},
         "frozen": sorted(fqn for fqn, p in ours.named_parameters() if not p.requires_grad and p.grad is None),
@@ -79,6 +81,7 @@ def test_ditty_classes_and_names_of_classes_wrap_what_the_plugin_wraps(trained):
     for result in trained:
         assert tuple(sorted(result["blocks"][0])) == tuple(sorted(result["blocks"][1])) == BLOCKS
         assert tuple(result["units"]) == BLOCKS
+        assert tuple(sorted(result["converted"])) == BLOCKS
 
 
 def test_ditty_trains_bitwise_as_with_the_plugin(trained):

@@ -103,6 +103,22 @@ def train(rank, world_size, path):
             "groups": [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups],
             "findings": [(finding.code, finding.where) for finding in findings],
         }
+    names |= {"critic_config": config()}
+    names["critic_config"].num_labels = 1
+    guide.run("openrlhf", "critic", names)
+    guide.run("openrlhf", "reference", names)
+    critic, reference, report = names["critic"], names["reference"], names["report"]
+    prompt = torch.arange(4)[None] + rank // 2
+    with torch.no_grad():
+        rollout = reference.generate(input_ids=prompt, max_new_tokens=2 + rank // 2, do_sample=False, synced_gpus=True)
+    critic(input_ids=prompt).logits.sum().backward()
+    results["others"] = {
+        "report": (report.missing, report.unexpected),
+        "head": critic.score.weight.detach().full_tensor(),
+        "head_gradient": critic.score.weight.grad.full_tensor().norm().item(),
+        "rollout": rollout.tolist(),
+        "reference": {(str(p.dtype), p.requires_grad) for p in reference.parameters()},
+    }
     return results
 
 
@@ -148,7 +164,21 @@ def test_openrlhf_schedule_goes_on_where_it_was_before_the_wrapping(trained):
 
 def test_openrlhf_groups_and_audit_are_as_meant(trained):
     for result in trained:
-        for found in result.values():
+        for found in (result["torch.float32"], result["torch.bfloat16"]):
             # Seven linear layers per layer, embeddings and head; two norms per layer and the last one.
             assert found["groups"] == [(0.1, 16), (0.0, 5)]
             assert found["findings"] == []
+
+
+def test_openrlhf_critic_has_a_head_of_its_own_and_the_reference_generates(trained):
+    torch.manual_seed(0)
+    head = torch.empty(1, config().hidden_size).normal_(std=0.02)
+    for rank, result in enumerate(trained):
+        found = result["others"]
+        assert found["report"] == (("score.weight", "score.bias"), ("lm_head.weight",))
+        assert torch.equal(found["head"], head)
+        assert found["head_gradient"] > 0
+        assert found["reference"] == {("torch.bfloat16", False)}
+        # Four tokens of the prompt; the two data-parallel parts end at different lengths.
+        assert len(found["rollout"][0]) == 4 + 2 + rank // 2
+        assert found["rollout"] == trained[rank ^ 1]["others"]["rollout"]

@@ -133,8 +133,28 @@ def train(rank, world_size, directory):
             load_quantised(again, directory / "model.safetensors")
             load_adapters(again, directory / "adapters")
             found["resumed"] = after, small.loss_of(again, 1, rank).item()
+            found["trained"] = beside(mesh, kind, directory, rank, world_size)
         results[kind] = found
     return results
+
+
+def beside(mesh, kind, directory, rank, world_size):
+    """Losses of three steps, sharded and not."""
+    from ckpt_tools.fsdp2.qlora import load_quantised
+
+    model, (reference, _) = sharded(mesh, kind), unsharded(kind)
+    load_quantised(model, directory / "model.safetensors")
+    both = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
+    losses = []
+    for step in range(3):
+        loss, rows = small.loss_of(model, step, rank), [small.loss_of(reference, step, r) for r in range(world_size)]
+        loss.backward()
+        (sum(rows) / world_size).backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append((loss.item(), rows[rank].item()))
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +193,14 @@ def test_qlora_sharded_holds_and_computes_what_bitsandbytes_does(trained, kind, 
             assert loss == pytest.approx(expected, rel=1e-6)
             assert found["error"] < 1e-5
             assert found["evaluated"][0] == pytest.approx(found["evaluated"][1], rel=1e-6)
+
+
+def test_qlora_trains_sharded_as_it_does_unsharded(trained):
+    for result in trained:
+        losses = result["uint8"]["trained"]
+        assert len({expected for _, expected in losses}) == 3
+        for loss, expected in losses:
+            assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_qlora_packed_bytes_are_shared_out(trained):

@@ -142,8 +142,8 @@ def test_directory_of_steps_names_the_last(saved, tmp_path) -> None:
     assert caught.value.hint == f"use {tmp_path / 'checkpoint_10'}"
 
 
-def test_weights_that_ckpt_does_not_read_stay_refused(tmp_path) -> None:
+def test_file_of_a_whole_model_that_is_none_is_refused(tmp_path) -> None:
     for name in ("pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.bin"):
         (tmp_path / name).write_bytes(os.urandom(8))
-    with pytest.raises(UnreadableError, match="FULL_STATE_DICT"):
+    with pytest.raises(UnreadableError, match="and not one that torch"):
         api.inspect(tmp_path)

@@ -24,6 +24,16 @@ from ckpt_tools.formats.opening import detect
         (("anything.safetensors",), "hf"),
         (("diffusion_pytorch_model.safetensors", "config.json"), "hf"),
         (("shard-00001-model-00001-of-00001.safetensors",), "hf-sharded"),
+        (("pytorch_model.bin", "config.json", "training_args.bin"), "torch-dir"),
+        (("pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"), "torch-dir"),
+        (("pytorch_model.bin", "model.safetensors"), "hf"),
+        (("pytorch_model_fsdp.bin", "optimizer.bin"), "torch-dir"),
+        (("last.ckpt",), "torch-dir"),
+        (("consolidated.00.pth", "params.json"), "torch-dir"),
+        (("model_world_size_2_rank_0.pt", "optim_world_size_2_rank_0.pt", "huggingface/config.json"), "ranks"),
+        (("actor/model_world_size_2_rank_0.pt", "critic/model_world_size_2_rank_0.pt", "data.pt"), "ranks"),
+        (("pytorch_model_fsdp_0_rank0.bin", "pytorch_model_fsdp_0_rank1.bin", "scheduler.bin"), "ranks"),
+        (("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0_rank0.bin"), "step"),
     ],
 )
 def test_detect_of_known_files_is_their_format(files, expected: str) -> None:
@@ -46,21 +56,7 @@ LAYOUTS = {
         "a step without its model",
         "restore it",
     ),
-    "accelerate-full-pickle": (
-        ("pytorch_model_fsdp.bin", "optimizer.bin"),
-        "accelerate's pickle of a whole model",
-        "SHARDED_STATE_DICT",
-    ),
-    "accelerate-rank-bins": (
-        ("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin"),
-        "per-rank pickles",
-        "DCP",
-    ),
-    "verl": (
-        ("fsdp_config.json", "model_world_size_2_rank_0.pt", "optim_world_size_2_rank_0.pt", "huggingface/config.json"),
-        "a verl checkpoint",
-        "model_merger",
-    ),
+    "verl-without-a-model": (("optim_world_size_2_rank_0.pt",), "without a model's", "restore the model's files"),
     "deepspeed": (
         (
             *("latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt"),
@@ -82,14 +78,18 @@ LAYOUTS = {
     "deepspeed-without-zero": (
         ("latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt"),
         "a DeepSpeed checkpoint",
-        "the `module` of global_step5/mp_rank_00_model_states.pt",
+        "the `module` of one file: pass {path}/global_step5/mp_rank_00_model_states.pt",
     ),
     "deepspeed-universal": (("latest_universal", "step5_universal/zero/w/fp32.pt"), "DeepSpeed", "universal form"),
     "deepspeed-without-script": (("latest", "global_step5/zero_pp_rank_0.pt"), "DeepSpeed", "zero_to_fp32"),
     "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "torch.distributed.checkpoint"),
-    "pickled": (("pytorch_model.bin", "config.json"), "only pickled weights", "save_pretrained"),
-    "lightning": (("last.ckpt",), "only pickled weights", "safetensors"),
-    "pkl": (("weights.pkl", "config.json"), "only pickled weights", "safetensors"),
+    "tensor-parallel": (
+        ("consolidated.00.pth", "consolidated.01.pth"),
+        "nothing says which are meant",
+        "pass one file",
+    ),
+    "epochs": (("epoch_1.pt", "epoch_2.pt"), "nothing says which are meant", "pass one file: {path}/epoch_1.pt"),
+    "pkl": (("weights.pkl", "config.json"), "only pickled objects", "save_pretrained"),
     "assets-only": (("config.json", "tokenizer.json"), "no tensors here", "safetensors"),
 }
 
@@ -129,20 +129,6 @@ NESTED = {
         "checkpoint-10",
         "a DeepSpeed checkpoint",
     ),
-    "trainer-full-state-dict": (
-        ("checkpoint-10/pytorch_model_fsdp.bin", "checkpoint-10/optimizer.bin"),
-        "checkpoint-10",
-        "accelerate's pickle",
-    ),
-    "trainer-pickled": (("checkpoint-2/pytorch_model.bin", "training_args.bin"), "checkpoint-2", "only pickled"),
-    "verl": (
-        (
-            *("latest_checkpointed_iteration.txt", "global_step_10/data.pt"),
-            *(f"global_step_10/{role}/model_world_size_1_rank_0.pt" for role in ("actor", "critic")),
-        ),
-        "global_step_10/actor",
-        "a verl checkpoint",
-    ),
     "killed-save": (("step-10/__0_0.distcp",), "step-10", "the save was killed"),
 }
 
@@ -156,6 +142,30 @@ def test_layout_in_a_directory_below_is_named_there(layout: str) -> None:
     assert caught.value.hint
 
 
+PARENTS = {
+    "trainer-full-state-dict": (
+        ("checkpoint-10/pytorch_model_fsdp.bin", "checkpoint-10/optimizer.bin"),
+        "checkpoint-10",
+    ),
+    "trainer-pickled": (("checkpoint-2/pytorch_model.bin", "training_args.bin"), "checkpoint-2"),
+    "verl": (
+        (
+            *("latest_checkpointed_iteration.txt", "global_step_9/data.pt"),
+            *(f"global_step_{n}/{role}/model_world_size_1_rank_0.pt" for role in ("actor", "critic") for n in (9, 10)),
+        ),
+        "global_step_10",
+    ),
+}
+
+
+@pytest.mark.parametrize("parent", PARENTS)
+def test_parent_of_steps_that_are_read_names_the_latest(parent: str) -> None:
+    files, child = PARENTS[parent]
+    with pytest.raises(UnreadableError, match="a directory of checkpoints") as caught:
+        detect(dict.fromkeys(files, 1), path="run")
+    assert caught.value.hint == f"use run/{child}"
+
+
 def test_readable_step_wins_over_what_lies_beside_it() -> None:
     files = ("step-9/.metadata", "step-10/__0_0.distcp", "data.pt")
     with pytest.raises(UnreadableError, match="a directory of checkpoints") as caught:
@@ -164,22 +174,16 @@ def test_readable_step_wins_over_what_lies_beside_it() -> None:
 
 
 FILES = {
-    "model.pt": ("only pickled weights", "torch.load(FILE, weights_only=True)"),
-    "model.pth": ("only pickled weights", "convert them to safetensors"),
-    "last.ckpt": ("only pickled weights", "convert them to safetensors"),
-    "model.safetensors": ("only pickled weights", "convert them to safetensors"),
-    "no-ending": ("only pickled weights", "convert them to safetensors"),
-    "weights.pth.tar": ("only pickled weights", "convert them to safetensors"),
-    "pytorch_model_fsdp.bin": ("accelerate's pickle of a whole model", "SHARDED_STATE_DICT"),
-    "model_world_size_2_rank_0.pt": ("a verl checkpoint", "--local_dir {path} "),
+    "model.safetensors": ("by the name of another kind", "--from torch"),
+    "model_world_size_2_rank_0.pt": ("one rank's part", "pass the directory: {path}"),
+    "pytorch_model_fsdp_0_rank1.bin": ("one rank's part", "pass the directory: {path}"),
     "zero_pp_rank_0_mp_rank_00_optim_states.pt": ("a DeepSpeed checkpoint", "zero_to_fp32"),
-    "mp_rank_00_model_states.pt": ("a DeepSpeed checkpoint", "the `module` of"),
 }
 
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("name", FILES)
-def test_file_that_torch_saved_is_named_whatever_its_ending(name: str, legacy: bool, tmp_path: Path) -> None:
+def test_file_that_torch_saved_by_a_name_that_says_more_is_named(name: str, legacy: bool, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=not legacy)
     what, hint = FILES[name]
     for source in (tmp_path / name, tmp_path) if name == "model.safetensors" else (tmp_path / name,):
@@ -189,17 +193,30 @@ def test_file_that_torch_saved_is_named_whatever_its_ending(name: str, legacy: b
         assert hint.format(path=tmp_path) in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "last.ckpt", "model.bin", "no-ending", "weights.pth.tar"])
+def test_file_that_torch_saved_is_read_whatever_its_ending(name: str, legacy: bool, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=not legacy)
+    found = api.open_checkpoint(tmp_path / name)
+    assert (found.format, [entry.fqn for entry in found.tensors]) == ("torch", ["w"])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "what", "hint"),
     [
         ("x.distcp", b"x", "a part of a checkpoint", "pass the directory"),
         ("model.safetensors.index.json", b"{}", "a part of a checkpoint", "pass the directory"),
-        ("model.bin", b"x", "not one that torch.save wrote whole", "pass a safetensors file"),
+        ("model.bin", b"x", "not one that torch.save wrote whole", "pass a safetensors"),
         ("model.gguf", b"GGUF\3\0\0\0", "a GGUF file", "that it was converted from"),
         ("tf_model.h5", b"\x89HDF\r\n\x1a\n", "an HDF5 file", "save it as safetensors"),
-        ("arrays.npz", b"PK\3\4" + bytes(22) + b"\5\0\0\0a.npy", "not a safetensors file", "pass a safetensors file"),
-        ("notes.txt", b"x", "not a safetensors file", "pass a safetensors file"),
-        ("empty", b"", "not a safetensors file", "pass a safetensors file"),
+        (
+            "arrays.npz",
+            b"PK\3\4" + bytes(22) + b"\5\0\0\0a.npy",
+            "not a safetensors file",
+            "pass a safetensors",
+        ),
+        ("notes.txt", b"x", "not a safetensors file", "pass a safetensors"),
+        ("empty", b"", "not a safetensors file", "pass a safetensors"),
     ],
 )
 def test_file_that_is_no_safetensors_is_refused(
@@ -247,11 +264,10 @@ def test_names_of_weights_and_assets(name: str, weights: bool, asset: bool) -> N
 
 
 def test_verl_hint_points_at_weights_only_where_there_are_some() -> None:
-    rank = {"model_world_size_1_rank_0.pt": 9, "huggingface/config.json": 2}
+    rank = {"optim_world_size_1_rank_0.pt": 9, "huggingface/config.json": 2}
     with pytest.raises(UnreadableError) as caught:
         detect(rank, path="run/actor/")
     assert "huggingface" not in str(caught.value.hint)
-    assert "python -m verl.model_merger merge --backend fsdp --local_dir run/actor " in str(caught.value.hint)
     with pytest.raises(UnreadableError) as caught:
         detect(rank | {"huggingface/model.safetensors": 9}, path="run/actor")
     assert caught.value.hint == "use run/actor/huggingface, which holds the model's weights"

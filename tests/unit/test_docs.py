@@ -54,3 +54,21 @@ def test_docs_guide_rules_parse() -> None:
     assert blocks
     for block in blocks:
         parse_rules(block, where="convert.md")
+
+
+def test_docs_rows_of_the_five_documents_name_tests_that_exist() -> None:
+    """Every row has an answer and its proof: a test, a guide, or a command."""
+    text = (ROOT / "docs" / "concepts" / "seeds.md").read_text(encoding="utf-8")
+    tables = text.split("\n## ")[1:]
+    assert len(tables) == 5
+    for table in tables:
+        rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+        assert len(rows) >= 25, table.splitlines()[0]
+        assert [row for row in rows if len(row) != 3 or not all(row)] == []
+        assert [row for row in rows if not row[1].startswith(("works", "other: ", "not: "))] == []
+    wrong = []
+    for path, name in re.findall(r"`(\w+/\w+\.(?:py|yaml))(?:::(\w+))?`", text):
+        file = ROOT / "tests" / path
+        if not file.exists() or (name and f"def {name}(" not in file.read_text(encoding="utf-8")):
+            wrong.append(f"{path}::{name}")
+    assert wrong == []

@@ -91,7 +91,7 @@ def test_floors_are_those_of_the_package_and_of_the_page():
     extras = project["optional-dependencies"]
     required = dict(
         match.groups()
-        for line in (*project["dependencies"], *extras["hf"], *extras["qlora"])
+        for line in (*project["dependencies"], *extras["hf"], *extras["qlora"], *extras["diffusers"])
         if (match := re.match(r"([a-z-]+)>=([\d.]+)", line))
     )
     for library, oldest in FLOORS.items():

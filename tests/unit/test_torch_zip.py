@@ -518,5 +518,5 @@ def test_entry_marked_as_a_directory_is_refused() -> None:
     at = item.rindex(b"archive/data/0") - 46
     assert item[at : at + 4] == b"PK\1\2"
     item[at + 38] = 0x10
-    with pytest.raises(UnreadableError, match="entry 'archive/data/0' of the item is marked as a directory"):
+    with pytest.raises(UnreadableError, match="entry 'archive/data/0' of the archive is marked as a directory"):
         parse_item(len(item), lambda offset, nbytes: bytes(item[offset : offset + nbytes]))

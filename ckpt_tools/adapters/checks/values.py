@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_tools.description.dtypes import DType
-
-_BLOCK_BYTES = 4 << 20
+from ckpt_tools.moving.counts import count_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +27,14 @@ def is_float(dtype: DType) -> bool:
 
 
 def look_at(content: memoryview, dtype: DType) -> Values | None:
-    """Return what the elements are like; None for a type that is no floating-point one.
-
-    Memory: a few copies of 4 MiB.
-    """
-    if not is_float(dtype):
+    """Return what the elements are like; None for a type that is no floating-point one."""
+    counts = count_values(content, dtype) if is_float(dtype) else None
+    if counts is None:
         return None
     import numpy as np
 
-    from ckpt_tools.moving.arrays import array_of
+    from ckpt_tools.moving.arrays import numpy_dtype
 
-    zero = one = finite = True
-    for start in range(0, len(content), _BLOCK_BYTES):
-        stored = array_of(content[start : start + _BLOCK_BYTES], dtype, (-1,))
-        with np.errstate(invalid="ignore"):
-            block = stored if stored.dtype.kind == "f" else stored.astype(np.float32)  # exact
-            zero = zero and not block.any()
-            one = one and bool((block == 1).all())
-            finite = finite and bool(np.isfinite(block).all())
-    return Values(is_zero=zero, is_one=one, is_finite=finite)
+    one = np.ones(1, numpy_dtype(dtype)).tobytes()
+    is_one = not content or (content[: len(one)] == one and content[len(one) :] == content[: -len(one)])
+    return Values(is_zero=counts.is_zero, is_one=is_one, is_finite=counts.is_finite)

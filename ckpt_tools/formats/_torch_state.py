@@ -1,0 +1,122 @@
+"""What an inert pickle of `torch.save` holds: the tensors with the keys that lead to them, and what is none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckpt_tools.description.checkpoint import KeyPath, fqn_problem
+from ckpt_tools.description.layout import Box
+from ckpt_tools.errors import LimitError, UnreadableError
+from ckpt_tools.formats._pickle_values import GlobalName, Record
+from ckpt_tools.formats._torch_file import TorchFile
+from ckpt_tools.formats._torch_pieces import Piece, read_piece, show_path
+
+MAX_TENSORS = 1 << 20
+"""Tensors in one file."""
+MAX_VALUES = 1 << 22
+"""Keys and items that are looked at: a container may be in the file many times, in many others."""
+MAX_DEPTH = 64
+"""Containers inside containers."""
+MAX_SHARED = 256
+"""Bytes of all tensors for each byte of a storage, at most: tensors may share one, and a view costs nothing."""
+_REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What one file holds."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    values: Counter[str] = field(default_factory=Counter)
+    """First key → how many plain values (numbers, texts, …) are below it."""
+    objects: dict[str, str] = field(default_factory=dict)
+    """Keys → class of everything else."""
+    num_hidden: int = 0
+    """Tensors inside of these objects, which are not read."""
+    seen: set[int] = field(default_factory=set)
+    """What has been looked through for them."""
+
+
+def describe_state(file: TorchFile) -> State:
+    """Find every tensor of a file that keys and indices lead to.
+
+    Raises:
+        UnreadableError: A tensor of a kind that is not read, one that its storage does not hold, or two of one name.
+        LimitError: More than `MAX_TENSORS`.
+    """
+    state = State()
+    boxes: dict[tuple[int, ...], Box] = {}
+    names: set[str] = set()
+    pending: list[tuple[KeyPath, object]] = [((), file.value)]
+    most_bytes = MAX_SHARED * sum(record.nbytes for record in file.storages.values())
+    num_values = num_chunks = num_bytes = 0
+    while pending:
+        path, value = pending.pop()
+        num_values += 1
+        if num_values > MAX_VALUES or len(path) > MAX_DEPTH:
+            raise LimitError(f"more than {MAX_VALUES} values, or more than {MAX_DEPTH} containers in each other")
+        if isinstance(value, dict) or (isinstance(value, list | tuple) and _holds_tensors(value)):
+            children = value.items() if isinstance(value, dict) else enumerate(value)
+            inner: list[tuple[KeyPath, object]] = []
+            for key, child in children:
+                if not isinstance(key, str | int) or isinstance(key, bool):
+                    _add_object(state, path, key)
+                    state.num_hidden += _count_tensors(child, state.seen)
+                else:
+                    inner.append(((*path, key), child))
+            pending += reversed(inner)
+        elif type(value) is Record and value.name.startswith(_REBUILD):
+            if not path:
+                raise UnreadableError(
+                    "a tensor by itself, without a name", hint="save a dict: torch.save({NAME: tensor}, …)"
+                )
+            piece = read_piece(file, path, value, boxes)
+            if (problem := fqn_problem(piece.fqn)) is not None:
+                raise UnreadableError(f"tensor {piece.fqn!r} {problem}")
+            if piece.fqn in names:
+                raise UnreadableError(f"two tensors have the name {piece.fqn!r}")
+            names.add(piece.fqn)
+            state.pieces.append(piece)
+            num_chunks += len(piece.chunks)
+            num_bytes += sum(piece.dtype.num_bytes(chunk.box.num_elems) for chunk in piece.chunks)
+            if num_chunks > MAX_TENSORS or num_bytes > most_bytes:
+                raise LimitError(f"more than {MAX_TENSORS} tensors, or {MAX_SHARED} times as many bytes as are stored")
+        elif type(value) in (Record, GlobalName):
+            _add_object(state, path, value)
+        else:
+            state.values[show_path(path[:1])] += 1
+    return state
+
+
+def _holds_tensors(values: Iterable[object]) -> bool:
+    """Is something in a list that may be or hold a tensor? A list of numbers is one value."""
+    return any(type(value) in (dict, list, tuple, Record) for value in values)
+
+
+def _add_object(state: State, path: KeyPath, value: object) -> None:
+    name = value.name if isinstance(value, Record | GlobalName) else type(value).__name__
+    state.objects[show_path(path)] = name
+    state.num_hidden += _count_tensors(value, state.seen)
+
+
+def _count_tensors(value: object, seen: set[int]) -> int:
+    """Count the tensors anywhere in a value, which may contain itself, but for what was seen before."""
+    pending = [value]
+    count = 0
+    while pending:
+        each = pending.pop()
+        if type(each) not in (dict, list, tuple, Record) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Record):
+            if each.name.startswith(_REBUILD):
+                count += 1
+                continue
+            pending += (*each.args, each.state, *(each.content or ()))
+        elif isinstance(each, dict):
+            pending += each.values()
+        elif isinstance(each, list | tuple):
+            pending += each
+    return count

@@ -1,0 +1,285 @@
+"""Directories where every rank left its own part of a state dict, as `torch.save` writes it.
+
+That is what verl and SkyRL keep of a step, accelerate with `use_dcp=False`, and whoever saves `model.state_dict()` of
+FSDP per rank. Every part says itself where it belongs: a DTensor by its mesh, its placements and its rank's place in
+the mesh, a ShardedTensor by its offsets.
+
+Source: verl `utils/checkpoint/fsdp_checkpoint_manager.py`; accelerate 1.15 `utils/fsdp_utils.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.tiling import check_tiling
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats._torch_file import read_torch_file
+from ckpt_tools.formats._torch_pieces import Piece
+from ckpt_tools.formats._torch_state import State
+from ckpt_tools.formats.file_names import is_hf_asset
+from ckpt_tools.formats.format import Format, Opened, Reader
+from ckpt_tools.formats.manifest import Manifest
+from ckpt_tools.formats.steps import ROLES, Part, Step
+from ckpt_tools.formats.torch_save import list_tied, list_unread, read_state
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import first_few
+
+_MODEL_FILES = (
+    re.compile(r"model_world_size_(?P<world>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt", re.ASCII),
+    re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d{1,6}))?_rank(?P<rank>\d{1,6})\.bin", re.ASCII),
+)
+_HUGGINGFACE = "huggingface/"
+"""Where verl puts the config and the tokenizer."""
+_FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
+_COMPARED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ranks:
+    """The files of one model."""
+
+    directory: str
+    """In the checkpoint's, with its slash; "" for itself."""
+    files: Mapping[int, str]
+    """Rank → file."""
+    world_size: int
+    """As the names say; 0 where they do not."""
+
+
+class RankFiles(Format):
+    """One file of `torch.save` for every rank."""
+
+    name = "ranks"
+    suffix = ".pt"
+    is_sharded = True
+    is_training = True
+    has_views = True
+    unchecked = ("whether the files of all ranks are of one step, which they do not record",)
+
+    def detects(self, files: Mapping[str, int]) -> bool:
+        """By the names that trainers give."""
+        return bool(_find(files))
+
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+        """Read the pickle of every rank's file, without running it, and fit the parts together."""
+        found = _find(files)
+        if not found:
+            raise UnreadableError("no files of ranks here", where=path)
+        ranks = _choose(found, path)
+        read = {rank: read_state(source, name) for rank, name in sorted(ranks.files.items())}
+        tensors = _assemble({rank: state for rank, (_, state) in read.items()}, path)
+        missing = _missing(read, ranks, tensors, path)
+        _check_step(source, files, ranks, path)
+        home = ranks.directory + _HUGGINGFACE
+        others = [name for name in files if name.startswith(ranks.directory) and name not in ranks.files.values()]
+        if not any(name.startswith(home) for name in others):
+            home = ranks.directory
+        near = (name[len(home) :] for name in others if name.startswith(home))
+        assets = [name for name in near if "/" not in name and is_hf_asset(name)]
+        rest = [name for name in others if name.removeprefix(home) not in assets]
+        return Opened(
+            format=self,
+            checkpoint=Checkpoint(
+                root=source.root,
+                format=self.name,
+                tensors=tensors,
+                assets=tuple(Asset(file=name, nbytes=files[home + name]) for name in assets),
+                files={name: files[name] for name in ranks.files.values()},
+            ),
+            source=source,
+            asset_source=Source(os.path.join(source.root, home)) if home and assets else None,
+            step=_step(found, files) if ranks.directory else None,
+            unread=(*missing, *list_unread(state for _, state in read.values()), *_rest(rest, ranks.directory)),
+            notes=list_tied(tensors),
+            sums=tuple(each for file, _ in read.values() for each in file.sums),
+        )
+
+    def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
+        """Hold what several ranks have of a tensor against each other, and keep one of each.
+
+        Raises:
+            UnreadableError: They differ, and nothing says which one counts.
+        """
+        firsts: dict[object, Chunk] = {}
+        for chunk in entry.chunks:
+            first = firsts.setdefault(chunk.box, chunk)
+            if first is not chunk and not _is_same(first, chunk, reader):
+                raise UnreadableError(
+                    f"tensor {entry.fqn!r}: ranks that should have the same part have different ones",
+                    where=f"{first.span.file}, {chunk.span.file}",
+                    hint="files of different steps, or every rank has a tensor of its own: --exclude leaves it out",
+                )
+        return entry if len(firsts) == len(entry.chunks) else replace(entry, chunks=tuple(firsts.values()))
+
+
+FORMAT = RankFiles()
+
+
+def _find(files: Mapping[str, int]) -> list[_Ranks]:
+    """Return the models whose ranks' files are here, or in the directories of a step; the policy first."""
+    found: dict[tuple[str, str, str], dict[int, str]] = {}
+    for path in files:
+        directory, slash, name = path.rpartition("/")
+        if slash and directory not in ROLES:
+            continue
+        for pattern in _MODEL_FILES:
+            if (match := pattern.fullmatch(name)) is not None:
+                groups = match.groupdict()
+                key = (directory + slash, groups.get("world") or "0", groups.get("model") or "")
+                found.setdefault(key, {})[int(groups["rank"])] = path
+    top = [key for key in found if not key[0]]
+    order = sorted(top or found, key=lambda key: (ROLES.index(key[0][:-1]) if key[0] else 0, key))
+    return [_Ranks(directory=key[0], files=found[key], world_size=int(key[1])) for key in order]
+
+
+def _choose(found: list[_Ranks], path: str) -> _Ranks:
+    first = found[0]
+    same = [each for each in found if each.directory == first.directory]
+    if len(same) > 1:
+        shown = first_few([each.files[min(each.files)] for each in same])
+        raise UnreadableError(
+            f"files of ranks of {len(same)} models or world sizes: {shown}",
+            where=path,
+            hint="a save over an older one left both: move the files of one away",
+        )
+    return first
+
+
+def _assemble(states: Mapping[int, State], path: str) -> tuple[TensorEntry, ...]:
+    """Fit the parts of all ranks together.
+
+    Raises:
+        UnreadableError: The files cannot be of one model and one save.
+    """
+    leader = min(states)
+    pieces: dict[str, list[Piece]] = {piece.fqn: [piece] for piece in states[leader].pieces}
+    if flat := next(filter(_FLAT.fullmatch, pieces), None):
+        raise UnreadableError(
+            f"a local state dict of FSDP1 ({flat}): flat pieces of parameters, without their shapes",
+            where=path,
+            hint="save with SHARDED_STATE_DICT (ckpt reads it) or FULL_STATE_DICT",
+        )
+    for rank, state in states.items():
+        for piece in state.pieces:
+            if piece.ranks and piece.ranks[-1] != rank:
+                raise _refuse(path, f"the file of rank {rank} says that it is of rank {piece.ranks[-1]}")
+            if rank == leader:
+                continue
+            first = pieces.get(piece.fqn)
+            if first is None:
+                raise _refuse(path, f"rank {rank} has tensor {piece.fqn!r}, and rank {leader} does not")
+            for what, one, other in (
+                ("dtype", first[0].dtype.name, piece.dtype.name),
+                ("shape", first[0].shape, piece.shape),
+                ("placement", first[0].layout, piece.layout),
+            ):
+                if one != other:
+                    raise _refuse(path, f"ranks {leader} and {rank} have another {what} of tensor {piece.fqn!r}")
+            first.append(piece)
+    lacking = next((fqn for fqn, held in pieces.items() if len(held) < len(states)), None)
+    if lacking is not None:
+        raise _refuse(path, f"tensor {lacking!r} is not in the files of all ranks")
+    return tuple(
+        TensorEntry(
+            fqn=fqn,
+            dtype=held[0].dtype,
+            shape=held[0].shape,
+            chunks=tuple(chunk for piece in held for chunk in piece.chunks),
+            path=held[0].path,
+        )
+        for fqn, held in pieces.items()
+    )
+
+
+def _refuse(path: str, what: str) -> UnreadableError:
+    hint = "files of different models or saves lie here together: restore those of one"
+    return UnreadableError(what, where=path, hint=hint)
+
+
+def _missing(
+    read: Mapping[int, tuple[object, State]], ranks: _Ranks, tensors: Iterable[TensorEntry], path: str
+) -> tuple[str, ...]:
+    """Say which ranks' files are not here, where the others have replicas of all that they hold.
+
+    Raises:
+        UnreadableError: They have not; or a file says that there are more ranks than the names do.
+    """
+    highest = max((max(piece.ranks) for _, state in read.values() for piece in state.pieces if piece.ranks), default=0)
+    if ranks.world_size and max(highest, *read) >= ranks.world_size:
+        raise _refuse(path, f"rank {max(highest, *read)} is named, in files of a world of {ranks.world_size} ranks")
+    world_size = ranks.world_size or 1 + max(highest, *read)
+    missing = [rank for rank in range(world_size) if rank not in read]
+    if not missing:
+        return ()
+    shown = first_few([str(rank) for rank in missing], 6)
+    what = f"{len(missing)} of {world_size} ranks have no file here: {shown}"
+    for entry in tensors:
+        if check_tiling(entry.shape, (chunk.box for chunk in entry.chunks)) is not None:
+            raise UnreadableError(
+                what, where=path, hint="copy the files of all ranks, from every node, into one directory"
+            )
+    return (f"{what}; the others hold everything",)
+
+
+def _check_step(source: Source, files: Mapping[str, int], ranks: _Ranks, path: str) -> None:
+    """Hold the learning-rate schedulers, which verl keeps for every rank, against each other.
+
+    Raises:
+        UnreadableError: They are of different steps.
+    """
+    found: dict[object, int] = {}
+    for rank, file in sorted(ranks.files.items()):
+        directory, _, name = file.rpartition("model_world_size_")
+        beside = f"{directory}extra_state_world_size_{name}"
+        if name == file or beside not in files:
+            continue
+        with contextlib.suppress(UnreadableError):  # not needed for a model
+            state = read_torch_file(source, beside).value
+            scheduler = state.get("lr_scheduler") if isinstance(state, dict) else None
+            step = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
+            if isinstance(step, int):
+                found.setdefault(step, rank)
+    if len(found) > 1:
+        (one, first), (other, second) = list(found.items())[:2]
+        raise _refuse(path, f"rank {first} is of step {one}, rank {second} of step {other}, as their schedulers say")
+
+
+def _rest(names: Iterable[str], directory: str) -> tuple[str, ...]:
+    """Say what else lies beside the files of a model; what lies in its step is said of the step."""
+    rest = dict.fromkeys(re.sub(r"rank_?\d+", "rank*", name[len(directory) :]) for name in names)
+    return (f"files beside the model's: {first_few(rest, 6)}",) if rest else ()
+
+
+def _step(found: list[_Ranks], files: Mapping[str, int]) -> Step:
+    """Describe the step that a model's directory lies in."""
+    parts = {each.directory[:-1]: each for each in found}
+    sizes = {name: sum(size for file, size in files.items() if file.startswith(f"{name}/")) for name in parts}
+    return Step(
+        trainer="verl",
+        parts=tuple(
+            Part(directory=name, holds="model", index=index, nbytes=sizes[name], is_saved=True)
+            for index, name in enumerate(parts)
+        ),
+        beside=tuple(
+            Asset(file=name, nbytes=size) for name, size in files.items() if name.partition("/")[0] not in parts
+        ),
+    )
+
+
+def _is_same(one: Chunk, other: Chunk, reader: Reader) -> bool:
+    """Are two chunks of one box the same, by their CRC-32s where they are recorded?"""
+    if one.span.nbytes != other.span.nbytes or one.strides != other.strides:
+        return False
+    if one.crc32 is not None and other.crc32 is not None:
+        return one.crc32 == other.crc32
+    for start in range(0, one.span.nbytes, _COMPARED_BYTES):
+        count = min(_COMPARED_BYTES, one.span.nbytes - start)
+        left, right = (reader.read(c.span.file, c.span.offset + start, count) for c in (one, other))
+        if left != right:
+            return False
+    return True

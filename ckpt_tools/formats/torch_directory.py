@@ -1,0 +1,101 @@
+"""Directories of `torch.save` files: one, or several with an index, as transformers and diffusers wrote them.
+
+Source: transformers `modeling_utils.py` (4.x `save_pretrained`) for names and index, which is that of safetensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats._json import MAX_JSON_BYTES
+from ckpt_tools.formats.file_names import PICKLES, is_side_file, is_weights
+from ckpt_tools.formats.format import Format, Opened, read_document
+from ckpt_tools.formats.hf import parse_index
+from ckpt_tools.formats.layouts import explain_part
+from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
+from ckpt_tools.formats.torch_save import list_tied, list_unread, read_state, whole_tensor
+from ckpt_tools.storage.source import Source
+from ckpt_tools.text import first_few
+
+_INDEX = ".bin.index.json"
+_NAMES = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp", "adapter_model")
+"""Of the files of one model, in the order in which they are looked for."""
+
+
+class TorchDirectory(Format):
+    """`pytorch_model.bin` with or without an index, or the one file of weights in a directory."""
+
+    name = "torch-dir"
+    suffix = ".bin"
+    counterpart = "torch"
+    is_training = True
+    has_views = True
+
+    def detects(self, files: Mapping[str, int]) -> bool:
+        """By the names of its files; safetensors beside them go first."""
+        return bool(_choose(files))
+
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+        """Read the pickle of every file, without running it."""
+        names = _choose(files)
+        index = None
+        if not names:
+            raise UnreadableError("no file of torch.save's, or several and no index", where=path)
+        if names[0].endswith(_INDEX):
+            index = parse_index(read_document(source, names[0], MAX_JSON_BYTES), where=names[0])
+            names = tuple(sorted(set(index.values())))
+            missing = [name for name in names if name not in files]
+            if missing:
+                raise UnreadableError(
+                    f"{len(missing)} of {len(names)} files of the index are missing: {first_few(missing)}",
+                    where=path,
+                    hint="download or copy the rest of the model",
+                )
+        read = [read_state(source, name) for name in names]
+        tensors: dict[str, TensorEntry] = {}
+        for name, (_, state) in zip(names, read, strict=True):
+            for piece in state.pieces:
+                if piece.fqn in tensors or (index is not None and index.get(piece.fqn) != name):
+                    raise UnreadableError(
+                        f"tensor {piece.fqn!r} is in two files, or not where the index has it",
+                        where=os.path.join(path, name),
+                        hint="the file and the index are of different versions: restore both",
+                    )
+                tensors[piece.fqn] = whole_tensor(piece, where=os.path.join(path, name))
+        if index is not None and (lost := [fqn for fqn in index if fqn not in tensors]):
+            raise UnreadableError(f"no file has {first_few(lost)}, which the index names", where=path)
+        beside = [name for name in files if name not in (*names, MANIFEST_NAME) and not name.endswith(_INDEX)]
+        entries = tuple(tensors.values())
+        return Opened(
+            format=self,
+            checkpoint=Checkpoint(
+                root=source.root,
+                format=self.name,
+                tensors=entries,
+                assets=tuple(Asset(file=name, nbytes=files[name]) for name in beside if not is_weights(name)),
+                files={name: files[name] for name in names},
+            ),
+            source=source,
+            left_out=tuple(name for name in beside if is_weights(name)),
+            unread=list_unread(state for _, state in read),
+            notes=list_tied(entries),
+            sums=tuple(each for file, _ in read for each in file.sums),
+        )
+
+
+def _choose(files: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the index or the only file of weights; () when there is none, or several."""
+    for stem in _NAMES:
+        for name in (stem + _INDEX, stem + ".bin"):
+            if name in files:
+                return (name,)
+    if "metadata.pkl" in files:  # torch_checkpointing's
+        return ()
+    singles = [name for name in files if "/" not in name and name.endswith(PICKLES) and not is_side_file(name)]
+    return tuple(singles) if len(singles) == 1 and explain_part(singles[0], singles[0]) is None else ()
+
+
+FORMAT = TorchDirectory()
