@@ -97,7 +97,8 @@ def _matches(modules: dict[str, nn.Module], wanted: str | type) -> list[str]:
 
 def _has_forward(module: nn.Module) -> bool:
     """Has it a forward, around which parameters could be gathered? Lists and bare `nn.Module()`s have none."""
-    return type(module).forward is not nn.Module.forward
+    # What torch.compile returns has one that its class has not.
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _problem(owners: Owners, module: nn.Module) -> str | None:
