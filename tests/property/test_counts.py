@@ -82,6 +82,17 @@ def test_counts_of_a_pass_are_those_of_the_tensor(case, ranks, columns, block_by
         assert api.verify(back, level="data").counts == {}
 
 
+@pytest.mark.parametrize("at", [0, 5, 25, 31])
+def test_place_is_in_the_whole_tensor_whatever_the_block(tmp_path, at) -> None:
+    raw = bytearray(struct.pack("<32f", *[1.0] * 32))
+    raw[4 * at : 4 * at + 4] = struct.pack("<f", -math.inf)
+    expected = {"t": Counts(num_elems=32, num_inf=1, first_bad=at)}
+    with small_blocks(16):
+        model = write_model(tmp_path / "model", {"t": ("F32", (8, 4), bytes(raw))})
+        assert api.verify(model, level="values").counts == expected
+        assert api.shard(model, tmp_path / "run", mesh="tp=4", set=["t=tp:S(1)"]).counts == expected
+
+
 def test_types_that_share_bytes_or_are_pairs_are_not_looked_at() -> None:
     assert {name for name in BY_NAME if name not in DTYPES} == {"F4", "F6_E2M3", "F6_E3M2", "C32", "C64", "C128"}
     assert count_values(memoryview(bytes(8)), BY_NAME["C64"]) is None
