@@ -166,8 +166,8 @@ def _assemble(states: Mapping[int, State], path: str) -> tuple[TensorEntry, ...]
         )
     for rank, state in states.items():
         for piece in state.pieces:
-            if piece.ranks and piece.ranks[-1] != rank:
-                raise _refuse(path, f"the file of rank {rank} says that it is of rank {piece.ranks[-1]}")
+            if piece.rank not in (None, rank):
+                raise _refuse(path, f"the file of rank {rank} says that it is of rank {piece.rank}")
             if rank == leader:
                 continue
             first = pieces.get(piece.fqn)
@@ -209,7 +209,7 @@ def _missing(
     Raises:
         UnreadableError: They have not; or a file says that there are more ranks than the names do.
     """
-    highest = max((max(piece.ranks) for _, state in read.values() for piece in state.pieces if piece.ranks), default=0)
+    highest = max((piece.highest for _, state in read.values() for piece in state.pieces), default=0)
     if ranks.world_size and max(highest, *read) >= ranks.world_size:
         raise _refuse(path, f"rank {max(highest, *read)} is named, in files of a world of {ranks.world_size} ranks")
     world_size = ranks.world_size or 1 + max(highest, *read)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from smoke.zoo import CONFIGS, SPECS, lacks
+from smoke.zoo.text import Gpt
+
+from ckpt_tools import api
 
 SLICE = ("Gpt", "compiled_blocks", "Odd", "Diffusion", "VqVae", "Critic")
 """A tuple with a loss, dropout, ties; compiled; scalars; noise and computed tensors; state that runs or iterates."""
@@ -58,6 +63,15 @@ def test_statistics_that_differ_between_ranks_are_a_note(silent):
 )
 def test_draws_are_followed_on_other_meshes_and_in_other_dtypes(silent, kind, options):
     silent(kind, **options)
+
+
+def test_compiled_model_takes_a_checkpoint_with_plain_names(silent, tmp_path):
+    torch.manual_seed(0)
+    state = {name: value.clone() for name, value in Gpt().state_dict().items()}  # tied names, too
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    api.shard(tmp_path / "model.safetensors", tmp_path / "dcp", mesh="dp_shard=2")
+    report = silent("compiled_blocks", source=str(tmp_path / "dcp"))
+    assert any(note.startswith("dcp.load finds layers.0._orig_mod.norm.weight and") for note in report.notes)
 
 
 def test_draws_that_tensor_parallelism_cuts_are_not_compared(farm):
