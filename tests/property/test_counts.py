@@ -65,7 +65,7 @@ def test_counts_are_those_of_torch(case, piece_bytes, has_numpy) -> None:
         assert count_values(memoryview(raw), BY_NAME[name]) == oracle(name, raw)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(case=raws(96), ranks=st.integers(1, 5), columns=st.booleans(), block_bytes=st.sampled_from((16, 4 << 20)))
 def test_counts_of_a_pass_are_those_of_the_tensor(case, ranks, columns, block_bytes) -> None:
     name, raw = case
