@@ -43,8 +43,10 @@ class Piece:
     chunks: tuple[Chunk, ...]
     layout: object = None
     """How ranks share it, equal on all of them; None for a plain tensor."""
-    ranks: tuple[int, ...] = ()
-    """Who has a part, where it is shared: the highest and this one's own at least."""
+    highest: int = 0
+    """Highest rank that has a part of it."""
+    rank: int | None = None
+    """Whose part this is, where that is said."""
 
     @property
     def fqn(self) -> str:
@@ -198,14 +200,14 @@ def _dtensor(
     offsets, lengths = _cell(shape, sizes, cuts, coordinate)
     chunk = _local(file, state.get("_local_tensor"), _box(offsets, lengths, dtype), dtype)
     rank = mesh.get("_rank")
-    own = (rank,) if type(rank) is int else ()
     return Piece(
         path=path,
         dtype=dtype,
         shape=_packed(shape, dtype),
         chunks=(chunk,),
         layout=(sizes, cuts),
-        ranks=(max(ranks, default=-1), *own),
+        highest=max(ranks, default=math.prod(sizes) - 1),
+        rank=rank if type(rank) is int else None,  # torch before 2.8 does not say
     )
 
 
@@ -299,7 +301,8 @@ def _sharded_tensor(
         shape=_packed(shape, dtype),
         chunks=tuple(chunks),
         layout=everything,
-        ranks=(world_size - 1, rank),
+        highest=world_size - 1,
+        rank=rank,
     )
 
 

@@ -9,6 +9,7 @@ Source: verl `utils/checkpoint/fsdp_checkpoint_manager.py`; accelerate 1.15 `uti
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats._torch_file import read_torch_file
 from ckpt_tools.formats._torch_pieces import Piece
 from ckpt_tools.formats._torch_state import State
 from ckpt_tools.formats.file_names import is_hf_asset
@@ -72,6 +74,7 @@ class RankFiles(Format):
         read = {rank: read_state(source, name) for rank, name in sorted(ranks.files.items())}
         tensors = _assemble({rank: state for rank, (_, state) in read.items()}, path)
         missing = _missing(read, ranks, tensors, path)
+        _check_step(source, files, ranks, path)
         home = ranks.directory + _HUGGINGFACE
         others = [name for name in files if name.startswith(ranks.directory) and name not in ranks.files.values()]
         if not any(name.startswith(home) for name in others):
@@ -163,8 +166,8 @@ def _assemble(states: Mapping[int, State], path: str) -> tuple[TensorEntry, ...]
         )
     for rank, state in states.items():
         for piece in state.pieces:
-            if piece.ranks and piece.ranks[-1] != rank:
-                raise _refuse(path, f"the file of rank {rank} says that it is of rank {piece.ranks[-1]}")
+            if piece.rank not in (None, rank):
+                raise _refuse(path, f"the file of rank {rank} says that it is of rank {piece.rank}")
             if rank == leader:
                 continue
             first = pieces.get(piece.fqn)
@@ -206,7 +209,7 @@ def _missing(
     Raises:
         UnreadableError: They have not; or a file says that there are more ranks than the names do.
     """
-    highest = max((max(piece.ranks) for _, state in read.values() for piece in state.pieces if piece.ranks), default=0)
+    highest = max((piece.highest for _, state in read.values() for piece in state.pieces), default=0)
     if ranks.world_size and max(highest, *read) >= ranks.world_size:
         raise _refuse(path, f"rank {max(highest, *read)} is named, in files of a world of {ranks.world_size} ranks")
     world_size = ranks.world_size or 1 + max(highest, *read)
@@ -221,6 +224,29 @@ def _missing(
                 what, where=path, hint="copy the files of all ranks, from every node, into one directory"
             )
     return (f"{what}; the others hold everything",)
+
+
+def _check_step(source: Source, files: Mapping[str, int], ranks: _Ranks, path: str) -> None:
+    """Hold the learning-rate schedulers, which verl keeps for every rank, against each other.
+
+    Raises:
+        UnreadableError: They are of different steps.
+    """
+    found: dict[object, int] = {}
+    for rank, file in sorted(ranks.files.items()):
+        directory, _, name = file.rpartition("model_world_size_")
+        beside = f"{directory}extra_state_world_size_{name}"
+        if name == file or beside not in files:
+            continue
+        with contextlib.suppress(UnreadableError):  # not needed for a model
+            state = read_torch_file(source, beside).value
+            scheduler = state.get("lr_scheduler") if isinstance(state, dict) else None
+            step = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
+            if isinstance(step, int):
+                found.setdefault(step, rank)
+    if len(found) > 1:
+        (one, first), (other, second) = list(found.items())[:2]
+        raise _refuse(path, f"rank {first} is of step {one}, rank {second} of step {other}, as their schedulers say")
 
 
 def _rest(names: Iterable[str], directory: str) -> tuple[str, ...]:

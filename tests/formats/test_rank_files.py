@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from formats.saved import fake_rank, flat, read, save_ranks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -166,6 +167,19 @@ def test_rank_with_another_placement_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_ranks_of_different_steps_are_refused_where_their_schedulers_tell(tmp_path: Path) -> None:
+    save(tmp_path, "fsdp")
+    for rank, step in ((0, 7), (1, 7)):
+        extra = {"lr_scheduler": {"last_epoch": step}, "rng": {"numpy": ("MT19937", [1, 2])}}
+        torch.save(extra, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    assert read(tmp_path) == flat(STATE)
+    torch.save({"lr_scheduler": {"last_epoch": 6}}, tmp_path / "extra_state_world_size_2_rank_1.pt")
+    with pytest.raises(UnreadableError, match="rank 0 is of step 7, rank 1 of step 6"):
+        read(tmp_path)
+    torch.save({"lr_scheduler": None}, tmp_path / "extra_state_world_size_2_rank_1.pt")
+    assert read(tmp_path) == flat(STATE)
+
+
 @pytest.mark.parametrize("fqn", ["down.weight", "table", "uneven"])
 def test_replicas_that_differ_are_found_and_never_gathered(fqn: str, tmp_path: Path) -> None:
     save(tmp_path, "hsdp")
@@ -222,6 +236,26 @@ def test_rank_that_lies_about_its_part_is_refused(fields: dict[str, object], wor
     lie(tmp_path, 1, **fields)
     with pytest.raises(UnreadableError, match=words):
         api.gather(tmp_path, tmp_path.parent / "out")
+
+
+def test_meshes_of_older_torch_are_read(tmp_path: Path, monkeypatch) -> None:
+    """Before 2.10 a mesh was pickled with the tensor of its ranks, before 2.8 without the rank itself."""
+    monkeypatch.setattr(
+        DeviceMesh,
+        "__getstate__",
+        lambda mesh: {
+            "device_type": "cpu",
+            "mesh": torch.arange(4).reshape(2, 2),
+            "mesh_dim_names": ("dp", "tp"),
+            "_coordinate_on_dim": list(mesh.get_coordinate()),
+        },
+        raising=False,
+    )
+    save(tmp_path, "fsdp-tp")
+    assert read(tmp_path) == flat(STATE)
+    rank_file(tmp_path, 4, 2).unlink()
+    with pytest.raises(UnreadableError, match="1 of 4 ranks have no file here: 2"):
+        read(tmp_path)
 
 
 # Real ranks
