@@ -38,8 +38,8 @@ _MIN_PACKED = 256
 _INFINITE = re.compile(r"\w*mask\w*|alibi\w*|min_vals?|max_vals?", re.IGNORECASE)
 """Last part of the names of buffers that are infinite on purpose: masks, what has looked for a smallest number."""
 _NORM = re.compile(r"(?:^|\.)(?:\w*norm\w*|ln(?:_?\w{1,6})?)(?:\.\d+)?\.weight")
-_ADDS_ONE = re.compile(r"gemma|qwen3_?next|qwen3_?5|nemotron|step3p7|minimaxm3|videoprism", re.IGNORECASE)
-"""Architectures whose norms multiply by 1 + weight: they begin as zeros."""
+_ADDS_ONE = re.compile(r"gemma|qwen3_next|qwen3_5|qwen4|nemotron|step3p7|minimax_m3|videoprism|muse_|minicpmv4_6")
+"""In the model types of transformers' models whose norms multiply by 1 + weight: they begin as zeros."""
 _NEVER_ZERO = re.compile(
     r"(?:^|[._])(?:[qkv]_proj|qkv(?:_proj)?|query_key_value|in_proj|query|key|value|to_[qkv]|c_attn|w[qkv]|up_proj|"
     r"gate_proj|gate_up_proj|fc1|c_fc|w[13]|embed_tokens|tok_embeddings|word_embeddings|wte|patch_embed\w*)"
@@ -235,4 +235,13 @@ def _adds_one(opened: Opened) -> bool:
         config = config_beside(opened.source)
     except UnreadableError:
         return False
-    return config is not None and _ADDS_ONE.search(config.architecture or "") is not None
+    return config is not None and any(map(_ADDS_ONE.search, _model_types(config.values)))
+
+
+def _model_types(config: Mapping[str, object]) -> Iterator[str]:
+    """Yield what kind of model a config is of, and those of its parts."""
+    for key, value in config.items():
+        if key == "model_type" and isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _model_types(value)

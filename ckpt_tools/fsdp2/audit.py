@@ -211,7 +211,9 @@ def _check_meta(model: nn.Module) -> Iterator[Finding]:
             yield build_finding("meta-buffer", fqn, f"{tuple(buffer.shape)} on the meta device: it has no data")
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            # Spectral norm, the older way, makes its weight anew in every forward pass, of a parameter called so.
+            is_made = f"{name}_orig" in module._parameters  # noqa: SLF001 - names without a walk
+            if isinstance(value, torch.Tensor) and value.is_meta and not is_made:
                 where = f"{fqn}.{name}" if fqn else name
                 # It may be there for a reset that never comes.
                 what = f"{tuple(value.shape)} on the meta device, and no buffer: nothing gives it data"

@@ -70,7 +70,7 @@ def _automatic(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
     lists: list[str] = []
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList):
-            kinds = Counter(type(child) for child in module if _has_forward(child))
+            kinds = Counter(type(child) for child in module if child is not None and _has_forward(child))
             repeated = {kind for kind, count in kinds.items() if count > 1}
             lists += [f"{name}.{key}" for key, child in module.named_children() if type(child) in repeated]
     # The outermost lists are the layers; lists inside of a layer (heads, experts) are parts of it.
@@ -97,7 +97,8 @@ def _matches(modules: dict[str, nn.Module], wanted: str | type) -> list[str]:
 
 def _has_forward(module: nn.Module) -> bool:
     """Has it a forward, around which parameters could be gathered? Lists and bare `nn.Module()`s have none."""
-    return type(module).forward is not nn.Module.forward
+    # What torch.compile returns has one that its class has not.
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _problem(owners: Owners, module: nn.Module) -> str | None:

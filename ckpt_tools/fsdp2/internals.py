@@ -163,12 +163,14 @@ def _raw_groups(state: object) -> Sequence[object]:
 
 def _read_group(group: object, fqns: tuple[str, ...], names: dict[nn.Module, str]) -> Group:
     raw = group
+    # `set_requires_all_reduce(False)` keeps what replicas have not averaged yet.
+    partial = getattr(raw, "_partial_reduce_output", None) is not None
     info, after = raw.mesh_info, raw.post_forward_mesh_info  # type: ignore[attr-defined]
     expected: Sharding = "UNSHARDED" if after is None else "SHARDED" if after == info else "SHARDED_POST_FORWARD"
     return Group(
         modules=tuple(raw.modules),  # type: ignore[attr-defined]
         fqns=fqns,
-        params=tuple(_read_param(param, names) for param in raw.fsdp_params),  # type: ignore[attr-defined]
+        params=tuple(_read_param(param, names, is_partial=partial) for param in raw.fsdp_params),  # type: ignore[attr-defined]
         sharding=cast("Sharding", raw._sharded_state.name),  # type: ignore[attr-defined]
         training=cast("Training", raw._training_state.name),  # type: ignore[attr-defined]
         expected_after_forward=expected,
@@ -179,7 +181,7 @@ def _read_group(group: object, fqns: tuple[str, ...], names: dict[nn.Module, str
     )
 
 
-def _read_param(param: object, names: dict[nn.Module, str]) -> ManagedParam:
+def _read_param(param: object, names: dict[nn.Module, str], *, is_partial: bool) -> ManagedParam:
     info = param._module_info  # type: ignore[attr-defined]
     dims = getattr(param.mesh_info, "dp_mesh_dims", None)  # type: ignore[attr-defined]
     flattened = dims is not None and len(dims.shard_names) > 1
@@ -197,7 +199,8 @@ def _read_param(param: object, names: dict[nn.Module, str]) -> ManagedParam:
         mesh=None if flattened else getattr(param, "_spmd_mesh", None),
         first_dtype=getattr(param, "orig_dtype", None),
         gathered=(gathered := getattr(param, "_unsharded_param", None)),
-        has_unreduced=getattr(param, "unsharded_accumulated_grad", None) is not None
+        has_unreduced=is_partial
+        or getattr(param, "unsharded_accumulated_grad", None) is not None
         or (gathered is not None and gathered.grad is not None),
     )
 

@@ -77,7 +77,8 @@ def load_checkpoint(
 
     Args:
         model: Sharded or not, on meta or not.
-        path: A safetensors file, an HF directory, a DCP directory, or sharded safetensors. Nothing is unpickled.
+        path: A safetensors file, an HF directory, a DCP directory, sharded safetensors, a file of torch.save. Nothing
+            is unpickled.
         optimizer: Of this model: its groups get the new parameters, and its state and options are loaded.
         state: As `save_checkpoint` took it, with objects that are there to be loaded. Modules, optimizers and
             objects are loaded in place, and so are tensors, and dicts, whose entries are replaced; whatever is not

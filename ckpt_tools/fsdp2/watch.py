@@ -174,13 +174,17 @@ class Watch:
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Keep a sample of what an optimizer is about to move: where there is a gradient and a learning rate."""
-        self._samples = []
+        self._samples, model = [], self._model()
+        own = {id(p) for p in model.parameters()} if model is not None else set()
+        own |= (
+            {id(p.sharded) for each in internals.read_groups(model) for p in each.params} if model is not None else own
+        )
         for group in optimizer.param_groups:
             rate = float(group.get("lr", 0))
             # A warm-up begins with steps too small to be seen, or of nothing.
             is_full = rate > 0 and rate >= 0.1 * float(group.get("initial_lr", rate))
             for parameter in group["params"] if is_full else ():
-                if parameter.grad is not None and not parameter.is_meta:
+                if id(parameter) in own and parameter.grad is not None and not parameter.is_meta:
                     weight, gradient = (internals.local_of(t).flatten() for t in (parameter, parameter.grad))
                     if bool(gradient[:_MAX_SAMPLE_ELEMS].any()):
                         self._samples.append((parameter, weight[:_MAX_SAMPLE_ELEMS].clone()))

@@ -1,9 +1,10 @@
 """The model of a smoke run that names none: a small transformer, and the shape of what a factory returns.
 
 A factory is called without arguments, on the meta device or on the CPU, and returns a module. Its forward takes a
-batch (as keyword arguments, or as one dict) and returns a loss, or something with `.loss`. The module may have
+batch (as keyword arguments, or as one dict) and returns a loss, or something that has one. The module may have
 
 - `example_batch(batch_size, seq_len)`: a dict of tensors, the same for the same random seed;
+- `fsdp_loss`: where the loss is in what forward returns, when that is neither `.loss` nor the only scalar;
 - `fsdp_blocks`: what `shard_model` takes as `blocks`;
 - `fsdp_forward_methods`: methods to register, as `shard_model` takes them;
 - `fsdp_tp_plan`: module names → tensor-parallel styles.

@@ -42,6 +42,8 @@ def _computed_keys(module: nn.Module) -> Iterator[str]:
             yield key
     for key, value in vars(module).items():
         parts = value if isinstance(value, (list, tuple)) else (value,)
+        if not isinstance(value, (nn.Module, torch.Tensor, type)):  # a scheduler, say, with a table of its own
+            parts = (*parts, *getattr(value, "__dict__", {}).values())
         if any(type(part) is torch.Tensor and part.is_meta for part in parts):  # no parameter (an RNN lists its own)
             yield key
 

@@ -1,4 +1,4 @@
-"""What the forward of diffusers' models takes: a table of shapes by class and parameter. Imports torch.
+"""What the forward of diffusers' models takes, drawn as a table (diffusers.txt) says. Imports torch.
 
 Source: signatures and docstrings of the classes of diffusers 0.42, and the shapes that its pipelines make.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,95 +20,23 @@ from torch import nn
 _LATENT = 8
 """Pixels of a latent's side, for what takes pictures."""
 _STEPS = 1000
-_TEXT = (
-    "joint_attention_dim|text_dim|caption_channels|text_embed_dim|cap_feat_dim|in_text_dim|context_in_dim|"
-    "encoder_hid_dim|cross_attention_dim"
-)
-_TOKENS = r"Flux.*|BriaTr.*|BriaFiboTr.*|Chroma.*|LongCatImage.*|Ovis.*|QwenImage.*|LTX.*|Krea2.*|Nucleus.*"
 
-_ROWS: tuple[tuple[str, str, str], ...] = (
-    # what is denoised, encoded or conditioned on
-    (_TOKENS, "hidden_states|controlnet_cond", "normal B S in_channels"),
-    ("CogVideoX.*|ConsisID.*", "hidden_states", "normal B F in_channels H W"),
-    ("StableAudioDiT.*", "hidden_states", "normal B in_channels sample_size"),
-    ("Kandinsky5.*", "hidden_states", "normal B F H W in_visual_dim"),
-    (".*(3D|Video).*", "hidden_states", "normal B in_channels|in_visual_dim F H W"),
-    (".*", "hidden_states", "normal B in_channels|in_visual_dim H W"),
-    ("UNet1D.*", "sample", "normal B in_channels S"),
-    ("UNet3D.*|UNetMotion.*|I2VGen.*", "sample", "normal B in_channels F H W"),
-    ("UNetSpatioTemporal.*", "sample", "normal B F in_channels H W"),
-    (".*(UNet|ControlNet).*", "sample", "normal B in_channels H W"),
-    ("AutoencoderKLMochi", "sample", "normal B 3 7 8H 8W"),
-    ("AutoencoderKLTemporal.*", "sample", "normal BF in_channels 8H 8W"),
-    (".*", "sample", "pixels"),
-    ("WanVACE.*", "control_hidden_states", "normal B vace_in_channels F H W"),
-    ("LTX2.*", "audio_hidden_states", "normal B 9 audio_in_channels"),
-    ("ZImage.*", "x", "list B in_channels 1 H W"),
-    ("SD3.*|Sana.*", "controlnet_cond", "normal B in_channels H W"),
-    (".*", "controlnet_cond", "normal B conditioning_channels|3 8H 8W"),
-    # text
-    ("ZImage.*", "cap_feats", "list B T cap_feat_dim"),
-    ("HunyuanDiT.*", "encoder_hidden_states", "normal B text_len cross_attention_dim"),
-    ("HunyuanDiT.*", "encoder_hidden_states_t5", "normal B text_len_t5 cross_attention_dim_t5"),
-    ("HunyuanDiT.*", "text_embedding_mask", "ones B text_len"),
-    ("HunyuanDiT.*", "text_embedding_mask_t5", "ones B text_len_t5"),
-    ("HunyuanDiT.*", "image_meta_size", "?use_style_cond_and_image_meta_size ones B 6"),
-    ("HunyuanDiT.*", "style", "?use_style_cond_and_image_meta_size zeros B"),
-    ("HiDream.*", "encoder_hidden_states_t5", "normal B T first:caption_channels"),
-    ("HiDream.*", "encoder_hidden_states_llama3", "normal llama_layers+1 B T caption_channels"),
-    ("HiDream.*", "pooled_embeds", "normal B text_emb_dim"),
-    ("Hunyuan.*", "encoder_hidden_states_2", "normal B T text_embed_2_dim"),
-    ("Hunyuan.*", "encoder_attention_mask_2", "true B T"),
-    ("HunyuanVideo15.*", "image_embeds", "normal B T image_embed_dim"),
-    ("Krea2.*", "encoder_hidden_states", "normal B T num_text_layers text_hidden_dim"),
-    ("Krea2.*", "position_ids", "zeros S+T 3"),
-    ("ErnieImage.*", "text_bth", "normal B T text_in_dim"),
-    ("ErnieImage.*", "text_lens", "full:T B"),
-    ("GlmImage.*", "prior_token_id", "below:prior_vq_quantizer_codebook_size B S"),
-    ("GlmImage.*", "prior_token_drop", "true B"),
-    ("BriaFiboTr.*", "text_encoder_layers", "list num_layers+num_single_layers B T text_encoder_dim"),
-    ("LTX2.*", "audio_encoder_hidden_states", "normal B T caption_channels"),
-    ("LTX2.*", "audio_num_frames", "number 9"),
-    ("Wan(Tr|VACE|Ani).*", "encoder_hidden_states_image", "?image_dim normal B 257 image_dim"),
-    ("StableAudioDiT.*", "encoder_hidden_states", "normal B T cross_attention_input_dim"),
-    ("StableAudioDiT.*", "global_hidden_states", "normal B 1 global_states_input_dim"),
-    ("UNetMotion.*", "encoder_hidden_states", "normal BF T cross_attention_dim"),
-    ("UNetSpatioTemporal.*", "encoder_hidden_states", "normal B 1 cross_attention_dim"),
-    (".*", "encoder_hidden_states", f"normal B T {_TEXT}"),
-    (".*", "pooled_projections", "?pooled_projection_dim|in_text_dim2 normal B pooled_projection_dim|in_text_dim2"),
-    (".*", "encoder_attention_mask|encoder_hidden_states_mask|encoder_mask", "true B T"),
-    # time
-    ("ZImage.*", "t", "time B"),
-    (
-        f"{_TOKENS}|Hunyuan(DiT|Image|Video15).*|Ernie.*",
-        "timestep",
-        "time B",
-    ),
-    (".*", "timestep|timesteps", "steps B"),
-    (".*", "timestep_r", "?use_meanflow time B"),
-    (".*", "guidance", "?guidance_embeds time B"),
-    # where and what
-    ("AutoencoderKLLTX.*", "temb", "?timestep_conditioning time B"),
-    (".*", "img_ids", "grid"),
-    (".*", "txt_ids", "zeros T A"),
-    (".*", "img_shapes", "shapes"),
-    ("Kandinsky5.*", "visual_rope_pos", "ranges F G G"),
-    ("Kandinsky5.*", "text_rope_pos", "range T"),
-    ("LTX.*", "num_frames", "number F"),
-    ("LTX.*", "height|width", "number G"),
-    ("AutoencoderKLTemporal.*", "num_frames", "number B"),
-    (".*", "class_labels", "?num_embeds_ada_norm|num_class_embeds below:num_embeds_ada_norm|num_class_embeds B"),
-    (".*", "original_size|target_size", "ones B 2"),
-    (".*", "crop_coords", "ones B 2"),
-    (".*", "added_time_ids", "ones B 3"),
-    (".*", "added_cond_kwargs", "conditions"),
-)
-"""Class, parameter, and what it is: a kind and its dims. The first row that matches holds.
 
-Dims: B samples, T tokens of text, S tokens of latents, F frames, H × W latents, G tokens along a side, A axes of
-positions; else a number, or keys of the config, of which the first that says something holds. A row that begins with
-"?key" holds for configs that say the key. What no row names is left out where forward can do without it.
-"""
+def _read_table() -> tuple[dict[str, str], tuple[tuple[str, str, tuple[str, ...]], ...]]:
+    """Return the words that stand for others, and the rows, of diffusers.txt, which says what they mean."""
+    with open(os.path.join(os.path.dirname(__file__), "diffusers.txt"), encoding="utf-8") as file:
+        lines = [line.split() for line in file if line.strip() and not line.startswith("#")]
+    words = {line[0]: line[1] for line in lines if len(line) == 2}
+    rows = []
+    for line in lines:
+        if len(line) > 2:
+            for word, meaning in words.items():
+                line = [part.replace(word, meaning) for part in line]  # noqa: PLW2901 - the same line
+            rows.append((line[0], line[1], tuple(line[2:])))
+    return words, tuple(rows)
+
+
+_WORDS, _ROWS = _read_table()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +82,7 @@ class _Drawing:
         levels = len(_list(config.get("down_block_types") or config.get("block_out_channels")))
         unit = 2 ** max(0, levels - 1) if "UNet" in self.title or self.title == "ControlNetModel" else 1
         patch = _last(config.get("patch_size")) or 1
-        is_packed = re.fullmatch(_TOKENS, self.title) is not None
+        is_packed = re.fullmatch(_WORDS["@packed"], self.title) is not None
         is_film = re.search("3D|Video|Motion|I2V|Temporal|ConsisID", self.title) is not None
         self.frames = _last(config.get("video_length")) or (2 if is_film else 1)
         grid = max(2, round(math.sqrt(wanted.latents / self.frames)))
@@ -170,7 +99,7 @@ class _Drawing:
         """Return a value for a parameter of forward; None where no row has one."""
         for title, names, row in _ROWS:
             if name in names.split("|") and re.fullmatch(title, self.title):
-                words = row.split()
+                words = list(row)
                 if words[0].startswith("?") and not self._said(words.pop(0)[1:]):
                     return None
                 kind, _, bound = words[0].partition(":")

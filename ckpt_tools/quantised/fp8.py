@@ -7,7 +7,7 @@ tensor, or each expert, has one scale. Source: `Fp8Dequantize` of transformers 5
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -28,6 +28,8 @@ from ckpt_tools.quantised.scheme import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ckpt_tools.quantised.scheme import F32, Bytes
 
 _SCALE = "_scale_inv"
@@ -76,30 +78,59 @@ def _quantised(entry: TensorEntry, tensors: Tensors, block: tuple[int, int] | No
     wanted = (*outer, -(-rows // height), -(-columns // width))
     if block is not None or scale.num_elems != prod(outer):
         check_shape(scale, wanted, of=entry)
-    decode = partial(decode_blocks, entry, scale, height, width)
+    decode = partial(_decode, entry, scale, height, width)
     return Quantised(fqn=entry.fqn, shape=entry.shape, stored=(entry, scale), decode=decode)
 
 
-def decode_blocks(
+def _decode(
     entry: TensorEntry, scale: TensorEntry, height: int, width: int, read: ReadRun, first: int, count: int
 ) -> F32:
-    """Return elements of a matrix, or of several, whose blocks of height × width have a scale each."""
     import numpy as np
 
-    rows, columns = entry.shape[-2:]
     values = as_float32(read(entry, first, count), entry.dtype)
-    for row, start, stop in _groups(first, count, rows, columns, height):
-        per_row = -(-columns // width)
-        scales = as_float32(read(scale, row * per_row, per_row), scale.dtype)
-        along = np.repeat(scales, width)[:columns]
+    grid = partial(read_row, read, scale, -(-entry.shape[-1] // width))
+    over_blocks(np.multiply, values, grid, entry.shape, (height, width), first)
+    return values
+
+
+def read_row(read: ReadRun, scale: TensorEntry, length: int, row: int) -> F32:
+    """Return one row of scales; several matrices have theirs one after the other."""
+    return as_float32(read(scale, row * length, length), scale.dtype)
+
+
+def over_blocks(
+    operation: np.ufunc,
+    values: F32,
+    grid: Callable[[int], F32],
+    shape: tuple[int, ...],
+    block: tuple[int, int],
+    first: int,
+) -> None:
+    """Change elements of a matrix, or of several, by what their block has, in place.
+
+    Args:
+        operation: Of an element, and what belongs to its block.
+        values: Elements from `first` on, in row-major order.
+        grid: Returns what belongs to the blocks of a row of blocks.
+        shape: Of the whole.
+        block: Rows and columns of a block.
+        first: The first element's number.
+    """
+    import numpy as np
+
+    (rows, columns), (height, width) = shape[-2:], block
+    for row, start, stop in _groups(first, len(values), rows, columns, height):
+        along = np.repeat(grid(row), width)[:columns]
         at = start % columns
         run = values[start - first : stop - first]
-        if head := min(len(run), -at % columns):
-            run[:head] *= along[at : at + head]
-        whole = (len(run) - head) // columns * columns
-        run[head : head + whole].reshape(-1, columns)[:] *= along
-        run[head + whole :] *= along[: len(run) - head - whole]
-    return values
+        head = min(len(run), -at % columns)
+        tail = head + (len(run) - head) // columns * columns
+        for part, own in (
+            (run[:head], along[at : at + head]),
+            (run[head:tail].reshape(-1, columns), along),
+            (run[tail:], along[: len(run) - tail]),
+        ):
+            operation(part, own, out=part)
 
 
 def _groups(first: int, count: int, rows: int, columns: int, height: int) -> Iterator[tuple[int, int, int]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckpt_tools.quantised import bnb, fp8, mxfp4
+from ckpt_tools.quantised import bnb, compressed, fp8, mxfp4
 from ckpt_tools.quantised.scheme import Scheme
 
-SCHEMES: tuple[Scheme, ...] = (fp8.SCHEME, mxfp4.SCHEME, bnb.SCHEME)
+SCHEMES: tuple[Scheme, ...] = (fp8.SCHEME, mxfp4.SCHEME, bnb.SCHEME, compressed.SCHEME)
 
 
 def find_scheme(method: object) -> Scheme | None:

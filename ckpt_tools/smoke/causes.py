@@ -53,7 +53,7 @@ def of_ranks(reported: Iterable[Sequence[Finding]]) -> list[Finding]:
     """Return what ranks report, in their order; of what several say about one thing, what the first one says."""
     told: set[tuple[str, str]] = set()
     found: list[Finding] = []
-    for findings in reported:
+    for findings in map(list, map(dict.fromkeys, reported)):
         keys = [(finding.code, pattern_of(finding.where)) for finding in findings]
         found += [finding for finding, key in zip(findings, keys, strict=True) if key not in told]
         told.update(keys)

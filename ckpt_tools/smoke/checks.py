@@ -82,7 +82,8 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
         inside, root = find_model(opened.checkpoint)
         if is_adapted or not opened.format.loads_by_dcp:  # an adapted model's own names are nobody's checkpoint
             return Naming(title=match.title)
-    live = shapes_of({name: one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)})
+    state = {name: one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)}
+    live = shapes_of({strip_wrappers(name): one for name, one in state.items()})
     stored = {strip_wrappers(entry.fqn).removeprefix(root): entry for entry in inside.tensors}
     absent = [name for name in live if name not in stored]
     reshaped = [name for name, shape in live.items() if name in stored and stored[name].shape != shape]
@@ -102,6 +103,8 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
     note = ""
     if any(strip_wrappers(entry.fqn) != entry.fqn for entry in stored.values()):
         note = "the names have parts that wrappers put in: dcp.load finds them in a model that is wrapped alike"
+    elif compiled := [name for name in state if strip_wrappers(name) != name]:
+        note = f"dcp.load finds {first_few(compiled, 1)} in get_model_state_dict(model), not in model.state_dict()"
     elif root:
         note = f"the names are below {root!r}: dcp.load finds them in a state dict that is nested alike"
     return Naming(title=match.title, note=note)

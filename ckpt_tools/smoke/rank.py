@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from ckpt_tools.errors import CkptError
 from ckpt_tools.fsdp2 import build_device_mesh
 from ckpt_tools.processes.journal import Journal
-from ckpt_tools.smoke import phases, reload
+from ckpt_tools.smoke import losses, phases, reload
 from ckpt_tools.smoke.enclosed import enclose, enclosed
 from ckpt_tools.smoke.machine import choose_device
 from ckpt_tools.smoke.messages import Saved
@@ -34,7 +34,7 @@ FIRST = (
     ("compare", phases.compare),
     ("states", phases.states),
     ("forward", phases.forward),
-    ("loss", phases.loss),
+    ("loss", losses.loss),
     ("backward", phases.backward),
     ("gradients", phases.gradients),
     ("clip", phases.clip),

@@ -14,8 +14,9 @@ from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.mesh import TP_AXIS
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.checks import differing_states, differing_tensors, varying_buffers
+from ckpt_tools.smoke.losses import tolerances_of
 from ckpt_tools.smoke.messages import Saved
-from ckpt_tools.smoke.phases import apply_sharding, evaluate, tolerances_of
+from ckpt_tools.smoke.phases import apply_sharding, evaluate
 from ckpt_tools.smoke.reference import make_optimizer
 from ckpt_tools.smoke.report import ReloadResult
 from ckpt_tools.smoke.run import Run

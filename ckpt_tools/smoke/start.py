@@ -75,7 +75,6 @@ def run_smoke(
                 options,
                 witness=witness,
                 on_phase=on_phase,
-                on_abandoned=lambda report: speak(check.add_to(replace(report, source=label))),
                 run_local=run_local,
             )
             return check.add_to(replace(report, source=label))

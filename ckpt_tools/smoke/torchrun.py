@@ -1,7 +1,7 @@
 """Take part in torchrun's ranks: the same phases, in processes that are there already. Imports torch.
 
-A thread in each rank watches it: when no phase ends for too long, or another rank has failed, it leaves what it knows
-in torchrun's store, rank 0 reports, and the process ends. What no rank can tell, having died, the witness tells.
+Every rank keeps its journal in a directory that all share. A thread in each one watches it: when no phase ends for too
+long, or another rank has failed, it leaves where its main thread is, the witness reports, and the process ends.
 """
 
 from __future__ import annotations
@@ -13,56 +13,46 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.processes import wire
-from ckpt_tools.processes.hang import Place, describe_hang
-from ckpt_tools.processes.journal import Event, Journal, RankLog, events_path
+from ckpt_tools.errors import UsageError
+from ckpt_tools.processes.hang import Place
+from ckpt_tools.processes.journal import Event, Journal, RankLog, events_path, read_events
 from ckpt_tools.processes.ranks import Outcome
 from ckpt_tools.smoke.messages import Launch, Launched, OnPhase, Saved, tell
 from ckpt_tools.smoke.options import SmokeOptions
 from ckpt_tools.smoke.rank import run_rank
 from ckpt_tools.smoke.report import SmokeReport, assemble, first_error
 from ckpt_tools.smoke.setting import Setting, other_world, resolve
-from ckpt_tools.smoke.witness import Witness, register
+from ckpt_tools.smoke.witness import HUNG, STACK, Witness, read_logs, register
 from ckpt_tools.walls import aside
 
-OnReport = Callable[[SmokeReport], None]
 RunLocal = Callable[[Launch], Launched]
 """Runs the world that reloads."""
 _POLL_S = 0.2
 _GRACE_S = 5.0
 """What the other ranks get to say what they know once one has failed."""
 _EXIT_FINDINGS = 3
-
-
 _LINGER_S = 20.0
 """How long torchrun is kept waiting for the witness; it kills after 30."""
 
 
 def run_in_torchrun(
-    options: SmokeOptions,
-    *,
-    witness: Witness | None,
-    on_phase: OnPhase | None,
-    on_abandoned: OnReport,
-    run_local: RunLocal,
+    options: SmokeOptions, *, witness: Witness | None, on_phase: OnPhase | None, run_local: RunLocal
 ) -> SmokeReport:
     """Be one of torchrun's ranks.
 
     Args:
         options: The same on every rank.
-        witness: On rank 0.
+        witness: On rank 0; it reports when some rank hangs or has died.
         on_phase: Told about this rank's phases.
-        on_abandoned: Given the report on rank 0 when this process has to be ended, because its main thread hangs.
         run_local: Runs the world of another size.
 
     Returns:
@@ -77,45 +67,48 @@ def run_in_torchrun(
         )
     setting = resolve(options, world_size=int(os.environ["WORLD_SIZE"]))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=60)))
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    board = _Board(PrefixStore("ckpt-smoke", store), rank, world_size)
-    directory = board.share("directory", "" if witness is None else witness.directory)
-    is_shared = os.path.isdir(directory)
-    journal = _ToldJournal(on_phase, events_path(directory, rank) if is_shared else None)
-    if is_shared:
-        register(directory, rank)
-    guard = _Guard(board, journal, setting, witness, directory, on_abandoned)
+    shared = PrefixStore("ckpt-smoke", store)
+    if witness is not None:
+        shared.set("directory", witness.directory)
+    directory = shared.get("directory").decode()
+    if not os.path.isdir(directory):
+        raise UsageError(
+            f"rank {rank} does not see {directory}, which rank 0 has made",
+            hint="set TMPDIR to a directory that all machines share",
+        )
+    journal = _ToldJournal(on_phase, events_path(directory, rank))
+    register(directory, rank)
+    guard = _Guard(directory, rank, world_size, journal, setting.timeout_s, witness)
     with guard.watching():
         done = run_rank(
             setting,
             rank=rank,
-            num_local=num_local,
+            num_local=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
             local_rank=int(os.environ.get("LOCAL_RANK", rank)),
             directory=directory,
             journal=journal,
             store=PrefixStore("ckpt-smoke-group", store),
         )
         guard.stop()
-        board.leave(journal.events, failed=not done)
-        error = first_error({rank: RankLog(rank=rank, events=journal.events)})
+        guard.leave(failed=not done)
+        own = RankLog(rank=rank, events=read_events(events_path(directory, rank)))
+        error = first_error({rank: own})
+        if witness is None:
+            # Torchrun ends every process once one has failed: rank 0 speaks first, and goes with the directory.
+            guard.wait_for_report(_GRACE_S if error else setting.timeout_s * (10 if done else 1))
         if error is not None:
             raise error
-        left = board.collect(setting.timeout_s if done else _GRACE_S)
-        if len(left) < world_size:
+        if witness is None:
+            return replace(assemble(setting, Outcome(logs={rank: own})), is_primary=False)
+        if not guard.has_all(setting.timeout_s if done else _GRACE_S):
             guard.hand_over()
-            guard.linger()
-        outcome = Outcome(logs={number: each.log for number, each in left.items()})
+        outcome = Outcome(logs=read_logs(directory, world_size))
         report = assemble(setting, outcome)
-        if rank == 0 and done and not report.failed:
+        if done and not report.failed:
             report = _with_reload(setting, outcome, run_local)
-        if witness is not None:
-            if not witness.dismiss():
-                guard.linger()
-            board.say("reported")
-        else:
-            # Torchrun ends every process once one has failed: rank 0 speaks first.
-            board.wait_for("reported", setting.timeout_s * 10 if done else setting.timeout_s)
-        return replace(report, is_primary=rank == 0)
+        if not witness.dismiss():
+            guard.linger()
+        return report
 
 
 def _with_reload(setting: Setting, trained: Outcome, run_local: RunLocal) -> SmokeReport:
@@ -140,88 +133,24 @@ class _ToldJournal(Journal):
             tell(self._on_phase, event)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Left:
-    """What a rank leaves for the others."""
-
-    log: RankLog
-    stack: tuple[Place, ...] = ()
-    """Of its main thread, innermost first, when it hung."""
-
-
-class _Board:
-    """Where ranks leave what others can read without their help: torchrun's store."""
-
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        # A connection of its own: a process group that waits in the store must not keep the watching thread out.
-        clone = getattr(store, "clone", None)  # since torch 2.7, and not in its stubs
-        self._store: Store = store if clone is None else clone()
-        self._lock = threading.Lock()
-        self.rank = rank
-        self.world_size = world_size
-
-    def say(self, key: str, value: str = "1") -> None:
-        """Leave a text."""
-        with self._lock:
-            self._store.set(key, value)
-
-    def read(self, key: str) -> str | None:
-        """Return a text, None when it is not there."""
-        with self._lock:
-            if not self._store.check([key]):
-                return None
-            text: bytes = self._store.get(key)
-        return text.decode()
-
-    def wait_for(self, key: str, timeout_s: float) -> str | None:
-        """Return a text as soon as it is there, None after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while (text := self.read(key)) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return text
-
-    def share(self, key: str, text: str) -> str:
-        """Return rank 0's text on every rank."""
-        if self.rank == 0:
-            self.say(key, text)
-        return self.wait_for(key, 60.0) or text  # without rank 0 the process group will fail, and say so
-
-    def leave(self, events: list[Event], *, failed: bool, stack: tuple[Place, ...] = ()) -> None:
-        """Leave everything that this rank knows."""
-        left = _Left(log=RankLog(rank=self.rank, events=events), stack=stack)
-        self.say(f"rank-{self.rank}", wire.dumps(left))
-        if failed:
-            self.say("failed")
-
-    def collect(self, timeout_s: float) -> dict[int, _Left]:
-        """Return rank → what it left, of those that leave something in time; rank 0 only."""
-        deadline = time.monotonic() + timeout_s
-        found: dict[int, _Left] = {}
-        for rank in range(self.world_size):
-            text = self.wait_for(f"rank-{rank}", max(0.0, deadline - time.monotonic()))
-            if text:
-                found[rank] = wire.loads(_Left, text)
-        return found
-
-
 class _Guard:
     """Watches the main thread of this rank from a thread of its own."""
 
     def __init__(
         self,
-        board: _Board,
-        journal: Journal,
-        setting: Setting,
-        witness: Witness | None,
         directory: str,
-        on_abandoned: OnReport,
+        rank: int,
+        world_size: int,
+        journal: Journal,
+        timeout_s: float,
+        witness: Witness | None,
     ) -> None:
-        self._board = board
         self._directory = directory
-        self._witness = witness
+        self._rank = rank
+        self._world_size = world_size
         self._journal = journal
-        self._setting = setting
-        self._on_abandoned = on_abandoned
+        self._timeout_s = timeout_s
+        self._witness = witness
         self._is_over = threading.Event()
         self._main = threading.get_ident()
 
@@ -249,22 +178,20 @@ class _Guard:
         """The main thread has come to an end."""
         self._is_over.set()
 
-    def _listen(self, signals: int) -> None:
-        while numbers := os.read(signals, 1):
-            if numbers[0] == signal.SIGTERM:
-                self.hand_over(is_stopped=True)
-        os.close(signals)
+    def leave(self, *, failed: bool) -> None:
+        """Say that the journal has everything that this rank knows."""
+        for name in ("failed", f"rank-{self._rank}.left")[not failed :]:
+            with open(os.path.join(self._directory, name), "w", encoding="utf-8"):
+                pass
 
-    def _watch(self) -> None:
-        timeout_s = self._setting.timeout_s
-        seen, last = 0, time.monotonic()
-        while not self._is_over.wait(_POLL_S):
-            if len(self._journal.events) != seen:
-                seen, last = len(self._journal.events), time.monotonic()
-            elif time.monotonic() - last > timeout_s:
-                self._abandon(is_hanging=True)
-            if self._board.read("failed") is not None and not self._is_over.wait(_GRACE_S):
-                self._abandon(is_hanging=False)
+    def has_all(self, timeout_s: float) -> bool:
+        """Wait until every rank has left what it knows; return False when one has not."""
+        names = [os.path.join(self._directory, f"rank-{rank}.left") for rank in range(self._world_size)]
+        return _wait(lambda: all(map(os.path.exists, names)), timeout_s)
+
+    def wait_for_report(self, timeout_s: float) -> None:
+        """Wait until rank 0 or the witness has everything: the directory goes with it."""
+        _wait(lambda: not os.path.isdir(self._directory), timeout_s)
 
     def hand_over(self, *, is_stopped: bool = False) -> None:
         """Let the witness report, and end this process; do nothing where rank 0 reports already."""
@@ -273,36 +200,44 @@ class _Guard:
 
     def linger(self) -> NoReturn:
         """End the process once the witness has reported: torchrun, and what it runs in, end with its last rank."""
-        deadline = time.monotonic() + _LINGER_S
-        while os.path.isdir(self._directory) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        self.wait_for_report(_LINGER_S)
         os._exit(_EXIT_FINDINGS)
 
-    def _abandon(self, *, is_hanging: bool) -> None:
-        """Leave what this rank knows, report on rank 0, and end the process, whatever its main thread does."""
+    def _listen(self, signals: int) -> None:
+        while numbers := os.read(signals, 1):
+            if numbers[0] == signal.SIGTERM:
+                self.hand_over(is_stopped=True)
+        os.close(signals)
+
+    def _watch(self) -> None:
+        seen, last = 0, time.monotonic()
+        failed = os.path.join(self._directory, "failed")
+        while not self._is_over.wait(_POLL_S):
+            if len(self._journal.events) != seen:
+                seen, last = len(self._journal.events), time.monotonic()
+            elif time.monotonic() - last > self._timeout_s:
+                self._journal.fact(HUNG, self._timeout_s)
+                self._abandon()
+            if os.path.exists(failed) and not self._is_over.wait(_GRACE_S):
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """Leave what this rank knows, and end the process, whatever its main thread does."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented, for debuggers
         frames = [] if frame is None else traceback.extract_stack(frame)[::-1]
-        stack = tuple(Place(file=one.filename, line=str(one.lineno), name=one.name) for one in frames)
-        self._board.leave(self._journal.events, failed=True, stack=stack)
+        self._journal.fact(
+            STACK, tuple(Place(file=one.filename, line=str(one.lineno), name=one.name) for one in frames)
+        )
+        self.leave(failed=True)
         if self._witness is not None:
-            found = self._board.collect(_GRACE_S)
-            if not is_hanging and len(found) < self._board.world_size:
-                self.hand_over()
-            places = {rank: left.stack for rank, left in found.items()}
-            stacks = {rank: "\n".join(map(str, frames)) for rank, frames in places.items() if frames}
-            logs = {rank: RankLog(rank=rank) for rank in range(self._board.world_size)}
-            outcome = Outcome(logs=logs | {rank: left.log for rank, left in found.items()}, stacks=stacks)
-            if is_hanging and not any(log.has_said for log in outcome.logs.values()):
-                running = {rank: bool(places.get(rank)) for rank in logs}
-                hang = describe_hang(outcome.logs, places, running, self._setting.timeout_s)
-                outcome.findings.append(hang.finding)
-            if not self._witness.dismiss():
-                self.linger()
-            with suppress(CkptError), aside():
-                self._on_abandoned(assemble(self._setting, outcome))
-            sys.stdout.flush()
-            sys.stderr.flush()
-            self._board.say("reported")
-        else:
-            self._board.wait_for("reported", 2 * _GRACE_S)
-        os._exit(_EXIT_FINDINGS)
+            self.has_all(_GRACE_S)
+        self.hand_over()
+
+
+def _wait(is_there: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not is_there():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -19,12 +19,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.processes.hang import Place, describe_hang
 from ckpt_tools.processes.journal import RankLog, events_path, read_events
 from ckpt_tools.processes.ranks import Outcome
-from ckpt_tools.smoke.causes import RANK_LOST
 from ckpt_tools.smoke.messages import RELIEF
 
+STACK, HUNG = "stack", "hung"
+"""Facts of a rank that has given up: frames of its main thread, and after how many seconds without any event."""
 Speak = Callable[[Outcome, str], None]
 """Report what became of the ranks, given their directory."""
 _DONE, _STOPPED, _HELP = b"d", b"s", b"h"
@@ -116,16 +117,30 @@ def _watch(directory: str, world_size: int, heard: int, speak: Speak) -> None:
                 ended[rank] = _exit_code(ranks[rank][0])
                 if rank == 0:
                     deadline = time.monotonic() + _GRACE_S
-    logs = {rank: RankLog(rank=rank, events=read_events(events_path(directory, rank))) for rank in range(world_size)}
-    outcome = Outcome(logs=logs)
+    outcome = Outcome(logs=read_logs(directory, world_size))
     is_stopped = word == _STOPPED or any(code in _INTERRUPTED for code in ended.values())
     outcome.add_ends({rank: code for rank, code in ended.items() if code not in _INTERRUPTED}, relief=RELIEF)
-    silent = [rank for rank, log in logs.items() if not log.has_said and rank not in ended]
-    if word == _HELP and silent and not outcome.findings:
-        what = f"left nothing for {_GRACE_S:g} s: it hangs in native code, or its machine is gone"
-        outcome.findings.append(Finding.error(RANK_LOST, f"rank {', '.join(map(str, silent))}", what))
-    if outcome.findings or not is_stopped or any(log.has_said for log in logs.values()):
-        speak(outcome, directory)
+    if not outcome.findings and not any(log.has_said for log in outcome.logs.values()):
+        if is_stopped:
+            return
+        _add_hang(outcome)
+    speak(outcome, directory)
+
+
+def read_logs(directory: str, world_size: int) -> dict[int, RankLog]:
+    """Return what every rank has reported so far."""
+    ranks = range(world_size)
+    return {rank: RankLog(rank=rank, events=read_events(events_path(directory, rank))) for rank in ranks}
+
+
+def _add_hang(outcome: Outcome) -> None:
+    """Say where the ranks are that do not go on."""
+    places = {rank: log.fact(STACK, tuple[Place, ...]) or () for rank, log in outcome.logs.items()}
+    outcome.stacks = {rank: "\n".join(map(str, frames)) for rank, frames in places.items() if frames}
+    hung = [seconds for log in outcome.logs.values() if (seconds := log.fact(HUNG, float)) is not None]
+    hang = describe_hang(outcome.logs, places, dict.fromkeys(outcome.logs, True), max(hung, default=_GRACE_S))
+    outcome.findings.append(hang.finding)
+    outcome.has_parted = not hang.culprits
 
 
 def _find(directory: str, rank: int) -> tuple[int, int] | None:

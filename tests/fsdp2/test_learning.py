@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from fsdp2.breakages import Block, Net, shard, step, tokens
@@ -10,6 +12,7 @@ from fsdp2.threads import Frozen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Partial
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.checkpoint import checkpoint
 
@@ -221,7 +224,32 @@ def two_meshes_named_well(mesh):
     return _train(fully_shard(net, mesh=both), [_adam(net.parameters())])
 
 
+def all_reduce_left_to_the_last_micro_batch(mesh):
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net = shard(Net(), both)
+    optimizer = _adam(net.parameters())
+
+    def run(net):
+        for is_last in (False, True):
+            net.set_requires_all_reduce(is_last)
+            step(net)
+            assert audit(net, phase="backward", optimizer=optimizer) == []
+
+    return _train(net, [optimizer], run)
+
+
+def another_models_optimizer_stands_still(mesh):
+    net, other = shard(Net(), mesh), shard(Net(), mesh).bfloat16()
+    frozen = torch.optim.SGD(other.parameters(), lr=1e-30)
+    with watch(net) as seen:
+        step(other)
+        frozen.step()
+    return seen.findings
+
+
 HEALTHY = (
+    all_reduce_left_to_the_last_micro_batch,
+    another_models_optimizer_stands_still,
     accumulated,
     two_optimizers,
     optimizer_in_backward,
@@ -261,3 +289,43 @@ def said():
 def test_audit_odd_but_healthy_training_finds_nothing(said, build):
     for found in said:
         assert [(each.code, each.where, each.what) for each in found[build.__name__]] == []
+
+
+class Headless(Net):
+    def forward(self, ids):
+        h = self.emb(ids)
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+
+def _fixed(rank, world_size):
+    """How far gradients are from one process when a loss uses weights as the catalogue says, and as it warns of."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+    batches = [torch.randint(0, 16, (2, 4), generator=torch.Generator().manual_seed(index)) for index in range(2)]
+    off = {}
+    for how in ("averaged", "own", "penalty"):
+        torch.manual_seed(0)
+        whole = Headless()
+        model = shard(copy.deepcopy(whole), mesh, reshard_after_forward=True)
+
+        def loss(net, batch, head, penalty, how=how):
+            value = nn.functional.linear(net(batch), head(net)).square().mean()
+            return value + penalty(sum(p.square().sum() for p in net.parameters())) if how == "penalty" else value
+
+        def gathered(net, how=how):
+            return net.head.weight.full_tensor(grad_placements=None if how == "own" else [Partial("avg")])
+
+        for batch in batches:
+            (loss(whole, batch, lambda net: net.head.weight, lambda value: value) / 2).backward()
+        loss(model, batches[rank], gathered, lambda value: value.full_tensor()).backward()
+        pairs = zip(whole.parameters(), model.parameters(), strict=True)
+        off[how] = max(float((a.grad - b.grad.full_tensor()).norm() / a.grad.norm()) for a, b in pairs)
+    return off
+
+
+def test_catalogue_advice_on_weights_in_a_loss_gives_the_gradients_of_one_process():
+    for off in run_ranks(2, _fixed):
+        assert off["averaged"] < 1e-6
+        assert off["penalty"] < 1e-6
+        assert off["own"] > 0.1  # what the catalogue warns of

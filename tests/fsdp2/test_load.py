@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import transformers
@@ -148,10 +150,23 @@ def test_other_shapes_are_refused_before_anything_is_replaced(saved):
     assert model.embed.weight.is_meta
 
 
-def test_pickles_are_refused_unread(tmp_path):
-    torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
+class Hostile:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+def test_files_of_torch_save_are_read_and_nothing_in_them_runs(tmp_path):
+    model, again = Net(), on_meta()
+    torch.save(model.state_dict() | {"more": Hostile(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    load_checkpoint(again, tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    torch.save(Hostile(tmp_path / "ran"), tmp_path / "pytorch_model.bin")
     with pytest.raises(UnreadableError):
         load_checkpoint(on_meta(), tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("stored", ["embed.weight", "head.weight", "both"])

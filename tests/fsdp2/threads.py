@@ -145,6 +145,17 @@ def penalty_in_the_loss(mesh):
     return shard(Net(), mesh), run
 
 
+@breaks("dtensor-in-loss", "", "loss")
+def penalty_added_in_place(mesh):
+    def run(model):
+        penalty = sum(parameter.abs().sum() for parameter in model.parameters())
+        loss = model(tokens()).square().mean()
+        loss += 0.01 * penalty
+        loss.backward()
+
+    return shard(Net(), mesh), run
+
+
 @breaks("load-sharded", "emb.weight", "plain.load_state_dict(", thread="pytorch/pytorch#109648")
 def sharded_into_plain(mesh):
     net = shard(Net(), mesh)

@@ -71,7 +71,7 @@ def test_interrupted_run_continues_and_gives_the_same_files(verb, stops, block_b
         def convert(out: str, **more):
             return getattr(api, verb)(source, root / out, num_workers=workers, **options, **more)
 
-        convert("expected")
+        expected = convert("expected")
         for stop in stops:
             with pytest.raises(KeyboardInterrupt):
                 convert("out", progress=_stop_after(stop))
@@ -84,6 +84,7 @@ def test_interrupted_run_continues_and_gives_the_same_files(verb, stops, block_b
                         file.write_bytes(raw)
         result = convert("out")
         assert result.verified
+        assert result.counts == expected.counts != {}
         assert staging_left(root) == []
         assert files_of(root / "out", manifest=True) == files_of(root / "expected", manifest=True)
         assert api.verify(root / "out").ok

@@ -18,6 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from ckpt_tools.cli import main
 from ckpt_tools.description.layout import Box
 from ckpt_tools.quantised.decoded import boxes_of_run
+from ckpt_tools.quantised.table import SCHEMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -198,6 +199,12 @@ def test_what_cannot_be_decoded_is_refused(tmp_path, capsys, stored, settings, w
     assert main(["gather", hub, str(tmp_path / "out"), "--dequantize"]) in (2, 4)
     assert what in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_scheme_has_a_row_on_the_page(scheme) -> None:
+    page = (Path(__file__).parents[2] / "docs/concepts/formats.md").read_text(encoding="utf-8")
+    assert f"| `{scheme.method}` |" in page
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

@@ -168,15 +168,20 @@ class OwnGenerator(Model):
         return layer(hidden) + 0.1 * torch.randn(hidden.shape, generator=self.generator, device="cpu")
 
 
-class Draws(Model):
-    """Forward drops what only the ranks know how much of: with tp, each has a part of the hidden features."""
+class DropsInside(Layer):
+    def forward(self, hidden):
+        return hidden + self.down(functional.dropout(functional.gelu(self.up(self.norm(hidden))), 0.2))
 
-    fsdp_blocks = "Layer"
+
+class Draws(Model):
+    """With tp, every rank has a part of the features of which some are dropped."""
+
+    fsdp_blocks = "DropsInside"
     fsdp_tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}  # noqa: RUF012
 
-    def through(self, layer, hidden):
-        kept = functional.dropout(functional.gelu(layer.up(layer.norm(hidden))), 0.2)
-        return hidden + layer.down(kept)
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(DropsInside() for _ in range(2))
 
 
 class TwoScalars(Model):

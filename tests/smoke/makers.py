@@ -45,3 +45,13 @@ def load_by_dcp(model, checkpoint, works):
         return
     with pytest.raises(CheckpointException, match="Missing key"):
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+
+
+def configs(directory, *names):
+    """Write a small config of every class of transformers, with the dropout that it has."""
+    from names.zoo import small_config
+
+    for name in names:
+        path = Path(directory) / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(small_config(name)))

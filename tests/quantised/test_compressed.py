@@ -1,0 +1,74 @@
+"""What compressed-tensors has packed, as floats: bit for bit what the library decompresses to.
+
+Not a dependency: pip install --no-deps --target DIR compressed-tensors loguru, and DIR in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt_tools.cli import main
+
+quantization = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+from compressed_tensors.compressors import BaseCompressor  # noqa: E402
+from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E402
+
+ROWS, COLUMNS = 24, 40
+CASES = {
+    "tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "block": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [8, 20]}),
+    "int8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+    "int8 zero": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}),
+    "w4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8}),
+    "w4 channel": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
+    "w4 zero": (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": False},
+    ),
+    "w8": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 20}),
+    "w2": ("pack-quantized", {"num_bits": 2, "type": "int", "strategy": "group", "group_size": 20}),
+}
+
+
+def reduced(weight: torch.Tensor, arguments: dict[str, object]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest element of what shares a scale."""
+    grid = {
+        "tensor": (ROWS, COLUMNS),
+        "channel": (1, COLUMNS),
+        "group": (1, arguments.get("group_size")),
+        "block": arguments.get("block_structure"),
+    }[arguments["strategy"]]
+    parts = weight.reshape(ROWS // grid[0], grid[0], COLUMNS // grid[1], grid[1])
+    low, high = parts.amin((1, 3)), parts.amax((1, 3))
+    return (low.reshape(1), high.reshape(1)) if low.numel() == 1 else (low, high)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_what_the_library_decompresses(tmp_path, case, dtype):
+    form, arguments = CASES[case]
+    own = quantization.QuantizationArgs(**arguments)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=own)
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3)).to(dtype)
+    scale, zero = calculate_qparams(*reduced(weight, arguments), own)
+    given = {"weight": weight, "weight_scale": scale.to(dtype), "weight_zero_point": zero}
+    compressor = BaseCompressor.get_value_from_registry(form)
+    stored = compressor.compress(given, scheme)
+    wanted = compressor.decompress(stored, scheme)["weight"]
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    tensors = {f"a.{name}": tensor.contiguous() for name, tensor in stored.items()} | {"a.bias": torch.ones(2)}
+    save_file(tensors, hub / "model.safetensors")
+    settings = {"quant_method": "compressed-tensors", "format": form}
+    settings["config_groups"] = {"group_0": json.loads(scheme.model_dump_json())}
+    (hub / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    name = {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype]
+    assert main(["gather", str(hub), str(tmp_path / "out"), "--dequantize", "--dtype", name, "-q"]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == {"a.weight", "a.bias"}
+    assert torch.equal(found["a.weight"], wanted)
