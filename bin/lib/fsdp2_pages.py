@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def _describe(name: str, member: object, statement: Statement) -> str:
         return api_pages.function_entry(name, member)
     if inspect.isclass(member):
         return f"### {name}\n\n{api_pages.describe_class(member)}\n"
-    value = repr(member) if isinstance(member, tuple) else statement.value
+    # As ruff writes it, which formats the Python in documents too.
+    value = f"({json.dumps(member)[1:-1]})" if isinstance(member, tuple) else statement.value
     # A call says how the value is made, not what it is.
     code = "" if value.endswith(")") and not value.startswith("(") else f"```python\n{name} = {value}\n```\n\n"
     return f"### {name}\n\n{code}{statement.doc}\n"
