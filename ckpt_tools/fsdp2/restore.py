@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from ckpt_tools.description.checkpoint import KeyPath
+from ckpt_tools.description.checkpoint import KeyPath, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.fsdp2.agree import this_rank, world_size
@@ -81,12 +81,11 @@ class Restored:
             return
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise UsageError("a tensor on meta cannot be filled", where=f"state[{name!r}]", hint="pass None for it")
-        like = value.state_dict() if isinstance(value, Stateful) else value
         if isinstance(value, Stateful):
-            self._objects[name] = self._rebuild(items, like, name)
+            self._objects[name] = self._rebuild(items, value.state_dict(), name)
         else:
-            self.values[name] = self._rebuild(items, like, name)
-            self.missing += tuple(_compare(like, self.values[name], name))
+            self.values[name] = self._rebuild(items, value, name)
+            self.missing += tuple(_compare(value, self.values[name], name))
 
     def _read_own(self, name: str, value: PerRank, items: _Items) -> None:
         ranks = sorted({int(path[0]) for path in items if path and str(path[0]).isdecimal()})
@@ -109,6 +108,10 @@ class Restored:
 
     def _rebuild(self, items: _Items, like: object, name: str) -> Any:  # noqa: ANN401
         def read(item: Item, like: object) -> object:
+            note = f"{name}: tensors that were stored in parts are whole on every rank; nothing says how to cut them"
+            is_cut = isinstance(item, TensorEntry) and len(item.chunks) > 1
+            if is_cut and not isinstance(like, torch.Tensor) and note not in self.notes:
+                self.notes.append(note)
             return read_item(item, like, self._reader, self._opened)
 
         return rebuild(items, like, read, self.notes, name)

@@ -45,8 +45,9 @@ def run_smoke(
     Args:
         options: What to try.
         on_phase: Told when a phase begins and ends on rank 0.
-        on_abandoned: Only under torchrun: given the report when ranks hang. The process then ends with exit status
-            3, since nothing else ends a thread that waits in a collective. By default the findings go to stderr.
+        on_abandoned: Only under torchrun: given the report when ranks hang or have died, in a fork of rank 0. The ranks
+            then end with exit status 3, since nothing else ends a thread that waits in a collective. By default the
+            findings go to stderr.
 
     Returns:
         The report; under torchrun `is_primary` says which rank's is to be shown.
@@ -71,12 +72,7 @@ def run_smoke(
             from ckpt_tools.smoke.torchrun import run_in_torchrun
 
             check = SourceCheck(options if is_first else replace(options, source=None))
-            report = run_in_torchrun(
-                options,
-                witness=witness,
-                on_phase=on_phase,
-                run_local=run_local,
-            )
+            report = run_in_torchrun(options, witness=witness, on_phase=on_phase, run_local=run_local)
             return check.add_to(replace(report, source=label))
         finally:
             if witness is not None:  # whatever is raised here is told by this process

@@ -253,6 +253,9 @@ def test_gather_takes_the_model_and_says_what_else_is_there(tmp_path):
     assert again.progress == run.progress
     assert torch.equal(again.critic.last.weight, run.critic.last.weight)
     load_optimizer(again.actor, again.optimizer, tmp_path / "two")
+    report = load_checkpoint(again.actor, tmp_path / "two", state={"ema": None})
+    assert [note.partition(":")[0] for note in report.notes] == ["ema"]  # nothing says how to cut it
+    assert torch.equal(report.state["ema"]["last.weight"], run.ema["last.weight"])
 
 
 class Odd(str):

@@ -24,6 +24,7 @@ import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from fuzz import saved
 from samples import memory_directory, safetensors_bytes, tensor, without_ranks
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
@@ -550,6 +551,7 @@ TARGETS: dict[str, Target] = {
         Target("index", _index_seeds, (b"weight_map", b"metadata", b"../", b"/etc/x", *_JSON_TOKENS), _check_index),
         Target("metadata", _metadata_seeds, _METADATA_TOKENS, _check_metadata),
         Target("item", _item_seeds, _ITEM_TOKENS, _check_item),
+        Target("saved", saved.make_seeds, saved.TOKENS, saved.check),
         Target(
             "manifest",
             _manifest_seeds,

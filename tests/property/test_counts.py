@@ -65,7 +65,7 @@ def test_counts_are_those_of_torch(case, piece_bytes, has_numpy) -> None:
         assert count_values(memoryview(raw), BY_NAME[name]) == oracle(name, raw)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(case=raws(96), ranks=st.integers(1, 5), columns=st.booleans(), block_bytes=st.sampled_from((16, 4 << 20)))
 def test_counts_of_a_pass_are_those_of_the_tensor(case, ranks, columns, block_bytes) -> None:
     name, raw = case
@@ -80,6 +80,17 @@ def test_counts_of_a_pass_are_those_of_the_tensor(case, ranks, columns, block_by
         assert api.verify(run, level="values").counts == expected
         assert api.gather(run, back).counts == expected
         assert api.verify(back, level="data").counts == {}
+
+
+@pytest.mark.parametrize("at", [0, 5, 25, 31])
+def test_place_is_in_the_whole_tensor_whatever_the_block(tmp_path, at) -> None:
+    raw = bytearray(struct.pack("<32f", *[1.0] * 32))
+    raw[4 * at : 4 * at + 4] = struct.pack("<f", -math.inf)
+    expected = {"t": Counts(num_elems=32, num_inf=1, first_bad=at)}
+    with small_blocks(16):
+        model = write_model(tmp_path / "model", {"t": ("F32", (8, 4), bytes(raw))})
+        assert api.verify(model, level="values").counts == expected
+        assert api.shard(model, tmp_path / "run", mesh="tp=4", set=["t=tp:S(1)"]).counts == expected
 
 
 def test_types_that_share_bytes_or_are_pairs_are_not_looked_at() -> None:

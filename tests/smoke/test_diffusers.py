@@ -80,7 +80,7 @@ def test_model_without_its_library_says_which(monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(UsageError, match="building a FluxTransformer2DModel needs diffusers") as caught:
         recipe_of(config_of("FluxTransformer2DModel"), "config.json")
-    assert "pip install diffusers" in caught.value.hint
+    assert "ckpt-tools[diffusers]" in caught.value.hint
 
 
 @pytest.mark.full
