@@ -16,7 +16,7 @@ LOSS_FP32, GRADIENT_FP32 = 1e-6, 1e-5
 def check(report, *, bitwise=True, findings=()):
     """Nothing else is found, every phase ran, and every reload gave the very same loss."""
     assert tuple(finding.code for finding in report.findings) == findings
-    assert report.ok is (not findings)
+    assert report.ok is not any(finding.severity == "error" for finding in report.findings)
     assert [phase.name for phase in report.phases if phase.ok] == RUN
     assert len(report.losses) == len(report.reference_losses)
     assert report.reload_same_world.bitwise
@@ -49,7 +49,8 @@ def check_fp32(report, *, findings=()):
 )
 def test_smoke_of_a_healthy_model_finds_nothing(farm, models, kind, mesh):
     report = farm.smoke(source=str(models / kind), mesh=mesh, steps=2)
-    check_fp32(report)
+    # LLaVA takes the last but one layer's output of its vision tower: the layer behind it trains nothing.
+    check_fp32(report, findings=("no-gradient",) if kind == "llava" else ())
     assert report.mesh == mesh
     assert len(report.losses) == 2
     assert report.losses[1] < report.losses[0]

@@ -18,7 +18,7 @@ FACTORIES = {
         "Normed Contrastive Sound Flow Radiance"
     ),
     "libraries": (
-        "timm_vit timm_resnet timm_convnext timm_mixer timm_efficientnet timm_swin diffusers_unet diffusers_pixart "
+        "timm_vit timm_resnet timm_convnext timm_regnet timm_efficientnet timm_swin diffusers_unet diffusers_pixart "
         "Autoencoder"
     ),
 }
@@ -28,7 +28,7 @@ CONFIGS = [
     *("GPT2LMHeadModel", "BertForMaskedLM", "RobertaForMaskedLM", "ElectraForMaskedLM", "DistilBertForMaskedLM"),
     *("AlbertForMaskedLM", "BartForConditionalGeneration", "OPTForCausalLM", "GPTNeoXForCausalLM", "FalconForCausalLM"),
     *("PhiForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM", "MambaForCausalLM", "ViTForImageClassification"),
-    *("BloomForCausalLM", "GPTJForCausalLM", "Qwen3MoeForCausalLM", "DeiTForImageClassification"),
+    *("BloomForCausalLM", "GPTBigCodeForCausalLM", "Qwen3MoeForCausalLM", "DeiTForImageClassification"),
 ]
 """Classes of transformers, walked by a config with their own dropout."""
 NEEDS = {"timm": "timm", "diff": "diffusers", "Auto": "diffusers"}

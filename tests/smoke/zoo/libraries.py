@@ -37,9 +37,8 @@ def timm_convnext():
     return Timm("convnext_atto", drop_path_rate=0.2, depths=(1, 1, 2, 1), dims=(8, 16, 32, 64))
 
 
-def timm_mixer():
-    size = {"img_size": 32, "embed_dim": 32, "num_blocks": 2}
-    return Timm("mixer_s16_224", drop_path_rate=0.2, **size)
+def timm_regnet():
+    return Timm("regnetx_002")
 
 
 def timm_efficientnet():
