@@ -49,8 +49,9 @@ def check_fp32(report, *, findings=()):
 )
 def test_smoke_of_a_healthy_model_finds_nothing(farm, models, kind, mesh):
     report = farm.smoke(source=str(models / kind), mesh=mesh, steps=2)
+    check_fp32(report)
     # LLaVA takes the last but one layer's output of its vision tower: the layer behind it trains nothing.
-    check_fp32(report, findings=("no-gradient",) if kind == "llava" else ())
+    assert any("no gradient" in note for note in report.notes) == (kind == "llava")
     assert report.mesh == mesh
     assert len(report.losses) == 2
     assert report.losses[1] < report.losses[0]
