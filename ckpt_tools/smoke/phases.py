@@ -18,7 +18,7 @@ from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.compare import compare_ranks
 from ckpt_tools.fsdp2.mesh import TP_AXIS
 from ckpt_tools.fsdp2.watch import watch
-from ckpt_tools.maps import origins_of
+from ckpt_tools.maps import folded, origins_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.recipe import call, find_loss, loss_of
 from ckpt_tools.smoke import blueprint as blueprints, draws
@@ -39,7 +39,7 @@ from ckpt_tools.smoke.reference import make_optimizer, on_device
 from ckpt_tools.smoke.report import RankMemory
 from ckpt_tools.smoke.run import Run, Skipped
 from ckpt_tools.smoke.values import strange_weights
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
 NORM_TOLERANCE = 1e-4
@@ -222,6 +222,10 @@ def gradients(run: Run) -> str:
     expected = None if run.reference is None else run.reference.gradients()
     errors = compare_gradients(run.model, expected, tolerance)
     run.report(*errors.findings)
+    if errors.rounded:
+        kinds = first_few(folded(errors.rounded, None), 4)
+        what = f"{len(errors.rounded)} gradients are compared to rounding of the largest alone, which is all they hold"
+        run.note(f"{what}: {kinds}")
     run.fact("max_grad_error", errors.worst)
     worst = f"{errors.worst:.1e} off ({escape_name(errors.worst_name)})" if errors.worst else "equal to the last bit"
     return f"{errors.compared} compared, the worst {worst}" if errors.worst else f"{errors.compared} compared, {worst}"
