@@ -7,7 +7,7 @@ import os
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import ChangingLine, Output, note, print_json, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
-from ckpt_tools.smoke.report import HOW_MEMORY, PHASES, ReloadResult, SmokeReport
+from ckpt_tools.smoke.report import HOW_MEMORY, PHASES, OtherStrategy, ReloadResult, SmokeReport
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -58,6 +58,8 @@ def _print(report: SmokeReport, output: Output) -> None:
             _print_memory(screen, report)
             if output.verbose:
                 screen.line(f"  {HOW_MEMORY}", "dim")
+        if report.compared is not None:
+            screen.line(_compared(report, report.compared))
         for text in report.notes:
             screen.line(f"note: {text}")
         screen.line()
@@ -80,6 +82,18 @@ def _print_memory(screen: Screen, report: SmokeReport) -> None:
     ]
     shown = rows if len(rows) <= 8 else [*rows[:4], ("…", "", "", "", ""), *rows[-3:]]
     screen.table(("rank", "params", "grads", "optimizer", "peak"), shown, align="rrrrr")
+
+
+def _compared(report: SmokeReport, other: OtherStrategy) -> str:
+    """Return one line: the largest memory of a rank, and a step on rank 0, of both strategies."""
+    parts = []
+    for name in ("params", "grads", "optimizer"):
+        own, full = (max((getattr(rank, name) for rank in ranks), default=0) for ranks in (report.memory, other.memory))
+        parts.append(f"{name} {format_size(own)} / {format_size(full)}")
+    if report.step_seconds is not None and other.step_seconds is not None:
+        parts.append(f"a step {report.step_seconds:.3f} s / {other.step_seconds:.3f} s here")
+    failed = "" if other.ok else f" ({other.strategy} NOT ok)"
+    return f"{report.strategy} / {other.strategy}, per rank: {', '.join(parts)}{failed}"
 
 
 def _verdict(report: SmokeReport) -> str:

@@ -72,6 +72,10 @@ class SmokeOptions:
             metavar="NAME",
         ),
     ] = None
+    compare: Annotated[
+        str | None,
+        Option("Run once more with full copies; show memory and seconds per step of both.", metavar="no_shard"),
+    ] = None
     memory: Annotated[
         str | int | None,
         Option(
@@ -96,6 +100,13 @@ class SmokeOptions:
                 raise UsageError(f"{value!r} is not a dtype", hint=f"{option} takes {', '.join(DTYPES)}")
         if self.nproc is not None and self.nproc < 1:
             raise UsageError(f"{self.nproc} ranks cannot train", hint="--nproc takes 1 or more")
+        if self.compare is not None and (self.compare, self.strategy == self.compare) != ("no_shard", False):
+            raise UsageError(
+                f"--compare {self.compare} of {self.strategy or 'the strategy of the mesh'}",
+                hint="it takes no_shard, beside a strategy that shards",
+            )
+        if self.compare is not None and "tp" in str(self.mesh or ""):
+            raise UsageError("--compare is of data parallelism alone", hint="drop tp from the mesh")
         if self.steps < 1:
             raise UsageError(f"{self.steps} steps prove nothing", hint="--steps takes 1 or more")
         if self.timeout is not None and self.timeout <= 0:

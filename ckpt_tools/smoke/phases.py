@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
+import time
 from functools import partial
 
 import torch
@@ -259,7 +261,9 @@ def step(run: Run) -> str:
     run.optimizer.zero_grad(set_to_none=True)
     if run.reference is not None:
         run.reference.step()
+    took: list[float] = []
     for number in range(2, run.setting.options.steps + 1):
+        begun = time.perf_counter()
         draws.seed(run.dp_index, number - 1)
         own = loss_of(call(run.model, run.batch), run.loss_at)
         draws.seed(run.dp_index, number - 1)
@@ -272,6 +276,10 @@ def step(run: Run) -> str:
             break
         clip_grad_norm(run.model, MAX_NORM)
         run.optimizer.step()
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - begun)  # on other ranks with the wait for rank 0's reference
+        run.fact("step_seconds", round(statistics.median(took), 6))
         run.optimizer.zero_grad(set_to_none=True)
         if run.has_reference:
             expected = reference_loss(run, number - 1)

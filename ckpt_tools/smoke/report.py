@@ -82,6 +82,17 @@ class ReloadResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherStrategy:
+    """The same run with another strategy, as far as the two are compared."""
+
+    strategy: str
+    mesh: str
+    ok: bool
+    step_seconds: float | None
+    memory: tuple[RankMemory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SmokeReport:
     """What `run_smoke` found."""
 
@@ -106,6 +117,10 @@ class SmokeReport:
     reload_same_world: ReloadResult | None = None
     reload_other_world: ReloadResult | None = None
     memory: tuple[RankMemory, ...] = ()
+    step_seconds: float | None = None
+    """Of a step after the first, on rank 0: the median; None with a single step."""
+    compared: OtherStrategy | None = None
+    """With `--compare`, what another strategy takes."""
     notes: tuple[str, ...] = ()
     """What was not tried, or tried on less than the whole model."""
     stacks: Mapping[int, str] = field(default_factory=dict)
@@ -144,6 +159,8 @@ class SmokeReport:
             },
             "memory": [asdict(memory) for memory in self.memory],
             "memory_measured": HOW_MEMORY,
+            "step_seconds": self.step_seconds,
+            "compared": None if self.compared is None else asdict(self.compared),
             "notes": list(self.notes),
             "findings": [asdict(finding) for finding in self.findings],
             "stacks": {str(rank): text for rank, text in self.stacks.items()},
@@ -196,6 +213,7 @@ def assemble(
         tolerances=facts.fact("tolerances", dict[str, float]) or {},
         reload_same_world=facts.fact("reload_same_world", ReloadResult),
         reload_other_world=other.fact("reload_other_world", ReloadResult),
+        step_seconds=facts.fact("step_seconds", float),
         memory=tuple(found for log in logs.values() if (found := log.fact("memory", RankMemory)) is not None),
         notes=tuple(dict.fromkeys(event.what for log in every for event in log.of_kind("note"))),
         stacks={rank: text for rank, log in logs.items() if (text := log.fact("trace", str))}

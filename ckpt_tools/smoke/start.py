@@ -12,6 +12,7 @@ from functools import partial
 
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.models.config import component_of
@@ -21,7 +22,7 @@ from ckpt_tools.processes.journal import events_path, read_events
 from ckpt_tools.processes.ranks import Outcome
 from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, OnPhase, tell
 from ckpt_tools.smoke.options import SmokeOptions, absolute
-from ckpt_tools.smoke.report import PhaseResult, SmokeReport, assemble
+from ckpt_tools.smoke.report import OtherStrategy, PhaseResult, SmokeReport, assemble
 from ckpt_tools.smoke.witness import Witness
 from ckpt_tools.units import format_size
 
@@ -64,6 +65,8 @@ def run_smoke(
     options = replace(options, source=absolute(source), model=absolute(model))
     # Schedulers set RANK and WORLD_SIZE as well, for processes of which each may start ranks of its own.
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        if options.compare is not None:
+            raise UsageError("--compare starts ranks of its own", hint="run it without torchrun")
         speak = on_abandoned or _print_findings
         witness = None
         if is_first := os.environ["RANK"] == "0":
@@ -79,10 +82,32 @@ def run_smoke(
                 witness.dismiss()
     check = SourceCheck(options)
     options.read_model()  # before the launcher imports torch only to refuse it
-    launched = run_local(Launch(options=options), on_phase=on_phase)
+    report = _report_of(run_local(Launch(options=replace(options, compare=None)), on_phase=on_phase))
+    if options.compare is not None:
+        report = _with_other(report, options, on_phase)
+    return check.add_to(replace(report, source=label))
+
+
+def _report_of(launched: Launched) -> SmokeReport:
     if launched.report is None:
         raise RuntimeError("the launcher has returned no report")
-    return check.add_to(replace(launched.report, source=label))
+    return launched.report
+
+
+def _with_other(report: SmokeReport, options: SmokeOptions, on_phase: OnPhase | None) -> SmokeReport:
+    """Return the report with what `--compare` asks for: the same ranks, each with all of the model."""
+    if not report.ok:
+        return replace(report, notes=(*report.notes, f"not compared with {options.compare}: the run itself failed"))
+    if report.strategy == options.compare:
+        return replace(report, notes=(*report.notes, f"not compared: the run itself is {options.compare}"))
+    mesh = f"dp_replicate={report.world_size}"
+    other = replace(options, compare=None, strategy=options.compare, mesh=mesh, nproc=None)
+    found = _report_of(run_local(Launch(options=other), on_phase=on_phase))
+    compared = OtherStrategy(
+        strategy=found.strategy, mesh=found.mesh, ok=found.ok, step_seconds=found.step_seconds, memory=found.memory
+    )
+    notes = [f"{found.strategy}: {each.code}: {each.where}: {each.what}" for each in found.findings]
+    return replace(report, compared=compared, notes=(*report.notes, *notes))
 
 
 def _component(path: AnyPath | None) -> AnyPath | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ CKPT = [sys.executable, "-m", "ckpt_tools", "smoke"]
 FIELDS = {
     "schema_version", "ok", "source", "model", "world_size", "mesh", "strategy", "device", "losses",
     "reference_losses", "max_grad_error", "tolerances", "phases", "reload", "memory", "memory_measured", "notes",
-    "findings", "stacks",
+    "findings", "stacks", "step_seconds", "compared",
 }  # fmt: skip
 
 
@@ -85,6 +86,16 @@ def test_smoke_of_sound_weights_prints_one_document_and_imports_no_torch_itself(
 
 
 @pytest.mark.full
+def test_smoke_beside_full_copies_shows_memory_and_steps_of_both(small, tmp_path):
+    done = run(tmp_path, small, "--steps", "2", "--compare", "no_shard")
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("full_shard / no_shard, per rank: params "))
+    assert " a step " in line
+    own, full = re.search(r"optimizer ([\d.]+) KiB / ([\d.]+) KiB", line).groups()
+    assert 1.8 < float(full) / float(own) < 2.2
+
+
+@pytest.mark.full
 def test_smoke_of_a_flipped_byte_names_the_file_and_prints_a_table(small, tmp_path):
     api.shard(small, tmp_path / "dcp", mesh="dp_shard=2")
     file = tmp_path / "dcp" / "__1_0.distcp"
@@ -130,6 +141,9 @@ def test_smoke_of_a_pipe_for_a_config_starts_nothing(tmp_path, capsys):
         (["--mesh", "dp_shard=2,ep=2"], "the axis ep cannot be tried"),
         (["--mesh", "dp_shard=2", "--nproc", "4"], "has 2 ranks, --nproc says 4"),
         (["--mesh", "dp_shard"], "is not an axis of a mesh"),
+        (["--compare", "full_shard"], "--compare full_shard"),
+        (["--compare", "no_shard", "--strategy", "no_shard"], "of no_shard"),
+        (["--compare", "no_shard", "--mesh", "dp_shard=2,tp=2"], "drop tp"),
         (["--memory", "much"], "'much' is not a size"),
         (["--timeout", "soon"], "--timeout must be a number of seconds, got 'soon'"),
         (["--timeout", "0"], "--timeout must be positive"),
