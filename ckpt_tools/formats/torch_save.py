@@ -59,7 +59,8 @@ def whole_tensor(piece: Piece, *, where: str) -> TensorEntry:
         raise UnreadableError(
             f"tensor {piece.fqn!r} is one rank's part of a tensor of shape {list(piece.shape)}",
             where=where,
-            hint="pass the directory with the files of all ranks",
+            hint="pass the directory with the files of all ranks; where this is the only file, it has rank 0's part "
+            "alone (FULL_STATE_DICT of an adapter under FSDP2): save with SHARDED_STATE_DICT",
         )
     return TensorEntry(fqn=piece.fqn, dtype=piece.dtype, shape=piece.shape, chunks=piece.chunks, path=piece.path)
 

@@ -91,7 +91,7 @@ def test_smoke_beside_full_copies_shows_memory_and_steps_of_both(small, tmp_path
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("full_shard / no_shard, per rank: params "))
     assert " a step " in line
-    own, full = re.search(r"optimizer ([\d.]+) KiB / ([\d.]+) KiB", line).groups()
+    own, full = re.search(r"params ([\d.]+) KiB / ([\d.]+) KiB", line).groups()
     assert 1.8 < float(full) / float(own) < 2.2
 
 

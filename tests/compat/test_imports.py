@@ -106,7 +106,7 @@ def test_command_that_casts_to_float16_imports_torch(made, tmp_path):
 
 
 def test_refusal_imports_no_torch(tmp_path):
-    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "pytorch_model.bin")
     modules = modules_after("inspect", tmp_path, code=4)
     assert modules.isdisjoint(HEAVY)
 

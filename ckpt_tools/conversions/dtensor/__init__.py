@@ -15,6 +15,7 @@ This module imports torch; import it lazily.
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -200,6 +201,7 @@ def _failure(outcome: Outcome) -> CkptError | None:
 def _run_rank(job: Job, rank: int, rendezvous: str, journal: Journal) -> bool:
     """Be a rank; what is wrong is told in its journal."""
     journal.phase("save")
+    start = time.perf_counter()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     try:
@@ -215,4 +217,5 @@ def _run_rank(job: Job, rank: int, rendezvous: str, journal: Journal) -> bool:
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - the journal is the only way out of here
         journal.error(error if isinstance(error, CkptError) else CkptError(describe(error)))
         return False
+    journal.done("save", ok=True, seconds=round(time.perf_counter() - start, 3))
     return True
