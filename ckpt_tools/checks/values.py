@@ -232,7 +232,7 @@ def _kind(fqn: str) -> str:
 
 def _adds_one(opened: Opened) -> bool:
     try:
-        config = config_beside(opened.source)
+        config = config_beside(opened.asset_source or opened.source)
     except UnreadableError:
         return False
     return config is not None and any(map(_ADDS_ONE.search, _model_types(config.values)))

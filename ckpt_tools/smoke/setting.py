@@ -161,7 +161,7 @@ def find_recipe(options: SmokeOptions) -> Recipe:
     if options.source is None:
         return ModuleRecipe()
     with open_path(os.fspath(options.source)) as opened:
-        config = config_beside(opened.source)
+        config = config_beside(opened.asset_source or opened.source)
         if config is not None:
             return recipe_of(config.values, config.where)
         if _is_builtin(opened):

@@ -10,7 +10,9 @@ import pytest
 import torch
 from adapters import families, lycoris_worlds
 from arrays import to_tensor
-from safetensors.torch import save_file
+from formats.saved import save_ranks
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import Shard
 
 from ckpt_tools import api
 from ckpt_tools.adapters.read.opening import read_adapter
@@ -332,12 +334,6 @@ def make(path, *names, content=b""):
 @pytest.mark.parametrize(
     ("files", "what", "hint"),
     [
-        (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "a verl checkpoint", "model_merger"),
-        (
-            ["model_world_size_2_rank_0.pt", "lora_adapter/adapter_model.safetensors"],
-            "a verl checkpoint",
-            "lora_adapter",
-        ),
         (["adapter_model.bin", "adapter_config.json"], "a pickled adapter", "save it again"),
         (["adapter_config.json"], "the adapter's tensors were not saved", "sharded checkpoint"),
         (["notes.txt"], "no tensors here", "pass a safetensors"),
@@ -349,6 +345,28 @@ def test_directory_without_an_adapter_that_can_be_read_is_refused_with_the_way_o
         read(tmp_path)
     assert what in caught.value.what
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("where", ["step/actor", "step"])
+def test_adapter_in_the_files_of_verl_s_ranks_is_exported(tmp_path, where):
+    made = torch.Generator().manual_seed(2)
+    names = {f"q_proj.lora_{part}.default.weight": shape for part, shape in (("A", (4, 8)), ("B", (6, 4)))}
+    factors = {
+        f"base_model.model.model.layers.0.self_attn.{n}": torch.randn(s, generator=made) for n, s in names.items()
+    }
+    base = {"base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": torch.randn(6, 8, generator=made)}
+    save_ranks(tmp_path / "step" / "actor", factors | base, {"fsdp": 2}, lambda _: [Shard(0)])
+    api.export_lora(tmp_path / where, tmp_path / "out", alpha=8)
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert found.keys() == {name.replace(".default", "") for name in factors}
+    assert all(torch.equal(found[name.replace(".default", "")], tensor) for name, tensor in factors.items())
+
+
+def test_adapter_that_verl_wrote_beside_its_ranks_goes_first(tmp_path):
+    make(tmp_path, "model_world_size_2_rank_0.pt", "lora_adapter/adapter_model.safetensors")
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path)
+    assert "lora_adapter" in caught.value.hint
 
 
 def test_model_without_an_adapter_is_refused(tmp_path):

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, ALL_NAMES, TRAINER_NAMES
 from ckpt_tools.errors import StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import METADATA_NAME
-from ckpt_tools.formats.steps import is_model_part
+from ckpt_tools.formats.steps import ROLES, is_model_part
 from ckpt_tools.text import first_few
 
 PEFT_FILE = "adapter_model.safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 DIFFUSERS_TRAPS = ("scheduler", "optimizer", "checkpoint")
 """diffusers overlooks a file with one of these in its name, and fails when no other is there."""
-_VERL_PICKLE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
+_VERL_RANK = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +58,17 @@ def locate(path: str, adapter_name: str | None) -> Location:
     models = sorted(filter(is_model_part, directories))
     if models:
         return Location(path=path, sidecars=_around_dcp(os.path.join(path, models[0])))
-    if any(_VERL_PICKLE.fullmatch(name) for name in files):
-        hint = "verl's model_merger writes safetensors; or save with the LoRA adapter's own directory"
+    if any(_VERL_RANK.fullmatch(name) for name in files):
         if held:
-            hint = f"the adapter that verl wrote beside them: {os.path.join(path, held[0])}"
-        raise UnreadableError(
-            "a verl checkpoint: one pickled DTensor state dict per rank, which ckpt does not execute",
-            where=path,
-            hint=hint,
-        )
+            raise UsageError(
+                "files of verl's ranks, and the adapter by itself beside them",
+                where=path,
+                hint=f"take what verl wrote for that: {os.path.join(path, held[0])}",
+            )
+        return Location(path=path, sidecars=_around_dcp(path))
+    roles = [role for role in ROLES if role in directories]
+    if roles and not files & {PEFT_FILE, ADAPTER_CONFIG}:
+        return Location(path=path, sidecars=_around_dcp(os.path.join(path, roles[0])))
     if held and not any(name.endswith(".safetensors") for name in files):
         shown = first_few(held, 6)
         raise UsageError(
