@@ -41,7 +41,11 @@ _LEFT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--zoo", action="store_true", help="walk all architectures of transformers, not a part of them")
+    parser.addoption(
+        "--zoo",
+        action="store_true",
+        help="walk all of what the whole run walks a part of: architectures, healthy models, calls that fail",
+    )
     parser.addoption("--quick", action="store_true", help="leave out what is marked `full`, as bin/test alone does")
 
 

@@ -144,6 +144,7 @@ def test_nothing_helps_is_said(capsys):
     assert "none of the changes tried fits" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_weights_without_config_are_answered_from_their_headers(tmp_path):
     shapes = {"embed.weight": (100, 64)}
     for number in range(3):
