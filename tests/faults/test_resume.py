@@ -148,7 +148,7 @@ def test_resume_that_is_killed_again_and_again_ends(runs, case):
     assert_clean(case)
 
 
-@pytest.mark.full(but=["gather"])
+@pytest.mark.full
 def test_resume_detects_staged_bytes_that_changed(runs, case):
     killed = case / "killed"
     killed.mkdir()

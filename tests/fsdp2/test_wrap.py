@@ -290,6 +290,7 @@ def judged():
     return run_ranks(2, refusals, timeout=90)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "message"),
     [
