@@ -79,7 +79,7 @@ def _scalar(value: object) -> bytes | None:
 def _parts(value: object) -> Iterable[object]:
     """Yield opcodes and values that, one after the other, make a value."""
     if type(value) is str:
-        raw = value.encode("utf-8", "surrogatepass")
+        raw = value.encode(errors="surrogatepass")
         yield _Opcode(b"X" + len(raw).to_bytes(4, "little") + raw, value)
     elif type(value) is GlobalName:
         if value.outer:

@@ -11,11 +11,13 @@ from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.layout import Box
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats._json import MAX_JSON_BYTES
+from ckpt_tools.formats._pickle_values import Record
 from ckpt_tools.formats._pickle_writer import build_pickle
 from ckpt_tools.formats.file_names import PICKLES, is_side_file, is_weights
-from ckpt_tools.formats.format import Format, Opened, read_document
+from ckpt_tools.formats.format import Format, Opened, Reader, read_document
+from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.hf import parse_index
 from ckpt_tools.formats.layouts import explain_part
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
@@ -90,6 +92,11 @@ class TorchDirectory(Format):
             sums=tuple(each for file, _ in read for each in file.sums),
         )
 
+    def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:  # noqa: ARG002
+        """Digest the pickles and directories of archives, and the padding between tensors."""
+        payloads = (chunk.span for entry in target.tensors for chunk in entry.chunks)
+        return digest_frames(target.files, payloads, (), reader)
+
 
 def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[str, ArchiveFrame]]:
     """Describe the files that hold `files`' tensors, each whole, as `torch.save` of a dict writes them.
@@ -103,7 +110,7 @@ def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[
     placed: list[TensorEntry] = []
     frames: dict[str, ArchiveFrame] = {}
     for name, entries in files.items():
-        state = {entry.fqn: plain_tensor(str(i), entry.dtype, entry.shape) for i, entry in enumerate(entries)}
+        state = {entry.fqn: _plain_tensor(str(key), entry) for key, entry in enumerate(entries)}
         frame = frames[name] = archive_frame(build_pickle(state), [entry.nbytes for entry in entries])
         for entry, start in zip(entries, frame.starts, strict=True):
             box = Box((0,) * len(entry.shape), entry.shape)
@@ -111,6 +118,13 @@ def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[
             placed.append(replace(entry, chunks=(Chunk(box=box, span=span),)))
     sizes = {name: frame.nbytes for name, frame in frames.items()}
     return Checkpoint(root="", format=TorchDirectory.name, tensors=tuple(placed), files=sizes), frames
+
+
+def _plain_tensor(key: str, entry: TensorEntry) -> Record:
+    try:
+        return plain_tensor(key, entry.dtype, entry.shape)
+    except UsageError as error:
+        raise UsageError(f"tensor {entry.fqn!r}: {error.what}", hint="--exclude leaves it out") from error
 
 
 def _choose(files: Mapping[str, int]) -> tuple[str, ...]:
