@@ -574,7 +574,8 @@ def test_built_checkpoint_loads_with_stock_dcp(tmp_path) -> None:
         start = 0
         for part, file in zip(parts, files, strict=False):
             raw = bytes(part.reshape(-1).view(torch.uint8).tolist())
-            before, after = item_frame(BY_NAME[names[fqn]], tuple(part.shape)).seal(zlib.crc32(raw))
+            frame = item_frame(BY_NAME[names[fqn]], tuple(part.shape))
+            before, after = frame.before, frame.after(zlib.crc32(raw))
             span = ByteSpan(file=file, offset=len(files[file]), nbytes=len(before + raw + after))
             files[file] += before + raw + after
             offsets = (start, *[0] * (part.dim() - 1)) if part.dim() else ()
