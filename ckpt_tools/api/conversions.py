@@ -75,7 +75,8 @@ def shard(options: ShardOptions) -> Conversion:
     """
     _check_serialization(options, use_dtensor=options.engine == "dtensor")
     with open_path(os.fspath(options.source), format=options.format) as stored:
-        if stored.format.loads_by_dcp or (stored.format.is_sharded and stored.format.has_views):
+        is_own = stored.format.has_views or stored.manifest is not None
+        if stored.format.loads_by_dcp or (stored.format.is_sharded and is_own):
             raise _wrong_verb("the source is already sharded", "reshard", options)
         opened = _plain(_model_of(stored), options)
         use_dtensor = options.engine == "dtensor"
@@ -128,9 +129,7 @@ def reshard(options: ReshardOptions) -> Conversion:
                 raise UsageError("--dequantize takes a model, not a step", hint="name the directory of its model")
             if options.trainer in (None, step.step.trainer):
                 if options.serialization == "safetensors":
-                    what = (
-                        f"{step.step.title} is resumed from what dcp.load reads, not from --serialization safetensors"
-                    )
+                    what = f"{step.step.title} is resumed from --serialization torch, not safetensors"
                     raise UsageError(what, hint="--for plain writes the model alone")
                 return _run(step_job(step, options, naming), options)
         opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
