@@ -225,9 +225,8 @@ def prepare(work: Path, options: argparse.Namespace) -> None:
     if "trained" in needed:
         make("adapter", "trained", hf, work / "trained-hf", options.files)
         sharded[work / "trained"] = work / "trained-hf"
-    for kind, more in (("bin", []), ("ranks", [options.ranks]), ("fp8", [])):
-        if kind in needed:
-            make("sources", kind, hf, work / kind, *more)
+    if kinds := sorted(needed & {"bin", "ranks", "fp8"}):
+        make("sources", hf, work, options.ranks, *kinds)
     for dcp, source in sharded.items():
         measure([CKPT, "shard", str(source), str(dcp), "--mesh", f"dp_shard={options.ranks}"], work / "log")
         if source != hf:

@@ -1,4 +1,4 @@
-"""The generated checkpoint as others keep it. usage: bin|ranks|fp8 HF_DIR OUT_DIR [NUM_RANKS]"""
+"""The generated checkpoint as others keep it. usage: HF_DIR WORK_DIR NUM_RANKS bin|ranks|fp8…"""
 
 from __future__ import annotations
 
@@ -62,14 +62,15 @@ def write_fp8(hf: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    kind, source, target, *more = sys.argv[1:]
-    hf_dir, directory = Path(source), Path(target)
-    beside = directory / "huggingface" if kind == "ranks" else directory
-    beside.mkdir(parents=True)
-    shutil.copy(hf_dir / "config.json", beside)
-    if kind == "bin":
-        write_bin(hf_dir, directory)
-    elif kind == "ranks":
-        write_ranks(hf_dir, directory, int(more[0]))
-    else:
-        write_fp8(hf_dir, directory)
+    source, work, ranks, *kinds = sys.argv[1:]
+    for kind in kinds:
+        directory = Path(work, kind)
+        beside = directory / "huggingface" if kind == "ranks" else directory
+        beside.mkdir(parents=True)
+        shutil.copy(Path(source, "config.json"), beside)
+        if kind == "bin":
+            write_bin(Path(source), directory)
+        elif kind == "ranks":
+            write_ranks(Path(source), directory, int(ranks))
+        else:
+            write_fp8(Path(source), directory)
