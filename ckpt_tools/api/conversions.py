@@ -13,6 +13,7 @@ from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gathering_job, model_beside
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_ranks import is_of_verl, ranks_job
 from ckpt_tools.conversions.to_step import converted_job, layout_for, starting_job, step_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
@@ -135,6 +136,8 @@ def reshard(options: ReshardOptions) -> Conversion:
         opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
+        if options.trainer == "verl" and is_of_verl(opened):
+            return _run(ranks_job(opened, options, stack), options)
         opened = _plain(opened, options)
         return _run(converted_job(opened, options, naming, options.trainer), options)
 

@@ -22,6 +22,7 @@ from ckpt_tools.formats._torch_file import read_torch_file
 from ckpt_tools.formats._torch_state import State
 from ckpt_tools.formats.file_names import is_hf_asset
 from ckpt_tools.formats.format import Format, Opened, Reader
+from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import Manifest
 from ckpt_tools.formats.rank_optimizer import read_optimizer
 from ckpt_tools.formats.steps import ROLES, Part, Step
@@ -33,6 +34,10 @@ _MODEL_FILES = (
     re.compile(r"model_world_size_(?P<world>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt", re.ASCII),
     re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d{1,6}))?_rank(?P<rank>\d{1,6})\.bin", re.ASCII),
 )
+VERL_FILE = re.compile(
+    r"(?P<kind>model|optim|extra_state)_world_size_(?P<world>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt", re.ASCII
+)
+"""What verl keeps for every rank."""
 _HUGGINGFACE = "huggingface/"
 """Where verl puts the config and the tokenizer."""
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
@@ -53,7 +58,7 @@ class RankFiles(Format):
         """By the names that trainers give."""
         return bool(_find(files))
 
-    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read the pickle of every rank's file, without running it, and fit the parts together."""
         found = _find(files)
         if not found:
@@ -86,6 +91,7 @@ class RankFiles(Format):
                 files=own,
             ),
             source=source,
+            manifest=manifest if manifest is not None and manifest.format == self.name else None,
             asset_source=Source(os.path.join(source.root, home)) if home and assets else None,
             step=_step(found, files) if ranks.directory else None,
             unread=(*missing, *list_unread(states.values()), *optimizer.unread, *_rest(rest, ranks.directory)),
@@ -93,6 +99,11 @@ class RankFiles(Format):
             notes=(*list_tied(tensors), *optimizer.notes),
             sums=(*(each for file, _ in read.values() for each in file.sums), *optimizer.sums),
         )
+
+    def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:  # noqa: ARG002
+        """Digest the pickles and directories of archives, and the padding between tensors."""
+        payloads = (chunk.span for entry in target.tensors for chunk in entry.chunks)
+        return digest_frames(target.files, payloads, (), reader)
 
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
         """Hold what several ranks have of a tensor against each other, and keep one of each.
