@@ -21,7 +21,17 @@ from ckpt_tools.formats.steps import TrainerName
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.name_options import MapFile, OtherNames, ShardNames
 from ckpt_tools.models.naming import Naming, name_live
-from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
+from ckpt_tools.options import (
+    DryRun,
+    From,
+    NumWorkers,
+    Option,
+    Overwrite,
+    Progress,
+    ShapesFrom,
+    default_num_workers,
+    takes,
+)
 from ckpt_tools.quantised.decoded import dequantised
 from ckpt_tools.storage.source import Source
 
@@ -45,6 +55,7 @@ class ConvertOptions(ShardingOptions):
 class ReshardOptions(ConvertOptions):
     """The options of `reshard`."""
 
+    shapes_from: ShapesFrom = None
     names: OtherNames = "auto"
     map: MapFile = None
 
@@ -126,7 +137,8 @@ def reshard(options: ReshardOptions) -> Conversion:
                 raise UsageError("--dequantize takes a model, not a step", hint="name the directory of its model")
             if options.trainer in (None, step.step.trainer):
                 return _run(step_job(step, options, naming), options)
-        opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
+        source, given = os.fspath(options.source), options.shapes_from
+        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
         opened = _plain(opened, options)
@@ -152,7 +164,8 @@ def gather(options: GatherOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     with ExitStack() as stack:
-        opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
+        source, given = os.fspath(options.source), options.shapes_from
+        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
         opened = _plain(opened, options)
         reference = None if options.like is None else stack.enter_context(open_path(os.fspath(options.like)))
         beside = model = None
