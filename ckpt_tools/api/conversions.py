@@ -22,7 +22,17 @@ from ckpt_tools.formats.steps import TrainerName
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.name_options import MapFile, OtherNames, ShardNames
 from ckpt_tools.models.naming import Naming, name_live
-from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
+from ckpt_tools.options import (
+    DryRun,
+    From,
+    NumWorkers,
+    Option,
+    Overwrite,
+    Progress,
+    ShapesFrom,
+    default_num_workers,
+    takes,
+)
 from ckpt_tools.quantised.decoded import dequantised
 from ckpt_tools.storage.source import Source
 
@@ -46,6 +56,7 @@ class ConvertOptions(ShardingOptions):
 class ReshardOptions(ConvertOptions):
     """The options of `reshard`."""
 
+    shapes_from: ShapesFrom = None
     names: OtherNames = "auto"
     map: MapFile = None
 
@@ -133,7 +144,8 @@ def reshard(options: ReshardOptions) -> Conversion:
                     what = f"{step.step.title} is resumed from --serialization torch, not safetensors"
                     raise UsageError(what, hint="--for plain writes the model alone")
                 return _run(step_job(step, options, naming), options)
-        opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
+        source, given = os.fspath(options.source), options.shapes_from
+        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
         if options.trainer == "verl" and is_of_verl(opened):
@@ -172,7 +184,8 @@ def gather(options: GatherOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     with ExitStack() as stack:
-        opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
+        source, given = os.fspath(options.source), options.shapes_from
+        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
         opened = _plain(opened, options)
         reference = None if options.like is None else stack.enter_context(open_path(os.fspath(options.like)))
         beside = model = None

@@ -36,6 +36,7 @@ from ckpt_tools.options import (
     Option,
     Overwrite,
     Progress,
+    ShapesFrom,
     Source as SourcePath,
 )
 from ckpt_tools.storage.journal import JOURNAL_NAME
@@ -80,6 +81,7 @@ class GatherOptions:
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
+    shapes_from: ShapesFrom = None
     to: Annotated[
         Literal["safetensors", "torch"],
         Option("What to write: model.safetensors, or pytorch_model.bin as torch.save does."),
