@@ -20,6 +20,8 @@ FORMATS: Mapping[str, str] = {
     "ranks": "rank_files",
     "hf-sharded": "hf_sharded",
     "hf": "hf",
+    "deepspeed": "deepspeed",
+    "deepspeed-fp32": "deepspeed_fp32",
     "torch-dir": "torch_directory",
 }
 """Name → module of this room, whose `FORMAT` it is. The first one that detects a directory has it. Modules are
