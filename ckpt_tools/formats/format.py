@@ -46,6 +46,8 @@ class Format(Protocol):
     """Every chunk is an item with a head of its own, which says dtype, sizes and CRC-32, but not whose it is."""
     loads_by_dcp: bool = False
     """PyTorch's `dcp.load` reads it, whole items at a time; `shard` and `reshard` write it."""
+    keeps_order: bool = False
+    """Matrices that lie side by side in one tensor lie there whole, however ranks cut them."""
     has_parts: bool = False
     """Its data lie in directories that are checkpoints of their own (`formats.step`)."""
     has_views: bool = False
