@@ -23,6 +23,7 @@ from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import CONFIG_NAME, config_beside
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.boxes import BytesReader
+from ckpt_tools.quantised.bands import Bands
 from ckpt_tools.quantised.scheme import Found, Quantised
 from ckpt_tools.quantised.table import SCHEMES, find_scheme
 from ckpt_tools.storage.source import Source
@@ -105,6 +106,7 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
         raise UsageError(
             f"ckpt does not decode {settings.get('quant_method')!r}", where=where, hint=f"it does: {known}"
         )
+    settings = {**settings, "model_type": config.values.get("model_type")}
     found = scheme.find({entry.fqn: entry for entry in opened.checkpoint.tensors}, settings, _Reader(opened))
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
@@ -235,16 +237,21 @@ class _Reader:
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
         self._local = threading.local()
+        self.columns = Bands(self._boxes).columns
 
     def __call__(self, entry: TensorEntry, first: int, count: int) -> Bytes:
+        return self._boxes(entry, *boxes_of_run(entry.shape, first, count))
+
+    def _boxes(self, entry: TensorEntry, *boxes: Box) -> Bytes:
+        """Return the bytes of boxes, one after the other."""
         import numpy as np
 
         reader: BytesReader | None = getattr(self._local, "reader", None)
         if reader is None:
             reader = self._local.reader = BytesReader(self._opened)
-        content = np.empty(entry.dtype.num_bytes(count), np.uint8)
+        content = np.empty(sum(entry.dtype.num_bytes(box.num_elems) for box in boxes), np.uint8)
         position = 0
-        for box in boxes_of_run(entry.shape, first, count):
+        for box in boxes:
             nbytes = entry.dtype.num_bytes(box.num_elems)
             reader.read_into(entry, box, entry.dtype, content.data[position : position + nbytes])
             position += nbytes

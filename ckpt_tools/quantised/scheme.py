@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 Settings = Mapping[str, object]
-"""`quantization_config` of config.json."""
+"""`quantization_config` of config.json, and the `model_type` beside it."""
 Tensors = Mapping[str, TensorEntry]
+OTHER_CONFIG = "is config.json the one of this checkpoint?"
+"""A hint."""
 
 
 class ReadRun(Protocol):
@@ -30,6 +32,9 @@ class ReadRun(Protocol):
 
     def __call__(self, entry: TensorEntry, first: int, count: int) -> Bytes:
         """Return the bytes of elements [first, first + count) of a tensor, in row-major order."""
+
+    def columns(self, entry: TensorEntry, first: int, count: int) -> Bytes:
+        """Return columns [first, first + count) of a matrix, as [columns, bytes of one]: shared, not to be changed."""
 
 
 class Decode(Protocol):
@@ -107,7 +112,7 @@ def check_shape(entry: TensorEntry, shape: tuple[int, ...], *, of: TensorEntry) 
     """
     if entry.shape != shape:
         what = f"{entry.fqn!r} is {list(entry.shape)}, {of.fqn!r} of {list(of.shape)} needs {list(shape)}"
-        raise UnreadableError(what, hint="is config.json the one of this checkpoint?")
+        raise UnreadableError(what, hint=OTHER_CONFIG)
 
 
 def refuse(settings: Settings, key: str, *known: object) -> None:
