@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import Bytes
 
 KEY = "quantization_config"
+_MODELOPT_NAME = "hf_quant_config.json"
+"""What ModelOpt says so in, in older releases only there; readers of the decoded weights would believe it."""
 _PREFIX = "\0decoded/"
 """Begins the names of files that nobody has written; no other file has a NUL in its name."""
 _PIECE_ELEMS = 1 << 20
@@ -71,9 +73,15 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         raise UsageError(f"{first_few(twice)}: there quantised and as it is")
     restated = _restated(config, floats)
     source = DecodedSource(opened, found.tensors, floats, {CONFIG_NAME: restated})
-    assets = [Asset(file=a.file, nbytes=len(restated)) if a.file == CONFIG_NAME else a for a in checkpoint.assets]
+    assets = [
+        Asset(file=asset.file, nbytes=len(restated)) if asset.file == CONFIG_NAME else asset
+        for asset in checkpoint.assets
+        if asset.file != _MODELOPT_NAME
+    ]
     what = f"{len(found.tensors)} tensors of {found.what} are decoded to {floats.name}"
     what += f"; {KEY} is taken out of {CONFIG_NAME}"
+    if len(assets) < len(checkpoint.assets):
+        what += f", and {_MODELOPT_NAME} is left out"
     if found.dropped:
         what += f"; left out {first_few(found.dropped)}, which only a quantised model has"
     if opened.manifest is not None or any(chunk.crc32 is not None for e in checkpoint.tensors for chunk in e.chunks):
@@ -91,9 +99,11 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
 def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
     """Return what is quantised, by the settings in config.json, and the config."""
     config = config_beside(opened.source)
-    inner = None if config is None else config.values.get("text_config")
-    settings = None if config is None else config.values.get(KEY, isinstance(inner, Mapping) and inner.get(KEY))
+    values = {} if config is None else config.values
+    settings = values.get(KEY, _mapping(values.get("text_config")).get(KEY))
     where = opened.source.root
+    if not isinstance(settings, Mapping) and (other := config_beside(opened.source, _MODELOPT_NAME)) is not None:
+        settings = {"quant_method": "modelopt", **_mapping(other.values.get("quantization"))}
     if config is None or not isinstance(settings, Mapping):
         raise UsageError(
             f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised",
@@ -113,6 +123,10 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
     return found, config.values
 
 
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _entry(one: Quantised, floats: DType) -> TensorEntry:
     """Describe what a tensor stands for as floats in a file."""
     nbytes = floats.num_bytes(prod(one.shape))
@@ -129,8 +143,7 @@ def _entry(one: Quantised, floats: DType) -> TensorEntry:
 
 def _dtype_in(config: Mapping[str, object]) -> DType:
     """Return the dtype that a config gives its weights; bfloat16 when it gives none."""
-    inner = config.get("text_config")
-    for values in (config, inner if isinstance(inner, Mapping) else {}):
+    for values in (config, _mapping(config.get("text_config"))):
         for key in ("dtype", "torch_dtype"):
             found = BY_TORCH_NAME.get(str(values.get(key)).removeprefix("torch."))
             if found is not None and found.is_float:
