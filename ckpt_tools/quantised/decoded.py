@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import Bytes
 
 KEY = "quantization_config"
-_MODELOPT_NAME = "hf_quant_config.json"
-"""What ModelOpt says so in, in older releases only there; readers of the decoded weights would believe it."""
+_OTHER_CONFIGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""What libraries also wrote their settings to, or only there, with the `quant_method`. Readers would believe them."""
 _PREFIX = "\0decoded/"
 """Begins the names of files that nobody has written; no other file has a NUL in its name."""
 _PIECE_ELEMS = 1 << 20
@@ -76,12 +76,12 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
     assets = [
         Asset(file=asset.file, nbytes=len(restated)) if asset.file == CONFIG_NAME else asset
         for asset in checkpoint.assets
-        if asset.file != _MODELOPT_NAME
+        if asset.file not in _OTHER_CONFIGS
     ]
     what = f"{len(found.tensors)} tensors of {found.what} are decoded to {floats.name}"
     what += f"; {KEY} is taken out of {CONFIG_NAME}"
-    if len(assets) < len(checkpoint.assets):
-        what += f", and {_MODELOPT_NAME} is left out"
+    if others := [asset.file for asset in checkpoint.assets if asset.file in _OTHER_CONFIGS]:
+        what += f", and {first_few(others)} left out"
     if found.dropped:
         what += f"; left out {first_few(found.dropped)}, which only a quantised model has"
     if opened.manifest is not None or any(chunk.crc32 is not None for e in checkpoint.tensors for chunk in e.chunks):
@@ -102,8 +102,9 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
     values = {} if config is None else config.values
     settings = values.get(KEY, _mapping(values.get("text_config")).get(KEY))
     where = opened.source.root
-    if not isinstance(settings, Mapping) and (other := config_beside(opened.source, _MODELOPT_NAME)) is not None:
-        settings = {"quant_method": "modelopt", **_mapping(other.values.get("quantization"))}
+    for name, method in _OTHER_CONFIGS.items():
+        if not isinstance(settings, Mapping) and (other := config_beside(opened.source, name)) is not None:
+            settings = {"quant_method": method, **_mapping(other.values.get("quantization", other.values))}
     if config is None or not isinstance(settings, Mapping):
         raise UsageError(
             f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised",

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import F32
 
 _BITS = (2, 3, 4, 8)
-_NOT_UNDONE = ("is_marlin_format", "rotation", "rotation_config")
 
 
 class Gptq(Scheme):
@@ -42,7 +41,6 @@ class AutoRound(Scheme):
 
     def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
         """By `packing_format`; see the protocol."""
-        refuse(settings, "data_type", None, "int")
         packing = str(settings.get("packing_format", "auto_round:auto_gptq")).removeprefix("auto_round").lstrip(":")
         if packing in ("awq", "auto_awq"):
             return awq.SCHEME.find(tensors, settings, read)
@@ -56,8 +54,6 @@ AUTO_ROUND = AutoRound()
 
 
 def _find(name: str, tensors: Tensors, settings: Settings, *, is_less_one: bool) -> Found:
-    for key in _NOT_UNDONE:
-        refuse(settings, key, None, False)
     unpack = partial(_unpack, is_less_one, "gptqmodel" in str(settings.get("meta")).lower())
     return find_layers(f"integers of a few bits ({name})", tensors, settings, _layer, unpack)
 

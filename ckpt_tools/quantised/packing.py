@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.quantised.fp8 import as_float32
-from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Settings, Tensors, beside, check_shape, with_ending
+from ckpt_tools.quantised.scheme import (
+    Found,
+    Quantised,
+    ReadRun,
+    Settings,
+    Tensors,
+    beside,
+    check_shape,
+    refuse,
+    with_ending,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +36,8 @@ if TYPE_CHECKING:
 
 WORD = 32
 _PARTS = (".qzeros", ".scales", ".g_idx")
+_OTHERS = (".act_scales", ".w_bf16_to_fp8_scale")
+_NOT_UNDONE = ("is_marlin_format", "rotation", "rotation_config")
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 """Model types whose layers are transformers' Conv1D: their weights are [in, out]."""
 
@@ -91,6 +103,8 @@ def find_layers(
         UnreadableError: A part is missing, or no part of a layer.
         UsageError: Settings that ckpt does not decode.
     """
+    for key in _NOT_UNDONE:
+        refuse(settings, key, None, False)
     extra = settings.get("extra_config")
     found = []
     for stem, weight in with_ending(tensors, ".qweight"):
@@ -100,17 +114,18 @@ def find_layers(
                 shown = f"{entry.fqn!r} is {entry.dtype.name} {list(entry.shape)}"
                 raise UnreadableError(f"{shown}, not a matrix of {' or '.join(kinds)}")
         own = extra.get(stem) if isinstance(extra, Mapping) else None
-        layer = parse(
-            stem, (weight, zeros, scales), tensors, {**settings, **own} if isinstance(own, Mapping) else settings
-        )
+        merged = {**settings, **own} if isinstance(own, Mapping) else settings
+        refuse(merged, "data_type", None, "int")
+        layer = parse(stem, (weight, zeros, scales), tensors, merged)
         parts = [weight, zeros, scales, *([] if layer.order is None else [layer.order])]
         is_turned = settings.get("model_type") in _CONV1D
         decode = partial(_decode, layer, unpack)
         fqn = f"{stem}.weight"
         found.append(Quantised(fqn=fqn, shape=layer.shape, stored=tuple(parts), decode=decode, is_turned=is_turned))
     known = {entry.fqn for one in found for entry in one.stored}
-    if strange := [fqn for fqn in tensors if fqn.endswith(_PARTS) and fqn not in known]:
-        raise UnreadableError(f"{strange[0]!r} belongs to no qweight", hint="is the checkpoint whole?")
+    if strange := [fqn for fqn in tensors if fqn.endswith((*_PARTS, *_OTHERS)) and fqn not in known]:
+        what = f"{strange[0]!r} is no part of a weight that ckpt decodes"
+        raise UnreadableError(what, hint="without its qweight the checkpoint is not whole")
     return Found(what=what, tensors=tuple(found))
 
 
