@@ -73,8 +73,10 @@ def shard(options: ShardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
+    _check_serialization(options, use_dtensor=options.engine == "dtensor")
     with open_path(os.fspath(options.source), format=options.format) as stored:
-        if stored.format.loads_by_dcp or (stored.format.is_sharded and stored.format.has_views):
+        is_own = stored.format.has_views or stored.manifest is not None
+        if stored.format.loads_by_dcp or (stored.format.is_sharded and is_own):
             raise _wrong_verb("the source is already sharded", "reshard", options)
         opened = _plain(_model_of(stored), options)
         use_dtensor = options.engine == "dtensor"
@@ -117,6 +119,7 @@ def reshard(options: ReshardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
+    _check_serialization(options)
     with ExitStack() as stack:
         naming = Naming.of(options.names, options.map)
         step = open_step(os.fspath(options.source)) if options.format is None else None
@@ -125,12 +128,26 @@ def reshard(options: ReshardOptions) -> Conversion:
             if options.dequantize:
                 raise UsageError("--dequantize takes a model, not a step", hint="name the directory of its model")
             if options.trainer in (None, step.step.trainer):
+                if options.serialization == "safetensors":
+                    what = f"{step.step.title} is resumed from --serialization torch, not safetensors"
+                    raise UsageError(what, hint="--for plain writes the model alone")
                 return _run(step_job(step, options, naming), options)
         opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
         opened = _plain(opened, options)
         return _run(converted_job(opened, options, naming, options.trainer), options)
+
+
+def _check_serialization(options: ConvertOptions, *, use_dtensor: bool = False) -> None:
+    """Refuse safetensors where something else is to be written, or the trainer loads something else."""
+    if options.serialization == "torch":
+        return
+    if use_dtensor:
+        raise UsageError("--engine dtensor writes --serialization torch alone", hint="use --engine stream")
+    if options.trainer not in (None, "plain"):
+        what = f"--for {options.trainer}: it loads what --serialization torch writes, not safetensors"
+        raise UsageError(what, hint="leave out one; --for plain is for scripts of your own")
 
 
 def _wrong_verb(what: str, instead: str, options: ShardingOptions) -> UsageError:

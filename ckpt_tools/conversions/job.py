@@ -22,7 +22,7 @@ from ckpt_tools.models.naming import AssetList
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.execute import Progress
-from ckpt_tools.moving.plan import check_names
+from ckpt_tools.moving.plan import Seal, check_names
 from ckpt_tools.moving.read import Edit
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source, short_file
@@ -85,6 +85,8 @@ class Job:
     destination: str
     heads: Mapping[str, bytes] = field(default_factory=dict)
     """File → fixed bytes at its beginning."""
+    seals: Mapping[str, Seal] = field(default_factory=dict)
+    """File → what closes it, where it holds the CRC-32s of its payloads."""
     documents: Mapping[str, bytes] = field(default_factory=dict)
     """Small files to write before the manifest (an index)."""
     assets: AssetList = ()

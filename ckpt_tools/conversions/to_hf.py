@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, is_same, model_in
@@ -14,13 +14,14 @@ from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats import hf, safetensors
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_hf_asset, is_weights
+from ckpt_tools.formats import hf, safetensors, torch_directory
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, PICKLES, is_hf_asset, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.name_options import GatherNames, MapFile
 from ckpt_tools.models.naming import AssetList, Naming, name_back, name_hub
+from ckpt_tools.moving.plan import Seal
 from ckpt_tools.options import (
     AnyPath,
     Dequantize,
@@ -79,6 +80,10 @@ class GatherOptions:
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
+    to: Annotated[
+        Literal["safetensors", "torch"],
+        Option("What to write: model.safetensors, or pytorch_model.bin as torch.save does."),
+    ] = "safetensors"
     progress: Progress = None
 
 
@@ -92,22 +97,23 @@ def gathering_job(
     """
     destination, dtype, strip = os.fspath(options.destination), options.dtype, options.strip_prefix
     include, exclude = options.include, options.exclude
-    if destination.endswith(".safetensors"):
+    stem, suffix = os.path.splitext(destination)
+    if suffix in (".safetensors", *PICKLES):
         raise UsageError(
-            "the destination is a directory of safetensors files, its name should not end in .safetensors",
+            f"the destination is a directory of files, its name should not end in {suffix}",
             where=destination,
-            hint=f"ckpt gather … {destination.removesuffix('.safetensors')}",
+            hint=f"ckpt gather … {stem}",
         )
     naming = Naming.of(options.names, options.map)
     notes = notes_on(opened)
     original = opened.origin
     plain = dtype == "keep" and options.max_shard_size is None and not include and not exclude and strip == "auto"
-    plain = plain and options.names != "live"
+    plain = plain and options.names != "live" and options.to == "safetensors"
     if like is not None:
         if like.origin is None or not plain:
             raise UsageError(
                 "--like decides on names, files and dtypes by itself",
-                hint="leave out --dtype, --max-shard-size, --strip-prefix, --names, --include and --exclude",
+                hint="leave out --to, --dtype, --max-shard-size, --strip-prefix, --names, --include and --exclude",
             )
         model, names = model_in(opened, strip, notes)
         return _restore(
@@ -130,15 +136,27 @@ def gathering_job(
         notes.append(named.note)
     source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
     target = cast_target(source, dtype)
-    files = hf.arrange(target.tensors, max_file_nbytes=parse_size(options.max_shard_size or DEFAULT_MAX_SHARD_SIZE))
-    placed, heads = hf.place(files)
-    documents = {"model" + INDEX_SUFFIX: hf.build_index(files)} if len(files) > 1 else {}
+    max_file_nbytes = parse_size(options.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
+    heads: dict[str, bytes]
+    seals: dict[str, Seal] = {}
+    if options.to == "torch":
+        files = hf.arrange(target.tensors, max_file_nbytes=max_file_nbytes, stem="pytorch_model", suffix=".bin")
+        placed, frames = torch_directory.place(files)
+        heads = {name: frame.before for name, frame in frames.items()}
+        seals = {name: frame.seal for name, frame in frames.items()}
+        index_name = "pytorch_model" + torch_directory.INDEX_SUFFIX
+    else:
+        files = hf.arrange(target.tensors, max_file_nbytes=max_file_nbytes)
+        placed, heads = hf.place(files)
+        index_name = "model" + INDEX_SUFFIX
+    documents = {index_name: hf.build_index(files)} if len(files) > 1 else {}
     return Job(
         opened=opened,
         source=source,
         target=placed,
         destination=destination,
         heads=heads,
+        seals=seals,
         documents=documents,
         assets=beside,
         dtype=dtype,

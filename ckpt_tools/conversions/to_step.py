@@ -165,6 +165,9 @@ def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trai
     """
     own = trainer_of(opened.checkpoint, opened.beside)
     if trainer is None or (trainer == own and not options.prefix):
+        for error in opened.broken:
+            hint = f"{error.hint or 'restore it'}; for the model alone, move the optimizer's files away"
+            raise UnreadableError(f"the optimizer's state is not whole: {error.what}", where=error.where, hint=hint)
         job = resharding_job(opened, options, naming)
         job.notes += _notes_on_loader(opened, job.mesh)
         return job

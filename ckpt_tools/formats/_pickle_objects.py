@@ -20,6 +20,7 @@ from typing import Any
 
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_values import (
+    KEY,
     PERSISTENT_ID,
     GlobalName,
     PickleLimits,
@@ -38,8 +39,6 @@ LIMITS = PickleLimits(
 _DICTS = frozenset({"collections.OrderedDict", "collections.defaultdict"})
 _SETS = frozenset({"builtins.set", "builtins.frozenset", "__builtin__.set", "__builtin__.frozenset"})
 _GETATTR = frozenset({"__builtin__.getattr", "builtins.getattr"})
-KEY = "a key"
-"""Name of the `Record` around a key of a dict that is no scalar."""
 
 
 class _Every:
@@ -127,7 +126,9 @@ class _ObjectReader(Reader):
             self._update(made, [each for pair in pairs for each in pair], what)
             return made
         if name in _GETATTR and len(args) == 2 and type(args[0]) is GlobalName and type(args[1]) is str:
-            return GlobalName(f"{args[0].name}.{args[1]}")  # a class inside of a class, before protocol 4
+            return GlobalName(
+                f"{args[0].name}.{args[1]}", outer=args[0].name
+            )  # a class inside of a class, before protocol 4
         if name in _SETS and len(args) == 1 and type(args[0]) is list:
             return args[0]
         return Record(name, args, None, 0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, TensorEntry
-from ckpt_tools.errors import LimitError
+from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats.manifest import Manifest, Origin
 from ckpt_tools.formats.steps import Step
 from ckpt_tools.storage.source import Source
@@ -123,6 +123,8 @@ class Opened:
     """The step whose model this is, where the path named the step."""
     unread: tuple[str, ...] = ()
     """What lies in its files beside tensors and is not read, in words."""
+    broken: tuple[UnreadableError, ...] = ()
+    """Why files beside it are not read that should be parts of it (an optimizer's, of which some are missing)."""
     asset_source: Source | None = None
     """Where the assets lie that belong to its model; None for beside its files."""
     sums: tuple[tuple[ByteSpan, int], ...] = ()

@@ -180,23 +180,19 @@ class DecodedSource(Source):
         self._read = _Reader(opened)
         self._floats = floats
         self._tensors = {_PREFIX + one.fqn: one for one in tensors}
-        self._documents = documents
+        self._documents = {**self._documents, **documents}
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
     def size(self, file: str) -> int:
         """Return the size of a file, or what that of a decoded one would be."""
-        if file in self._documents:
-            return len(self._documents[file])
         if file in self._tensors:
             return self._floats.num_bytes(prod(self._tensors[file].shape))
         return super().size(file)
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer`; decodes what is no file."""
-        if file in self._documents:
-            buffer[:] = self._documents[file][offset : offset + len(buffer)]
-        elif file in self._tensors:
+        if file in self._tensors:
             self._decode_into(self._tensors[file], offset, buffer)
         else:
             super().read_into(file, offset, buffer)
