@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.quantised.packing import Layer, Parts, columns, find_layers, group_size
-from ckpt_tools.quantised.scheme import Found, ReadRun, Scheme, Settings, Tensors, check_shape
+from ckpt_tools.quantised.packing import Layer, Parts, find_layers, group_size
+from ckpt_tools.quantised.parts import check_shape
+from ckpt_tools.quantised.scheme import Found, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import F32
@@ -22,20 +23,15 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word, in steps of 4 bits, the outputs lie."""
 
 
-class Awq(Scheme):
-    """See the module."""
-
-    method = "awq"
-
-    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG002 - names say it all
-        """By the endings of names; see the protocol."""
-        version = settings.get("version") or settings.get("checkpoint_format") or settings.get("format") or "gemm"
-        if settings.get("quant_method") == self.method and str(version).lower() != "gemm":
-            raise UsageError(f"quantization_config has version {version!r}, and ckpt decodes AWQ's 'gemm'")
-        return find_layers("integers of 4 bits (AWQ)", tensors, settings, _layer, _unpack)
+def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG001 - names say it all
+    """By the endings of names; see `Find`."""
+    version = settings.get("version") or settings.get("checkpoint_format") or settings.get("format") or "gemm"
+    if settings.get("quant_method") == "awq" and str(version).lower() != "gemm":
+        raise UsageError(f"quantization_config has version {version!r}, and ckpt decodes AWQ's 'gemm'")
+    return find_layers("integers of 4 bits (AWQ)", tensors, settings, _layer, _unpack)
 
 
-SCHEME = Awq()
+SCHEME = Scheme(method="awq", find=_find_all)
 
 
 def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Layer:
@@ -50,13 +46,7 @@ def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Lay
     check_shape(scales, (scales.shape[0], num_words * _IN_WORD), of=weight)
     check_shape(zeros, (scales.shape[0], num_words), of=weight)
     return Layer(
-        weight=weight,
-        zeros=zeros,
-        scales=scales,
-        order=None,
-        bits=_BITS,
-        num_inputs=num_inputs,
-        group_size=size,
+        weight=weight, zeros=zeros, scales=scales, order=None, bits=_BITS, num_inputs=num_inputs, group_size=size
     )
 
 
@@ -68,7 +58,7 @@ def _outputs(entry: TensorEntry, read: ReadRun, low: int, high: int) -> F32:
     import numpy as np
 
     first = low // _IN_WORD
-    words = columns(read, entry, first, -(-high // _IN_WORD)).view(np.uint32)
+    words = read.columns(entry, first, -(-high // _IN_WORD)).view(np.uint32)
     shifts = np.array(_PLACES, np.uint32) * np.uint32(_BITS)
     numbers = words[:, None] >> shifts[:, None]
     numbers &= np.uint32((1 << _BITS) - 1)

@@ -27,20 +27,13 @@ class Bands:
         self._kept: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         self._lock = threading.Lock()
 
-    def columns(self, entry: TensorEntry, first: int, count: int) -> Bytes:
-        """Return the bytes of columns [first, first + count) of a matrix, [columns, bytes of a column].
-
-        They may be shared: not to be changed.
-        """
+    def columns(self, entry: TensorEntry, low: int, high: int) -> Bytes:
+        """Return the bytes of columns [low, high) of a matrix, [columns, bytes of one]: shared, not to be changed."""
         import numpy as np
 
         width = max(1, _BAND_BYTES // max(1, entry.dtype.num_bytes(entry.shape[0])))
-        parts: list[Bytes] = []
-        stop = first + count
-        while first < stop or not parts:
-            number, start = divmod(first, width)
-            parts.append(self._band(entry, number, width)[start : start + stop - first])
-            first = (number + 1) * width
+        numbers = range(low // width, -(-high // width))
+        parts = [self._band(entry, n, width)[max(0, low - n * width) : high - n * width] for n in numbers]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _band(self, entry: TensorEntry, number: int, width: int) -> Bytes:

@@ -16,17 +16,8 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.quantised.fp8 import as_float32, over_blocks, read_row
 from ckpt_tools.quantised.mxfp4 import fp4
 from ckpt_tools.quantised.packing import unpack_bytes
-from ckpt_tools.quantised.scheme import (
-    Found,
-    Quantised,
-    ReadRun,
-    Scheme,
-    Settings,
-    Tensors,
-    beside,
-    check_shape,
-    refuse,
-)
+from ckpt_tools.quantised.parts import beside, check_shape, refuse
+from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import F32
@@ -46,34 +37,29 @@ _LEFT_OUT = (
 _Grid = tuple[int, int]
 
 
-class CompressedTensors(Scheme):
-    """See the module."""
-
-    method = "compressed-tensors"
-
-    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
-        """By `weight_scale` beside weights, and `config_groups`; see the protocol."""
-        groups = settings.get("config_groups")
-        weights = [group.get("weights") for group in _mappings(groups)]
-        for part in (settings, *_mappings(groups)):
-            refuse(part, "format", *_FORMATS)
-        for key in ("transform_config", "sparsity_config"):
-            inner = settings.get(key)
-            if isinstance(inner, Mapping) and inner and inner.get("format") != "dense":
-                raise UsageError(f"quantization_config has a {key}, which ckpt does not undo")
-        own = [each for each in weights if isinstance(each, Mapping)]
-        found = tuple(_find(tensors, own, read))
-        known = {entry.fqn for one in found for entry in one.stored}
-        dropped = tuple(fqn for fqn in tensors if fqn.rpartition(".")[2] in _LEFT_OUT)
-        for fqn in dropped:
-            if fqn.endswith("weight_g_idx") and any(value >= 0 for value in _integers(tensors[fqn], read)):
-                raise UsageError(f"{fqn!r} orders columns by their activations, which ckpt does not undo")
-        if strange := [fqn for fqn in tensors if ".weight_" in fqn and fqn not in known and fqn not in dropped]:
-            raise UnreadableError(f"{strange[0]!r} belongs to no weight", hint="is the checkpoint whole?")
-        return Found(what="8 bits or fewer (compressed-tensors)", tensors=found, dropped=dropped)
+def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
+    """By `weight_scale` beside weights, and `config_groups`; see `Find`."""
+    groups = settings.get("config_groups")
+    weights = [group.get("weights") for group in _mappings(groups)]
+    for part in (settings, *_mappings(groups)):
+        refuse(part, "format", *_FORMATS)
+    for key in ("transform_config", "sparsity_config"):
+        inner = settings.get(key)
+        if isinstance(inner, Mapping) and inner and inner.get("format") != "dense":
+            raise UsageError(f"quantization_config has a {key}, which ckpt does not undo")
+    own = [each for each in weights if isinstance(each, Mapping)]
+    found = tuple(_find(tensors, own, read))
+    known = {entry.fqn for one in found for entry in one.stored}
+    dropped = tuple(fqn for fqn in tensors if fqn.rpartition(".")[2] in _LEFT_OUT)
+    for fqn in dropped:
+        if fqn.endswith("weight_g_idx") and any(value >= 0 for value in _integers(tensors[fqn], read)):
+            raise UsageError(f"{fqn!r} orders columns by their activations, which ckpt does not undo")
+    if strange := [fqn for fqn in tensors if ".weight_" in fqn and fqn not in known and fqn not in dropped]:
+        raise UnreadableError(f"{strange[0]!r} belongs to no weight", hint="is the checkpoint whole?")
+    return Found(what="8 bits or fewer (compressed-tensors)", tensors=found, dropped=dropped)
 
 
-SCHEME = CompressedTensors()
+SCHEME = Scheme(method="compressed-tensors", find=_find_all)
 
 
 def _mappings(groups: object) -> list[Mapping[str, object]]:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.quantised import awq
-from ckpt_tools.quantised.packing import WORD, Layer, Parts, columns, find_layers, group_size, num_words, unpack_bytes
-from ckpt_tools.quantised.scheme import OTHER_CONFIG, Found, ReadRun, Scheme, Settings, Tensors, refuse
+from ckpt_tools.quantised.packing import WORD, Layer, Parts, find_layers, group_size, num_words, unpack_bytes
+from ckpt_tools.quantised.parts import OTHER_CONFIG, refuse
+from ckpt_tools.quantised.scheme import Found, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import F32
@@ -21,36 +22,26 @@ if TYPE_CHECKING:
 _BITS = (2, 3, 4, 8)
 
 
-class Gptq(Scheme):
-    """See the module."""
-
-    method = "gptq"
-
-    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG002 - names say it all
-        """By the endings of names; see the protocol."""
-        form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-        if form not in ("gptq", "gptq_v2"):
-            raise UsageError(f"quantization_config has checkpoint_format {form!r}, which ckpt does not decode")
-        return _find("GPTQ", tensors, settings, is_less_one=form == "gptq")
+def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG001 - names say it all
+    """By the endings of names; see `Find`."""
+    form = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise UsageError(f"quantization_config has checkpoint_format {form!r}, which ckpt does not decode")
+    return _find("GPTQ", tensors, settings, is_less_one=form == "gptq")
 
 
-class AutoRound(Scheme):
-    """GPTQ's packing or AWQ's, under a name of its own."""
-
-    method = "auto-round"
-
-    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
-        """By `packing_format`; see the protocol."""
-        packing = str(settings.get("packing_format", "auto_round:auto_gptq")).removeprefix("auto_round").lstrip(":")
-        if packing in ("awq", "auto_awq"):
-            return awq.SCHEME.find(tensors, settings, read)
-        if packing not in ("gptq", "auto_gptq", "gptqmodel", ""):
-            raise UsageError(f"quantization_config has packing_format {packing!r}, which ckpt does not decode")
-        return _find("AutoRound", tensors, settings, is_less_one=packing in ("gptq", "auto_gptq"))
+def _find_auto_round(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
+    """By `packing_format`; see `Find`."""
+    packing = str(settings.get("packing_format", "auto_round:auto_gptq")).removeprefix("auto_round").lstrip(":")
+    if packing in ("awq", "auto_awq"):
+        return awq.SCHEME.find(tensors, settings, read)
+    if packing not in ("gptq", "auto_gptq", "gptqmodel", ""):
+        raise UsageError(f"quantization_config has packing_format {packing!r}, which ckpt does not decode")
+    return _find("AutoRound", tensors, settings, is_less_one=packing in ("gptq", "auto_gptq"))
 
 
-SCHEME = Gptq()
-AUTO_ROUND = AutoRound()
+SCHEME = Scheme(method="gptq", find=_find_all)
+AUTO_ROUND = Scheme(method="auto-round", find=_find_auto_round)
 
 
 def _find(name: str, tensors: Tensors, settings: Settings, *, is_less_one: bool) -> Found:
@@ -83,13 +74,7 @@ def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Lay
         raise UnreadableError(f"{shown}: not a weight in {wished} bits", hint=OTHER_CONFIG)
     size = group_size(settings, fitting[bits], weight, scales) if order is None else 1
     return Layer(
-        weight=weight,
-        zeros=zeros,
-        scales=scales,
-        order=order,
-        bits=bits,
-        num_inputs=fitting[bits],
-        group_size=size,
+        weight=weight, zeros=zeros, scales=scales, order=order, bits=bits, num_inputs=fitting[bits], group_size=size
     )
 
 
@@ -97,9 +82,9 @@ def _unpack(is_less_one: bool, is_by_word: bool, layer: Layer, read: ReadRun, lo
     import numpy as np
 
     bits = layer.bits
-    values = unpack_bytes(columns(read, layer.weight, low, high), bits)[:, : layer.num_inputs]
+    values = unpack_bytes(read.columns(layer.weight, low, high), bits)[:, : layer.num_inputs]
     start, stop = low // WORD * bits, min(layer.zeros.shape[1], -(-high // WORD) * bits)
-    words = np.ascontiguousarray(columns(read, layer.zeros, start, stop).view(np.uint32).T)
+    words = np.ascontiguousarray(read.columns(layer.zeros, start, stop).view(np.uint32).T)
     zeros = unpack_bytes(words.view(np.uint8), bits)
     if is_less_one:
         largest = (1 << bits) - 1

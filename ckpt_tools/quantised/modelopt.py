@@ -15,18 +15,8 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.quantised.compressed import decode_plain
 from ckpt_tools.quantised.mxfp4 import fp4
-from ckpt_tools.quantised.scheme import (
-    Found,
-    Quantised,
-    ReadRun,
-    Scheme,
-    Settings,
-    Tensors,
-    beside,
-    check_shape,
-    refuse,
-    with_ending,
-)
+from ckpt_tools.quantised.parts import beside, check_shape, refuse, with_ending
+from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8")
 _MIXED = "MIXED_PRECISION"
@@ -37,30 +27,25 @@ _CHANGES_INPUTS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 _GROUP = 32
 
 
-class ModelOpt(Scheme):
-    """See the module."""
-
-    method = "modelopt"
-
-    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG002 - names say it all
-        """By `weight_scale` beside weights; see the protocol."""
-        refuse(settings, "quant_algo", *_ALGORITHMS, _MIXED)
-        layers = settings.get("quantized_layers")
-        for layer in layers.values() if isinstance(layers, Mapping) else ():
-            refuse(layer if isinstance(layer, Mapping) else {}, "quant_algo", *_ALGORITHMS)
-        if strange := [fqn for fqn in tensors if fqn.rpartition(".")[2] in _CHANGES_INPUTS]:
-            raise UsageError(f"{strange[0]!r} changes what a layer is given, which ckpt does not undo")
-        found = tuple(_find(tensors))
-        known = {entry.fqn for one in found for entry in one.stored}
-        dropped = tuple(fqn for fqn in tensors if fqn.rpartition(".")[2] in _LEFT_OUT)
-        for entry in tensors.values():
-            is_part = entry.dtype.name in ("U8", "F8_E4M3") or "weight_scale" in entry.fqn
-            if is_part and entry.fqn not in known and entry.fqn not in dropped:
-                raise UnreadableError(f"{entry.fqn!r} is a part of no weight", hint="is the checkpoint whole?")
-        return Found(what="4 or 8 bits (ModelOpt)", tensors=found, dropped=dropped)
+def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG001 - names say it all
+    """By `weight_scale` beside weights; see `Find`."""
+    refuse(settings, "quant_algo", *_ALGORITHMS, _MIXED)
+    layers = settings.get("quantized_layers")
+    for layer in layers.values() if isinstance(layers, Mapping) else ():
+        refuse(layer if isinstance(layer, Mapping) else {}, "quant_algo", *_ALGORITHMS)
+    if strange := [fqn for fqn in tensors if fqn.rpartition(".")[2] in _CHANGES_INPUTS]:
+        raise UsageError(f"{strange[0]!r} changes what a layer is given, which ckpt does not undo")
+    found = tuple(_find(tensors))
+    known = {entry.fqn for one in found for entry in one.stored}
+    dropped = tuple(fqn for fqn in tensors if fqn.rpartition(".")[2] in _LEFT_OUT)
+    for entry in tensors.values():
+        is_part = entry.dtype.name in ("U8", "F8_E4M3") or "weight_scale" in entry.fqn
+        if is_part and entry.fqn not in known and entry.fqn not in dropped:
+            raise UnreadableError(f"{entry.fqn!r} is a part of no weight", hint="is the checkpoint whole?")
+    return Found(what="4 or 8 bits (ModelOpt)", tensors=found, dropped=dropped)
 
 
-SCHEME = ModelOpt()
+SCHEME = Scheme(method="modelopt", find=_find_all)
 
 
 def _find(tensors: Tensors) -> Iterator[Quantised]:

@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.quantised.fp8 import as_float32
-from ckpt_tools.quantised.scheme import (
-    Found,
-    Quantised,
-    ReadRun,
-    Scheme,
-    Settings,
-    Tensors,
-    beside,
-    check_shape,
-    with_ending,
-)
+from ckpt_tools.quantised.parts import beside, check_shape, with_ending
+from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import F32
@@ -34,23 +25,16 @@ _GROUP = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class Mxfp4(Scheme):
-    """See the module."""
-
-    method = "mxfp4"
-
-    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG002
-        """By the endings of names; see the protocol."""
-        found = tuple(_quantised(fqn, entry, tensors) for fqn, entry in with_ending(tensors, _BLOCKS))
-        names = {one.fqn for one in found}
-        if strange := [fqn for fqn, _ in with_ending(tensors, _SCALES) if fqn not in names]:
-            raise UnreadableError(
-                f"{strange[0] + _SCALES!r} has no {_BLOCKS} beside it", hint="is the checkpoint whole?"
-            )
-        return Found(what="4-bit floats in groups of 32 (mxfp4)", tensors=found)
+def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG001
+    """By the endings of names; see `Find`."""
+    found = tuple(_quantised(fqn, entry, tensors) for fqn, entry in with_ending(tensors, _BLOCKS))
+    names = {one.fqn for one in found}
+    if strange := [fqn for fqn, _ in with_ending(tensors, _SCALES) if fqn not in names]:
+        raise UnreadableError(f"{strange[0] + _SCALES!r} has no {_BLOCKS} beside it", hint="is the checkpoint whole?")
+    return Found(what="4-bit floats in groups of 32 (mxfp4)", tensors=found)
 
 
-SCHEME = Mxfp4()
+SCHEME = Scheme(method="mxfp4", find=_find_all)
 
 
 def _quantised(fqn: str, blocks: TensorEntry, tensors: Tensors) -> Quantised:

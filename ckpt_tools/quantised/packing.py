@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.quantised.fp8 import as_float32
-from ckpt_tools.quantised.scheme import (
-    Found,
-    Quantised,
-    ReadRun,
-    Settings,
-    Tensors,
-    beside,
-    check_shape,
-    refuse,
-    with_ending,
-)
+from ckpt_tools.quantised.parts import beside, check_shape, refuse, with_ending
+from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Settings, Tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,13 +74,7 @@ Unpack = Callable[[Layer, ReadRun, int, int], "tuple[F32, F32]"]
 """Returns numbers and zeros of outputs [low, high): [outputs, inputs] and [outputs, groups]."""
 
 
-def find_layers(
-    what: str,
-    tensors: Tensors,
-    settings: Settings,
-    parse: Parse,
-    unpack: Unpack,
-) -> Found:
+def find_layers(what: str, tensors: Tensors, settings: Settings, parse: Parse, unpack: Unpack) -> Found:
     """Return what is stored so.
 
     Args:
@@ -154,16 +139,11 @@ def _decode(layer: Layer, unpack: Unpack, read: ReadRun, first: int, count: int)
 
     low, high = first // layer.num_inputs, -(-(first + count) // layer.num_inputs)
     values, zeros = unpack(layer, read, low, high)
-    scales = as_float32(columns(read, layer.scales, low, high).reshape(-1), layer.scales.dtype).reshape(zeros.shape)
+    scales = as_float32(read.columns(layer.scales, low, high).reshape(-1), layer.scales.dtype).reshape(zeros.shape)
     groups = layer.groups(read)
     values -= np.take(zeros, groups, axis=1)
     values *= np.take(scales, groups, axis=1)
     return values.reshape(-1)[first - low * layer.num_inputs :][:count]
-
-
-def columns(read: ReadRun, entry: TensorEntry, low: int, high: int) -> Bytes:
-    """Return the bytes of columns [low, high) of a matrix, those of a column in a row."""
-    return read.columns(entry, low, high - low)
 
 
 def unpack_bytes(content: Bytes, bits: int) -> F32:
