@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, is_same, model_in
@@ -15,7 +15,7 @@ from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_hf_asset, is_weights
+from ckpt_tools.formats.file_names import is_hf_asset, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
@@ -55,6 +55,13 @@ class GatherOptions:
     max_shard_size: MaxShardSize = None
     dtype: DTypeName = "keep"
     dequantize: Dequantize = False
+    quantize: Annotated[
+        Literal["fp8"] | None,
+        Option("Quantise the weights of linear layers: 8-bit floats, a scale for each block of 128×128."),
+    ] = None
+    keep_precision: Annotated[
+        Sequence[str], Option("Tensors that --quantize leaves as they are (repeatable).", metavar="GLOB")
+    ] = ()
     strip_prefix: Annotated[
         str,
         Option(
@@ -80,6 +87,11 @@ class GatherOptions:
     num_workers: NumWorkers = None
     format: From = None
     progress: Progress = None
+
+    @property
+    def max_file_nbytes(self) -> int:
+        """Largest file, where nothing else says how to split."""
+        return parse_size(self.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
 
 
 def gathering_job(
@@ -130,16 +142,15 @@ def gathering_job(
         notes.append(named.note)
     source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
     target = cast_target(source, dtype)
-    files = hf.arrange(target.tensors, max_file_nbytes=parse_size(options.max_shard_size or DEFAULT_MAX_SHARD_SIZE))
+    files = hf.arrange(target.tensors, max_file_nbytes=options.max_file_nbytes)
     placed, heads = hf.place(files)
-    documents = {"model" + INDEX_SUFFIX: hf.build_index(files)} if len(files) > 1 else {}
     return Job(
         opened=opened,
         source=source,
         target=placed,
         destination=destination,
         heads=heads,
-        documents=documents,
+        documents=hf.documents(files),
         assets=beside,
         dtype=dtype,
         names={fqn: names.get(own, own) for fqn, own in named.sources.items()}
