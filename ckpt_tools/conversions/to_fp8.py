@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from ckpt_tools.text import first_few
 
 KEY = "quantization_config"
 _METHOD = "fp8"
+_EXPERTS = re.compile(r"\.experts\.|moe\.\w+\.weight$")
 
 
 def quantised_job(job: Job, *, keep: Sequence[str], max_file_nbytes: int, num_workers: int) -> Job:
@@ -77,6 +79,7 @@ def quantised_job(job: Job, *, keep: Sequence[str], max_file_nbytes: int, num_wo
         recipe=repr([(entry.fqn, job.names.get(entry.fqn), entry.dtype.name, entry.chunks) for entry in encoded]),
         edit_bytes=peak_bytes(encoded, num_workers),
         notes=[*job.notes, *_notes(chosen, sources, settings)],
+        warnings=(*job.warnings, *_warnings(sources)),
     )
 
 
@@ -132,12 +135,16 @@ def _notes(chosen: Chosen, tensors: Sequence[TensorEntry], before: Mapping[str, 
     what = f"quantised {len(chosen.weights)} tensors, {share:.0%} of the elements, to 8-bit floats (E4M3)"
     what += f" in blocks of {BLOCK}×{BLOCK}; {CONFIG_NAME} says so, and which modules stay"
     notes = [what, *_reasons(chosen)]
-    stacked = [e.fqn for e in tensors if len(e.shape) == 3 and ".experts." in e.fqn]
-    if stacked:
-        notes.append(f"experts that lie in one tensor stay as they are: {first_few(stacked)}")
     if before is not None:
         notes.append(f"{KEY} of the given {CONFIG_NAME} was of a model quantised before, and is replaced")
     return notes
+
+
+def _warnings(tensors: Sequence[TensorEntry]) -> list[str]:
+    stacked = [entry.fqn for entry in tensors if len(entry.shape) == 3 and _EXPERTS.search(entry.fqn)]
+    if not stacked:
+        return []
+    return [f"experts that lie in one tensor are not quantised, and stay as they are: {first_few(stacked)}"]
 
 
 def _reasons(chosen: Chosen) -> list[str]:

@@ -20,6 +20,8 @@ from ckpt_tools.errors import UsageError
 BLOCK = 128
 """Rows and columns of a block, as in DeepSeek-V3; kernels have no other."""
 _WEIGHT = ".weight"
+_PACKED = ".in_proj_weight"
+"""Of attention as torch has it, which transformers takes apart."""
 _HEAD = "lm_head"
 """Stays; named even where the files do not have it, being tied to the embedding."""
 _LINEAR = re.compile(
@@ -30,6 +32,8 @@ _LINEAR = re.compile(
 )
 """Not the small ones that releases keep: routers and gates, DeltaNet's a and b, the indexer's, `eh_proj`."""
 _EXPERTS = re.compile(r"(.+\.experts)\.")
+_STACKED = re.compile(r"(.+moe)\.\w+\.weight")
+"""Experts in one tensor: the live model has them in a module of their own, perhaps below another name."""
 _JOINED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -84,13 +88,13 @@ def choose(tensors: Sequence[TensorEntry], keep: Iterable[str]) -> Chosen:
     even = {fqn for fqn in even if matrices[fqn].num_elems}
     weights = _whole_units(even - matched, matrices)
     # To transformers a name is also the end of others, and the beginning: what else it would keep, stays.
-    kept = _modules_of(fqn for fqn in matrices if fqn not in weights)
+    kept = _modules_of(entry for fqn, entry in matrices.items() if fqn not in weights)
     ends = tuple(kept)
     also = {fqn for fqn in weights if fqn.removesuffix(_WEIGHT).endswith(ends) or kept.keys() & _above(fqn)}
     weights = _whole_units(weights - also, matrices)
     return Chosen(
         weights=frozenset(weights),
-        kept=tuple(_modules_of(fqn for fqn in matrices if fqn not in weights)),
+        kept=tuple(_modules_of(entry for fqn, entry in matrices.items() if fqn not in weights)),
         uneven=tuple(sorted(linear - even)),
         asked=tuple(sorted(even & matched)),
         joined=tuple(sorted(even - matched - weights)),
@@ -112,14 +116,16 @@ def _unit(fqn: str) -> str:
     return f"{module}.{_FIRST.get(leaf, leaf)}"
 
 
-def _modules_of(fqns: Iterable[str]) -> dict[str, None]:
+def _modules_of(tensors: Iterable[TensorEntry]) -> dict[str, None]:
     """Return the modules of tensors that stay, each once; the experts of a layer are one."""
     modules: dict[str, None] = {_HEAD: None}
-    for fqn in fqns:
-        if found := _EXPERTS.match(fqn):
+    for entry in tensors:
+        if found := _EXPERTS.match(entry.fqn):
             modules[found[1]] = None
-        elif fqn.endswith(_WEIGHT):
-            modules[fqn.removesuffix(_WEIGHT)] = None
+        elif entry.fqn.endswith((_WEIGHT, _PACKED)):
+            modules[entry.fqn.removesuffix(_WEIGHT).removesuffix(_PACKED)] = None
+        if len(entry.shape) == 3 and (found := _STACKED.fullmatch(entry.fqn)):
+            modules |= dict.fromkeys((f"{found[1]}.experts", "experts"))
     return modules
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from names import zoo
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, Fp8Quantize
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from ckpt_tools.cli import main
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.quantised import linears
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -99,7 +106,9 @@ def test_a_trained_model_is_quantised_as_transformers_does_it_and_loads_as_it_wa
     model.save_pretrained(tmp_path / "trained")
     out = tmp_path / "out"
     assert quantise(tmp_path / "run", out, "--assets", tmp_path / "hub", "--max-shard-size", "700kB") == 0
-    assert quantise(tmp_path / "dcp", tmp_path / "untrained") == 0
+    assert quantise(tmp_path / "dcp", tmp_path / "untrained") == 0  # by the files that it remembers
+    assert quantise(tmp_path / "hub", tmp_path / "direct") == 0
+    same(read(tmp_path / "untrained"), read(tmp_path / "direct"))
     assert main(["verify", str(out), "--level", "data", "-q"]) == 0
 
     stored, plain = read(out), read(tmp_path / "trained")
@@ -124,7 +133,57 @@ def test_torch_reads_it(tmp_path) -> None:
     assert quantise(tmp_path / "hub", tmp_path / "out", "--max-shard-size", "700kB") == 0
     wanted = decoded(read(tmp_path / "out"))
     state = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
-    dcp.load(
-        state, storage_reader=QuantizedHuggingFaceStorageReader(str(tmp_path / "out"), torch.bfloat16), no_dist=True
-    )
+    reader = QuantizedHuggingFaceStorageReader(str(tmp_path / "out"), target_dtype=torch.bfloat16)
+    dcp.load(state, storage_reader=reader, no_dist=True)
     same(state, wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", range(4))
+def test_what_is_quantised_is_what_transformers_takes_for_quantised(at: int, monkeypatch, request) -> None:
+    """Of every architecture: its modules that become `FP8Linear` or `FP8Experts` by our list are those we encode."""
+    transformers.utils.logging.set_verbosity(logging.CRITICAL)
+    monkeypatch.setattr(linears, "BLOCK", 1)
+    num_right, wrong = 0, {}
+    for name in zoo.part(at, 4, whole=request.config.getoption("--zoo"), of=8):
+        found = compare(name) if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) else None
+        num_right += found == ""
+        wrong |= {name: found} if found else {}
+    assert wrong == {}
+    assert num_right >= 3
+
+
+def compare(name: str) -> str | None:
+    """Return what is wrong with an architecture; None where nothing small builds, or nothing is quantised."""
+    config = zoo.small_config(name)
+    if config is None:
+        return None
+    live, model = zoo.build(name, config, "meta"), zoo.build(name, config, "meta")
+    tied = getattr(live, "all_tied_weights_keys", None)
+    if tied is None:  # a class that is never loaded by itself
+        return None
+    entries = [
+        TensorEntry(fqn=fqn, dtype=BY_NAME["BF16"], shape=tuple(tensor.shape), chunks=())
+        for fqn, tensor in as_saved(live, dict(live.state_dict())).items()
+        if fqn not in tied
+    ]
+    chosen = linears.choose(entries, ())
+    if not chosen.weights:
+        return None
+    settings = transformers.FineGrainedFP8Config(modules_to_not_convert=list(chosen.kept))
+    FineGrainedFP8HfQuantizer(settings, pre_quantized=True)._process_model_before_weight_loading(model)
+    made = {path for path, module in model.named_modules() if isinstance(module, (FP8Linear, FP8Experts))}
+    inside = {
+        fqn: tensor
+        for fqn, tensor in live.state_dict().items()
+        if tensor.ndim > 1 and (fqn.removesuffix(".weight") in made or fqn.rpartition(".")[0] in made)
+    }
+    wanted = {fqn for fqn in as_saved(live, inside) if not fqn.endswith("bias")} - set(tied)
+    if wanted == chosen.weights:
+        return ""
+    only = [sorted(names)[:3] for names in (wanted - chosen.weights, chosen.weights - wanted)]
+    return f"only transformers: {only[0]}, only ckpt: {only[1]}"
+
+
+def as_saved(model: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return revert_weight_conversion(model, {fqn: tensor.to(torch.bfloat16) for fqn, tensor in tensors.items()})
