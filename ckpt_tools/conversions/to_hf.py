@@ -153,13 +153,12 @@ def gathering_job(
     heads: dict[str, bytes]
     seals: dict[str, Seal] = {}
     if options.to == "torch":
-        files = hf.arrange(
-            target.tensors, max_file_nbytes=options.max_file_nbytes, stem=torch_directory.STEM, suffix=".bin"
-        )
+        name, largest = torch_directory.STEM, options.max_file_nbytes
+        files = hf.arrange(target.tensors, max_file_nbytes=largest, stem=name, suffix=".bin")
         placed, frames = torch_directory.place(files)
         heads = {name: frame.before for name, frame in frames.items()}
         seals = {name: frame.seal for name, frame in frames.items()}
-        documents = hf.documents(files, stem + torch_directory.INDEX_SUFFIX)
+        documents = hf.documents(files, name + torch_directory.INDEX_SUFFIX)
     else:
         files = hf.arrange(target.tensors, max_file_nbytes=options.max_file_nbytes)
         placed, heads = hf.place(files)
