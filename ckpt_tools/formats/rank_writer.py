@@ -90,6 +90,8 @@ def _plan(
 ) -> RankFile:
     boxes: dict[tuple[int, ...], Box] = {}
     pieces = [(call, read_piece(file, path, call, boxes)) for path, call in _tensors(file.value)]
+    if pieces and all(piece.layout is None for _, piece in pieces):
+        raise UnreadableError("its tensors are whole, without a mesh: gather gives the model that training starts from")
     records = _records(file.value)
     known: list[bytes] = []
     changed: set[int] = set()
