@@ -73,6 +73,20 @@ def parse_objects(data: bytes) -> Pickled:
     return Pickled(value=value, nbytes=reader.end, storages=reader.storages)
 
 
+def parse_exactly(data: bytes) -> object:
+    """Read a pickle so that `_pickle_writer.build_pickle` writes one that makes the same: nothing is made simpler.
+
+    Raises:
+        UnreadableError: As `parse_objects`; or it does what that does not write.
+    """
+    with collector_paused():
+        reader = _ExactReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
+        value = reader.read()
+    if reader.end != len(data):
+        raise UnreadableError(f"{len(data) - reader.end} bytes follow the end of the pickle")
+    return value
+
+
 @dataclass(slots=True)
 class _ObjectReader(Reader):
     """One run over one pickle of objects."""
@@ -197,3 +211,33 @@ class _ObjectReader(Reader):
 
     def _check_end(self, position: int) -> None:
         self.end = position
+
+
+class _ExactReader(_ObjectReader):
+    """One run over one pickle that will be written again."""
+
+    __slots__ = ()
+
+    def _extend(self, target: object, items: list[object], what: str) -> None:
+        if type(target) is Record and not what.startswith("SETITEM"):
+            raise UnreadableError(f"{what} on {describe(target)}")
+        super()._extend(target, items, what)
+
+    def _call(self, function: object, args: object, what: str) -> object:
+        if type(function) is not GlobalName or function.outer or type(args) is not tuple:
+            raise UnreadableError(f"{what} on {describe(function)}; it was not executed")
+        self.num_records += 1
+        match function.name, args:
+            case name, (GlobalName(name=outer), str(inner)) if name in _GETATTR:
+                return GlobalName(f"{outer}.{inner}", outer=outer)
+        return Record(function.name, args, None, 0, is_new=what == "NEWOBJ")
+
+    def _build(self, record: object, state: object) -> None:
+        if type(record) is not Record or record.state is not None:
+            raise UnreadableError(f"BUILD on {describe(record)}; it was not executed")
+        record.state = state
+
+    def _other(self, op: int, position: int, stack: list[Any], outer: list[list[Any]]) -> int:
+        if op in (0x8F, 0x90, 0x91, 0x92, 0x96):  # sets and others, which protocol 2 makes by calls
+            raise refused_opcode(op, position - 1)
+        return super()._other(op, position, stack, outer)

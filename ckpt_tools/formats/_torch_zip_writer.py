@@ -105,18 +105,20 @@ def item_frame(dtype: DType, sizes: tuple[int, ...]) -> ItemFrame:
     return ItemFrame(frame.nbytes, start, length, frame.before, after, crc_offset)
 
 
-def archive_frame(pickled: bytes, lengths: Sequence[int]) -> ArchiveFrame:
+def archive_frame(pickled: bytes, lengths: Sequence[int], known: Sequence[bytes] = ()) -> ArchiveFrame:
     """Return the frame of an archive.
 
     Args:
         pickled: Its `data.pkl`, which names the storages "0", "1", …
-        lengths: Bytes of each storage, in this order.
+        lengths: Bytes of each storage that is a payload, in this order.
+        known: Content of the storages that come before those: a part of the frame.
     """
     names = {
         "archive/data.pkl": pickled,
         "archive/.format_version": b"1",
         "archive/.storage_alignment": b"%d" % _ALIGNMENT,
         "archive/byteorder": b"little",
+        **{f"archive/data/{key}": content for key, content in enumerate(known)},
     }
     before = bytearray()
     directory = bytearray()
@@ -126,7 +128,7 @@ def archive_frame(pickled: bytes, lengths: Sequence[int]) -> ArchiveFrame:
         before += _local(name, crc32, len(content), b"") + content
     position = len(before)
     headers, starts, crcs = [], [], []
-    for key, length in enumerate(lengths):
+    for key, length in enumerate(lengths, len(known)):
         name = f"archive/data/{key}"
         header = _payload_header(name, length, position)
         crcs.append(len(directory) + 16)

@@ -53,10 +53,11 @@ def place_sharded(
     parts: dict[int, list[tuple[Box, TensorEntry]]] = {}  # what each rank's file holds, as tensors of their own
     for entry in tensors:
         if entry.dtype.torch_name is None or entry.dtype.name in _NOT_READ:
+            instead = "" if entry.dtype.torch_name is None else "use --serialization torch, or "
             raise UsageError(
                 f"torch's reader of safetensors does not load {entry.dtype.name}",
                 where=entry.fqn,
-                hint=f"use --serialization torch, or leave the tensor out: --exclude {shlex.quote(entry.fqn)}",
+                hint=f"{instead}leave the tensor out: --exclude {shlex.quote(entry.fqn)}",
             )
         for rank, box in cells[entry.fqn]:
             parts.setdefault(rank, []).append((box, replace(entry, shape=box.sizes, chunks=())))

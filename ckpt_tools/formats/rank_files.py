@@ -16,26 +16,32 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats._rank_parts import Ranks, assemble, misfit, missing_ranks
 from ckpt_tools.formats._torch_file import read_torch_file
-from ckpt_tools.formats._torch_state import State
 from ckpt_tools.formats.file_names import is_hf_asset
+from ckpt_tools.formats.flat_ranks import read_rows, unflatten
+from ckpt_tools.formats.flat_shapes import Shapes
 from ckpt_tools.formats.format import Format, Opened, Reader
+from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import Manifest
 from ckpt_tools.formats.rank_optimizer import read_optimizer
 from ckpt_tools.formats.steps import ROLES, Part, Step
 from ckpt_tools.formats.torch_save import list_tied, list_unread, read_state
 from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.virtual import VirtualSource
 from ckpt_tools.text import first_few
 
 _MODEL_FILES = (
     re.compile(r"model_world_size_(?P<world>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt", re.ASCII),
     re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d{1,6}))?_rank(?P<rank>\d{1,6})\.bin", re.ASCII),
 )
+VERL_FILE = re.compile(
+    r"(?P<kind>model|optim|extra_state)_world_size_(?P<world>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt", re.ASCII
+)
+"""What verl keeps for every rank."""
 _HUGGINGFACE = "huggingface/"
 """Where verl puts the config and the tokenizer."""
-_FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 _COMPARED_BYTES = 1 << 20
 
 
@@ -49,11 +55,18 @@ class RankFiles(Format):
     has_views = True
     unchecked = ("whether the files of all ranks are of one step, which they do not record",)
 
+    def __init__(self, shapes: Shapes | None = None) -> None:
+        self._shapes = shapes
+
+    def shaped(self, shapes: Shapes) -> Format:
+        """Return the format for local state dicts of a model with these shapes."""
+        return RankFiles(shapes)
+
     def detects(self, files: Mapping[str, int]) -> bool:
         """By the names that trainers give."""
         return bool(_find(files))
 
-    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read the pickle of every rank's file, without running it, and fit the parts together."""
         found = _find(files)
         if not found:
@@ -61,12 +74,16 @@ class RankFiles(Format):
         ranks = _choose(found, path)
         read = {rank: read_state(source, name) for rank, name in sorted(ranks.files.items())}
         states = {rank: state for rank, (_, state) in read.items()}
-        _refuse_flat(states, path)
-        tensors = assemble(states, path)
-        missing = missing_ranks(read, ranks, tensors, path)
+        rows = read_rows(states, path)
+        if self._shapes is not None and not rows:
+            raise UsageError("--shapes-from: these files say their shapes themselves", where=path, hint="leave it out")
+        whole = assemble(states, path) if not rows else tuple(rows.values())
+        missing = missing_ranks(read, ranks, whole, path)
+        tensors = unflatten(states, rows, self._shapes, path) if rows else whole
         _check_step(source, files, ranks, path)
         layouts = {piece.fqn: piece.layout for piece in states[min(states)].pieces}
-        optimizer = read_optimizer(source, files, ranks, tensors, layouts, path)
+        beside = () if rows else files  # an optimizer's flat pieces have no names at all
+        optimizer = read_optimizer(source, beside, ranks, tensors, layouts, path)
         own = {**{name: files[name] for name in ranks.files.values()}, **optimizer.files}
         home = ranks.directory + _HUGGINGFACE
         others = [name for name in files if name.startswith(ranks.directory) and name not in own]
@@ -85,7 +102,8 @@ class RankFiles(Format):
                 assets=tuple(Asset(file=name, nbytes=files[home + name]) for name in assets),
                 files=own,
             ),
-            source=source,
+            source=VirtualSource(source, optimizer.virtual) if optimizer.virtual else source,
+            manifest=manifest if manifest is not None and manifest.format == self.name else None,
             asset_source=Source(os.path.join(source.root, home)) if home and assets else None,
             step=_step(found, files) if ranks.directory else None,
             unread=(*missing, *list_unread(states.values()), *optimizer.unread, *_rest(rest, ranks.directory)),
@@ -93,6 +111,11 @@ class RankFiles(Format):
             notes=(*list_tied(tensors), *optimizer.notes),
             sums=(*(each for file, _ in read.values() for each in file.sums), *optimizer.sums),
         )
+
+    def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:  # noqa: ARG002
+        """Digest the pickles and directories of archives, and the padding between tensors."""
+        payloads = (chunk.span for entry in target.tensors for chunk in entry.chunks)
+        return digest_frames(target.files, payloads, (), reader)
 
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
         """Hold what several ranks have of a tensor against each other, and keep one of each.
@@ -143,16 +166,6 @@ def _choose(found: list[Ranks], path: str) -> Ranks:
             hint="a save over an older one left both: move the files of one away",
         )
     return first
-
-
-def _refuse_flat(states: Mapping[int, State], path: str) -> None:
-    names = (piece.fqn for state in states.values() for piece in state.pieces)
-    if flat := next(filter(_FLAT.fullmatch, names), None):
-        raise UnreadableError(
-            f"a local state dict of FSDP1 ({flat}): flat pieces of parameters, without their shapes",
-            where=path,
-            hint="save with SHARDED_STATE_DICT (ckpt reads it) or FULL_STATE_DICT",
-        )
 
 
 def _check_step(source: Source, files: Mapping[str, int], ranks: Ranks, path: str) -> None:

@@ -233,7 +233,7 @@ def plan_assets(assets: Iterable[Asset]) -> tuple[FilePlan, ...]:
         FilePlan(
             file=asset.file,
             nbytes=asset.nbytes,
-            copies=(copy_span(asset_name(asset), ByteSpan(file=asset.file, offset=0, nbytes=asset.nbytes), 0),),
+            copies=(copy_span(asset_name(asset), ByteSpan(file=asset.source_file, offset=0, nbytes=asset.nbytes), 0),),
         )
         for asset in assets
     )
