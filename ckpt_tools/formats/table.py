@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 FORMATS: Mapping[str, str] = {
     "safetensors": "safetensors",
     "torch": "torch_save",
+    "torch-dist": "torch_dist",
     "dcp": "dcp",
     "step": "step",
     "ranks": "rank_files",
     "hf-sharded": "hf_sharded",
     "hf": "hf",
+    "deepspeed": "deepspeed",
+    "deepspeed-fp32": "deepspeed_fp32",
     "torch-dir": "torch_directory",
 }
 """Name → module of this room, whose `FORMAT` it is. The first one that detects a directory has it. Modules are
