@@ -12,20 +12,18 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, KeyPath, TensorEntry
 from ckpt_tools.description.layout import Box
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._torch_file import TorchFile, read_torch_file
 from ckpt_tools.formats._torch_pieces import Piece
-from ckpt_tools.formats._torch_state import describe_state
+from ckpt_tools.formats._torch_state import MAX_SHARED, describe_state
 from ckpt_tools.formats.file_names import is_hf_asset
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.torch_save import list_tied, whole_tensor
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
-SCRIPT = "zero_to_fp32.py"
 MERGE = "merge it with DeepSpeed's ds_to_universal.py, whose result ckpt reads"
 ALL_RANKS = "copy the files of all ranks, from every node and of one save, into one directory"
-_ONE_SAVE = "a save over an older one left both: move the files of one away"
 _LATEST = ("latest", "latest_universal")
 _FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,6})_)?mp_rank_(?P<part>\d{1,6})_?(?P<holds>model|optim)_states\.pt"
@@ -50,6 +48,8 @@ class Save:
     """All of its files."""
     parts: list[str] = field(default_factory=list)
     """Those of them that tensor parallelism, a pipeline or experts leave."""
+    twins: list[str] = field(default_factory=list)
+    """Those of them for which there is another."""
     model: str = ""
     """Of stages 0 to 2; "" where there is none."""
     models: dict[int, str] = field(default_factory=dict)
@@ -60,11 +60,7 @@ class Save:
     """Parameter → what of it (fp32, exp_avg, …) → file, of the universal form."""
 
     def add(self, path: str, name: str) -> bool:
-        """Take a file of this name, if it is DeepSpeed's.
-
-        Raises:
-            UnreadableError: There is another one for the same.
-        """
+        """Take a file of this name, if it is DeepSpeed's."""
         found = _FILE.fullmatch(name)
         if found is None and _PART.fullmatch(name) is None:
             return False
@@ -75,17 +71,13 @@ class Save:
             self.model = path
         elif found["rank"] is not None:
             files = self.models if found["holds"] == "model" else self.optimizers
-            if (other := files.setdefault(int(found["rank"]), path)) != path:
-                raise UnreadableError(f"{name} and {other} are of one rank", hint=_ONE_SAVE)
+            if files.setdefault(int(found["rank"]), path) != path:
+                self.twins.append(name)
         return True
 
 
 def list_saves(files: Mapping[str, int]) -> dict[str, Save]:
-    """Return the saves in a directory: itself, or those one below; each by its directory.
-
-    Raises:
-        UnreadableError: Files of two saves are mixed.
-    """
+    """Return the saves in a directory: itself, or those one below; each by its directory."""
     found: dict[str, Save] = {}
     for path in files:
         directory, slash, name = path.rpartition("/")
@@ -106,10 +98,7 @@ def find_save(source: Source, files: Mapping[str, int], path: str) -> Save:
     Raises:
         UnreadableError: There is none, nothing says which, or it is cut in ways that are not read.
     """
-    try:
-        saves = list_saves(files)
-    except UnreadableError as error:
-        raise UnreadableError(error.what, where=path, hint=error.hint) from error
+    saves = list_saves(files)
     shown = first_few([each.rstrip("/") for each in sorted(saves)])
     save = next(iter(saves.values())) if len(saves) == 1 else None
     if "" not in saves:
@@ -127,8 +116,9 @@ def find_save(source: Source, files: Mapping[str, int], path: str) -> Save:
     if save.parts and not save.universal:
         what = f"a save with tensor parallelism, a pipeline or experts ({save.parts[0]}), which is not read"
         raise UnreadableError(what, where=path, hint=MERGE)
-    if save.model and save.models:
-        raise UnreadableError("files of ZeRO's stage 3 and of another", where=path, hint=_ONE_SAVE)
+    if save.twins or (save.model and save.models):
+        what = f"two files of one rank ({save.twins[0]})" if save.twins else "files of ZeRO's stage 3 and of another"
+        raise UnreadableError(what, where=path, hint="a save over an older one left both: move the files of one away")
     if not save.model and not save.models and not save.universal:
         raise UnreadableError("a save without the model's file (…_model_states.pt)", where=path, hint="restore it")
     return save
@@ -176,13 +166,15 @@ def open_save(
     top = [name for name in files if "/" not in name and save.directory and name not in _LATEST]
     top = [name for name in top if not name.startswith("zero_to_")]
     assets = [name for name in top if is_hf_asset(name)]
-    state = (str(key) for file in read for key, value in content_of(file).items() if value is not None)
+    state = (key for file in read for key, value in content_of(file).items() if type(key) is str and value is not None)
     said = [
         ("what DeepSpeed keeps beside weights", [key for key in dict.fromkeys(state) if key not in _KNOWN]),
         ("files beside the save", [name for name in top if name not in assets]),
         ("other saves", [each.rstrip("/") for each in list_saves(files) if each != save.directory]),
     ]
     numbers = source.numbers if isinstance(source, WithNumbers) else {}
+    if sum(entry.nbytes for entry in tensors) > MAX_SHARED * sum(files[name] for name in save.names):
+        raise LimitError(f"tensors of {MAX_SHARED} times as many bytes as are stored", where=source.root)
     return Opened(
         format=kind,
         checkpoint=Checkpoint(

@@ -15,13 +15,14 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, KeyPath, TensorEntry, is_possible_shape
+from ckpt_tools.description.checkpoint import ByteSpan, Chunk, KeyPath, TensorEntry, fqn_problem, is_possible_shape
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.flat import flat_boxes
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_values import Record
 from ckpt_tools.formats._torch_file import TorchFile
 from ckpt_tools.formats._torch_pieces import read_piece
+from ckpt_tools.formats._torch_state import MAX_TENSORS
 from ckpt_tools.formats._zero_files import ALL_RANKS, MERGE
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -124,7 +125,7 @@ def read_rank(file: TorchFile) -> Rank:
     groups = base.get("state") if isinstance(base, dict) else dict(enumerate(_list(base)))  # a list: elastic
     for group, states in groups.items() if isinstance(groups, dict) else ():
         for key, value in states.items() if isinstance(states, dict) and group in found.masters else ():
-            found.add_state(file, group, str(key), value)
+            found.add_state(file, group, key if type(key) is str else "?", value)
     for group, options in enumerate(_list(base.get("param_groups")) if isinstance(base, dict) else []):
         if isinstance(options, dict) and type(options.get("step")) is int:  # FusedAdam's, of older releases
             for member in _list(options.get("params")) if stage == 3 else [group]:
@@ -160,7 +161,7 @@ def _addresses(mapping: object, file: TorchFile) -> dict[str, tuple[int, int]]:
         fields = address.state if type(address) is Record else None
         start, num_elems = (fields.get("start"), fields.get("numel")) if isinstance(fields, dict) else (None, None)
         if type(name) is not str or type(start) is not int or type(num_elems) is not int:
-            raise UnreadableError(f"where {name!s} lies is not said in a way that is known", where=file.name)
+            raise UnreadableError("where parameters lie is not said in a way that is known", where=file.name)
         found[name] = (start, num_elems)
     return found
 
@@ -175,15 +176,17 @@ def read_shapes(value: object, where: str) -> list[Shapes]:
     for group in value if isinstance(value, list) else [None]:
         if not isinstance(group, dict):
             raise UnreadableError("no param_shapes: not a file of ZeRO's", where=where)
-        shapes = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in group.items():
             saved = shape.args[0] if type(shape) is Record and shape.name == "torch.Size" and shape.args else shape
             sizes = tuple(n for n in _list(saved) if type(n) is int and n >= 0)
             is_whole = isinstance(saved, tuple | list) and len(sizes) == len(saved)
-            if type(name) is not str or not is_whole or not is_possible_shape(sizes):
-                raise UnreadableError(f"the shape of {name!s} is not one", where=where)
+            if type(name) is not str or fqn_problem(name) or not is_whole or not is_possible_shape(sizes):
+                raise UnreadableError(f"the shape of parameter {len(shapes)} is not one, or its name", where=where)
             shapes[name] = sizes
         groups.append(shapes)
+    if sum(map(len, groups)) > MAX_TENSORS:
+        raise LimitError(f"more than {MAX_TENSORS} parameters", where=where)
     return groups
 
 
@@ -249,7 +252,8 @@ def _by_parts(ranks: Sequence[Rank], shapes: Shapes) -> dict[str, list[Run]]:
     ends = [list(accumulate(flat.num_elems for flat in rank.masters.values())) for rank in ranks]
     position = 0
     for name, shape in shapes.items():
-        part, total = part_of(shape, len(ranks)), math.prod(shape)
+        total = math.prod(shape)
+        part = -(-total // len(ranks))  # with padding
         for number, of_rank in enumerate(ends):
             first = min(number * part, total)
             runs[name] += [
@@ -263,11 +267,6 @@ def _by_parts(ranks: Sequence[Rank], shapes: Shapes) -> dict[str, list[Run]]:
             what = f"its vectors have {held} elements, its parts of the parameters {position}"
             raise UnreadableError(what, where=rank.file, hint=ALL_RANKS)
     return runs
-
-
-def part_of(shape: tuple[int, ...], num_ranks: int) -> int:
-    """Return how many elements of a parameter every rank has in stage 3, with padding."""
-    return -(-math.prod(shape) // num_ranks)
 
 
 def _take(ends: Sequence[int], position: int, count: int) -> Iterator[tuple[int, int, int, int]]:

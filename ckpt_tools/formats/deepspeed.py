@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import deepspeed_fp32
 from ckpt_tools.formats._zero_files import (
-    SCRIPT,
     content_of,
     find_save,
     list_saves,
@@ -41,10 +40,7 @@ class DeepSpeed(Format):
 
     def detects(self, files: Mapping[str, int]) -> bool:
         """By the names of its files, in the directory or in one below."""
-        try:
-            return not any(name in files for name in _WHOLE) and (SCRIPT in files or bool(list_saves(files)))
-        except UnreadableError:
-            return True
+        return not any(name in files for name in _WHOLE) and ("zero_to_fp32.py" in files or bool(list_saves(files)))
 
     def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read the pickle with the model, without running it."""

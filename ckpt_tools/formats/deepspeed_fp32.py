@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry, fqn_problem
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_file import TorchFile, read_torch_file
@@ -32,10 +32,8 @@ from ckpt_tools.formats._zero_flat import (
     Flats,
     Rank,
     Run,
-    Shapes,
     build_entry,
     find_runs,
-    part_of,
     read_flat,
     read_rank,
     read_shapes,
@@ -47,6 +45,7 @@ from ckpt_tools.text import first_few
 
 _F32 = BY_NAME["F32"]
 _NUMBERS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
+_MOST = 1 << 62
 
 
 class DeepSpeedFp32(Format):
@@ -68,6 +67,8 @@ class DeepSpeedFp32(Format):
         save = find_save(source, files, path)
         models = read_files(source, save.models or ({0: save.model} if save.model else {}))
         found = _read_universal(source, save, models) if save.universal else _read_ranks(source, save, models, path)
+        if save.models:
+            _add_frozen(found, models)
         source = WithNumbers(source)
         tensors = [*_model(models, found, is_stage_3=bool(save.models)), *_optimizer(found, source, save.directory)]
         unread = ["the options of the optimizer's groups (learning rate, betas, …)"]
@@ -90,19 +91,21 @@ class _Found:
     note: str
     files: list[TorchFile]
     ranks: list[Rank]
-    shapes: Shapes
-    """Of the trained parameters."""
-    runs: Mapping[str, Sequence[Run]]
-    frozen: dict[str, TensorEntry] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]]
+    runs: dict[str, list[Run]]
+    flats: Flats = field(default_factory=dict)
+    """Of the weights."""
+
+    def __post_init__(self) -> None:
+        self.flats |= {(n, group): flat for n, rank in enumerate(self.ranks) for group, flat in rank.masters.items()}
 
 
 # The parts of all ranks
 
 
 def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: str) -> _Found:
-    for what, names in (("optimizer's", save.optimizers), ("model's", save.models)):
-        lacking = set(range(max((0, *save.optimizers, *save.models)) + 1)) - names.keys()
-        if lacking and (names is save.optimizers or names):
+    for what, names in (("optimizer's", save.optimizers), ("model's", save.models or save.optimizers)):
+        if lacking := set(range(max((0, *save.optimizers, *save.models)) + 1)) - names.keys():
             shown = first_few(list(map(str, sorted(lacking))), 6)
             hint = f"{ALL_RANKS}; --from deepspeed reads the model's weights" if save.model else ALL_RANKS
             raise UnreadableError(f"the {what} files of ranks are missing: {shown}", where=path, hint=hint)
@@ -111,51 +114,49 @@ def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: s
     stage = ranks[0].stage
     for rank in ranks:
         if rank.counts - {len(ranks)} or rank.stage != stage or (stage == 3) != bool(save.models):
-            said = f"stage {rank.stage} of ZeRO on {first_few(sorted(map(str, rank.counts)))} ranks"
-            what = f"it is of {said}; here are files of {len(ranks)} ranks, the first of stage {stage}"
+            counts = first_few(sorted(map(str, rank.counts)))
+            what = f"it is of stage {rank.stage} of ZeRO on {counts} ranks; here are files of {len(ranks)} ranks"
             raise UnreadableError(what, where=rank.file, hint=ALL_RANKS)
     first = content_of(models[0])
     for key, wanted, hint in (("dp_world_size", len(ranks), ALL_RANKS), ("mp_world_size", 1, MERGE)):
-        if first.get(key, wanted) != wanted:
-            what = f"{key} is {first[key]!s} there, and here are files of {wanted}"
-            raise UnreadableError(what, where=models[0].name, hint=hint)
+        if (said := _integer(first, key, wanted)) != wanted:
+            raise UnreadableError(f"{key} is {said}, here are files of {wanted}", where=models[0].name, hint=hint)
     groups = read_shapes(first.get("param_shapes"), models[0].name)
     for other in models[1:]:
         shapes = read_shapes(content_of(other).get("param_shapes"), other.name)
-        is_same = [list(each.items()) for each in shapes] == [list(each.items()) for each in groups]
-        if not is_same or content_of(other).get("global_steps") != first.get("global_steps"):
-            what = f"its {'step is' if is_same else 'parameters are'} not that of rank 0"
-            raise UnreadableError(what.replace("are not that", "are not those"), where=other.name, hint=ALL_RANKS)
+        if [list(each.items()) for each in shapes] != [list(each.items()) for each in groups]:
+            raise UnreadableError("its parameters are not those of rank 0", where=other.name, hint=ALL_RANKS)
+        if _integer(content_of(other), "global_steps") != _integer(first, "global_steps"):
+            raise UnreadableError("its step is not that of rank 0", where=other.name, hint=ALL_RANKS)
     return _Found(
         note=f"reads the fp32 weights of ZeRO's stage {stage}, of {len(ranks)} ranks",
         files=files,
         ranks=ranks,
         shapes={name: shape for each in groups for name, shape in each.items()},
         runs=find_runs(ranks, groups),
-        frozen=_frozen(models) if stage == 3 else {},
     )
 
 
-def _frozen(models: Sequence[TorchFile]) -> dict[str, TensorEntry]:
-    """Return the parameters that were not trained in stage 3: every rank has a part, as they are computed with."""
-    found = {}
+def _add_frozen(found: _Found, models: Sequence[TorchFile]) -> None:
+    """Add what was not trained in stage 3: every rank has a part of each parameter, as it is computed with."""
     (shapes,) = read_shapes([content_of(models[0]).get("frozen_param_shapes") or {}], models[0].name)
     for name, shape in shapes.items():
-        flats: Flats = {}
-        runs = []
-        part, total = part_of(shape, len(models)), math.prod(shape)
-        for number, file in enumerate(models):
+        parts = []
+        for file in models:
             fragments = content_of(file).get("frozen_param_fragments")
-            value = fragments.get(name) if isinstance(fragments, dict) else None
-            flat = read_flat(file, value)
+            flat = read_flat(file, fragments.get(name) if isinstance(fragments, dict) else None)
             if flat is None or len(flat.shape) != 1:
                 raise UnreadableError(f"no part of the frozen parameter {name!r}", where=file.name, hint=ALL_RANKS)
-            flats[number, name], first = flat, min(number * part, total)
-            if first < total:
-                count = min(part, total - first)
-                runs.append(Run(start=first, num_elems=count, rank=number, group=name, offset=0))
-        found[name] = build_entry(("model", name), shape, runs, flats, flats[0, name].dtype)
-    return found
+            parts.append(Rank(file=file.name, stage=3, masters={0: flat}))
+        runs = find_runs(parts, [{name: shape}])[name]
+        found.shapes[name], found.runs[name] = shape, [replace(run, group=name) for run in runs]
+        found.flats |= {(number, name): rank.masters[0] for number, rank in enumerate(parts)}
+
+
+def _integer(content: Mapping[object, object], key: str, default: int = 0) -> int:
+    """Return a number of a file; -1 where there is something else."""
+    value = content.get(key, default)
+    return value if type(value) is int else -1
 
 
 # The universal form: a directory for every parameter, with a file for each of its states
@@ -179,7 +180,12 @@ def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> 
             flat = read_flat(file, value)
             if key != "fp32" and name in shapes:
                 rank.add_state(file, name, key, value)
-            elif key != "fp32" or flat is None or math.prod(known.get(name, flat.shape)) > flat.num_elems:
+            elif (
+                key != "fp32"
+                or flat is None
+                or fqn_problem(name)
+                or math.prod(known.get(name, flat.shape)) > flat.num_elems
+            ):
                 raise UnreadableError(f"no whole parameter {name!r}", where=file.name, hint="convert it again")
             elif save.models and name not in known:
                 raise UnreadableError(f"the model's file does not say the shape of {name!r}", where=file.name)
@@ -194,7 +200,6 @@ def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> 
         ranks=[rank],
         shapes=shapes,
         runs={n: [Run(start=0, num_elems=math.prod(s), rank=0, group=n, offset=0)] for n, s in shapes.items()},
-        frozen=_frozen(models) if save.models else {},
     )
 
 
@@ -207,26 +212,26 @@ def _model(models: Sequence[TorchFile], found: _Found, *, is_stage_3: bool) -> I
     Raises:
         UnreadableError: A tensor is nowhere.
     """
-    flats: Flats = {(n, group): flat for n, rank in enumerate(found.ranks) for group, flat in rank.masters.items()}
-    entries = {
-        name: build_entry(("model", name), shape, found.runs[name], flats, _F32) for name, shape in found.shapes.items()
-    } | found.frozen
+    entries = {}
+    for name, shape in found.shapes.items():
+        dtype = found.flats[0, name].dtype if (0, name) in found.flats else _F32
+        entries[name] = build_entry(("model", name), shape, found.runs[name], found.flats, dtype)
     content: Mapping[object, object] = content_of(models[0]) if models else {}
-    shared = content.get("shared_params")
-    for name, kept in shared.items() if isinstance(shared, dict) else ():
-        if kept in entries and type(name) is str and name not in entries:
-            entries[name] = replace(entries[kept], fqn=f"model.{name}", path=("model", name))
-    buffers = content.get("buffer_names")
-    for name, piece in read_pieces(models[0], "module").items() if models else ():
+    shared, buffers = content.get("shared_params"), content.get("buffer_names")
+    pieces = read_pieces(models[0], "module") if models else {}
+    for name, piece in pieces.items():
+        kept = shared.get(name) if isinstance(shared, dict) else None
         if name in entries:
-            yield entries.pop(name)
+            yield entries[name]
+        elif type(kept) is str and kept in entries:
+            yield replace(entries[kept], fqn=f"model.{name}", path=("model", name))
         elif is_stage_3 and 0 in piece.shape and not (isinstance(buffers, list) and name in buffers):
             what = f"{name!r} is in the file of no rank: it was neither trained nor frozen"
             hint = "save the model with stage3_gather_16bit_weights_on_model_save"
             raise UnreadableError(what, where=models[0].name, hint=hint)
         else:
             yield plain_entry(piece, ("model", name))
-    yield from entries.values()
+    yield from (entry for name, entry in entries.items() if name not in pieces)
 
 
 def _optimizer(found: _Found, source: WithNumbers, directory: str) -> Iterator[TensorEntry]:
@@ -260,9 +265,9 @@ def _optimizer(found: _Found, source: WithNumbers, directory: str) -> Iterator[T
 
 def _number(value: object, source: Source, where: str) -> float:
     """Return a number of the optimizer's, or what a tensor of one element is."""
-    if isinstance(value, int | float):
-        return float(value)
-    if not isinstance(value, Flat) or value.dtype.name not in _NUMBERS:
-        raise UnreadableError("a number of the optimizer's is of another dtype", where=where)
-    content = source.read(value.span.file, value.span.offset, value.span.nbytes)
-    return float(*struct.unpack(_NUMBERS[value.dtype.name], content))
+    if isinstance(value, Flat) and value.dtype.name in _NUMBERS:
+        content = source.read(value.span.file, value.span.offset, value.span.nbytes)
+        (value,) = struct.unpack(_NUMBERS[value.dtype.name], content)
+    if not isinstance(value, int | float) or not abs(value) < _MOST:
+        raise UnreadableError("a number of the optimizer's is of another dtype, or not finite", where=where)
+    return float(value)

@@ -97,7 +97,7 @@ LAYOUTS = {
             "mp_rank_00_model_states.pt",
             *(f"{kind}zero_pp_rank_0_mp_rank_00_optim_states.pt" for kind in ("", "bf16_")),
         ),
-        "are of one rank",
+        "two files of one rank",
         "move the files of one away",
     ),
     "deepspeed-nothing-left": (("latest", "zero_to_fp32.py"), "the latest save is 'x'", "restore it"),
