@@ -224,6 +224,18 @@ def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[tuple[int, ...], tuple[i
     raise UnreadableError("its mesh is written in a way that is not known")
 
 
+def box_in(piece: Piece, sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
+    """Return what a place in another mesh of as many dims holds of a DTensor that is cut in the same way.
+
+    Raises:
+        UnreadableError: It is no DTensor, or cut in a way that such a mesh does not have.
+    """
+    match piece.layout:
+        case (tuple(own), tuple(cuts)) if len(own) == len(sizes) == len(cuts):
+            return Box(*_cell(piece.shape, sizes, cuts, coordinate))
+    raise UnreadableError(f"tensor {piece.fqn!r} is not shared by a mesh of {len(sizes)} dims")
+
+
 def _cut_of(placement: object) -> Cut:
     name = placement.name if type(placement) is Record else ""
     kind = name.rpartition(".")[2]

@@ -1,17 +1,18 @@
 """Read and write `.metadata` of a DCP checkpoint, without torch and without running anything in it.
 
 The pickle becomes inert records first (`inert_pickle`), then descriptions; every field is checked on the way. What
-torch 2.0 to 2.14 wrote is understood; anything else is refused by name.
+torch 2.0 to 2.14 and megatron-core 0.4 to 0.16 wrote is understood; anything else is refused by name.
 
-Source: torch `distributed/checkpoint/{metadata,filesystem}.py` (2.13), `distributed/_shard/sharded_tensor/metadata.py`
-(2.0 to 2.2).
+Source: torch `distributed/checkpoint/{metadata,filesystem,planner}.py` (2.13),
+`distributed/_shard/sharded_tensor/metadata.py` (2.0 to 2.2); megatron-core
+`dist_checkpointing/strategies/{torch,state_dict_saver}.py` (0.15.3, 0.16.1).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ckpt_tools.description.checkpoint import (
     MAX_DIMS,
@@ -47,6 +48,10 @@ _OLD = "torch.distributed._shard.sharded_tensor.metadata."
 _CHUNK = f"{_DCP}ChunkStorageMetadata"
 _INDEX = f"{_DCP}MetadataIndex"
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_PLANNER = "torch.distributed.checkpoint.planner."
+_PLANNER_CLASSES = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch."
+_MCORE_METADATA = f"{_MCORE}MCoreMetadata"
 _LAYOUT = "torch.serialization._get_layout"
 _PROPERTIES = frozenset({f"{_DCP}TensorProperties", f"{_OLD}TensorProperties"})
 _MEMORY_FORMATS = frozenset({f"{_DCP}_MEM_FORMAT_ENCODING", f"{_OLD}MEM_FORMAT_ENCODING"})
@@ -64,6 +69,9 @@ ALLOWED_GLOBALS = frozenset(
         *(_DCP + name for name in _DCP_CLASSES),
         *(_OLD + name for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
         *(_STORAGE_INFO, _LAYOUT, "torch.Size"),
+        # Megatron keeps the plans of all ranks, too, to compare the next save with; nobody reads them.
+        *(_PLANNER + name for name in _PLANNER_CLASSES),
+        *("torch.distributed.checkpoint.filesystem._StoragePrefix", _MCORE_METADATA, f"{_MCORE}MCoreSavePlan"),
         # Types that cannot be converted may be named too, so that the message can name their tensor.
         *(f"torch.{name}" for name in (*BY_TORCH_NAME, *_FOREIGN_DTYPES)),
         # The saver's path in StorageMeta, as different Pythons spell its class.
@@ -90,6 +98,9 @@ class ParsedMetadata:
     """In the order of the file."""
     single_names: int = 0
     """Names that stand in the file only once, so that nothing shows whether a damage has changed them."""
+    flattened: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """FQN → shape, of tensors that Megatron stored as [blocks of every dim…, elements of a block]: state of its
+    distributed optimizer up to 0.15."""
 
 
 def parse_metadata(data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS) -> ParsedMetadata:
@@ -107,7 +118,8 @@ def parse_metadata(data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS) -> Par
 
 
 def _describe(metadata: object) -> ParsedMetadata:
-    fields = _fields(metadata, f"{_DCP}Metadata", "the metadata")
+    is_mcore = type(metadata) is Record and metadata.name == _MCORE_METADATA
+    fields = _fields(metadata, _MCORE_METADATA if is_mcore else f"{_DCP}Metadata", "the metadata")
     entries = fields.get("state_dict_metadata")
     if type(entries) is not dict:
         raise UnreadableError("the metadata has no state_dict_metadata")
@@ -141,7 +153,22 @@ def _describe(metadata: object) -> ParsedMetadata:
             raise UnreadableError(f"{_shown(fqn)} is neither a tensor nor an object but a {kind}")
     for fqn in (*tensor_spans, *blob_spans):
         raise UnreadableError(f"{_shown(fqn)} has an item in storage_data that the state dict does not name")
-    return ParsedMetadata(tensors=tuple(tensors), blobs=tuple(blobs), single_names=single_names)
+    flattened = _parse_flattened(fields.get("mcore_data"), {entry.fqn: entry.shape for entry in tensors})
+    return ParsedMetadata(tensors=tuple(tensors), blobs=tuple(blobs), single_names=single_names, flattened=flattened)
+
+
+def _parse_flattened(mcore_data: object, shapes: Mapping[str, _Dims]) -> dict[str, _Dims]:
+    """Return FQN → shape of what Megatron stored in another one."""
+    found = {}
+    for fqn, said in mcore_data.items() if type(mcore_data) is dict else ():
+        shape = said.get("nd_reformulated_orig_global_shape") if type(said) is dict else None
+        if shape is None or fqn not in shapes:
+            continue
+        is_shape = type(shape) is tuple and all(type(dim) is int and dim >= 0 for dim in shape)
+        if not is_shape or math.prod(shape) != math.prod(shapes[fqn]):
+            raise UnreadableError(f"tensor {_shown(fqn)}: the shape that Megatron notes for it is not of its elements")
+        found[fqn] = shape
+    return found
 
 
 def _shown(fqn: str) -> str:
@@ -344,8 +371,7 @@ class _TensorReader:
                 f"{self._where}: its items are as long as the bare elements, as SerializationFormat.SAFETENSORS "
                 "writes them; such a checkpoint does not say where its elements lie, and DCP cannot load it either",
                 hint="save it again in the default format, or with HuggingFaceStorageWriter. If it holds tensors "
-                "alone, its files are safetensors files: copy each __R_0.distcp to "
-                "shard-0000<R+1>-model-00001-of-00001.safetensors (five digits) in a new directory, and use that",
+                "alone, its files are safetensors files, which --from hf-sharded reads",
             )
         return UnreadableError(
             f"{self._where}: an item of {span.nbytes} bytes cannot hold the {nbytes} bytes of its chunk",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FORMATS: Mapping[str, str] = {
     "safetensors": "safetensors",
     "torch": "torch_save",
+    "torch-dist": "torch_dist",
     "dcp": "dcp",
     "step": "step",
     "ranks": "rank_files",

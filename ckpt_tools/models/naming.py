@@ -14,6 +14,7 @@ from typing import Self
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.manifest import MANIFEST_NAME, TensorMap
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.maps.convert import Converted, to_hub, to_live
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps, parse_key_maps
 from ckpt_tools.maps.mosaic import Mosaic, invert, lay_out, whole
@@ -170,7 +171,7 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
             ) from error
         return plain
     refuse_lost(found, where=checkpoint.root)
-    if checkpoint.mesh is None:
+    if checkpoint.mesh is None and not format_of(checkpoint).keeps_order:
         _refuse_packed(checkpoint, found)
     return _named(checkpoint, found, None, "the hub", resolve)
 

@@ -111,7 +111,7 @@ def test_bench_small_run_prints_every_job_and_leaves_nothing(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]
-    jobs = ["shard", "gather", "reshard", "verify", "merge", "export"]
+    jobs = ["shard", "gather", "reshard", "verify", "merge", "export", "gather-bin", "gather-ranks", "dequantize"]
     assert [(row["job"], row["kind"]) for row in results] == [(j, k) for j in jobs for k in ("ckpt", "cp")]
     assert all(row["median_seconds"] > 0 for row in results)
     assert list(tmp_path.iterdir()) == []
