@@ -214,6 +214,14 @@ def test_weights_trained_from_a_quantised_release_take_its_config(tmp_path, caps
     assert "is replaced" in capsys.readouterr().err
     same(read(tmp_path / "trained"), read(tmp_path / "fp8"))
     assert settings(tmp_path / "trained") == settings(tmp_path / "fp8")
+    manifest = json.loads((tmp_path / "trained" / "ckpt_manifest.json").read_text())
+    assert manifest["source"]["quantised"] == {"method": "fp8", "block": [128, 128], "tensors": 14}
+    warning = "config.json has a quantization_config, and the weights are not quantised"
+    assert main([*args, "--overwrite"]) == 0
+    assert warning in capsys.readouterr().err
+    assert main(["gather", str(tmp_path / "fp8"), str(tmp_path / "as-it-is")]) == 0
+    assert main(["gather", str(tmp_path / "fp8"), str(tmp_path / "plain"), "--dequantize"]) == 0
+    assert warning not in capsys.readouterr().err
 
 
 def test_a_cast_is_of_what_stays_and_the_dry_run_tells_all(tmp_path, capsys) -> None:
