@@ -160,9 +160,9 @@ def _check_serialization(options: ConvertOptions, *, use_dtensor: bool = False) 
     if options.serialization == "torch":
         return
     if use_dtensor:
-        raise UsageError("--engine dtensor writes --serialization torch alone", hint="use --engine stream")
+        raise UsageError("--engine dtensor writes only --serialization torch", hint="use --engine stream")
     if options.trainer not in (None, "plain"):
-        what = f"--for {options.trainer}: it loads what --serialization torch writes, not safetensors"
+        what = f"--for {options.trainer} writes what it loads, and that is not --serialization safetensors"
         raise UsageError(what, hint="leave out one; --for plain is for scripts of your own")
 
 
