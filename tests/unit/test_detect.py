@@ -101,7 +101,7 @@ LAYOUTS = {
         "move the files of one away",
     ),
     "deepspeed-nothing-left": (("latest", "zero_to_fp32.py"), "the latest save is 'x'", "restore it"),
-    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "torch.distributed.checkpoint"),
+    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "the files of all ranks"),
     "tensor-parallel": (
         ("consolidated.00.pth", "consolidated.01.pth"),
         "nothing says which are meant",
