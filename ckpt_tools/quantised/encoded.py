@@ -36,8 +36,8 @@ _PREFIX = "\0encoded/"
 """Begins the names of files that nobody has written; no other file has a NUL in its name."""
 _LARGEST = 448
 """Of F8_E4M3."""
-_STRIP = 1024
-"""Columns that are computed with at once: half a megabyte of float32."""
+_STRIP = 512
+"""Columns that are computed with at once: a quarter of a megabyte of float32."""
 _MAX_KEPT_BYTES = 64 << 20
 """Encoded rows that are kept until the blocks that they are parts of have been read."""
 
@@ -123,7 +123,7 @@ class Encoder:
     def _encode(self, entry: TensorEntry, number: int) -> tuple[memoryview, memoryview]:
         import numpy as np
 
-        from ckpt_tools.moving.arrays import array_of, bytes_of, numpy_dtype
+        from ckpt_tools.moving.arrays import array_of, bytes_of
 
         buffers: Buffers | None = getattr(self._local, "buffers", None)
         if buffers is None:
@@ -132,7 +132,7 @@ class Encoder:
         box = Box((number * BLOCK, 0), (BLOCK, columns))
         content = read_block(entry, chunk_index(entry), entry.dtype, box, self._source, buffers)[0]
         values = array_of(content, entry.dtype, box.sizes)
-        numbers = np.empty(box.sizes, numpy_dtype(BY_NAME["F8_E4M3"]))
+        numbers = np.empty(box.sizes, np.uint8)
         strips = (slice(start, start + _STRIP) for start in range(0, columns, _STRIP))
         scales = np.concatenate([encode_strip(values[:, strip], numbers[:, strip]) for strip in strips])
         if not np.isfinite(scales).all():
@@ -144,12 +144,12 @@ class Encoder:
         return bytes_of(numbers), bytes_of(scales)
 
 
-def encode_strip(values: Array, numbers: Array) -> NDArray[np.float32]:
+def encode_strip(values: Array, numbers: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Encode blocks that lie side by side.
 
     Args:
         values: Floats [128, n × 128].
-        numbers: Takes their 8-bit floats.
+        numbers: Takes the bytes of their 8-bit floats.
 
     Returns:
         What each block's numbers must be multiplied by; not finite where its values are not.
@@ -158,13 +158,45 @@ def encode_strip(values: Array, numbers: Array) -> NDArray[np.float32]:
 
     with np.errstate(all="ignore"):
         own = values.astype(np.float32)
-        largest = np.abs(own).max(axis=0).reshape(-1, BLOCK).max(axis=1)
+        signs = (own.view(np.uint32) >> 24).astype(np.uint8)
+        np.abs(own, out=own)
+        largest = own.max(axis=0).reshape(-1, BLOCK).max(axis=1)
         scales = np.reciprocal(largest) * np.float32(_LARGEST)  # as torch divides a number by a tensor
         scales[np.isinf(scales)] = 1  # all zero, or nearly: no float32 would scale it
         own *= np.repeat(scales, BLOCK)
-        numbers[:] = np.clip(own, -_LARGEST, _LARGEST, out=own)
+        round_magnitudes(own, numbers)
+        signs &= 0x80
+        numbers |= signs
         inverse: NDArray[np.float32] = np.reciprocal(scales)
         return inverse
+
+
+def round_magnitudes(values: NDArray[np.float32], numbers: NDArray[np.uint8]) -> None:
+    """Round what is not negative to the nearest F8_E4M3, ties to even; what is too large to the largest.
+
+    Five times as fast as ml_dtypes, and other threads run meanwhile: a number's byte is the sum of two, one of which
+    counts steps of 2^-9 up to 2^-6, the smallest normal number, and the other the steps from there on, which are those
+    of a float32 with three bits of mantissa.
+
+    Args:
+        values: Overwritten.
+        numbers: Takes the bytes.
+    """
+    import numpy as np
+
+    np.minimum(values, _LARGEST, out=values)
+    few = np.minimum(values, np.float32(2**-6))
+    few += np.float32(2**14)  # whose last bit is 2^-9: rounds, and counts in the last byte
+    bits = values.view(np.uint32)
+    np.maximum(bits, 0x3C800000, out=bits)  # of 2^-6
+    odd = bits >> 20
+    odd &= 1
+    bits += odd
+    bits += 0x7FFFF
+    bits >>= 20
+    bits += few.view(np.uint32)
+    numbers[:] = bits  # the last byte
+    numbers -= (0x3C800000 >> 20) & 0xFF
 
 
 def peak_bytes(entries: Iterable[TensorEntry], num_workers: int) -> int:
