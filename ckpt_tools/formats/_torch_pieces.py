@@ -214,14 +214,21 @@ def _dtensor(
 def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lengths of a mesh's dims, and the ranks that it counts."""
     if "_layout" in mesh:  # torch 2.10 and later
-        axes = _attributes(mesh["_layout"], "_MeshLayout").get("axes")
-        found = [_sizes(_attributes(axis, "_FlatLayout").get("shape")) for axis in axes] if type(axes) is tuple else []
+        layout = _attributes(mesh["_layout"], "_MeshLayout")
+        axes = layout.get("axes", layout.get("shape"))  # until 2.12: lengths, without an object for each
+        found = [_axis_sizes(axis) for axis in axes] if type(axes) is tuple else []
         if found and None not in found:
             ranks = _sizes(mesh.get("_flatten_rank_map")) or ()
             return tuple(math.prod(each or ()) for each in found), ranks
     elif (saved := mesh.get("mesh")) is not None:
         return rebuild_tensor(saved).head.shape, ()
     raise UnreadableError("its mesh is written in a way that is not known")
+
+
+def _axis_sizes(axis: object) -> tuple[int, ...] | None:
+    if type(axis) is int:
+        return _sizes((axis,))
+    return _sizes(axis if type(axis) is tuple else _attributes(axis, "_FlatLayout").get("shape"))
 
 
 def box_in(piece: Piece, sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
