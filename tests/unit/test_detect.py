@@ -1,5 +1,7 @@
 """Every layout of the ecosystem is named, with the way out."""
 
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
