@@ -12,13 +12,17 @@ from ckpt_tools.description.transform import find_model, is_optimizer, rename, s
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.models.config import CONFIG_NAME
+from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
 from ckpt_tools.models.conventions import check_settings
 from ckpt_tools.models.naming import AssetList, Named, Naming, claim_of, name_back, name_hub, name_live
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
+from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.text import escape_name, first_few
+
+_RUN_CONFIG = "run_config.yaml"
+"""What Megatron-Bridge notes of a run, in a step."""
 
 
 def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
@@ -199,7 +203,20 @@ def differences(named: Named, opened: Opened, assets: AssetList) -> tuple[str, .
         UsageError: The tensors are not what the names say.
     """
     claim = claim_of(assets)
-    return () if claim is None or not named.apart else check_settings(opened.settings, claim.config)
+    if claim is None or not named.apart:
+        return ()
+    beside = next((source for source, asset in opened.assets if asset.file == _RUN_CONFIG), None)
+    if opened.settings or beside is None or not opened.format.keeps_order:
+        return check_settings(opened.settings, claim.config)
+    try:
+        run = load_yaml(read_document(beside, _RUN_CONFIG, MAX_CONFIG_BYTES).decode(), full=True)
+    except (ValueError, UnreadableError):
+        return (f"{_RUN_CONFIG} could not be read: what it says of the model was not held against config.json",)
+    model = run.get("model") if isinstance(run, dict) else None
+    found = model if isinstance(model, dict) else {}
+    is_grouped = isinstance(found.get("num_query_groups"), int)
+    found |= {"group_query_attention": is_grouped, "norm_epsilon": found.get("layernorm_epsilon")}
+    return check_settings(found, claim.config)
 
 
 def check_copies(named: Named, opened: Opened) -> None:

@@ -24,6 +24,7 @@ _READABLE = "pass a safetensors or torch.save file, a model directory or a DCP c
 _CONVERT = "save the weights alone, where you trust them: torch.save(model.state_dict(), NEW), or model.save_pretrained"
 _ZERO = re.compile(r"((bf16|fp16)_)?zero_pp_rank_\d+(_mp_rank_\d+)?(_(model|optim)_states)?\.pt")
 _DEEPSPEED = re.compile(rf"{_ZERO.pattern}|mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt")
+_MEGATRON_PART = re.compile(r"([^/]+/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim|model_rng)\.pt")
 _RANK_FILE = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"
 )
@@ -165,6 +166,13 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
         return ForeignLayoutError(what, where=path, hint=_verl_hint(files, path))
     if (way_out := _deepspeed_hint(files, path)) is not None:
         return ForeignLayoutError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=way_out)
+    if sum(map(bool, map(_MEGATRON_PART.fullmatch, files))) > 1:
+        return ForeignLayoutError(
+            "Megatron's format of before torch_dist, a file for every tensor- or pipeline-parallel rank, which ckpt does "
+            "not read",
+            where=path,
+            hint="load it with Megatron-LM and --ckpt-convert-format torch_dist --ckpt-convert-save NEW, and use NEW",
+        )
     if "metadata.pkl" in top:
         return ForeignLayoutError(
             "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read",

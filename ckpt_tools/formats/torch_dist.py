@@ -48,11 +48,12 @@ class TorchDist(Dcp):
 
     def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read `.metadata`; a metadata.json of somebody else's leaves it a plain DCP checkpoint."""
-        if METADATA_NAME not in files:
+        if METADATA_NAME not in files and _NEMO + METADATA_NAME in files:
             opened = open_path(os.path.join(path, _NEMO))
             source.close()
             return replace(opened, notes=(f"reads {_NEMO} of NeMo's step, and nothing beside it", *opened.notes))
-        if (backend := _backend(source)) is None:
+        backend = _backend(source) if CONFIG_NAME in files else _BACKEND  # without, somebody said --from
+        if backend is None:
             return PLAIN.open(source, files, path=path, manifest=manifest)
         if backend != _BACKEND:
             raise UnreadableError(

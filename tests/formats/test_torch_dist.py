@@ -215,6 +215,38 @@ def test_settings_that_config_json_contradicts_are_said_and_others_are_not(sampl
     assert "trained with rotary_base 500000" in warning
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("model:\n  layernorm_zero_centered_gamma: true\n", "trained with layernorm_zero_centered_gamma"),
+        ("model:\n  num_attention_heads: 4\n  num_query_groups: 4\n", "num_key_value_heads is 2"),
+        ("model:\n  _target_: x.LlamaModelProvider\n  num_attention_heads: 4\n  num_query_groups: 2\n", None),
+        ("model: !!python/object/new:os.system [x]\n", "run_config.yaml could not be read"),
+    ],
+)
+def test_settings_of_megatron_bridge_are_held_against_config_json(text: str, what, sample, tmp_path) -> None:
+    step, hub = sample("llama-0.16.1-tp2")
+    Path(step, "common.pt").unlink()
+    Path(step, "run_config.yaml").write_text(text)
+    try:
+        said = api.gather(step, tmp_path / "hf", assets=hub).warnings
+    except UsageError as error:
+        said = (error.what,)
+    assert [what in one for one in said] == [True] * (what is not None)
+
+
+def test_name_of_the_format_opens_a_step_without_its_metadata_json_and_nothing_else(sample, tmp_path) -> None:
+    step, hub = sample("llama-0.16.1-tp2")
+    Path(step, "metadata.json").unlink()
+    assert api.open_checkpoint(step).format == "dcp"
+    with pytest.raises(UsageError, match="several matrices in one tensor"):  # nobody says who cut them
+        api.gather(step, tmp_path / "hf", assets=hub)
+    assert main(["gather", step, str(tmp_path / "hf"), "--assets", hub, "--from", "torch-dist", "-q"]) == 0
+    assert is_same_model("llama", str(tmp_path / "hf"))
+    with pytest.raises(UnreadableError, match="metadata"):
+        api.open_checkpoint(hub, format="torch-dist")
+
+
 def test_common_state_is_not_run(sample, tmp_path) -> None:
     step, _ = sample("llama-0.16.1-tp2")
 

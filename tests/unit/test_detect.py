@@ -90,12 +90,26 @@ LAYOUTS = {
         "a checkpoint of Megatron's in zarr",
         "--dist-ckpt-format torch_dist",
     ),
+    "megatron-legacy": (
+        tuple(f"mp_rank_0{rank}/model_optim_rng.pt" for rank in range(2)),
+        "Megatron's format of before torch_dist",
+        "--ckpt-convert-format torch_dist",
+    ),
+    "megatron-legacy-pipeline": (
+        tuple(f"mp_rank_00_00{rank}/{name}.pt" for rank in range(2) for name in ("model_optim_rng", "distrib_optim")),
+        "Megatron's format of before torch_dist",
+        "--ckpt-convert-save NEW",
+    ),
     "maxtext": (
         ("_CHECKPOINT_METADATA", "items/_METADATA", "items/manifest.ocdbt", "items/ocdbt.process_0/d/1f"),
         "a checkpoint of Orbax's",
         "to_huggingface.py",
     ),
-    "orbax-without-marker": (("default/manifest.ocdbt", "default/d/ab"), "a checkpoint of Orbax's", "export safetensors"),
+    "orbax-without-marker": (
+        ("default/manifest.ocdbt", "default/d/ab"),
+        "a checkpoint of Orbax's",
+        "export safetensors",
+    ),
     "tensorflow": (
         ("checkpoint", "model.ckpt-1000.index", "model.ckpt-1000.data-00000-of-00001"),
         "a checkpoint of TensorFlow's",
