@@ -168,8 +168,7 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
         return ForeignLayoutError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=way_out)
     if sum(map(bool, map(_MEGATRON_PART.fullmatch, files))) > 1:
         return ForeignLayoutError(
-            "Megatron's format of before torch_dist, a file for every tensor- or pipeline-parallel rank, which ckpt does "
-            "not read",
+            "Megatron's format of before torch_dist, with a file for every part of the model, which ckpt does not read",
             where=path,
             hint="load it with Megatron-LM and --ckpt-convert-format torch_dist --ckpt-convert-save NEW, and use NEW",
         )

@@ -70,6 +70,8 @@ def whole_state(kind: str) -> Tensors:
     for name, tensor in forward(MAPS[kind], hub, model.config.to_dict()).items():
         is_padded = name.startswith(("embedding.", "output_layer."))
         state[local(name)] = torch.cat([tensor, torch.zeros(PADDED - 30, 16)]) if is_padded else tensor
+    if model.config.tie_word_embeddings:
+        del state["output_layer.weight"]
     return state
 
 
