@@ -18,7 +18,14 @@ from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_values import GlobalName, Record
 from ckpt_tools.formats._torch_file import TorchFile
-from ckpt_tools.formats._torch_tensor import PickledTensor, is_expanded, is_row_major, rebuild_tensor
+from ckpt_tools.formats._torch_tensor import (
+    PLAIN_HINT,
+    UNKNOWN_KIND,
+    PickledTensor,
+    is_expanded,
+    is_row_major,
+    rebuild_tensor,
+)
 
 MAX_COPIES = 1 << 12
 """Parts of an expanded tensor, each a chunk on the same bytes."""
@@ -126,7 +133,7 @@ def _wrapped(file: TorchFile, path: KeyPath, value: Record) -> Piece:
                 return _dtensor(file, path, dtype, shape, _fields(state))
             if name == _SHARDED_TENSOR and type(state) is tuple and len(state) > 2:
                 return _sharded_tensor(file, path, dtype, shape, state)
-    raise UnreadableError(f"a {name} is there, a kind of tensor that is not known")
+    raise UnreadableError(f"a {name} is there, {UNKNOWN_KIND}", hint=PLAIN_HINT)
 
 
 def _fields(state: object) -> Mapping[object, object]:
