@@ -31,7 +31,7 @@ from ckpt_tools.formats.file_names import is_hf_asset
 from ckpt_tools.formats.format import Format, Opened, Reader, read_document
 from ckpt_tools.formats.inert_pickle import parse_pickle
 from ckpt_tools.formats.manifest import Manifest
-from ckpt_tools.formats.rank_optimizer import leaves_of, plain_values, value_items
+from ckpt_tools.formats.rank_optimizer import build_items, leaves_of, plain_values
 from ckpt_tools.formats.safetensors import read_file
 from ckpt_tools.formats.torch_save import list_tied
 from ckpt_tools.storage.source import Source
@@ -130,7 +130,7 @@ class TorchCheckpointing(Format):
             if len(set(map(repr, values))) > 1:
                 unread.append(f"values of item {item.key!r}, of which every rank has its own")
             elif values[0]:
-                own_blobs, held = value_items(f"{item.files[min(states)][0]}#values", values[0])
+                own_blobs, held = build_items(f"{item.files[min(states)][0]}#values", values[0])
                 blobs += own_blobs
                 virtual |= held
                 used |= {name: each.nbytes for name, each in held.items()}
