@@ -85,18 +85,20 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path, capsys, bad) -
 
 @pytest.mark.parametrize("kept", [1, 64 << 20])
 def test_rows_that_lie_in_two_blocks_of_a_file_are_right(tmp_path, monkeypatch, kept) -> None:
+    real, rows = encoded.Encoder._encode, []
+    monkeypatch.setattr(encoded.Encoder, "_encode", lambda *args: rows.append(args[1:]) or real(*args))
     monkeypatch.setattr(encoded, "_MAX_KEPT_BYTES", kept)
     tensors = {WEIGHT: randn(1024, 8064), WEIGHT.replace("o_proj", "q_proj"): randn(1024, 8064, seed=4)}
     hub = write(tmp_path / "hub", tensors)
     assert quantise(hub, tmp_path / "out", "-j", "7", "--max-shard-size", "8MB") == 0
     same(read(tmp_path / "out"), by_transformers(tensors, set(tensors)))
+    assert kept == 1 or len(rows) == 16
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in read(tmp_path / "out").values())
 
 
-def test_an_interrupted_run_continues_to_the_same_bytes(tmp_path, monkeypatch, capsys) -> None:
-    hub = write(tmp_path / "hub", {WEIGHT: randn(1024, 8064), "model.norm.weight": randn(8064)})
-    assert quantise(hub, tmp_path / "wanted") == 0
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one row of blocks be the last, once."""
     real, calls = encoded.Encoder._encode, []
 
     def fail(self: encoded.Encoder, *args: Any) -> object:
@@ -106,11 +108,28 @@ def test_an_interrupted_run_continues_to_the_same_bytes(tmp_path, monkeypatch, c
         return real(self, *args)
 
     monkeypatch.setattr(encoded.Encoder, "_encode", fail)
+
+
+def test_an_interrupted_run_continues_to_the_same_bytes(tmp_path, monkeypatch, capsys) -> None:
+    hub = write(tmp_path / "hub", {WEIGHT: randn(1024, 8064), "model.norm.weight": randn(8064)})
+    assert quantise(hub, tmp_path / "wanted") == 0
+    interrupt(monkeypatch)
     assert quantise(hub, tmp_path / "out", "-j", "1") == 1
     assert main(["gather", str(hub), str(tmp_path / "out"), "-j", "1", "--quantize", "fp8"]) == 0
     assert "continued an interrupted run" in capsys.readouterr().err
     same(read(tmp_path / "out"), read(tmp_path / "wanted"))
     assert main(["verify", str(tmp_path / "out"), "-q"]) == 0
+
+
+def test_an_interrupted_run_of_another_part_of_the_file_is_not_continued(tmp_path, monkeypatch) -> None:
+    hub = write(tmp_path / "hub", {WEIGHT: randn(128, 128)})
+    states = {"params": {WEIGHT: randn(1024, 8064)}, "params_ema": {WEIGHT: randn(1024, 8064, seed=4)}}
+    torch.save(states, tmp_path / "both.pth")
+    args = (tmp_path / "both.pth", tmp_path / "out", "-j", "1", "--assets", hub, "--strip-prefix")
+    interrupt(monkeypatch)
+    assert quantise(*args, "params") == 1
+    assert quantise(*args, "params_ema") == 0
+    same(read(tmp_path / "out"), by_transformers({WEIGHT: randn(1024, 8064, seed=4)}, {WEIGHT}))
 
 
 def test_what_is_recorded_of_the_source_is_held_against_it(tmp_path, capsys) -> None:
