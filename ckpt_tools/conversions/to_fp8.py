@@ -24,7 +24,7 @@ from ckpt_tools.text import first_few
 _METHOD = "fp8"
 _PACKED = (_METHOD, "mxfp4", "bitsandbytes", "gptq", "awq")
 """Methods that store bytes or integers, if only beside the weights; others know states without any."""
-_STACKED = "experts that lie in one tensor are not quantised, and stay as they are"
+_STACKED = "not quantised: experts that are stored in one tensor"
 _EXPERTS = re.compile(r"\.experts\.|moe\.\w+\.weight$")
 
 
@@ -46,9 +46,9 @@ def quantised_job(job: Job, *, keep: Sequence[str], max_file_nbytes: int, num_wo
     chosen = choose(sources, keep)
     if not chosen.weights:
         raise UsageError(
-            "--quantize fp8 finds no linear layer that it could quantise" + "; ".join(("", *_reasons(chosen))),
+            "; ".join(("--quantize fp8 found no linear layer to quantise", *_reasons(chosen))),
             where=job.opened.source.root,
-            hint="it takes language models by the hub's names; see docs/guides/convert.md",
+            hint="only language models with the hub's names are supported (docs/guides/convert.md)",
         )
     encoder = Encoder(job.opened.source)
     files: dict[str, VirtualFile] = {}
@@ -100,8 +100,8 @@ def warn_of_settings(job: Job) -> None:
     if settings is None or settings.get("quant_method") not in _PACKED:
         return
     if all(entry.dtype.is_float for entry in job.target.tensors):
-        text = f"{CONFIG_NAME} has a {KEY}, and the weights are not quantised: loaders would take them for quantised "
-        text += "ones. Remove it there, or quantise them as well (--quantize fp8)"
+        text = f"{CONFIG_NAME} has a {KEY}, but the weights are not quantised: loaders would misread them. "
+        text += f"Remove it from {CONFIG_NAME}, or quantise the weights too (--quantize fp8)"
         job.warnings = (*job.warnings, text)
 
 
@@ -119,14 +119,14 @@ def _settings_before(job: Job, tensors: Sequence[TensorEntry]) -> Mapping[str, o
     source, where = _source_of_config(job.assets), job.opened.source.root
     if source is None:
         what = f"--quantize needs the model's {CONFIG_NAME}, which tells loaders how the weights are quantised"
-        raise UsageError(what, where=where, hint="--assets DIR, with the model's config and tokenizer")
+        raise UsageError(what, where=where, hint="add --assets DIR, with the model's config and tokenizer")
     settings = settings_beside(source)
     if stored := [e.fqn for e in tensors if e.dtype.name.startswith("F8") or e.fqn.endswith(SCALE)]:
-        what = f"{first_few(stored)}: quantised already"
-        raise UsageError(what, where=where, hint="add --dequantize to decode it first")
+        what = f"the weights are quantised already: {first_few(stored)}"
+        raise UsageError(what, where=where, hint="add --dequantize to decode them first")
     if settings is not None and settings.get("quant_method") != _METHOD:
         what = f"{CONFIG_NAME} says that the weights are quantised: {settings.get('quant_method')!r}"
-        way_on = f"--dequantize decodes weights that are; else take {KEY} out of {CONFIG_NAME}"
+        way_on = f"add --dequantize if they are; otherwise remove {KEY} from {CONFIG_NAME}"
         raise UsageError(what, where=where, hint=way_on)
     return settings
 
@@ -152,18 +152,18 @@ def _with_config(assets: AssetList, chosen: Chosen) -> AssetList:
 def _notes(chosen: Chosen, tensors: Sequence[TensorEntry], before: Mapping[str, object] | None) -> list[str]:
     num_elems = sum(entry.num_elems for entry in tensors)
     share = sum(entry.num_elems for entry in tensors if entry.fqn in chosen.weights) / max(1, num_elems)
-    what = f"quantised {len(chosen.weights)} tensors, {share:.0%} of the elements, to 8-bit floats (E4M3)"
-    what += f" in blocks of {BLOCK}×{BLOCK}; {CONFIG_NAME} says so, and which modules stay"
+    what = f"quantised {len(chosen.weights)} tensors ({share:.0%} of the elements) to 8-bit floats (E4M3) in "
+    what += f"{BLOCK}×{BLOCK} blocks; {CONFIG_NAME} lists the modules that are not quantised"
     notes = [what, *_reasons(chosen)]
     if before is not None:
-        notes.append(f"{KEY} of the given {CONFIG_NAME} was of a model quantised before, and is replaced")
+        notes.append(f"replaced the {KEY} that {CONFIG_NAME} had")
     return notes
 
 
 def _reasons(chosen: Chosen) -> list[str]:
     groups = (
-        (f"of no whole number of {BLOCK}×{BLOCK} blocks", chosen.uneven),
-        ("by --keep-precision", chosen.asked),
-        ("with layers that loaders join them with", chosen.joined),
+        (f"whose shape is not a multiple of {BLOCK}×{BLOCK}", chosen.uneven),
+        ("named by --keep-precision", chosen.asked),
+        ("that loaders fuse with one of these", chosen.joined),
     )
-    return [f"{len(names)} linear layers stay as they are, {why}: {first_few(names)}" for why, names in groups if names]
+    return [f"not quantised: {len(names)} linear layers {why} ({first_few(names)})" for why, names in groups if names]

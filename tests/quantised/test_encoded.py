@@ -200,8 +200,8 @@ def test_what_stays_is_named_for_loaders(tmp_path, capsys) -> None:
         "weight_block_size": [128, 128],
     }
     err = capsys.readouterr().err
-    assert "3 linear layers stay as they are, of no whole number of 128×128 blocks" in err
-    assert "3 linear layers stay as they are, with layers that loaders join them with" in err
+    assert "3 linear layers whose shape is not a multiple of 128×128" in err
+    assert "3 linear layers that loaders fuse with one of these" in err
 
     keep = ("--keep-precision", "**.experts.1.up_proj.weight", "--overwrite")
     assert quantise(hub, tmp_path / "out", *keep) == 0
@@ -217,12 +217,12 @@ def test_what_cannot_be_quantised_is_refused(tmp_path, capsys) -> None:
 
     hub = write(tmp_path / "hub", {WEIGHT: randn(128, 128)})
     assert quantise(hub, tmp_path / "fp8") == 0
-    assert "quantised already" in refused(tmp_path / "fp8")
+    assert "are quantised already" in refused(tmp_path / "fp8")
     assert "matches no tensor" in refused(hub, "--keep-precision", "lm_head")
-    assert "finds no linear layer" in refused(hub, "--keep-precision", "**")
+    assert "found no linear layer" in refused(hub, "--keep-precision", "**")
     assert "--like" in refused(hub, "--like", str(hub))
     gpt2 = {f"transformer.h.0.{name}.weight": randn(128, 128) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")}
-    assert "finds no linear layer" in refused(write(tmp_path / "gpt2", gpt2))
+    assert "found no linear layer" in refused(write(tmp_path / "gpt2", gpt2))
     other = write(tmp_path / "other", {WEIGHT: randn(128, 128)}, quantization_config={"quant_method": "mxfp4"})
     assert "'mxfp4'" in refused(other)
     (hub / "config.json").unlink()
@@ -243,12 +243,12 @@ def test_weights_trained_from_a_quantised_release_take_its_config(tmp_path, caps
     assert quantise(tmp_path / "hub", tmp_path / "fp8") == 0
     args = ["gather", str(tmp_path / "hub"), str(tmp_path / "trained"), "--assets", str(tmp_path / "fp8")]
     assert main([*args, "--quantize", "fp8"]) == 0
-    assert "is replaced" in capsys.readouterr().err
+    assert "replaced the quantization_config" in capsys.readouterr().err
     same(read(tmp_path / "trained"), read(tmp_path / "fp8"))
     assert settings(tmp_path / "trained") == settings(tmp_path / "fp8")
     manifest = json.loads((tmp_path / "trained" / "ckpt_manifest.json").read_text())
     assert manifest["source"]["quantised"] == {"method": "fp8", "block": [128, 128], "tensors": 14}
-    warning = "config.json has a quantization_config, and the weights are not quantised"
+    warning = "config.json has a quantization_config, but the weights are not quantised"
     assert main([*args, "--overwrite"]) == 0
     assert warning in capsys.readouterr().err
     assert main(["gather", str(tmp_path / "fp8"), str(tmp_path / "as-it-is")]) == 0
