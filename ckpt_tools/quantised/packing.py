@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.quantised.fp8 import as_float32
-from ckpt_tools.quantised.parts import beside, check_shape, refuse, with_ending
+from ckpt_tools.quantised.parts import as_in_model, beside, check_shape, refuse, with_ending
 from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Settings, Tensors
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ WORD = 32
 _PARTS = (".qzeros", ".scales", ".g_idx")
 _OTHERS = (".act_scales", ".w_bf16_to_fp8_scale")
 _NOT_UNDONE = ("is_marlin_format", "rotation", "rotation_config")
-_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
-"""Model types whose layers are transformers' Conv1D: their weights are [in, out]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +101,14 @@ def find_layers(what: str, tensors: Tensors, settings: Settings, parse: Parse, u
         refuse(merged, "data_type", None, "int")
         layer = parse(stem, (weight, zeros, scales), tensors, merged)
         parts = [weight, zeros, scales, *([] if layer.order is None else [layer.order])]
-        is_turned = settings.get("model_type") in _CONV1D
         decode = partial(_decode, layer, unpack)
         fqn = f"{stem}.weight"
-        found.append(Quantised(fqn=fqn, shape=layer.shape, stored=tuple(parts), decode=decode, is_turned=is_turned))
+        found.append(Quantised(fqn=fqn, shape=layer.shape, stored=tuple(parts), decode=decode))
     known = {entry.fqn for one in found for entry in one.stored}
     if strange := [fqn for fqn in tensors if fqn.endswith((*_PARTS, *_OTHERS)) and fqn not in known]:
         what = f"{strange[0]!r} is no part of a weight that ckpt decodes"
         raise UnreadableError(what, hint="without its qweight the checkpoint is not whole")
-    return Found(what=what, tensors=tuple(found))
+    return Found(what=what, tensors=as_in_model(found, settings))
 
 
 def group_size(settings: Settings, num_inputs: int, weight: TensorEntry, scales: TensorEntry) -> int:
