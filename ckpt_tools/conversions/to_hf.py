@@ -59,11 +59,9 @@ class GatherOptions:
     dequantize: Dequantize = False
     quantize: Annotated[
         Literal["fp8"] | None,
-        Option("Quantise the weights of linear layers: 8-bit floats, a scale for each block of 128×128."),
+        Option("Quantise linear layers (fp8: 8-bit floats with one scale per 128×128 block, as in DeepSeek-V3)."),
     ] = None
-    keep_precision: Annotated[
-        Sequence[str], Option("Tensors that --quantize leaves as they are (repeatable).", metavar="GLOB")
-    ] = ()
+    keep_precision: Annotated[Sequence[str], Option("Tensors that --quantize skips (repeatable).", metavar="GLOB")] = ()
     strip_prefix: Annotated[
         str,
         Option(
