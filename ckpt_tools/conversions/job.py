@@ -114,6 +114,8 @@ class Job:
     """FQN in `source` → what changes its elements on their way."""
     recipe: str = ""
     """Identifies what `edits` do, down to the last bit of the result."""
+    made: Mapping[str, object] = field(default_factory=dict)
+    """What the manifest says, beside what the source was, of what was done to it."""
     edit_bytes: int = 0
     """Memory that `edits` need beside the buffers, at most; for the estimate of a dry run."""
     prepare: Callable[[], None] | None = None

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from ckpt_tools.conversions.job import Job
 from ckpt_tools.description.checkpoint import Asset, TensorEntry
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf
+from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.naming import AssetList
 from ckpt_tools.quantised.encoded import SCALE, Encoder, peak_bytes
@@ -20,6 +21,8 @@ from ckpt_tools.text import first_few
 
 KEY = "quantization_config"
 _METHOD = "fp8"
+_PACKED = (_METHOD, "mxfp4", "bitsandbytes", "gptq", "awq")
+"""Methods that store bytes or integers, if only beside the weights; others know states without any."""
 _EXPERTS = re.compile(r"\.experts\.|moe\.\w+\.weight$")
 
 
@@ -76,33 +79,62 @@ def quantised_job(job: Job, *, keep: Sequence[str], max_file_nbytes: int, num_wo
         assets=_with_config(job.assets, chosen),
         names=names,
         apart=(*job.apart, *map(job.opened.resolve, own)),
-        recipe=repr([(entry.fqn, job.names.get(entry.fqn), entry.dtype.name, entry.chunks) for entry in encoded]),
+        recipe=digest_bytes(repr([(e.fqn, job.names.get(e.fqn), e.dtype.name, e.chunks) for e in encoded]).encode()),
+        made={"quantised": {"method": _METHOD, "block": [BLOCK, BLOCK], "tensors": len(encoded)}},
         edit_bytes=peak_bytes(encoded, num_workers),
         notes=[*job.notes, *_notes(chosen, sources, settings)],
         warnings=(*job.warnings, *_warnings(sources)),
     )
 
 
-def _settings_before(job: Job, tensors: Sequence[TensorEntry]) -> Mapping[str, object] | None:
+def warn_of_settings(job: Job) -> None:
+    """Warn where config.json says that weights are quantised, and those that a job writes are not."""
+    settings = _settings_in(job)
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if method not in _PACKED or not all(entry.dtype.is_float for entry in job.target.tensors):
+        return
+    text = (
+        f"{CONFIG_NAME} has a {KEY}, and the weights are not quantised: loaders would take them for quantised ones. "
+        f"Remove it there, or quantise them as well (--quantize fp8)"
+    )
+    job.warnings = (*job.warnings, text)
+
+
+def _settings_in(job: Job) -> object:
+    """Return the `quantization_config` that lies beside the weights; None where there is none."""
+    source = next((source for source, asset in job.assets if asset.file == CONFIG_NAME), None)
+    if source is None:
+        return None
+    try:
+        values = config_in(source).values
+    except UnreadableError:
+        return None  # carried along as it is, which `check_names` says
+    inner = values.get("text_config")
+    return values.get(KEY) or (inner.get(KEY) if isinstance(inner, Mapping) else None)
+
+
+def _settings_before(job: Job, tensors: Sequence[TensorEntry]) -> object:
     """Return the `quantization_config` of a release that the weights were trained from, if there is one.
 
     Raises:
         UsageError: No config, or weights that are still quantised.
+        UnreadableError: The config is not a JSON object.
     """
     source = next((source for source, asset in job.assets if asset.file == CONFIG_NAME), None)
     where = job.opened.source.root
     if source is None:
         what = f"--quantize needs the model's {CONFIG_NAME}, which tells loaders how the weights are quantised"
         raise UsageError(what, where=where, hint="--assets DIR, with the model's config and tokenizer")
-    values = config_in(source).values
-    inner = values.get("text_config")
-    settings = values.get(KEY) or (inner.get(KEY) if isinstance(inner, Mapping) else None)
+    config_in(source)
+    settings = _settings_in(job)
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
-    stored = [e.fqn for e in tensors if e.dtype.name.startswith("F8") or e.fqn.endswith((SCALE, "activation_scale"))]
-    if stored or method not in (None, _METHOD):
-        what = f"{first_few(stored)}: quantised already" if stored else f"{CONFIG_NAME} says {method!r} already"
-        raise UsageError(what, where=where, hint="add --dequantize to decode it first, or leave out --quantize")
-    return settings if isinstance(settings, Mapping) else None
+    if stored := [entry.fqn for entry in tensors if entry.dtype.bits == 8 or entry.fqn.endswith(SCALE)]:
+        what, way_on = f"{first_few(stored)}: quantised already", "add --dequantize to decode it first"
+        raise UsageError(what, where=where, hint=way_on)
+    if method not in (None, _METHOD):
+        way_on = f"--dequantize decodes weights that are; else take {KEY} out of {CONFIG_NAME}"
+        raise UsageError(f"{CONFIG_NAME} says that the weights are quantised: {method!r}", where=where, hint=way_on)
+    return settings
 
 
 def _with_config(assets: AssetList, chosen: Chosen) -> AssetList:
@@ -129,7 +161,7 @@ def _with_config(assets: AssetList, chosen: Chosen) -> AssetList:
     return changed
 
 
-def _notes(chosen: Chosen, tensors: Sequence[TensorEntry], before: Mapping[str, object] | None) -> list[str]:
+def _notes(chosen: Chosen, tensors: Sequence[TensorEntry], before: object) -> list[str]:
     num_elems = sum(entry.num_elems for entry in tensors)
     share = sum(entry.num_elems for entry in tensors if entry.fqn in chosen.weights) / max(1, num_elems)
     what = f"quantised {len(chosen.weights)} tensors, {share:.0%} of the elements, to 8-bit floats (E4M3)"

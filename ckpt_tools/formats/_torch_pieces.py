@@ -197,7 +197,7 @@ def _dtensor(
     sizes, ranks = _mesh_sizes(mesh)
     if coordinate is None or not len(cuts) == len(coordinate) == len(sizes) or any(map(int.__ge__, coordinate, sizes)):
         raise UnreadableError("its mesh, its placements and its rank's place in the mesh do not fit together")
-    offsets, lengths = _cell(shape, sizes, cuts, coordinate)
+    offsets, lengths = cell(shape, sizes, cuts, coordinate)
     chunk = _local(file, state.get("_local_tensor"), _box(offsets, lengths, dtype), dtype)
     rank = mesh.get("_rank")
     return Piece(
@@ -232,7 +232,7 @@ def box_in(piece: Piece, sizes: tuple[int, ...], coordinate: tuple[int, ...]) ->
     """
     match piece.layout:
         case (tuple(own), tuple(cuts)) if len(own) == len(sizes) == len(cuts):
-            return Box(*_cell(piece.shape, sizes, cuts, coordinate))
+            return Box(*cell(piece.shape, sizes, cuts, coordinate))
     raise UnreadableError(f"tensor {piece.fqn!r} is not shared by a mesh of {len(sizes)} dims")
 
 
@@ -247,13 +247,16 @@ def _cut_of(placement: object) -> Cut:
     raise UnreadableError(f"it is placed as {kind or 'something unknown'}, which is not read")
 
 
-def _cell(
+def cell(
     shape: tuple[int, ...], sizes: tuple[int, ...], cuts: tuple[Cut, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and lengths of what a place in a mesh holds, in elements of torch.
 
     Mesh dims cut a tensor dim in their order, except for a strided one, which cuts inside what the next dims of
     `split_factor` ranks together have cut: FSDP cuts inside the tensor-parallel parts.
+
+    Raises:
+        UnreadableError: No such dim, or a factor that the mesh does not have.
     """
     offsets, lengths = [0] * len(shape), list(shape)
     for dim in range(len(shape)):

@@ -115,11 +115,8 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
         what = "files of single ranks without a model's: optimizer or other state"
         return ForeignLayoutError(what, where=path, hint=_verl_hint(files, path))
     if "metadata.pkl" in top:
-        return ForeignLayoutError(
-            "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read",
-            where=path,
-            hint="save with torch.distributed.checkpoint, or export safetensors from the trainer",
-        )
+        what = "metadata.pkl, which torch_checkpointing writes, and no file of rank 0 (ITEM_0.pt) beside it"
+        return ForeignLayoutError(what, where=path, hint="restore the files of all ranks")
     return None
 
 

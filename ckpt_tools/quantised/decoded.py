@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME, DType
+from ckpt_tools.description.flat import flat_boxes
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
@@ -237,7 +238,7 @@ class _Reader:
         self.columns = Bands(self._boxes).columns
 
     def __call__(self, entry: TensorEntry, first: int, count: int) -> Bytes:
-        return self._boxes(entry, *boxes_of_run(entry.shape, first, count))
+        return self._boxes(entry, *flat_boxes(entry.shape, first, first + count))
 
     def _boxes(self, entry: TensorEntry, *boxes: Box) -> Bytes:
         """Return the bytes of boxes, one after the other."""
@@ -253,27 +254,3 @@ class _Reader:
             reader.read_into(entry, box, entry.dtype, content.data[position : position + nbytes])
             position += nbytes
         return content
-
-
-def boxes_of_run(shape: tuple[int, ...], first: int, count: int) -> Iterator[Box]:
-    """Yield the boxes of elements [first, first + count) in row-major order."""
-    if not count:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    inner = prod(shape[1:])
-    row, start = divmod(first, inner)
-    partial_box = partial(_below, row)
-    if start or count < inner:
-        length = min(count, inner - start)
-        yield from map(partial_box, boxes_of_run(shape[1:], start, length))
-        yield from boxes_of_run(shape, first + length, count - length)
-        return
-    rows = count // inner
-    yield Box((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
-    yield from boxes_of_run(shape, first + rows * inner, count - rows * inner)
-
-
-def _below(row: int, box: Box) -> Box:
-    return Box((row, *box.offsets), (1, *box.sizes))

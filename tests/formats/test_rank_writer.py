@@ -225,6 +225,17 @@ def test_what_verl_does_not_make_is_refused(options: dict[str, object], what: st
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("before", "mesh", "what"),
+    [({"fsdp": 2}, "dp_shard=1", "whole tensors"), ({"ddp": 2, "fsdp": 2}, "dp_replicate=1,dp_shard=2", "groups")],
+)
+def test_what_fsdp1_does_not_load_is_refused(before: dict[str, int], mesh: str, what: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", before)
+    (tmp_path / "run/fsdp_config.json").write_text('{"FSDP_version": 1, "world_size": 2}')
+    with pytest.raises(UsageError, match=what):
+        api.reshard(tmp_path / "run", tmp_path / "out", mesh=mesh, trainer="verl")
+
+
 def test_a_mesh_of_other_dims_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "run", {"fsdp": 2})
     with pytest.raises(UnreadableError, match="mesh has other dims"):

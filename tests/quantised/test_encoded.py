@@ -128,6 +128,19 @@ def test_what_is_recorded_of_the_source_is_held_against_it(tmp_path, capsys) -> 
     assert not (tmp_path / "damaged").exists()
 
 
+def test_a_matrix_is_the_same_however_it_is_stored(tmp_path) -> None:
+    weight = randn(384, 512)
+    hub = write(tmp_path / "hub", {WEIGHT: weight})
+    wanted = by_transformers({WEIGHT: weight}, {WEIGHT})
+    mesh = ["--mesh", "dp_shard=5,tp=3", "--set", f"{WEIGHT}=tp:S(1)", "--tp-uneven", "replicate", "-q"]
+    assert main(["shard", str(hub), str(tmp_path / "dcp"), *mesh]) == 0
+    assert quantise(tmp_path / "dcp", tmp_path / "of-ranks") == 0
+    same(read(tmp_path / "of-ranks"), wanted)
+    torch.save({WEIGHT: weight.t().contiguous().t()}, tmp_path / "turned.pth")
+    assert quantise(tmp_path / "turned.pth", tmp_path / "of-turned", "--assets", hub) == 0
+    same(read(tmp_path / "of-turned"), wanted)
+
+
 def test_what_stays_is_named_for_loaders(tmp_path, capsys) -> None:
     layer = "model.layers.0."
     names = {
@@ -214,6 +227,14 @@ def test_weights_trained_from_a_quantised_release_take_its_config(tmp_path, caps
     assert "is replaced" in capsys.readouterr().err
     same(read(tmp_path / "trained"), read(tmp_path / "fp8"))
     assert settings(tmp_path / "trained") == settings(tmp_path / "fp8")
+    manifest = json.loads((tmp_path / "trained" / "ckpt_manifest.json").read_text())
+    assert manifest["source"]["quantised"] == {"method": "fp8", "block": [128, 128], "tensors": 14}
+    warning = "config.json has a quantization_config, and the weights are not quantised"
+    assert main([*args, "--overwrite"]) == 0
+    assert warning in capsys.readouterr().err
+    assert main(["gather", str(tmp_path / "fp8"), str(tmp_path / "as-it-is")]) == 0
+    assert main(["gather", str(tmp_path / "fp8"), str(tmp_path / "plain"), "--dequantize"]) == 0
+    assert warning not in capsys.readouterr().err
 
 
 def test_a_cast_is_of_what_stays_and_the_dry_run_tells_all(tmp_path, capsys) -> None:

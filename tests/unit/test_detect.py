@@ -59,12 +59,12 @@ LAYOUTS = {
     "verl-without-a-model": (("optim_world_size_2_rank_0.pt",), "without a model's", "restore the model's files"),
     "deepspeed-missing-tag": (
         ("latest", "global_step5/mp_rank_00_model_states.pt"),
-        "latest names 'x', which is not here; here is global_step5",
+        "the latest save is 'x', which is not here; here is global_step5",
         "restore it",
     ),
     "deepspeed-two-tags": (
         ("step5/mp_rank_00_model_states.pt", "step7/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        "several of DeepSpeed's saves, and no file latest: step5, step7",
+        "several saves of DeepSpeed's, and no file latest: step5, step7",
         "pass the directory of one",
     ),
     "deepspeed-without-a-model": (
@@ -79,29 +79,29 @@ LAYOUTS = {
     ),
     "deepspeed-pipeline": (
         ("step7/layer_00-model_00-model_states.pt", "step7/mp_rank_00_model_states.pt"),
-        "a save of a pipeline's stages",
+        "a save with tensor parallelism, a pipeline or experts (layer_00-model_00",
         "ds_to_universal.py",
     ),
     "deepspeed-experts": (
         ("step7/layer_0_expert_1_mp_rank_00_model_states.pt", "step7/mp_rank_00_model_states.pt"),
-        "a save of experts",
+        "a save with tensor parallelism, a pipeline or experts (layer_0_expert_1",
         "ds_to_universal.py",
     ),
     "deepspeed-two-saves": (
         ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
         "files of ZeRO's stage 3 and of another",
-        "remove one",
+        "move the files of one away",
     ),
     "deepspeed-two-dtypes": (
         (
             "mp_rank_00_model_states.pt",
             *(f"{kind}zero_pp_rank_0_mp_rank_00_optim_states.pt" for kind in ("", "bf16_")),
         ),
-        "two files of rank 0",
-        "remove one",
+        "two files of one rank",
+        "move the files of one away",
     ),
-    "deepspeed-nothing-left": (("latest", "zero_to_fp32.py"), "latest names 'x'", "restore its directory"),
-    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "torch.distributed.checkpoint"),
+    "deepspeed-nothing-left": (("latest", "zero_to_fp32.py"), "the latest save is 'x'", "restore it"),
+    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "the files of all ranks"),
     "tensor-parallel": (
         ("consolidated.00.pth", "consolidated.01.pth"),
         "nothing says which are meant",
