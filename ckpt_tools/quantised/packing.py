@@ -43,7 +43,7 @@ class Layer:
     bits: int
     num_inputs: int
     group_size: int
-    """Inputs of a group; means nothing beside an order."""
+    """Inputs of a group; 0 where only an order says."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,13 +54,16 @@ class Layer:
         """Return which group each input is of."""
         import numpy as np
 
+        plain = np.arange(self.num_inputs) // (self.group_size or self.num_inputs)
         if self.order is None:
-            return np.arange(self.num_inputs) // self.group_size
+            return plain
         kind = np.int64 if self.order.dtype.name == "I64" else np.int32
         found = read(self.order, 0, self.num_inputs).view(kind)
         num_groups = self.scales.shape[0]
         if strange := [int(group) for group in (found.min(), found.max()) if not 0 <= group < num_groups]:
             raise UnreadableError(f"{self.order.fqn!r} names group {strange[0]}, of {num_groups}")
+        if self.group_size and not np.array_equal(found, plain):  # some readers would not look at it
+            raise UnreadableError(f"{self.order.fqn!r} orders inputs, and config.json says that desc_act is false")
         return found.astype(np.int64)
 
 
@@ -148,8 +151,8 @@ def unpack_bytes(content: Bytes, bits: int) -> F32:
     import numpy as np
 
     *outer, length = content.shape
-    if 8 % bits == 0:
-        return np.take(_numbers(bits), content, axis=0).reshape(*outer, -1)
+    if 8 % bits == 0:  # flat: indices of two dims take ten times as long
+        return np.take(_numbers(bits), content.reshape(-1), axis=0).reshape(*outer, -1)
     each = content.reshape(*outer, length // bits, bits).astype(np.uint32)  # 3 bytes hold 8 numbers of 3 bits
     each <<= np.arange(0, 8 * bits, 8, dtype=np.uint32)
     shifts = np.arange(0, 8 * bits, bits, dtype=np.uint32)

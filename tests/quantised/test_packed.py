@@ -69,6 +69,8 @@ def gathered(hub, out):
         (gptq(g_idx=None), GPTQ | {"group_size": 0}, "group_size 0"),
         (gptq(g_idx=torch.full((64,), 2, dtype=torch.int32)), GPTQ, "'a.g_idx' names group 2, of 2"),
         (gptq(g_idx=torch.full((64,), -1, dtype=torch.int32)), GPTQ, "'a.g_idx' names group -1, of 2"),
+        (gptq(g_idx=torch.zeros(64, dtype=torch.int32)), GPTQ, "'a.g_idx' orders inputs, and config.json says"),
+        (gptq(), GPTQ | {"group_size": 64}, "'a.scales' is [2, 32], 'a.qweight' of [8, 32] needs [1, 32]"),
         (gptq(g_idx=torch.zeros(63, dtype=torch.int32)), GPTQ | {"bits": 8}, "not a weight in 8 bits"),
         (gptq(g_idx=torch.zeros(64)), GPTQ, "'a.g_idx' is F32 [64]"),
         (gptq(qweight=ints(8, 32).float()), GPTQ, "'a.qweight' is F32 [8, 32], not a matrix of I32"),
@@ -157,6 +159,6 @@ def test_layers_of_gpt2_are_the_other_way_around(tmp_path):
 
 
 def test_bits_may_differ_by_layer(tmp_path):
-    own = GPTQ | {"dynamic": {"+:.*a": {"bits": 8}}}
+    own = GPTQ | {"group_size": 64, "dynamic": {"+:.*a": {"bits": 8, "group_size": 32}}}
     found = gathered(write(tmp_path / "hub", gptq(bits=8), own), tmp_path / "out")
     assert found.abs().max() > 16
