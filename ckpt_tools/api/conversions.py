@@ -11,6 +11,7 @@ from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.find import model_in
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
+from ckpt_tools.conversions.to_fp8 import quantised_job
 from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gathering_job, model_beside
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
 from ckpt_tools.conversions.to_ranks import is_of_verl, ranks_job
@@ -159,9 +160,9 @@ def _check_serialization(options: ConvertOptions, *, use_dtensor: bool = False) 
     if options.serialization == "torch":
         return
     if use_dtensor:
-        raise UsageError("--engine dtensor writes --serialization torch alone", hint="use --engine stream")
+        raise UsageError("--engine dtensor writes only --serialization torch", hint="use --engine stream")
     if options.trainer not in (None, "plain"):
-        what = f"--for {options.trainer}: it loads what --serialization torch writes, not safetensors"
+        what = f"--for {options.trainer} writes what it loads, and that is not --serialization safetensors"
         raise UsageError(what, hint="leave out one; --for plain is for scripts of your own")
 
 
@@ -199,7 +200,25 @@ def gather(options: GatherOptions) -> Conversion:
         originals = filter(None, (opened, reference, model))
         is_selection = bool(options.include or options.exclude)
         check_names(job, originals, allow_foreign=options.allow_foreign_names, is_selection=is_selection)
-        return _run(job, options)
+        return _run(_quantised(job, options), options)
+
+
+def _quantised(job: Job, options: GatherOptions) -> Job:
+    """Return the job as it is, or the one that `--quantize` asks for."""
+    if options.quantize is None:
+        if options.keep_precision:
+            raise UsageError("--keep-precision says what --quantize leaves as it is", hint="add --quantize fp8")
+        return job
+    if options.to != "safetensors":
+        raise UsageError(f"--quantize writes safetensors, and --to {options.to} is given", hint="leave out --to")
+    if options.like is not None:
+        raise UsageError("--like decides on dtypes by itself", hint="--assets REF takes its config and tokenizer alone")
+    return quantised_job(
+        job,
+        keep=options.keep_precision,
+        max_file_nbytes=options.max_file_nbytes,
+        num_workers=_num_workers(options),
+    )
 
 
 def _plain(opened: Opened, options: ShardingOptions | GatherOptions) -> Opened:
@@ -214,6 +233,10 @@ def _plain(opened: Opened, options: ShardingOptions | GatherOptions) -> Opened:
 
 def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
     job.overwrite = options.overwrite
-    job.num_workers = options.num_workers or default_num_workers()
+    job.num_workers = _num_workers(options)
     job.progress = options.progress
     return run(job, dry_run=options.dry_run)
+
+
+def _num_workers(options: ConvertOptions | GatherOptions) -> int:
+    return options.num_workers or default_num_workers()

@@ -15,7 +15,7 @@ from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors, torch_directory
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, PICKLES, is_hf_asset, is_weights
+from ckpt_tools.formats.file_names import PICKLES, is_hf_asset, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
@@ -57,6 +57,13 @@ class GatherOptions:
     max_shard_size: MaxShardSize = None
     dtype: DTypeName = "keep"
     dequantize: Dequantize = False
+    quantize: Annotated[
+        Literal["fp8"] | None,
+        Option("Quantise the weights of linear layers: 8-bit floats, a scale for each block of 128×128."),
+    ] = None
+    keep_precision: Annotated[
+        Sequence[str], Option("Tensors that --quantize leaves as they are (repeatable).", metavar="GLOB")
+    ] = ()
     strip_prefix: Annotated[
         str,
         Option(
@@ -87,6 +94,11 @@ class GatherOptions:
         Option("What to write: model.safetensors, or pytorch_model.bin as torch.save does."),
     ] = "safetensors"
     progress: Progress = None
+
+    @property
+    def max_file_nbytes(self) -> int:
+        """Largest file, where nothing else says how to split."""
+        return parse_size(self.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
 
 
 def gathering_job(
@@ -138,20 +150,19 @@ def gathering_job(
         notes.append(named.note)
     source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
     target = cast_target(source, dtype)
-    max_file_nbytes = parse_size(options.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
     heads: dict[str, bytes]
     seals: dict[str, Seal] = {}
     if options.to == "torch":
-        files = hf.arrange(target.tensors, max_file_nbytes=max_file_nbytes, stem="pytorch_model", suffix=".bin")
+        name, largest = torch_directory.STEM, options.max_file_nbytes
+        files = hf.arrange(target.tensors, max_file_nbytes=largest, stem=name, suffix=".bin")
         placed, frames = torch_directory.place(files)
         heads = {name: frame.before for name, frame in frames.items()}
         seals = {name: frame.seal for name, frame in frames.items()}
-        index_name = "pytorch_model" + torch_directory.INDEX_SUFFIX
+        documents = hf.documents(files, name + torch_directory.INDEX_SUFFIX)
     else:
-        files = hf.arrange(target.tensors, max_file_nbytes=max_file_nbytes)
+        files = hf.arrange(target.tensors, max_file_nbytes=options.max_file_nbytes)
         placed, heads = hf.place(files)
-        index_name = "model" + INDEX_SUFFIX
-    documents = {index_name: hf.build_index(files)} if len(files) > 1 else {}
+        documents = hf.documents(files)
     return Job(
         opened=opened,
         source=source,

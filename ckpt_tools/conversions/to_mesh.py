@@ -41,7 +41,7 @@ class ShardingOptions(MeshOptions):
     prefix: Annotated[str, Option("Prefix for every name, e.g. model.", metavar="PFX")] = ""
     serialization: Annotated[
         Literal["torch", "safetensors"],
-        Option("torch: what dcp.load reads; safetensors: tensors alone, which its HuggingFaceStorageReader reads."),
+        Option("torch: items that dcp.load reads; safetensors: only tensors, for torch's HuggingFaceStorageReader."),
     ] = "torch"
     include: Include = ()
     exclude: Exclude = ()

@@ -69,7 +69,7 @@ ALLOWED_GLOBALS = frozenset(
         *(_DCP + name for name in _DCP_CLASSES),
         *(_OLD + name for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
         *(_STORAGE_INFO, _LAYOUT, "torch.Size"),
-        # Megatron keeps the plans of all ranks beside what torch does, to compare the next save with; nobody reads them.
+        # Megatron keeps the plans of all ranks, too, to compare the next save with; nobody reads them.
         *(_PLANNER + name for name in _PLANNER_CLASSES),
         *("torch.distributed.checkpoint.filesystem._StoragePrefix", _MCORE_METADATA, f"{_MCORE}MCoreSavePlan"),
         # Types that cannot be converted may be named too, so that the message can name their tensor.

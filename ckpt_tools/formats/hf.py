@@ -53,6 +53,11 @@ def build_index(files: Mapping[str, Sequence[TensorEntry]]) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
+def documents(files: Mapping[str, Sequence[TensorEntry]], name: str = "model" + INDEX_SUFFIX) -> dict[str, bytes]:
+    """Return what there must be beside these files: the index of several, called `name`."""
+    return {name: build_index(files)} if len(files) > 1 else {}
+
+
 def describe(root: str, files: Sequence[File], index: Mapping[str, str] | None) -> Checkpoint:
     """Describe whole-tensor files; with an index, hold it against the headers.
 

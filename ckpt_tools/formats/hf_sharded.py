@@ -64,7 +64,7 @@ def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
             other = boxes.setdefault(chunk.box, chunk)
             if other is not chunk and chunk.span.nbytes:  # its writer stores a part once, whoever else has it
                 raise UnreadableError(
-                    f"tensor {fqn!r}: the part at {list(offsets)} is in two files, which are of different saves",
+                    f"tensor {fqn!r}: the part at {list(offsets)} is in two files of different saves",
                     where=f"{other.span.file}, {chunk.span.file}",
                     hint="remove the files of the older save; `ls -l` tells them apart",
                 )

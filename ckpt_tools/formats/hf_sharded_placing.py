@@ -45,9 +45,9 @@ def place_sharded(
     Raises:
         UsageError: Something that safetensors cannot hold, or that torch's reader could not load.
     """
-    if blobs:
+    if names := [blob.fqn for blob in blobs]:
         raise UsageError(
-            f"safetensors holds tensors alone, and {len(blobs)} items are none: {first_few([b.fqn for b in blobs])}",
+            f"safetensors holds only tensors; the source has {len(blobs)} other items: {first_few(names)}",
             hint="--serialization torch carries them; --for plain writes the model alone",
         )
     parts: dict[int, list[tuple[Box, TensorEntry]]] = {}  # what each rank's file holds, as tensors of their own
@@ -84,7 +84,7 @@ def notes_on_loading(tensors: Sequence[TensorEntry], destination: str) -> list[s
     odd = [entry.fqn for entry in tensors if not entry.shape or entry.dtype.name.startswith(_NOT_FLOAT)]
     if odd:
         notes.append(
-            "torch's consolidate_safetensors_files writes 0 for scalars and takes floating-point tensors alone; "
-            f"ckpt gather gives every value back: {first_few(odd)}"
+            "torch's consolidate_safetensors_files does not restore scalars, integers, booleans and complex numbers; "
+            f"ckpt gather does: {first_few(odd)}"
         )
     return notes

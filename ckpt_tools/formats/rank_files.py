@@ -28,6 +28,7 @@ from ckpt_tools.formats.rank_optimizer import read_optimizer
 from ckpt_tools.formats.steps import ROLES, Part, Step
 from ckpt_tools.formats.torch_save import list_tied, list_unread, read_state
 from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.virtual import VirtualSource
 from ckpt_tools.text import first_few
 
 _MODEL_FILES = (
@@ -99,7 +100,7 @@ class RankFiles(Format):
                 assets=tuple(Asset(file=name, nbytes=files[home + name]) for name in assets),
                 files=own,
             ),
-            source=source,
+            source=VirtualSource(source, optimizer.virtual) if optimizer.virtual else source,
             manifest=manifest if manifest is not None and manifest.format == self.name else None,
             asset_source=Source(os.path.join(source.root, home)) if home and assets else None,
             step=_step(found, files) if ranks.directory else None,

@@ -21,6 +21,7 @@ from ckpt_tools.formats._torch_pieces import show_path
 from ckpt_tools.formats._torch_state import State, describe_state
 from ckpt_tools.formats.torch_value import build_value
 from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.virtual import VirtualFile
 
 ROOT = "optimizer"
 """Key of it in what ckpt writes and loads."""
@@ -38,7 +39,9 @@ class RankOptimizer:
     """Size of every file that its tensors and options lie in."""
     tensors: tuple[TensorEntry, ...] = ()
     blobs: tuple[BlobEntry, ...] = ()
-    """Options of its groups; their bytes are what `Source.hold` has under the name of their file."""
+    """Options of its groups, in a file that nobody has written."""
+    virtual: Mapping[str, VirtualFile] = field(default_factory=dict)
+    """That file."""
     sums: tuple[tuple[ByteSpan, int], ...] = ()
     notes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -93,13 +96,14 @@ def read_optimizer(
         return RankOptimizer(broken=error)
     out = {raw: keys for raw, (keys, _) in leaves[leader].items()}
     tensors = tuple(replace(entry, fqn=show_path(out[entry.path]), path=out[entry.path]) for entry in stored)
-    blobs = tuple(hold_values(source, own[leader], values[leader]))
+    blobs, virtual = items_of(f"{own[leader]}#values", values[leader])
     return RankOptimizer(
-        files={name: source.size(name) for name in (*own.values(), *(blob.span.file for blob in blobs))}
+        files={name: source.size(name) for name in own.values()} | {name: each.nbytes for name, each in virtual.items()}
         if tensors or blobs
         else {},
         tensors=tensors,
         blobs=blobs,
+        virtual=virtual,
         sums=tuple(each for file in read.values() for each in file.sums),
         notes=("the optimizer's parameters are numbered: taken in the model's order, into which they fit in one way",)
         if named
@@ -218,13 +222,13 @@ def _is_plain(value: object) -> bool:
     return not isinstance(value, Record | GlobalName)
 
 
-def hold_values(source: Source, file: str, values: Mapping[KeyPath, object]) -> Iterator[BlobEntry]:
-    """Let values be read as items, one behind the other."""
-    held = f"{file}#values"
+def items_of(file: str, values: Mapping[KeyPath, object]) -> tuple[tuple[BlobEntry, ...], dict[str, VirtualFile]]:
+    """Return values as items, one behind the other, and the file that has them."""
     content = bytearray()
+    blobs = []
     for keys, value in values.items():
         item = build_value(value)
-        span = ByteSpan(file=held, offset=len(content), nbytes=len(item))
-        yield BlobEntry(fqn=show_path(keys), span=span, path=keys)
+        span = ByteSpan(file=file, offset=len(content), nbytes=len(item))
+        blobs.append(BlobEntry(fqn=show_path(keys), span=span, path=keys))
         content += item
-    source.hold(held, bytes(content))
+    return tuple(blobs), {file: VirtualFile.of(bytes(content))} if blobs else {}

@@ -31,10 +31,11 @@ from ckpt_tools.formats.file_names import is_hf_asset
 from ckpt_tools.formats.format import Format, Opened, Reader, read_document
 from ckpt_tools.formats.inert_pickle import parse_pickle
 from ckpt_tools.formats.manifest import Manifest
-from ckpt_tools.formats.rank_optimizer import hold_values, leaves_of, plain_values
+from ckpt_tools.formats.rank_optimizer import items_of, leaves_of, plain_values
 from ckpt_tools.formats.safetensors import read_file
 from ckpt_tools.formats.torch_save import list_tied
 from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
 _METADATA = "metadata.pkl"
@@ -109,6 +110,7 @@ class TorchCheckpointing(Format):
         unread: list[str] = []
         sums: list[tuple[ByteSpan, int]] = []
         used = {_METADATA: files[_METADATA]}
+        virtual: dict[str, VirtualFile] = {}
         for item in items.values():
             used |= {name: files[name] for name, _ in item.files.values() if name in files}
             kinds = {kind for _, kind in item.files.values()}
@@ -128,9 +130,9 @@ class TorchCheckpointing(Format):
             if len(set(map(repr, values))) > 1:
                 unread.append(f"values of item {item.key!r}, of which every rank has its own")
             elif values[0]:
-                held = tuple(hold_values(source, item.files[min(states)][0], values[0]))
+                held, file = items_of(f"{item.key}#values", values[0])
                 blobs += held
-                used |= {blob.span.file: source.size(blob.span.file) for blob in held}
+                virtual |= file
         rest = [name for name in files if name not in used]
         assets = [name for name in rest if "/" not in name and is_hf_asset(name)]
         others = dict.fromkeys(re.sub(r"\d+", "*", name) for name in rest if name not in assets)
@@ -143,9 +145,9 @@ class TorchCheckpointing(Format):
                 tensors=tuple(tensors),
                 blobs=tuple(blobs),
                 assets=tuple(Asset(file=name, nbytes=files[name]) for name in assets),
-                files=used,
+                files=used | {name: file.nbytes for name, file in virtual.items()},
             ),
-            source=source,
+            source=VirtualSource(source, virtual) if virtual else source,
             unread=tuple(unread),
             notes=list_tied(tensors),
             sums=tuple(sums),

@@ -27,7 +27,9 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
 INDEX_SUFFIX = ".bin.index.json"
-_NAMES = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp", "adapter_model")
+STEM = "pytorch_model"
+"""Of the names of the files that transformers looks for."""
+_NAMES = (STEM, "diffusion_pytorch_model", "pytorch_model_fsdp", "adapter_model")
 """Of the files of one model, in the order in which they are looked for."""
 
 

@@ -74,6 +74,6 @@ def _notes(opened: Opened) -> Iterator[str]:
     buckets = sum(_BUCKETS.match(entry.fqn) is not None for entry in opened.checkpoint.tensors)
     if buckets:
         yield (
-            f"{buckets} tensors of optimizer state are Megatron's buckets, in which no parameter has a name or a shape: "
-            "they are kept as they are"
+            f"{buckets} tensors of optimizer state are Megatron's buckets, in which no parameter has a name or a "
+            "shape: they are kept as they are"
         )

@@ -26,7 +26,7 @@ from ckpt_tools.moving.boxes import BytesReader
 from ckpt_tools.quantised.bands import Bands
 from ckpt_tools.quantised.scheme import Found, Quantised
 from ckpt_tools.quantised.table import SCHEMES, find_scheme
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
     if twice := sorted(plain & {one.fqn for one in found.tensors}):
         raise UsageError(f"{first_few(twice)}: there quantised and as it is")
     restated = _restated(config, floats)
-    source = DecodedSource(opened, found.tensors, floats, {CONFIG_NAME: restated})
+    decoder = _Decoder(opened, floats)
+    files = {_PREFIX + one.fqn: decoder.file(one) for one in found.tensors} | {CONFIG_NAME: VirtualFile.of(restated)}
     assets = [
         Asset(file=asset.file, nbytes=len(restated)) if asset.file == CONFIG_NAME else asset
         for asset in checkpoint.assets
@@ -89,7 +90,7 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
     return replace(
         opened,
         checkpoint=replace(checkpoint, tensors=tuple(tensors), assets=tuple(assets)),
-        source=source,
+        source=VirtualSource(opened.source, files),
         manifest=None,
         origin=None,
         notes=(*opened.notes, what),
@@ -170,32 +171,18 @@ def _without_key(config: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-class DecodedSource(Source):
-    """The files of a checkpoint, and one for each quantised tensor; shares everything else with the source it is of."""
+class _Decoder:
+    """Decodes tensors, and keeps what is read in another order than it is decoded in; from any thread."""
 
-    def __init__(
-        self, opened: Opened, tensors: tuple[Quantised, ...], floats: DType, documents: Mapping[str, bytes]
-    ) -> None:
-        self.__dict__.update(opened.source.__dict__)  # descriptors, identities: whoever closes this closes that
+    def __init__(self, opened: Opened, floats: DType) -> None:
         self._read = _Reader(opened)
         self._floats = floats
-        self._tensors = {_PREFIX + one.fqn: one for one in tensors}
-        self._documents = {**self._documents, **documents}
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
-    def size(self, file: str) -> int:
-        """Return the size of a file, or what that of a decoded one would be."""
-        if file in self._tensors:
-            return self._floats.num_bytes(prod(self._tensors[file].shape))
-        return super().size(file)
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`; decodes what is no file."""
-        if file in self._tensors:
-            self._decode_into(self._tensors[file], offset, buffer)
-        else:
-            super().read_into(file, offset, buffer)
+    def file(self, one: Quantised) -> VirtualFile:
+        """Return the file of one tensor."""
+        return VirtualFile(self._floats.num_bytes(prod(one.shape)), partial(self._decode_into, one))
 
     def _decode_into(self, one: Quantised, offset: int, buffer: memoryview) -> None:
         """Decode bytes; of a matrix that is read by its columns, which means in short runs, all of it at once."""

@@ -95,7 +95,7 @@ def find_layers(what: str, tensors: Tensors, settings: Settings, parse: Parse, u
     for stem, weight in with_ending(tensors, ".qweight"):
         zeros, scales = (beside(tensors, stem + part, of=weight.fqn) for part in _PARTS[:2])
         for entry, kinds in ((weight, ("I32",)), (zeros, ("I32",)), (scales, ("F16", "BF16", "F32"))):
-            if entry.dtype.name not in kinds or len(entry.shape) != 2:
+            if entry.dtype.name not in kinds or len(entry.shape) != 2 or not entry.num_elems:
                 shown = f"{entry.fqn!r} is {entry.dtype.name} {list(entry.shape)}"
                 raise UnreadableError(f"{shown}, not a matrix of {' or '.join(kinds)}")
         own = extra.get(stem) if isinstance(extra, Mapping) else None

@@ -106,7 +106,6 @@ class Source:
         self._real_root = os.path.realpath(root)
         self._blobs = _hub_cache_blobs(self._real_root)
         self._identities: dict[str, _Identity] = {}
-        self._documents: dict[str, bytes] = {}
         self._descriptors = Descriptors(self.open)
         self._directories: dict[str, int] = {}
         if beneath.is_available():
@@ -208,8 +207,6 @@ class Source:
 
     def size(self, file: str) -> int:
         """Return the size of `file` in bytes."""
-        if file in self._documents:
-            return len(self._documents[file])
         if file not in self._identities:
             with self._descriptors.use(file):
                 pass
@@ -231,9 +228,6 @@ class Source:
             UnreadableError: The file ends before.
             CkptError: The system cannot read it.
         """
-        if file in self._documents:
-            buffer[:] = self._documents[file][offset : offset + len(buffer)]
-            return
         with self._descriptors.use(file) as descriptor:
             position, remaining = offset, buffer
             while remaining:
@@ -245,10 +239,6 @@ class Source:
                     raise self._short(file, offset, len(buffer))
                 position += count
                 remaining = remaining[count:]
-
-    def hold(self, file: str, content: bytes) -> None:
-        """Let `content`, which was made of what files hold, be read as a file of its own; no other has this name."""
-        self._documents[file] = content
 
     def identities(self) -> dict[str, dict[str, int]]:
         """Return size, modification time and inode of every file that was opened."""

@@ -189,7 +189,7 @@ def test_items_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
     with without_ranks():
         dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     options = {"mesh": "dp_shard=2", "serialization": "safetensors"}
-    with pytest.raises(UsageError, match=r"safetensors holds tensors alone.*epoch\.n"):
+    with pytest.raises(UsageError, match=r"safetensors holds only tensors.*epoch\.n"):
         api.reshard(tmp_path / "dcp", tmp_path / "run", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
     api.reshard(tmp_path / "dcp", tmp_path / "run", exclude=["epoch.**"], **options)  # tensors are tensors
@@ -201,9 +201,9 @@ def test_items_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--for", "torchtitan"], "--for torchtitan: it loads"),
-        (["--for", "accelerate"], "--for accelerate: it loads"),
-        (["--engine", "dtensor"], "--engine dtensor writes --serialization torch alone"),
+        (["--for", "torchtitan"], "--for torchtitan writes what it loads"),
+        (["--for", "accelerate"], "--for accelerate writes what it loads"),
+        (["--engine", "dtensor"], "--engine dtensor writes only --serialization torch"),
     ],
 )
 def test_option_that_means_items_is_refused(tmp_path: Path, capsys, options: list[str], what: str) -> None:
@@ -268,7 +268,7 @@ def test_files_of_two_saves_that_have_the_same_part_are_refused(tmp_path: Path) 
         dcp.save({"w": torch.zeros(4, 2)}, storage_writer=writer, no_dist=True)
     older = run / "shard-00002-model-00001-of-00001.safetensors"
     shutil.copy(run / "shard-00001-model-00001-of-00001.safetensors", older)
-    with pytest.raises(UnreadableError, match="is in two files, which are of different saves"):
+    with pytest.raises(UnreadableError, match="is in two files of different saves"):
         api.verify(run)
     older.unlink()
     assert api.verify(run).ok

@@ -53,9 +53,8 @@ def reduced(weight: torch.Tensor, arguments: dict[str, object]) -> tuple[torch.T
     return (low.reshape(1), high.reshape(1)) if low.numel() == 1 else (low, high)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
-def test_weights_are_what_the_library_decompresses(tmp_path, case, dtype):
+def compressed(case: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, object]]:
+    """A weight as the library stores it, what it decompresses to, and the config."""
     form, arguments = CASES[case]
     own = quantization.QuantizationArgs(**arguments)
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=own)
@@ -68,12 +67,19 @@ def test_weights_are_what_the_library_decompresses(tmp_path, case, dtype):
     compressor = BaseCompressor.get_value_from_registry(form)
     stored = compressor.compress(given, scheme)
     wanted = compressor.decompress(stored, scheme)["weight"]
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    tensors = {f"a.{name}": tensor.contiguous() for name, tensor in stored.items()} | {"a.bias": torch.ones(2)}
-    save_file(tensors, hub / "model.safetensors")
     settings = {"quant_method": "compressed-tensors", "format": form}
     settings["config_groups"] = {"group_0": json.loads(scheme.model_dump_json())}
+    return {name: tensor.contiguous() for name, tensor in stored.items()}, wanted, settings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_what_the_library_decompresses(tmp_path, case, dtype):
+    stored, wanted, settings = compressed(case, dtype)
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    tensors = {f"a.{name}": tensor for name, tensor in stored.items()} | {"a.bias": torch.ones(2)}
+    save_file(tensors, hub / "model.safetensors")
     (hub / "config.json").write_text(json.dumps({"quantization_config": settings}))
     name = {torch.float32: "f32", torch.bfloat16: "bf16"}[wanted.dtype]
     assert main(["gather", str(hub), str(tmp_path / "out"), "--dequantize", "--dtype", name, "-q"]) == 0

@@ -109,13 +109,22 @@ def test_bits_differ_by_layer_where_the_config_says_so(tmp_path):
     assert torch.equal(found["a.weight"], wanted)
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "GEMM", "zero_point": True}
+
+
+def awq(num_inputs, num_outputs, group):
+    """A layer as AutoAWQ packs it, and what it decodes to."""
+    made = torch.Generator().manual_seed(5)
+    rows = (num_inputs, num_inputs // group)
+    numbers, zeros = (torch.randint(0, 16, (count, num_outputs), generator=made) for count in rows)
+    scales = (torch.rand(rows[1], num_outputs, generator=made) * 0.01).half()
+    qweight, qzeros = pack_awq(numbers, zeros, 4)
+    wanted = dequantize_gemm(qweight, qzeros, scales, 4, group).T
+    return {"a.qweight": qweight, "a.qzeros": qzeros, "a.scales": scales}, wanted
+
+
 @pytest.mark.parametrize("group", [32, -1])
 def test_awq_is_what_the_library_computes_with(tmp_path, group):
-    made = torch.Generator().manual_seed(5)
-    size = IN if group == -1 else group
-    numbers, zeros = (torch.randint(0, 16, (rows, OUT), generator=made) for rows in (IN, IN // size))
-    scales = (torch.rand(IN // size, OUT, generator=made) * 0.01).half()
-    qweight, qzeros = pack_awq(numbers, zeros, 4)
-    own = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "GEMM", "zero_point": True}
-    found = gathered(tmp_path / "hub", {"a.qweight": qweight, "a.qzeros": qzeros, "a.scales": scales}, own)
-    assert torch.equal(found["a.weight"], dequantize_gemm(qweight, qzeros, scales, 4, size).T)
+    stored, wanted = awq(IN, OUT, IN if group == -1 else group)
+    found = gathered(tmp_path / "hub", stored, AWQ | {"group_size": group})
+    assert torch.equal(found["a.weight"], wanted)

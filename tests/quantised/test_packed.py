@@ -70,6 +70,11 @@ def write(directory, tensors, settings, name="config.json"):
         (gptq(g_idx=torch.zeros(64)), GPTQ, "'a.g_idx' is F32 [64]"),
         (gptq(qweight=ints(8, 32).float()), GPTQ, "'a.qweight' is F32 [8, 32], not a matrix of I32"),
         (gptq(qweight=ints(2, 8, 32)), GPTQ, "'a.qweight' is I32 [2, 8, 32], not a matrix"),
+        (
+            gptq(qzeros=ints(0, 4), scales=torch.ones(0, 32).half()),
+            GPTQ,
+            "'a.qzeros' is I32 [0, 4], not a matrix of I32",
+        ),
         (gptq(qweight=ints(7, 32)), GPTQ, "not a weight in 4 bits"),
         (gptq(qzeros=ints(2, 3)), GPTQ, "not a weight in 4 bits"),
         (gptq(bits=8), GPTQ, "not a weight in 4 bits"),
