@@ -125,10 +125,12 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
     if len(model.tensors) < len(checkpoint.tensors) or checkpoint.blobs:
         others = {e.fqn for e in checkpoint.tensors} | {blob.fqn for blob in checkpoint.blobs}
         others -= set(names.values())
+        roots = {name.partition(".")[0] for name in others}
+        chosen = f"--exclude '{min(roots)}.**'" if len(roots) == 1 else "--include 'model.**'"
         raise UsageError(
             f"only a model's weights can be named again, and the source also holds {first_few(sorted(others), 3)}",
             where=opened.source.root,
-            hint="choose the weights (--include 'model.**'); for the whole state, keep its names",
+            hint=f"choose the weights ({chosen}); for the whole state, keep its names",
         )
     assets = opened.assets
     origin = opened.origin
