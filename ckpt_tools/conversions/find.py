@@ -202,8 +202,8 @@ def differences(named: Named, opened: Opened, assets: AssetList) -> tuple[str, .
     Raises:
         UsageError: The tensors are not what the names say.
     """
-    claim = claim_of(assets)
-    if claim is None or not named.apart:
+    claim = claim_of(assets) if named.apart else None
+    if claim is None:
         return ()
     beside = next((source for source, asset in opened.assets if asset.file == _RUN_CONFIG), None)
     if opened.settings or beside is None or not opened.format.keeps_order:
