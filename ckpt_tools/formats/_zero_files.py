@@ -6,12 +6,10 @@ Source: deepspeed 0.19.8 `runtime/engine.py` (`save_checkpoint`), `checkpoint/ds
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, KeyPath, TensorEntry
-from ckpt_tools.description.layout import Box
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, KeyPath, TensorEntry
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._torch_file import TorchFile, read_torch_file
 from ckpt_tools.formats._torch_pieces import Piece
@@ -172,7 +170,6 @@ def open_save(
         ("files beside the save", [name for name in top if name not in assets]),
         ("other saves", [each.rstrip("/") for each in list_saves(files) if each != save.directory]),
     ]
-    numbers = source.numbers if isinstance(source, WithNumbers) else {}
     if sum(entry.nbytes for entry in tensors) > MAX_SHARED * sum(files[name] for name in save.names):
         raise LimitError(f"tensors of {MAX_SHARED} times as many bytes as are stored", where=source.root)
     return Opened(
@@ -182,36 +179,10 @@ def open_save(
             format=kind.name,
             tensors=tuple(tensors),
             assets=tuple(Asset(file=name, nbytes=files[name]) for name in assets),
-            files={name: files[name] for name in save.names} | {name: len(each) for name, each in numbers.items()},
+            files={name: files[name] for name in save.names},
         ),
         source=source,
         notes=(*notes, *list_tied(tensors)),
         unread=(*unread, *(f"{what}: {first_few(names, 6)}" for what, names in said if names)),
         sums=tuple(each for file in read for each in file.sums),
     )
-
-
-class WithNumbers(Source):
-    """The files of a save, and one with numbers of the optimizer's, which lie in pickles; shares the rest with it."""
-
-    def __init__(self, source: Source) -> None:
-        self.__dict__.update(source.__dict__)  # descriptors, identities: whoever closes this closes that
-        self.numbers: dict[str, bytearray] = {}
-
-    def add(self, file: str, content: bytes) -> Chunk:
-        """Return where a number lies from now on."""
-        held = self.numbers.setdefault(file, bytearray())
-        held += content
-        span = ByteSpan(file=file, offset=len(held) - len(content), nbytes=len(content))
-        return Chunk(box=Box((), ()), span=span, crc32=zlib.crc32(content))
-
-    def size(self, file: str) -> int:
-        """Return the size of a file."""
-        return len(self.numbers[file]) if file in self.numbers else super().size(file)
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`."""
-        if file in self.numbers:
-            buffer[:] = self.numbers[file][offset : offset + len(buffer)]
-        else:
-            super().read_into(file, offset, buffer)

@@ -77,6 +77,8 @@ class Rank:
     """Name of a state of the optimizer's → group → vector, in which elements lie as in that of the weights."""
     numbers: dict[str, dict[Hashable, object]] = field(default_factory=dict)
     """Name of a state → group → one number for all of the group, or where it lies."""
+    options: list[dict[object, object]] = field(default_factory=list)
+    """Of every group of the optimizer's; `params` are the numbers of its vectors."""
     rest: list[str] = field(default_factory=list)
     """States that are neither."""
 
@@ -118,19 +120,17 @@ def read_rank(file: TorchFile) -> Rank:
         found.masters[group] = flat
     if not _is_shuffled(content.get("ds_config")):
         found.addresses = [_addresses(each, file) for each in _list(state.get("param_slice_mappings"))]
-    found.paddings = [
-        [n for n in _list(each) if type(n) is int] for each in _list(state.get("param_alignment_paddings"))
-    ]
+    found.paddings = [integers(each) for each in _list(state.get("param_alignment_paddings"))]
     base = state.get("base_optimizer_state" if stage < 3 else "optimizer_state_dict")
     groups = base.get("state") if isinstance(base, dict) else dict(enumerate(_list(base)))  # a list: elastic
     for group, states in groups.items() if isinstance(groups, dict) else ():
         for key, value in states.items() if isinstance(states, dict) and group in found.masters else ():
             found.add_state(file, group, key if type(key) is str else "?", value)
-    for group, options in enumerate(_list(base.get("param_groups")) if isinstance(base, dict) else []):
-        if isinstance(options, dict) and type(options.get("step")) is int:  # FusedAdam's, of older releases
-            for member in _list(options.get("params")) if stage == 3 else [group]:
-                if type(member) is int:
-                    found.numbers.setdefault("step", {}).setdefault(member, options["step"])
+    options = _list(base.get("param_groups")) if isinstance(base, dict) else []
+    found.options = [each for each in options if isinstance(each, dict)]
+    for each in found.options:
+        for member in integers(each.get("params")) if "step" in each else ():  # FusedAdam's, of older releases
+            found.numbers.setdefault("step", {}).setdefault(member, each["step"])
     return found
 
 
@@ -142,6 +142,11 @@ def _is_shuffled(config: object) -> bool:
 
 def _list(value: object) -> list[object]:
     return list(value) if isinstance(value, list | tuple) else []
+
+
+def integers(value: object) -> list[int]:
+    """Return the integers in a list."""
+    return [each for each in _list(value) if type(each) is int]
 
 
 def read_flat(file: TorchFile, value: object) -> Flat | None:

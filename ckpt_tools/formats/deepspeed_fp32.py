@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.description.checkpoint import TensorEntry, fqn_problem
+from ckpt_tools.description.checkpoint import ByteSpan, Chunk, KeyPath, TensorEntry, fqn_problem
 from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_file import TorchFile, read_torch_file
 from ckpt_tools.formats._zero_files import (
     ALL_RANKS,
     MERGE,
     Save,
-    WithNumbers,
     content_of,
     find_save,
     open_save,
@@ -32,20 +33,25 @@ from ckpt_tools.formats._zero_flat import (
     Flats,
     Rank,
     Run,
+    Shapes,
     build_entry,
     find_runs,
+    integers,
     read_flat,
     read_rank,
     read_shapes,
 )
 from ckpt_tools.formats.format import Format, Opened
 from ckpt_tools.formats.manifest import Manifest
+from ckpt_tools.formats.rank_optimizer import ROOT, build_items
 from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
 _F32 = BY_NAME["F32"]
 _NUMBERS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 _MOST = 1 << 62
+_PLAIN = (int, float, bool, str, type(None))
 
 
 class DeepSpeedFp32(Format):
@@ -69,16 +75,23 @@ class DeepSpeedFp32(Format):
         found = _read_universal(source, save, models) if save.universal else _read_ranks(source, save, models, path)
         if save.models:
             _add_frozen(found, models)
-        source = WithNumbers(source)
-        tensors = [*_model(models, found, is_stage_3=bool(save.models)), *_optimizer(found, source, save.directory)]
-        unread = ["the options of the optimizer's groups (learning rate, betas, …)"]
+        numbers = bytearray()
+        made = found.ranks[0].file
+        tensors = [*_model(models, found, is_stage_3=bool(save.models))]
+        tensors += _optimizer(found, source, f"{made}#numbers", numbers)
+        blobs, virtual = build_items(f"{made}#options", dict(_options(found)))
+        virtual[f"{made}#numbers"] = VirtualFile.of(bytes(numbers))
+        unread = [] if blobs else ["the options of the optimizer's groups (learning rate, betas, …)"]
         if rest := dict.fromkeys(each for rank in found.ranks for each in rank.rest):
             unread.append(f"other state of the optimizer: {first_few(list(rest), 6)}")
         if len(models) > 1 and content_of(models[0]).get("buffer_names"):
             unread.append("the buffers of ranks above 0; those of rank 0 are read")
         if save.parts:
             unread.append("what only the model's own files have, such as buffers")
-        return open_save(self, source, files, save, tensors, [*models, *found.files], [found.note], unread)
+        opened = open_save(self, source, files, save, tensors, [*models, *found.files], [found.note], unread)
+        sizes = {name: file.nbytes for name, file in virtual.items() if file.nbytes}
+        checkpoint = replace(opened.checkpoint, blobs=blobs, files={**opened.checkpoint.files, **sizes})
+        return replace(opened, checkpoint=checkpoint, source=VirtualSource(source, virtual))
 
 
 FORMAT = DeepSpeedFp32()
@@ -93,6 +106,8 @@ class _Found:
     ranks: list[Rank]
     shapes: dict[str, tuple[int, ...]]
     runs: dict[str, list[Run]]
+    groups: Sequence[Shapes] = ()
+    """Every vector's parameters."""
     flats: Flats = field(default_factory=dict)
     """Of the weights."""
 
@@ -134,6 +149,7 @@ def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: s
         ranks=ranks,
         shapes={name: shape for each in groups for name, shape in each.items()},
         runs=find_runs(ranks, groups),
+        groups=groups,
     )
 
 
@@ -234,8 +250,20 @@ def _model(models: Sequence[TorchFile], found: _Found, *, is_stage_3: bool) -> I
     yield from (entry for name, entry in entries.items() if name not in pieces)
 
 
-def _optimizer(found: _Found, source: WithNumbers, directory: str) -> Iterator[TensorEntry]:
-    """Yield the optimizer's state of every parameter, named as FSDP2 has it.
+def _options(found: _Found) -> Iterator[tuple[KeyPath, object]]:
+    """Yield what the optimizer's groups say, with the names of their parameters, by the keys that FSDP2 has for it."""
+    for number, options in enumerate(found.ranks[0].options if found.groups else ()):
+        root: KeyPath = (ROOT, "param_groups", number)
+        members = integers(options.get("params"))
+        yield (*root, "params"), [fqn for each in members for fqn in (*found.groups[each : each + 1], {})[0]]
+        for key, value in options.items():
+            parts = value if isinstance(value, list | tuple) else [value]
+            if type(key) is str and key not in ("params", "step") and all(type(each) in _PLAIN for each in parts):
+                yield (*root, key), value
+
+
+def _optimizer(found: _Found, source: Source, file: str, numbers: bytearray) -> Iterator[TensorEntry]:
+    """Yield the optimizer's state of every parameter, named as FSDP2 has it; adds to what `file` has.
 
     Raises:
         UnreadableError: It is not there on all ranks, or its numbers differ between them.
@@ -245,7 +273,7 @@ def _optimizer(found: _Found, source: WithNumbers, directory: str) -> Iterator[T
         flats: Flats = {(n, group): flat for n, rank in ranks for group, flat in rank.states.get(key, {}).items()}
         for name, shape in found.shapes.items():
             if any((run.rank, run.group) in flats for run in found.runs[name]):
-                yield build_entry(("optimizer", "state", name, key), shape, found.runs[name], flats, _F32)
+                yield build_entry((ROOT, "state", name, key), shape, found.runs[name], flats, _F32)
     for key in dict.fromkeys(key for rank in found.ranks for key in rank.numbers):
         values = {
             (n, group): _number(value, source, rank.file)
@@ -258,8 +286,11 @@ def _optimizer(found: _Found, source: WithNumbers, directory: str) -> Iterator[T
                 what = f"the optimizer's {key} of {name!r} is {' and '.join(sorted(map(str, said)))}, by rank"
                 raise UnreadableError(what, where=found.ranks[0].file, hint=ALL_RANKS)
             if said and (value := said.pop()) is not None:
-                chunk = source.add(f"{directory}numbers of the optimizer", struct.pack("<f", value))
-                path = ("optimizer", "state", name, key)
+                content = struct.pack("<f", value)
+                span = ByteSpan(file=file, offset=len(numbers), nbytes=len(content))
+                chunk = Chunk(box=Box((), ()), span=span, crc32=zlib.crc32(content))
+                numbers += content
+                path = (ROOT, "state", name, key)
                 yield TensorEntry(fqn=".".join(path), dtype=_F32, shape=(), chunks=(chunk,), path=path)
 
 

@@ -112,9 +112,9 @@ class Encoder:
         scales = np.concatenate([encode_strip(values[:, strip], numbers[:, strip]) for strip in strips])
         if not np.isfinite(scales).all():
             raise UsageError(
-                f"tensor {entry.fqn!r} has values that are NaN or infinite: its blocks have no scale",
+                f"tensor {entry.fqn!r} has NaN or infinite values, which cannot be quantised",
                 where=f"rows {number * BLOCK} to {(number + 1) * BLOCK}",
-                hint=f"`ckpt verify --level values` lists them; --keep-precision {entry.fqn} writes them as they are",
+                hint=f"`ckpt verify --level values` lists them; --keep-precision {entry.fqn} leaves it as it is",
             )
         return bytes_of(numbers), bytes_of(scales)
 
