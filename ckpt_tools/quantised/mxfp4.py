@@ -84,13 +84,7 @@ def fp4(fqn: str, packed: TensorEntry, scale: TensorEntry, whole: _Whole | None)
 
 
 def _decode(
-    packed: TensorEntry,
-    scales: TensorEntry,
-    group: int,
-    whole: _Whole | None,
-    read: ReadRun,
-    first: int,
-    count: int,
+    packed: TensorEntry, scales: TensorEntry, group: int, whole: _Whole | None, read: ReadRun, first: int, count: int
 ) -> F32:
     import numpy as np
 
