@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import deepspeed_fp32
 from ckpt_tools.formats._zero_files import (
-    SCRIPT,
+    content_of,
     find_save,
     list_saves,
     open_save,
     plain_entry,
-    read_file,
+    read_files,
     read_pieces,
 )
 from ckpt_tools.formats.format import Format, Opened
@@ -31,7 +31,7 @@ _WHOLE = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class DeepSpeed(Format):
-    """A tag of DeepSpeed's, as the trainer computes with it; of stage 3, whose weights are fp32, as `DeepSpeedFp32`."""
+    """A save of DeepSpeed's, as the trainer computes with it; where only fp32 weights are, `deepspeed-fp32`."""
 
     name = "deepspeed"
     suffix = ".pt"
@@ -40,25 +40,26 @@ class DeepSpeed(Format):
 
     def detects(self, files: Mapping[str, int]) -> bool:
         """By the names of its files, in the directory or in one below."""
-        return (SCRIPT in files or bool(list_saves(files))) and not any(name in files for name in _WHOLE)
+        return not any(name in files for name in _WHOLE) and ("zero_to_fp32.py" in files or bool(list_saves(files)))
 
     def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read the pickle with the model, without running it."""
-        tag = find_save(source, files, path)
-        if not tag.model:
+        save = find_save(source, files, path)
+        if save.models or save.universal:
             return deepspeed_fp32.FORMAT.open(source, files, path=path, manifest=manifest)
-        file = read_file(source, tag.model)
-        pieces = read_pieces(file, "module")
-        if not pieces:
-            raise UnreadableError("a checkpoint without the model's weights", where=tag.model)
-        tensors = tuple(plain_entry(piece, (name,)) for name, piece in pieces.items())
-        dtypes = first_few(dict.fromkeys(entry.dtype.name for entry in tensors if entry.dtype.is_float))
-        notes = [f"reads the weights that the trainer computes with ({dtypes})"]
+        (file,) = read_files(source, {0: save.model})
+        tensors = [plain_entry(piece, (name,)) for name, piece in read_pieces(file, "module").items()]
+        if not tensors:
+            raise UnreadableError("a save without the model's weights", where=save.model)
+        buffers = content_of(file).get("buffer_names")
+        known = buffers if isinstance(buffers, list) else []
+        dtypes = dict.fromkeys(entry.dtype.name for entry in tensors if entry.fqn not in known)
+        notes = [f"reads the weights that the trainer computes with ({first_few(list(dtypes))})"]
         unread = []
-        if tag.optimizers:
+        if save.optimizers:
             notes[0] += f"; --from {deepspeed_fp32.FORMAT.name} reads the fp32 weights and the optimizer's state"
-            unread.append(f"the fp32 weights and the optimizer's state: files of {len(tag.optimizers)} ranks")
-        return open_save(self, source, files, tag, tensors, [file], notes, unread)
+            unread.append(f"the fp32 weights and the optimizer's state, in files of {len(save.optimizers)} ranks")
+        return open_save(self, source, files, save, tensors, [file], notes, unread)
 
 
 FORMAT = DeepSpeed()

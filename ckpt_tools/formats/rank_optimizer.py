@@ -96,7 +96,7 @@ def read_optimizer(
         return RankOptimizer(broken=error)
     out = {raw: keys for raw, (keys, _) in leaves[leader].items()}
     tensors = tuple(replace(entry, fqn=show_path(out[entry.path]), path=out[entry.path]) for entry in stored)
-    blobs, virtual = items_of(f"{own[leader]}#values", values[leader])
+    blobs, virtual = build_items(f"{own[leader]}#values", values[leader])
     return RankOptimizer(
         files={name: source.size(name) for name in own.values()} | {name: each.nbytes for name, each in virtual.items()}
         if tensors or blobs
@@ -222,7 +222,7 @@ def _is_plain(value: object) -> bool:
     return not isinstance(value, Record | GlobalName)
 
 
-def items_of(file: str, values: Mapping[KeyPath, object]) -> tuple[tuple[BlobEntry, ...], dict[str, VirtualFile]]:
+def build_items(file: str, values: Mapping[KeyPath, object]) -> tuple[tuple[BlobEntry, ...], dict[str, VirtualFile]]:
     """Return values as items, one behind the other, and the file that has them."""
     content = bytearray()
     blobs = []

@@ -31,7 +31,7 @@ from ckpt_tools.formats.file_names import is_hf_asset
 from ckpt_tools.formats.format import Format, Opened, Reader, read_document
 from ckpt_tools.formats.inert_pickle import parse_pickle
 from ckpt_tools.formats.manifest import Manifest
-from ckpt_tools.formats.rank_optimizer import items_of, leaves_of, plain_values
+from ckpt_tools.formats.rank_optimizer import build_items, leaves_of, plain_values
 from ckpt_tools.formats.safetensors import read_file
 from ckpt_tools.formats.torch_save import list_tied
 from ckpt_tools.storage.source import Source
@@ -109,8 +109,8 @@ class TorchCheckpointing(Format):
         blobs: list[BlobEntry] = []
         unread: list[str] = []
         sums: list[tuple[ByteSpan, int]] = []
-        used = {_METADATA: files[_METADATA]}
         virtual: dict[str, VirtualFile] = {}
+        used = {_METADATA: files[_METADATA]}
         for item in items.values():
             used |= {name: files[name] for name, _ in item.files.values() if name in files}
             kinds = {kind for _, kind in item.files.values()}
@@ -130,9 +130,10 @@ class TorchCheckpointing(Format):
             if len(set(map(repr, values))) > 1:
                 unread.append(f"values of item {item.key!r}, of which every rank has its own")
             elif values[0]:
-                held, file = items_of(f"{item.key}#values", values[0])
-                blobs += held
-                virtual |= file
+                own_blobs, held = build_items(f"{item.files[min(states)][0]}#values", values[0])
+                blobs += own_blobs
+                virtual |= held
+                used |= {name: each.nbytes for name, each in held.items()}
         rest = [name for name in files if name not in used]
         assets = [name for name in rest if "/" not in name and is_hf_asset(name)]
         others = dict.fromkeys(re.sub(r"\d+", "*", name) for name in rest if name not in assets)
@@ -145,7 +146,7 @@ class TorchCheckpointing(Format):
                 tensors=tuple(tensors),
                 blobs=tuple(blobs),
                 assets=tuple(Asset(file=name, nbytes=files[name]) for name in assets),
-                files=used | {name: file.nbytes for name, file in virtual.items()},
+                files=used,
             ),
             source=VirtualSource(source, virtual) if virtual else source,
             unread=tuple(unread),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME, DType
+from ckpt_tools.description.flat import flat_boxes
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
@@ -26,6 +27,7 @@ from ckpt_tools.moving.boxes import BytesReader
 from ckpt_tools.quantised.bands import Bands
 from ckpt_tools.quantised.scheme import Found, Quantised
 from ckpt_tools.quantised.table import SCHEMES, find_scheme
+from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
@@ -99,14 +101,9 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
 
 def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
     """Return what is quantised, by the settings in config.json, and the config."""
-    config = config_beside(opened.source)
-    values = {} if config is None else config.values
-    settings = values.get(KEY, _mapping(values.get("text_config")).get(KEY))
+    config, settings = config_beside(opened.source), settings_beside(opened.source)
     where = opened.source.root
-    for name, method in _OTHER_CONFIGS.items():
-        if not isinstance(settings, Mapping) and (other := config_beside(opened.source, name)) is not None:
-            settings = {"quant_method": method, **_mapping(other.values.get("quantization", other.values))}
-    if config is None or not isinstance(settings, Mapping):
+    if config is None or settings is None:
         raise UsageError(
             f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised",
             where=where,
@@ -123,6 +120,21 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
     return found, config.values
+
+
+def settings_beside(source: Source) -> Mapping[str, object] | None:
+    """Return what config.json in a directory, or another file there, says of how weights are quantised.
+
+    Raises:
+        UnreadableError: It is not a JSON object, or too long.
+    """
+    config = config_beside(source)
+    values = {} if config is None else config.values
+    settings = values.get(KEY, _mapping(values.get("text_config")).get(KEY))
+    for name, method in _OTHER_CONFIGS.items():
+        if not isinstance(settings, Mapping) and (other := config_beside(source, name)) is not None:
+            settings = {"quant_method": method, **_mapping(other.values.get("quantization", other.values))}
+    return settings if settings and isinstance(settings, Mapping) else None
 
 
 def _mapping(value: object) -> Mapping[str, object]:
@@ -155,7 +167,7 @@ def _dtype_in(config: Mapping[str, object]) -> DType:
 
 def _restated(config: Mapping[str, object], floats: DType) -> bytes:
     """Return the config of a model that is not quantised, without which transformers would quantise it again."""
-    stated = _without_key(config)
+    stated = without_key(config)
     if "dtype" not in stated and "torch_dtype" not in stated:
         stated["dtype"] = floats.torch_name
     text = (json.dumps(stated, indent=2, ensure_ascii=False) + "\n").encode()
@@ -163,9 +175,10 @@ def _restated(config: Mapping[str, object], floats: DType) -> bytes:
     return text if restated is None else restated.text
 
 
-def _without_key(config: Mapping[str, object]) -> dict[str, object]:
+def without_key(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config that says nothing of quantisation."""
     return {
-        key: _without_key(value) if key.endswith("_config") and isinstance(value, Mapping) else value
+        key: without_key(value) if key.endswith("_config") and isinstance(value, Mapping) else value
         for key, value in config.items()
         if key != KEY
     }
@@ -237,7 +250,7 @@ class _Reader:
         self.columns = Bands(self._boxes).columns
 
     def __call__(self, entry: TensorEntry, first: int, count: int) -> Bytes:
-        return self._boxes(entry, *boxes_of_run(entry.shape, first, count))
+        return self._boxes(entry, *flat_boxes(entry.shape, first, first + count))
 
     def _boxes(self, entry: TensorEntry, *boxes: Box) -> Bytes:
         """Return the bytes of boxes, one after the other."""
@@ -253,27 +266,3 @@ class _Reader:
             reader.read_into(entry, box, entry.dtype, content.data[position : position + nbytes])
             position += nbytes
         return content
-
-
-def boxes_of_run(shape: tuple[int, ...], first: int, count: int) -> Iterator[Box]:
-    """Yield the boxes of elements [first, first + count) in row-major order."""
-    if not count:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    inner = prod(shape[1:])
-    row, start = divmod(first, inner)
-    partial_box = partial(_below, row)
-    if start or count < inner:
-        length = min(count, inner - start)
-        yield from map(partial_box, boxes_of_run(shape[1:], start, length))
-        yield from boxes_of_run(shape, first + length, count - length)
-        return
-    rows = count // inner
-    yield Box((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
-    yield from boxes_of_run(shape, first + rows * inner, count - rows * inner)
-
-
-def _below(row: int, box: Box) -> Box:
-    return Box((row, *box.offsets), (1, *box.sizes))
