@@ -11,7 +11,7 @@ from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.find import model_in
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
-from ckpt_tools.conversions.to_fp8 import quantised_job
+from ckpt_tools.conversions.to_fp8 import quantised_job, warn_of_settings
 from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gathering_job, model_beside
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
 from ckpt_tools.conversions.to_ranks import is_of_verl, ranks_job
@@ -208,12 +208,13 @@ def _quantised(job: Job, options: GatherOptions) -> Job:
     """Return the job as it is, or the one that `--quantize` asks for."""
     if options.quantize is None:
         if options.keep_precision:
-            raise UsageError("--keep-precision says what --quantize leaves as it is", hint="add --quantize fp8")
+            raise UsageError("--keep-precision needs --quantize", hint="add --quantize fp8")
+        warn_of_settings(job)
         return job
     if options.to != "safetensors":
         raise UsageError(f"--quantize writes safetensors, and --to {options.to} is given", hint="leave out --to")
     if options.like is not None:
-        raise UsageError("--like decides on dtypes by itself", hint="--assets REF takes its config and tokenizer alone")
+        raise UsageError("--like and --quantize both set dtypes", hint="--assets REF copies its config and tokenizer")
     return quantised_job(
         job,
         keep=options.keep_precision,

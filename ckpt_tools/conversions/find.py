@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import takewhile, zip_longest
 
@@ -11,12 +12,17 @@ from ckpt_tools.description.transform import find_model, is_optimizer, rename, s
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.naming import Named, Naming, name_back, name_hub, name_live
+from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
+from ckpt_tools.models.conventions import check_settings
+from ckpt_tools.models.naming import AssetList, Named, Naming, claim_of, name_back, name_hub, name_live
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
+from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.text import escape_name, first_few
+
+_RUN_CONFIG = "run_config.yaml"
+"""What Megatron-Bridge notes of a run, in a step."""
 
 
 def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:
@@ -128,7 +134,7 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
         raise UsageError(
             f"only a model's weights can be named again, and the source also holds {first_few(sorted(others), 3)}",
             where=opened.source.root,
-            hint="choose the weights (--include 'model.**'); for the whole state, keep its names",
+            hint=f"choose the weights ({_choosing(names.values(), others)}); for the whole state, keep its names",
         )
     assets = opened.assets
     origin = opened.origin
@@ -137,6 +143,7 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
     else:
         first = name_hub(model, assets, naming if naming.names == "hub" else Naming(), opened.resolve)
     check_left_out(first, model, opened)
+    notes += differences(first, opened, assets)
     once = tuple(entry for entry in first.checkpoint.tensors if entry.fqn not in first.aliases)
     second = name_live(replace(first.checkpoint, tensors=once), assets, naming, opened.resolve)
     whole = {middle: names[own] for middle, own in first.sources.items()}
@@ -147,6 +154,17 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
     roots = {own.removesuffix(plain) for plain, own in names.items()}
     named = replace(second, sources=sources, apart=tuple(apart.values()), note="")
     return named, roots.pop() if len(roots) == 1 else ""
+
+
+def _choosing(model: Collection[str], others: Collection[str]) -> str:
+    """Return options that leave the others out: by their roots, and by the name of TransformerEngine's state."""
+    roots = {fqn.partition(".")[0] for fqn in model}
+    apart = {root for fqn in others if (root := fqn.partition(".")[0]) not in roots}
+    beside = [fqn for fqn in others if fqn.partition(".")[0] in roots]
+    if len(apart) > 4 or not all("_extra_state" in fqn for fqn in beside):
+        return "--include 'model.**'"
+    globs = [f"{root}**" for root in sorted(apart)] + ["**_extra_state**"] * bool(beside)
+    return " ".join(f"--exclude {shlex.quote(glob)}" for glob in globs)
 
 
 def _tensors_of(origin: Origin) -> list[TensorEntry]:
@@ -176,6 +194,29 @@ def check_left_out(named: Named, model: Checkpoint, opened: Opened) -> None:
                 hint=f"is tie_word_embeddings in {CONFIG_NAME} what was trained? --names live writes both",
             )
     check_copies(named, opened)
+
+
+def differences(named: Named, opened: Opened, assets: AssetList) -> tuple[str, ...]:
+    """Say where config.json is not what the trainer notes of the model that was named anew; errors as `check_settings`.
+
+    Raises:
+        UsageError: The tensors are not what the names say.
+    """
+    claim = claim_of(assets)
+    if claim is None or not named.apart:
+        return ()
+    beside = next((source for source, asset in opened.assets if asset.file == _RUN_CONFIG), None)
+    if opened.settings or beside is None or not opened.format.keeps_order:
+        return check_settings(opened.settings, claim.config)
+    try:
+        run = load_yaml(read_document(beside, _RUN_CONFIG, MAX_CONFIG_BYTES).decode(), full=True)
+    except (ValueError, UnreadableError):
+        return (f"{_RUN_CONFIG} could not be read: what it says of the model was not held against config.json",)
+    model = run.get("model") if isinstance(run, dict) else None
+    found = model if isinstance(model, dict) else {}
+    is_grouped = isinstance(found.get("num_query_groups"), int)
+    found |= {"group_query_attention": is_grouped, "norm_epsilon": found.get("layernorm_epsilon")}
+    return check_settings(found, claim.config)
 
 
 def check_copies(named: Named, opened: Opened) -> None:

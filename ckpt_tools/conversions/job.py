@@ -114,6 +114,8 @@ class Job:
     """FQN in `source` → what changes its elements on their way."""
     recipe: str = ""
     """Identifies what `edits` do, down to the last bit of the result."""
+    made: Mapping[str, object] = field(default_factory=dict)
+    """What the manifest says, beside what the source was, of what was done to it."""
     edit_bytes: int = 0
     """Memory that `edits` need beside the buffers, at most; for the estimate of a dry run."""
     prepare: Callable[[], None] | None = None
@@ -156,7 +158,19 @@ def notes_on(opened: Opened) -> list[str]:
 
 
 def check_claims(job: Job) -> None:
-    """Hold what the source says of files and lengths against its files, before anything is made to measure."""
+    """Hold what the source says of files and lengths against its files, before anything is made to measure.
+
+    Raises:
+        UsageError: A tensor would lose the shape that it has.
+    """
+    own = (job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors)
+    if unshaped := sorted(job.opened.unshaped.intersection(own)):
+        raise UsageError(
+            f"{len(unshaped)} tensors are flat ranges of blocks, and only the metadata that Megatron wrote with "
+            f"them says of what: {first_few(unshaped)}",
+            where=job.opened.source.root,
+            hint="leave them out: --exclude 'optimizer.**'",
+        )
     names = [*job.target.files, *job.documents, MANIFEST_NAME, JOURNAL_NAME, *(asset.file for _, asset in job.assets)]
     marker = format_of(job.target).marker
     check_names([*names, marker] if marker else names)

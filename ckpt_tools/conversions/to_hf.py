@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
-from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, is_same, model_in
+from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, differences, is_same, model_in
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
@@ -59,11 +59,9 @@ class GatherOptions:
     dequantize: Dequantize = False
     quantize: Annotated[
         Literal["fp8"] | None,
-        Option("Quantise the weights of linear layers: 8-bit floats, a scale for each block of 128×128."),
+        Option("Quantise linear layers (fp8: 8-bit floats with one scale per 128×128 block, as in DeepSeek-V3)."),
     ] = None
-    keep_precision: Annotated[
-        Sequence[str], Option("Tensors that --quantize leaves as they are (repeatable).", metavar="GLOB")
-    ] = ()
+    keep_precision: Annotated[Sequence[str], Option("Tensors that --quantize skips (repeatable).", metavar="GLOB")] = ()
     strip_prefix: Annotated[
         str,
         Option(
@@ -146,6 +144,7 @@ def gathering_job(
         naming = Naming(names="live")
     named = name_hub(model, beside, naming, opened.resolve)
     check_left_out(named, model, opened)
+    warnings = differences(named, opened, beside)
     if named.note:
         notes.append(named.note)
     source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
@@ -177,6 +176,7 @@ def gathering_job(
         | {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources},
         apart=as_stored(named.apart, names),
         notes=notes,
+        warnings=warnings,
     )
 
 

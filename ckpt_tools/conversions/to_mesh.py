@@ -272,6 +272,9 @@ def resharding_job(opened: Opened, options: ShardingOptions, naming: Naming) -> 
     if chosen is not opened.checkpoint:
         opened = replace(opened, checkpoint=chosen, origin=None)
     named, root = name_again(opened, naming, notes)
+    if opened.beside:  # of a step that the result is not
+        notes.append(f"left out what lies beside the weights: {first_few([asset.file for asset in opened.beside])}")
+        opened = replace(opened, beside=())
     job = sharding_job(opened, replace(options, include=(), exclude=()), named=named, root=root)
     job.notes += notes
     return job

@@ -13,7 +13,7 @@ from ckpt_tools.conversions.to_mesh import ShardingOptions
 from ckpt_tools.conversions.to_step import outer_job
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, Chunk
 from ckpt_tools.description.layout import Mesh, parse_mesh
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.format import read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME
@@ -100,7 +100,15 @@ def _job(opened: Opened, mesh: Mesh, destination: str) -> Job:
         for fqn, chunk in each.chunks:
             chunks.setdefault(fqn, []).append(chunk)
     entries = opened.checkpoint.tensors
-    rewritten = _config(opened, mesh) if _CONFIG in files else {}
+    config = _config(opened) if _CONFIG in files else {}
+    if config.get("FSDP_version") != 2 and (mesh.size(_SHARD) == 1 or len(mesh.axes) > 1):
+        what = "whole tensors on one rank" if mesh.size(_SHARD) == 1 else f"the process groups of {_REPLICATE} by name"
+        raise UsageError(
+            f"FSDP1 has {what}, which cannot be written",
+            where=opened.source.root,
+            hint="gather gives the model that verl starts from; with FSDP2, fsdp_config.json says FSDP_version 2",
+        )
+    rewritten = {_CONFIG: json.dumps({**config, "world_size": mesh.world_size}, indent=4).encode()} if config else {}
     before = len(ranks["model"])
     note = f"{before} ranks become {mesh.world_size}; rank R has the scheduler and the RNG state of rank R mod {before}"
     return Job(
@@ -123,10 +131,10 @@ def _job(opened: Opened, mesh: Mesh, destination: str) -> Job:
     )
 
 
-def _config(opened: Opened, mesh: Mesh) -> dict[str, bytes]:
-    """Return verl's own note of its ranks, with their new number."""
+def _config(opened: Opened) -> dict[str, object]:
+    """Return verl's own note of its ranks."""
     content = read_document(opened.source, _CONFIG, _MAX_CONFIG_BYTES)
     stated = parse_json(content, what="verl's note of its ranks", where=_CONFIG)
     if not isinstance(stated, dict):
-        raise UsageError("verl's note of its ranks is no JSON object", where=_CONFIG)
-    return {_CONFIG: json.dumps({**stated, "world_size": mesh.world_size}, indent=4).encode()}
+        raise UnreadableError("verl's note of its ranks is no JSON object", where=_CONFIG)
+    return stated

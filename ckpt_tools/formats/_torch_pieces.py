@@ -18,7 +18,14 @@ from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_values import GlobalName, Record
 from ckpt_tools.formats._torch_file import TorchFile
-from ckpt_tools.formats._torch_tensor import PickledTensor, is_expanded, is_row_major, rebuild_tensor
+from ckpt_tools.formats._torch_tensor import (
+    PLAIN_HINT,
+    UNKNOWN_KIND,
+    PickledTensor,
+    is_expanded,
+    is_row_major,
+    rebuild_tensor,
+)
 
 MAX_COPIES = 1 << 12
 """Parts of an expanded tensor, each a chunk on the same bytes."""
@@ -126,7 +133,7 @@ def _wrapped(file: TorchFile, path: KeyPath, value: Record) -> Piece:
                 return _dtensor(file, path, dtype, shape, _fields(state))
             if name == _SHARDED_TENSOR and type(state) is tuple and len(state) > 2:
                 return _sharded_tensor(file, path, dtype, shape, state)
-    raise UnreadableError(f"a {name} is there, a kind of tensor that is not known")
+    raise UnreadableError(f"a {name} is there, {UNKNOWN_KIND}", hint=PLAIN_HINT)
 
 
 def _fields(state: object) -> Mapping[object, object]:
@@ -197,7 +204,7 @@ def _dtensor(
     sizes, ranks = _mesh_sizes(mesh)
     if coordinate is None or not len(cuts) == len(coordinate) == len(sizes) or any(map(int.__ge__, coordinate, sizes)):
         raise UnreadableError("its mesh, its placements and its rank's place in the mesh do not fit together")
-    offsets, lengths = _cell(shape, sizes, cuts, coordinate)
+    offsets, lengths = cell(shape, sizes, cuts, coordinate)
     chunk = _local(file, state.get("_local_tensor"), _box(offsets, lengths, dtype), dtype)
     rank = mesh.get("_rank")
     return Piece(
@@ -214,14 +221,21 @@ def _dtensor(
 def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lengths of a mesh's dims, and the ranks that it counts."""
     if "_layout" in mesh:  # torch 2.10 and later
-        axes = _attributes(mesh["_layout"], "_MeshLayout").get("axes")
-        found = [_sizes(_attributes(axis, "_FlatLayout").get("shape")) for axis in axes] if type(axes) is tuple else []
+        layout = _attributes(mesh["_layout"], "_MeshLayout")
+        axes = layout.get("axes", layout.get("shape"))  # until 2.12: lengths, without an object for each
+        found = [_axis_sizes(axis) for axis in axes] if type(axes) is tuple else []
         if found and None not in found:
             ranks = _sizes(mesh.get("_flatten_rank_map")) or ()
             return tuple(math.prod(each or ()) for each in found), ranks
     elif (saved := mesh.get("mesh")) is not None:
         return rebuild_tensor(saved).head.shape, ()
     raise UnreadableError("its mesh is written in a way that is not known")
+
+
+def _axis_sizes(axis: object) -> tuple[int, ...] | None:
+    if type(axis) is int:
+        return _sizes((axis,))
+    return _sizes(axis if type(axis) is tuple else _attributes(axis, "_FlatLayout").get("shape"))
 
 
 def box_in(piece: Piece, sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
@@ -232,7 +246,7 @@ def box_in(piece: Piece, sizes: tuple[int, ...], coordinate: tuple[int, ...]) ->
     """
     match piece.layout:
         case (tuple(own), tuple(cuts)) if len(own) == len(sizes) == len(cuts):
-            return Box(*_cell(piece.shape, sizes, cuts, coordinate))
+            return Box(*cell(piece.shape, sizes, cuts, coordinate))
     raise UnreadableError(f"tensor {piece.fqn!r} is not shared by a mesh of {len(sizes)} dims")
 
 
@@ -247,13 +261,16 @@ def _cut_of(placement: object) -> Cut:
     raise UnreadableError(f"it is placed as {kind or 'something unknown'}, which is not read")
 
 
-def _cell(
+def cell(
     shape: tuple[int, ...], sizes: tuple[int, ...], cuts: tuple[Cut, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and lengths of what a place in a mesh holds, in elements of torch.
 
     Mesh dims cut a tensor dim in their order, except for a strided one, which cuts inside what the next dims of
     `split_factor` ranks together have cut: FSDP cuts inside the tensor-parallel parts.
+
+    Raises:
+        UnreadableError: No such dim, or a factor that the mesh does not have.
     """
     offsets, lengths = [0] * len(shape), list(shape)
     for dim in range(len(shape)):

@@ -95,6 +95,12 @@ def is_expanded(head: ItemHead) -> bool:
     )
 
 
+UNKNOWN_KIND = "a kind of tensor that is not known"
+PLAIN_HINT = (
+    "where you trust it: load it with the library of that class, and save plain tensors (dequantize() of torchao)"
+)
+
+
 def rebuild_tensor(value: object) -> PickledTensor:
     """Return the dense tensor that a pickled call would make, a parameter or not.
 
@@ -115,7 +121,7 @@ def _unwrap(value: object) -> object:
             case (GlobalName(name=function), GlobalName(name=kind), tuple(args), _) if kind in _PLAIN_TYPES:
                 value = Record(function, args, None, 0)
             case (_, GlobalName(name=kind), *_):
-                raise UnreadableError(f"a {kind} is there, a kind of tensor that is not known")
+                raise UnreadableError(f"a {kind} is there, {UNKNOWN_KIND}", hint=PLAIN_HINT)
     if type(value) is Record and value.name in (_PARAMETER, _PARAMETER_WITH_STATE) and value.state is None:
         num_args = 3 if value.name == _PARAMETER else 4
         if len(value.args) != num_args or type(value.args[1]) is not bool or not _is_no_hooks(value.args[2]):

@@ -156,6 +156,7 @@ class Dcp(Format):
             left_out=left_out,
             beside=beside,
             single_names=parsed.single_names if manifest is None else 0,
+            unshaped=parsed.flattened,
         )
 
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:

@@ -11,8 +11,8 @@ Source: torch `distributed/checkpoint/{metadata,filesystem,planner}.py` (2.13),
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import (
     MAX_DIMS,
@@ -69,7 +69,7 @@ ALLOWED_GLOBALS = frozenset(
         *(_DCP + name for name in _DCP_CLASSES),
         *(_OLD + name for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
         *(_STORAGE_INFO, _LAYOUT, "torch.Size"),
-        # Megatron keeps the plans of all ranks, too, to compare the next save with; nobody reads them.
+        # Megatron keeps the plans of all ranks beside what torch does, for its next save; nobody else reads them.
         *(_PLANNER + name for name in _PLANNER_CLASSES),
         *("torch.distributed.checkpoint.filesystem._StoragePrefix", _MCORE_METADATA, f"{_MCORE}MCoreSavePlan"),
         # Types that cannot be converted may be named too, so that the message can name their tensor.
@@ -98,9 +98,9 @@ class ParsedMetadata:
     """In the order of the file."""
     single_names: int = 0
     """Names that stand in the file only once, so that nothing shows whether a damage has changed them."""
-    flattened: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """FQN → shape, of tensors that Megatron stored as [blocks of every dim…, elements of a block]: state of its
-    distributed optimizer up to 0.15."""
+    flattened: frozenset[str] = frozenset()
+    """Tensors that Megatron stored as [blocks of every dim…, elements of a block], and not in the shape that they have:
+    state of its distributed optimizer until 0.15."""
 
 
 def parse_metadata(data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS) -> ParsedMetadata:
@@ -153,22 +153,19 @@ def _describe(metadata: object) -> ParsedMetadata:
             raise UnreadableError(f"{_shown(fqn)} is neither a tensor nor an object but a {kind}")
     for fqn in (*tensor_spans, *blob_spans):
         raise UnreadableError(f"{_shown(fqn)} has an item in storage_data that the state dict does not name")
-    flattened = _parse_flattened(fields.get("mcore_data"), {entry.fqn: entry.shape for entry in tensors})
-    return ParsedMetadata(tensors=tuple(tensors), blobs=tuple(blobs), single_names=single_names, flattened=flattened)
+    return ParsedMetadata(
+        tensors=tuple(tensors),
+        blobs=tuple(blobs),
+        single_names=single_names,
+        flattened=_flattened(fields.get("mcore_data")),
+    )
 
 
-def _parse_flattened(mcore_data: object, shapes: Mapping[str, _Dims]) -> dict[str, _Dims]:
-    """Return FQN → shape of what Megatron stored in another one."""
-    found = {}
-    for fqn, said in mcore_data.items() if type(mcore_data) is dict else ():
-        shape = said.get("nd_reformulated_orig_global_shape") if type(said) is dict else None
-        if shape is None or fqn not in shapes:
-            continue
-        is_shape = type(shape) is tuple and all(type(dim) is int and dim >= 0 for dim in shape)
-        if not is_shape or math.prod(shape) != math.prod(shapes[fqn]):
-            raise UnreadableError(f"tensor {_shown(fqn)}: the shape that Megatron notes for it is not of its elements")
-        found[fqn] = shape
-    return found
+def _flattened(mcore_data: object) -> frozenset[str]:
+    """Return the FQNs of what Megatron stored in another shape than it has."""
+    rows = mcore_data.items() if type(mcore_data) is dict else ()
+    found = (fqn for fqn, said in rows if type(said) is dict and "nd_reformulated_orig_global_shape" in said)
+    return frozenset(fqn for fqn in found if type(fqn) is str)
 
 
 def _shown(fqn: str) -> str:

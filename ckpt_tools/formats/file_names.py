@@ -24,6 +24,7 @@ _HF_ASSETS = (
 
 _SIDE = re.compile(
     r"(optim|scheduler|scaler|rng_state|random_states|sampler|training_args|data|extra_state)[\w-]*\.\w+"
+    r"|(common|train_state)\.pt"  # of Megatron's
 )
 
 

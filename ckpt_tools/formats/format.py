@@ -141,6 +141,10 @@ class Opened:
     sums: tuple[tuple[ByteSpan, int], ...] = ()
     """Parts of its files with their recorded CRC-32s, beside those of chunks: whole storages, of which a tensor may be
     a part."""
+    unshaped: frozenset[str] = frozenset()
+    """Tensors whose shape is not that of what they are parts of: they mean something in this checkpoint alone."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """What the trainer notes of the model, by its own names for it; empty where it is not known."""
     single_names: int = 0
     """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
 

@@ -17,19 +17,60 @@ from ckpt_tools.formats.table import detect_format
 from ckpt_tools.text import first_few
 
 _PICKLED = (*PICKLES, ".pkl", ".tar")
-HEAD_BYTES = 96
+HEAD_BYTES = 512
 """How much of a file tells what it is."""
 
 _READABLE = "pass a safetensors or torch.save file, a model directory or a DCP checkpoint directory"
 _CONVERT = "save the weights alone, where you trust them: torch.save(model.state_dict(), NEW), or model.save_pretrained"
 _ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_?(model|optim)_states\.pt")
+_MEGATRON_PART = re.compile(r"([^/]+/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim|model_rng)\.pt")
 _RANK_FILE = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"
 )
-_MAGIC = (
-    (b"GGUF", "a GGUF file", "gather or export from the checkpoint that it was converted from"),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "load it with the library that wrote it, and save it as safetensors"),
+_WITH_TF = "load it with transformers 4 (from_tf=True), which still can, and save it as safetensors"
+_WITH_FLAX = "load it with transformers 4 (from_flax=True), which still can, and save it as safetensors"
+_WITH_NUMPY = "numpy.load gives the arrays: write them with safetensors.numpy.save_file"
+_ENDINGS = (
+    (".onnx", "an ONNX graph", "convert the model that it was exported from"),
+    (".pdparams", "weights of Paddle's", "paddle.load gives the tensors: write them with safetensors.paddle.save_file"),
+    (".msgpack", "weights of flax's (msgpack)", _WITH_FLAX),
+    (".npz", "arrays of numpy's or MLX's (npz)", _WITH_NUMPY),
+    (".keras", "a model of Keras's", "keras.models.load_model reads it: write its weights with safetensors"),
+    (
+        ".nemo",
+        "a NeMo 1 archive",
+        "unpack it (tar -xf) and pass its model_weights.ckpt, or the directory model_weights",
+    ),
 )
+"""How the name of a file ends → (what it is, what to do)."""
+_MAGIC = (
+    (0, b"GGUF", "a GGUF file", "gather or export from the checkpoint that it was converted from"),
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file", "load it with the library that wrote it, and save it as safetensors"),
+    (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "git lfs pull fetches it"),
+    (0, b"\x1f\x8b", "a gzip file", "unpack it, and pass what is in it"),
+    (0, b"\x93NUMPY", "an array of numpy's", _WITH_NUMPY),
+    (0, b"sys_info\0", "a tar that torch before 0.1.10 saved", "load it with torch.load, and save it again"),
+    (257, b"ustar", "a tar archive", "unpack it (tar -xf), and pass what is in it"),
+)
+"""(where in a file, bytes there, what it is, what to do)"""
+_DIRECTORIES = (
+    (
+        r"([^/]+/)?[^/]+/\.zarray",
+        "a checkpoint of Megatron's in zarr, which Megatron does not read any more either",
+        "load it with a megatron-core before 0.16 and save it with --dist-ckpt-format torch_dist",
+    ),
+    (
+        r"(.+/)?(manifest\.ocdbt|_CHECKPOINT_METADATA)",
+        "a checkpoint of Orbax's (MaxText, flax)",
+        "export safetensors with the trainer (MaxText: to_huggingface.py)",
+    ),
+    (r".*\.ckpt-\d+\.index", "a checkpoint of TensorFlow's", _WITH_TF),
+    (r"(.+/)?saved_model\.pb", "a SavedModel of TensorFlow's", _WITH_TF),
+    (r"tf_model\.h5", "weights of TensorFlow's (HDF5)", _WITH_TF),
+    (r"[^/]+\.gguf", "GGUF files", _MAGIC[0][3]),
+    *((rf"[^/]*{re.escape(ending)}", what, hint) for ending, what, hint in _ENDINGS),
+)
+"""(a name of a file in it, what the directory holds, what to do)"""
 
 
 def explain(files: Mapping[str, int], path: str) -> UnreadableError:
@@ -50,6 +91,9 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
             where=path,
             hint=f"use {path}/{found[-1]}",
         )
+    for pattern, what, hint in _DIRECTORIES:
+        if any(map(re.compile(pattern).fullmatch, files)):
+            return ForeignLayoutError(f"{what}, which ckpt does not read", where=path, hint=hint)
     for child in sorted(below, key=lambda child: (-_step(child)[0], child)):  # the latest; an actor before its critic
         error = explain(below[child], f"{path}/{child}")
         if error.hint != _READABLE:
@@ -70,11 +114,12 @@ def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = 
     if is_torch_file(head):
         hint = f"ckpt reads it by another name, or with --from torch: {shlex.quote(path)}"
         return UnreadableError("a file that torch.save wrote, by the name of another kind", where=path, hint=hint)
+    rows = [(what, hint) for ending, what, hint in _ENDINGS if name.endswith(ending)]
+    rows += [(what, hint) for at, magic, what, hint in _MAGIC if head[at:].startswith(magic)]
+    for what, hint in rows[:1]:
+        return UnreadableError(f"{what}, which ckpt does not read", where=path, hint=hint)
     if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5:
         return ForeignLayoutError("a bare pickle, which ckpt does not execute", where=path, hint=_CONVERT)
-    for magic, what, hint in _MAGIC:
-        if head.startswith(magic):
-            return UnreadableError(f"{what}, which ckpt does not read", where=path, hint=hint)
     if otherwise is not None:
         return otherwise
     if name == METADATA_NAME or name.endswith((".distcp", INDEX_SUFFIX)):
@@ -114,12 +159,15 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
     if any(map(_RANK_FILE.fullmatch, top)):
         what = "files of single ranks without a model's: optimizer or other state"
         return ForeignLayoutError(what, where=path, hint=_verl_hint(files, path))
-    if "metadata.pkl" in top:
+    if sum(map(bool, map(_MEGATRON_PART.fullmatch, files))) > 1:
         return ForeignLayoutError(
-            "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read",
+            "Megatron's format of before torch_dist, with a file for every part of the model, which ckpt does not read",
             where=path,
-            hint="save with torch.distributed.checkpoint, or export safetensors from the trainer",
+            hint="load it with Megatron-LM and --ckpt-convert-format torch_dist --ckpt-convert-save NEW, and use NEW",
         )
+    if "metadata.pkl" in top:
+        what = "metadata.pkl, which torch_checkpointing writes, and no file of rank 0 (ITEM_0.pt) beside it"
+        return ForeignLayoutError(what, where=path, hint="restore the files of all ranks")
     return None
 
 

@@ -13,11 +13,10 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
-from ckpt_tools.description.checkpoint import Asset, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats._rank_parts import Ranks, assemble, misfit, missing_ranks
+from ckpt_tools.formats._rank_parts import Ranks, assemble, keep_one, misfit, missing_ranks
 from ckpt_tools.formats._torch_file import read_torch_file
 from ckpt_tools.formats.file_names import is_hf_asset
 from ckpt_tools.formats.flat_ranks import read_rows, unflatten
@@ -42,7 +41,6 @@ VERL_FILE = re.compile(
 """What verl keeps for every rank."""
 _HUGGINGFACE = "huggingface/"
 """Where verl puts the config and the tokenizer."""
-_COMPARED_BYTES = 1 << 20
 
 
 class RankFiles(Format):
@@ -78,7 +76,7 @@ class RankFiles(Format):
         if self._shapes is not None and not rows:
             raise UsageError("--shapes-from: these files say their shapes themselves", where=path, hint="leave it out")
         whole = assemble(states, path) if not rows else tuple(rows.values())
-        missing = missing_ranks(read, ranks, whole, path)
+        missing = missing_ranks(states, ranks, whole, path)
         tensors = unflatten(states, rows, self._shapes, path) if rows else whole
         _check_step(source, files, ranks, path)
         layouts = {piece.fqn: piece.layout for piece in states[min(states)].pieces}
@@ -118,21 +116,8 @@ class RankFiles(Format):
         return digest_frames(target.files, payloads, (), reader)
 
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
-        """Hold what several ranks have of a tensor against each other, and keep one of each.
-
-        Raises:
-            UnreadableError: They differ, and nothing says which one counts.
-        """
-        firsts: dict[object, Chunk] = {}
-        for chunk in entry.chunks:
-            first = firsts.setdefault(chunk.box, chunk)
-            if first is not chunk and not _is_same(first, chunk, reader):
-                raise UnreadableError(
-                    f"tensor {entry.fqn!r}: ranks that should have the same part have different ones",
-                    where=f"{first.span.file}, {chunk.span.file}",
-                    hint="files of different steps, or every rank has a tensor of its own: --exclude leaves it out",
-                )
-        return entry if len(firsts) == len(entry.chunks) else replace(entry, chunks=tuple(firsts.values()))
+        """Keep one of the equal parts that several ranks have."""
+        return keep_one(entry, reader)
 
 
 FORMAT = RankFiles()
@@ -211,17 +196,3 @@ def _step(found: list[Ranks], files: Mapping[str, int]) -> Step:
             Asset(file=name, nbytes=size) for name, size in files.items() if name.partition("/")[0] not in parts
         ),
     )
-
-
-def _is_same(one: Chunk, other: Chunk, reader: Reader) -> bool:
-    """Are two chunks of one box the same, by their CRC-32s where they are recorded?"""
-    if one.span.nbytes != other.span.nbytes or one.strides != other.strides:
-        return False
-    if one.crc32 is not None and other.crc32 is not None:
-        return one.crc32 == other.crc32
-    for start in range(0, one.span.nbytes, _COMPARED_BYTES):
-        count = min(_COMPARED_BYTES, one.span.nbytes - start)
-        left, right = (reader.read(c.span.file, c.span.offset + start, count) for c in (one, other))
-        if left != right:
-            return False
-    return True

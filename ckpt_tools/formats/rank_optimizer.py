@@ -82,14 +82,13 @@ def read_optimizer(
         states = {rank: describe_state(file) for rank, file in read.items()}
         leader = min(read)
         named = _name(read[leader].value, states[leader], dict(kinds.values()))
-        leaves = {rank: dict(_leaves(file.value, (), (ROOT,), named)) for rank, file in read.items()}
-        values = {rank: _plain_values(leaves[rank], states[rank]) for rank in read}
+        leaves = {rank: dict(leaves_of(file.value, (), (ROOT,), named)) for rank, file in read.items()}
+        values = {rank: plain_values(leaves[rank], states[rank]) for rank in read}
     except UnreadableError as error:  # nothing is wrong with it: it is of a kind that is not carried
         return RankOptimizer(unread=(f"the optimizer's state ({error.what})",))
     try:
         stored = assemble(states, path)
-        both = {rank: (file, states[rank]) for rank, file in read.items()}
-        missing = missing_ranks(both, replace(ranks, files=own), stored, path)
+        missing = missing_ranks(states, replace(ranks, files=own), stored, path)
         for rank, found in values.items():
             if repr(found) != repr(values[leader]):
                 raise misfit(path, f"ranks {leader} and {rank} have other options of the optimizer")
@@ -180,17 +179,17 @@ def _earliest(wanted: Sequence[Sequence[_Kind]], model: Sequence[tuple[str, _Kin
     return found
 
 
-def _leaves(
+def leaves_of(
     value: object, raw: KeyPath, out: KeyPath, names: Mapping[int, str]
 ) -> Iterator[tuple[KeyPath, tuple[KeyPath, object]]]:
     """Yield what DCP makes an item of: (keys in the file, (keys in the checkpoint, value))."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             name = names.get(key, str(key)) if raw == ("state",) else str(key)
-            yield from _leaves(inner, (*raw, key), (*out, name), names)
+            yield from leaves_of(inner, (*raw, key), (*out, name), names)
     elif isinstance(value, list) and any(map(_is_nested, value)):
         for index, inner in enumerate(value):
-            yield from _leaves(inner, (*raw, index), (*out, index), names)
+            yield from leaves_of(inner, (*raw, index), (*out, index), names)
     elif not isinstance(value, dict):
         if isinstance(value, list) and raw[:1] == ("param_groups",) and raw[-1] == "params":
             value = [names.get(each, each) for each in value]
@@ -201,7 +200,7 @@ def _is_nested(value: object) -> bool:
     return isinstance(value, dict | Record) or (isinstance(value, list) and any(map(_is_nested, value)))
 
 
-def _plain_values(leaves: Mapping[KeyPath, tuple[KeyPath, object]], state: State) -> dict[KeyPath, object]:
+def plain_values(leaves: Mapping[KeyPath, tuple[KeyPath, object]], state: State) -> dict[KeyPath, object]:
     """Return what is no tensor, by its keys in the checkpoint.
 
     Raises:

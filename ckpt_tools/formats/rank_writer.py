@@ -32,8 +32,9 @@ _MESH = "torch.distributed.device_mesh.DeviceMesh"
 _MESH_FIELDS = frozenset({
     *("_device_type", "_layout", "_rank_map", "_mesh_dim_names", "_root_mesh", "_flatten_rank_map", "_thread_id"),
     *("_flatten_mapping", "_dim_group_names", "_rank", "_coordinate_on_dim", "_hash"),
+    *("device_type", "mesh", "mesh_dim_names", "_flatten_mesh_list"),
 })  # fmt: skip
-"""Attributes of a mesh (PyTorch 2.10 to 2.13); with others, what should change is not known."""
+"""Attributes of a mesh (PyTorch 2.10 to 2.15, and before 2.9); with others, what should change is not known."""
 _INTEGERS = {"torch.IntStorage": 4, "torch.LongStorage": 8}
 """Storages of ranks, and the bytes of an element."""
 
@@ -97,7 +98,7 @@ def _plan(
     changed: set[int] = set()
     for mesh in records:
         if mesh.name == _MESH:
-            changed.add(id(_fields(mesh).get("_rank_map")))
+            changed |= {id(_fields(mesh).get(name)) for name in ("_rank_map", "mesh")}
             known.append(_enlarge(mesh, str(len(known)), rank, sizes))
     parts: list[tuple[list[str], Box, int]] = []
     at: dict[int, int] = {}
@@ -183,31 +184,45 @@ def _enlarge(mesh: Record, key: str, rank: int, sizes: tuple[int, ...]) -> bytes
     fields, world_size = _fields(mesh), math.prod(sizes)
     if unknown := sorted(map(str, fields.keys() - _MESH_FIELDS)):
         raise UnreadableError(f"its mesh has attributes of another release of PyTorch: {first_few(unknown)}")
-    layout, ranks = fields.get("_layout"), fields.get("_flatten_rank_map")
-    axes = _fields(layout).get("axes") if type(layout) is Record else None
-    if not isinstance(axes, tuple) or len(axes) != len(sizes):
-        raise UnreadableError(f"its mesh has other dims than {len(sizes)}")
-    if not isinstance(ranks, tuple) or ranks != tuple(range(len(ranks))):
-        raise UnreadableError("its mesh does not have the ranks in their order")
     if fields.get("_root_mesh") is not None or fields.get("_flatten_mapping"):
         raise UnreadableError("its mesh is a part of another one")
-    for dim, axis in enumerate(axes):
-        is_long = sizes[dim] > 1  # as PyTorch has it, a dim of one rank is none
-        shape, stride = (sizes[dim],), (math.prod(sizes[dim + 1 :]),)
-        _fields(axis).update(shape=shape if is_long else (), stride=stride if is_long else ())
-    own = fields.get("_rank_map")
-    match own:
-        case Record(args=(Record(args=(("storage", GlobalName(name=storage), *_),)), *_)) if storage in _INTEGERS:
-            width = _INTEGERS[storage]
-            _renew(own, key, (world_size,), width)
-        case _:
-            raise UnreadableError("its mesh has its ranks in another way")
-    fields["_flatten_rank_map"] = tuple(range(world_size))
+    for name in ("_flatten_rank_map", "_flatten_mesh_list"):
+        if name in fields:
+            ranks = fields[name]
+            if not isinstance(ranks, tuple) or ranks != tuple(range(len(ranks))):
+                raise UnreadableError("its mesh does not have the ranks in their order")
+            fields[name] = tuple(range(world_size))
     place = _coordinate(rank, sizes)
     fields["_coordinate_on_dim"] = list(place) if isinstance(fields.get("_coordinate_on_dim"), list) else place
-    fields["_rank"] = rank
-    fields["_hash"] = None
-    return b"".join(each.to_bytes(width, "little") for each in range(world_size))
+    fields.update({name: value for name, value in (("_rank", rank), ("_hash", None)) if name in fields})
+    layout = fields.get("_layout")
+    if layout is not None:
+        _enlarge_layout(layout, sizes)
+    own, shape = (fields.get("mesh"), sizes) if layout is None else (fields.get("_rank_map"), (world_size,))
+    match own:
+        case Record(args=(Record(args=(("storage", GlobalName(name=storage), *_),)), _, tuple(before), *_)) if (
+            storage in _INTEGERS and len(before) == len(shape)
+        ):
+            _renew(own, key, shape, _INTEGERS[storage])
+            return b"".join(each.to_bytes(_INTEGERS[storage], "little") for each in range(world_size))
+    raise UnreadableError(f"its mesh has other dims than {len(sizes)}, or its ranks in another way")
+
+
+def _enlarge_layout(layout: object, sizes: tuple[int, ...]) -> None:
+    """Change what PyTorch since 2.10 keeps of a mesh's lengths; until 2.12 without an object for each dim."""
+    stated = _fields(layout) if type(layout) is Record else {}
+    axes = stated.get("axes", stated.get("shape"))
+    if not isinstance(axes, tuple) or len(axes) != len(sizes):
+        raise UnreadableError(f"its mesh has other dims than {len(sizes)}")
+    steps = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    if "axes" not in stated:
+        stated.update(shape=sizes, stride=steps)
+        return
+    for axis, size, step in zip(axes, sizes, steps, strict=True):
+        if type(axis) is not Record:
+            raise UnreadableError("its mesh has its lengths in another way")
+        # A dim of one rank is none.
+        _fields(axis).update(shape=(size,) if size > 1 else (), stride=(step,) if size > 1 else ())
 
 
 def _local_of(call: Record) -> Record:

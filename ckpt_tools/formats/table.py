@@ -19,6 +19,7 @@ FORMATS: Mapping[str, str] = {
     "dcp": "dcp",
     "step": "step",
     "ranks": "rank_files",
+    "torch-checkpointing": "torch_checkpointing",
     "hf-sharded": "hf_sharded",
     "hf": "hf",
     "deepspeed": "deepspeed",

@@ -5,26 +5,31 @@ rank holds of gate and up, or of a group of queries, is saved at its place in th
 may be one tensor with a first dim of layers (`maps/megatron.txt`). NeMo 2 has the step in `weights/`.
 
 Source: megatron-core `dist_checkpointing/{core,serialization,mapping}.py`, `dist_checkpointing/strategies/torch.py`,
-`optimizer/distrib_optimizer.py` (0.15.3, 0.16.1); NeMo 2.6 `lightning/ckpt_utils.py`.
+`optimizer/distrib_optimizer.py` (0.15.3, 0.16.1).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._json import parse_json
+from ckpt_tools.formats._pickle_values import Record
+from ckpt_tools.formats._torch_file import read_torch_file
 from ckpt_tools.formats.dcp import FORMAT as PLAIN, Dcp
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import Manifest
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.storage.source import Source
 
 CONFIG_NAME = "metadata.json"
 """What makes a DCP directory a step of Megatron's."""
+_COMMON_NAME = "common.pt"
+"""State that is not sharded: `args` of Megatron-LM's command line, the iteration, the optimizer's groups."""
 _NEMO = "weights/"
 _BACKEND = ("torch_dist", 1)
 _MAX_CONFIG_BYTES = 1 << 16
@@ -43,11 +48,12 @@ class TorchDist(Dcp):
 
     def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read `.metadata`; a metadata.json of somebody else's leaves it a plain DCP checkpoint."""
-        if METADATA_NAME not in files:
+        if METADATA_NAME not in files and _NEMO + METADATA_NAME in files:
+            opened = open_path(os.path.join(path, _NEMO))
             source.close()
-            inner = Source(os.path.join(path, _NEMO))
-            return self.open(inner, inner.list_files(), path=os.path.join(path, _NEMO), manifest=None)
-        if (backend := _backend(source)) is None:
+            return replace(opened, notes=(f"reads {_NEMO} of NeMo's step, and nothing beside it", *opened.notes))
+        backend = _backend(source) if CONFIG_NAME in files else _BACKEND  # without, somebody said --from
+        if backend is None:
             return PLAIN.open(source, files, path=path, manifest=manifest)
         if backend != _BACKEND:
             raise UnreadableError(
@@ -56,7 +62,8 @@ class TorchDist(Dcp):
                 hint="--from dcp reads it as what torch.distributed.checkpoint wrote",
             )
         opened = super().open(source, files, path=path, manifest=manifest)
-        return replace(opened, notes=(*opened.notes, *_notes(opened)))
+        settings = _settings(source) if _COMMON_NAME in files else {}
+        return replace(opened, settings=settings, notes=(*opened.notes, *_notes(opened)))
 
 
 FORMAT: Format = TorchDist()
@@ -70,10 +77,20 @@ def _backend(source: Source) -> tuple[object, object] | None:
     return config["sharded_backend"], config.get("sharded_backend_version")
 
 
-def _notes(opened: Opened) -> Iterator[str]:
+def _settings(source: Source) -> dict[str, object]:
+    """Return the plain values of Megatron-LM's command line; its pickle is not run."""
+    try:
+        common = read_torch_file(source, _COMMON_NAME).value
+    except UnreadableError:  # the weights do not need it
+        return {}
+    args = common.get("args") if type(common) is dict else None
+    state = args.state if type(args) is Record else None
+    values = state.items() if type(state) is dict else ()
+    return {key: value for key, value in values if type(key) is str and type(value) in (bool, int, float, str)}
+
+
+def _notes(opened: Opened) -> tuple[str, ...]:
     buckets = sum(_BUCKETS.match(entry.fqn) is not None for entry in opened.checkpoint.tensors)
-    if buckets:
-        yield (
-            f"{buckets} tensors of optimizer state are Megatron's buckets, in which no parameter has a name or a "
-            "shape: they are kept as they are"
-        )
+    if not buckets:
+        return ()
+    return (f"{buckets} tensors of optimizer state are Megatron's buckets, which say nothing of single parameters",)

@@ -125,7 +125,7 @@ def size_of(text: str, config: Config) -> int:
     """
     product = 1
     for factor in text.split("*"):
-        value = int(factor) if factor.isdecimal() else _look_up(factor, config)
+        value = int(factor) if factor.isdecimal() else look_up(factor, config)
         if type(value) is not int or value < 1:
             raise UsageError(f"the map needs {factor}, which config.json does not have as a positive number")
         product *= value
@@ -134,10 +134,11 @@ def size_of(text: str, config: Config) -> int:
 
 def has_size(key: str, config: Config) -> bool:
     """Does config.json have a key at all?"""
-    return _look_up(key, config) is not None
+    return look_up(key, config) is not None
 
 
-def _look_up(key: str, config: Config) -> object:
+def look_up(key: str, config: Config) -> object:
+    """Return the value of a key of config.json, or of its text_config; None when neither has one."""
     for there in (config, config.get("text_config")):
         value = there
         for component in key.split("."):
@@ -152,7 +153,7 @@ def _sizes(step: Step, config: Config) -> list[int]:
     dims, sizes = step.sizes[: operation.has_dim], step.sizes[operation.has_dim :]
     found = [*map(int, dims), *(_NOT_SAID if text == _REST else size_of(text, config) for text in sizes)]
     if operation.has_heads:
-        head = _look_up("head_dim", config)
+        head = look_up("head_dim", config)
         found.append(head if type(head) is int else _NOT_SAID)
     return found
 

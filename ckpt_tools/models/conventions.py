@@ -11,6 +11,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.maps.convert import Converted
 from ckpt_tools.maps.hold import Held, hold
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps
+from ckpt_tools.maps.keymap_steps import look_up
 from ckpt_tools.maps.mosaic import Mosaic
 from ckpt_tools.maps.table import load_table
 from ckpt_tools.text import first_few
@@ -82,6 +83,57 @@ def refuse_lost(found: Converted, *, where: str) -> None:
             where=where,
             hint=f"leave it out where it does not matter (all zeros, say): --exclude {glob}",
         )
+
+
+_OTHERWISE = {
+    "apply_layernorm_1p": "weights of norms are stored less 1",
+    "layernorm_zero_centered_gamma": "weights of norms are stored less 1",
+    "rotary_interleaved": "rows of queries and keys are in another order",
+    "attention_output_gate": "rows of gates lie between those of queries and keys",
+}
+"""Megatron's settings under which its tensors are not those of `maps/megatron.txt`."""
+_CUTS = {
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+}
+"""Megatron's settings → keys of config.json, by which fused rows are taken apart."""
+_OTHERS = {
+    "rotary_base": ("rope_parameters.rope_theta", "rope_theta"),
+    "norm_epsilon": ("rms_norm_eps",),
+}
+"""Megatron's settings → keys of config.json that no tensor shows."""
+
+
+def check_settings(settings: _Config, config: _Config) -> tuple[str, ...]:
+    """Hold config.json against what Megatron noted of the model; return where the result would compute otherwise.
+
+    Raises:
+        UsageError: Rows would be taken apart that belong together, or it takes arithmetic.
+    """
+    for name, what in _OTHERWISE.items():
+        if settings.get(name) is True:
+            raise UsageError(
+                f"the model was trained with {name}: {what}, which ckpt does not undo",
+                hint="use Megatron-Bridge (AutoBridge.export_ckpt), or keep the names: --names live",
+            )
+    cuts = {} if settings.get("multi_latent_attention") is True else _CUTS
+    for name, key in cuts.items():
+        own, said = settings.get(name), look_up(key, config)
+        if name == "num_query_groups" and settings.get("group_query_attention") is not True:
+            has_none = settings.get("group_query_attention") is False  # then its 1 is a default that means nothing
+            own = settings.get("num_attention_heads") if has_none else None
+        if type(own) is int and type(said) is int and own != said:
+            raise UsageError(
+                f"{key} is {said} in config.json, and the model was trained with {name} {own}",
+                hint="pass the config of this model: --assets DIR",
+            )
+    found = []
+    for name, keys in _OTHERS.items():
+        own, said = settings.get(name), next((v for key in keys if (v := look_up(key, config)) is not None), None)
+        if type(own) in (int, float) and type(said) in (int, float) and own != said:
+            found.append(f"{keys[-1]} is {said} in config.json, and the model was trained with {name} {own}")
+    return tuple(found)
 
 
 def check_whole(hub: Collection[str], architecture: str, config: _Config) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.quantised.parts import beside, check_shape, read_bytes, with_ending
+from ckpt_tools.quantised.parts import as_in_model, beside, check_shape, read_bytes, with_ending
 from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ _RECIPROCAL = 7.874015718698502e-3
 """1/127 as bitsandbytes has it."""
 
 
-def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG001 - names say it all
+def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
     """By the endings of names; see `Find`."""
     four = [_four_bits(fqn, state, tensors, read) for end in _STATES for fqn, state in with_ending(tensors, end)]
     eight = [_eight_bits(stem, scale, tensors, read) for stem, scale in with_ending(tensors, ".SCB")]
-    found = (*four, *eight)
+    found = as_in_model((*four, *eight), settings)
     known = {entry.fqn for one in found for entry in one.stored}
     for entry in tensors.values():
         if entry.fqn not in known and entry.fqn.rpartition(".")[2] in ("absmax", "quant_map", "nested_absmax"):

@@ -27,6 +27,7 @@ from ckpt_tools.moving.boxes import BytesReader
 from ckpt_tools.quantised.bands import Bands
 from ckpt_tools.quantised.scheme import Found, Quantised
 from ckpt_tools.quantised.table import SCHEMES, find_scheme
+from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
@@ -100,14 +101,9 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
 
 def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
     """Return what is quantised, by the settings in config.json, and the config."""
-    config = config_beside(opened.source)
-    values = {} if config is None else config.values
-    settings = values.get(KEY, _mapping(values.get("text_config")).get(KEY))
+    config, settings = config_beside(opened.source), settings_beside(opened.source)
     where = opened.source.root
-    for name, method in _OTHER_CONFIGS.items():
-        if not isinstance(settings, Mapping) and (other := config_beside(opened.source, name)) is not None:
-            settings = {"quant_method": method, **_mapping(other.values.get("quantization", other.values))}
-    if config is None or not isinstance(settings, Mapping):
+    if config is None or settings is None:
         raise UsageError(
             f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised",
             where=where,
@@ -124,6 +120,21 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
     return found, config.values
+
+
+def settings_beside(source: Source) -> Mapping[str, object] | None:
+    """Return what config.json in a directory, or another file there, says of how weights are quantised.
+
+    Raises:
+        UnreadableError: It is not a JSON object, or too long.
+    """
+    config = config_beside(source)
+    values = {} if config is None else config.values
+    settings = values.get(KEY, _mapping(values.get("text_config")).get(KEY))
+    for name, method in _OTHER_CONFIGS.items():
+        if not isinstance(settings, Mapping) and (other := config_beside(source, name)) is not None:
+            settings = {"quant_method": method, **_mapping(other.values.get("quantization", other.values))}
+    return settings if settings and isinstance(settings, Mapping) else None
 
 
 def _mapping(value: object) -> Mapping[str, object]:
@@ -156,7 +167,7 @@ def _dtype_in(config: Mapping[str, object]) -> DType:
 
 def _restated(config: Mapping[str, object], floats: DType) -> bytes:
     """Return the config of a model that is not quantised, without which transformers would quantise it again."""
-    stated = _without_key(config)
+    stated = without_key(config)
     if "dtype" not in stated and "torch_dtype" not in stated:
         stated["dtype"] = floats.torch_name
     text = (json.dumps(stated, indent=2, ensure_ascii=False) + "\n").encode()
@@ -164,9 +175,10 @@ def _restated(config: Mapping[str, object], floats: DType) -> bytes:
     return text if restated is None else restated.text
 
 
-def _without_key(config: Mapping[str, object]) -> dict[str, object]:
+def without_key(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config that says nothing of quantisation."""
     return {
-        key: _without_key(value) if key.endswith("_config") and isinstance(value, Mapping) else value
+        key: without_key(value) if key.endswith("_config") and isinstance(value, Mapping) else value
         for key, value in config.items()
         if key != KEY
     }

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,16 +42,12 @@ _MAX_KEPT_BYTES = 64 << 20
 """Encoded rows that are kept until the blocks that they are parts of have been read."""
 
 
-@dataclass(slots=True)
 class _Rows:
-    """One row of blocks, as long as somebody may ask for it."""
+    """The numbers of one row of blocks, once somebody has had the lock."""
 
-    numbers: memoryview | None = None
-    scales: memoryview | None = None
-    unread: int = 0
-    """Bytes of both that nobody has read yet."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by who encodes: who comes second waits."""
+    def __init__(self) -> None:
+        self.numbers: memoryview | None = None
+        self.lock = threading.Lock()
 
 
 class Encoder:
@@ -61,10 +57,10 @@ class Encoder:
         self._source = source
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._rows: dict[tuple[str, int], _Rows] = {}
-        self._kept: OrderedDict[tuple[str, int], _Rows] = OrderedDict()
-        """Those that have their numbers, which are many bytes."""
-        self._kept_bytes = 0
+        self._rows: OrderedDict[tuple[str, int], tuple[_Rows, int]] = OrderedDict()
+        """With how many bytes they take, the least recently used first."""
+        self._scales: dict[tuple[str, int], memoryview] = {}
+        """Those of rows that have been encoded; they are read once."""
 
     def encode(self, entry: TensorEntry) -> tuple[tuple[TensorEntry, TensorEntry], Mapping[str, VirtualFile]]:
         """Return what a matrix of whole blocks (raw chunks) is stored as, weight and scales, and the files of both."""
@@ -72,53 +68,32 @@ class Encoder:
         entry = replace(entry, chunks=chunks)
         weight = _virtual(entry.fqn, "F8_E4M3", entry.shape)
         scale = _virtual(entry.fqn + SCALE, "F32", tuple(length // BLOCK for length in entry.shape))
+        parts = (weight, BLOCK * entry.shape[1], self._numbers), (scale, 4 * entry.shape[1] // BLOCK, self._scales_of)
         files = {
-            made.chunks[0].span.file: VirtualFile(made.nbytes, partial(self._fill, entry, made is scale))
-            for made in (weight, scale)
+            made.chunks[0].span.file: VirtualFile(made.nbytes, partial(_fill, per_row, partial(rows, entry)))
+            for made, per_row, rows in parts
         }
         return (weight, scale), files
 
-    def _fill(self, entry: TensorEntry, of_scales: bool, offset: int, buffer: memoryview) -> None:
-        columns = entry.shape[1]
-        per_row = 4 * columns // BLOCK if of_scales else BLOCK * columns
-        while buffer:
-            number, start = divmod(offset, per_row)
-            part = self._encoded(entry, number)[of_scales][start : start + len(buffer)]
-            buffer[: len(part)] = part
-            self._count_read((entry.fqn, number), len(part))
-            buffer, offset = buffer[len(part) :], offset + len(part)
-
-    def _encoded(self, entry: TensorEntry, number: int) -> tuple[memoryview, memoryview]:
-        """Return the numbers and the scales of one row of blocks."""
-        key = entry.fqn, number
+    def _numbers(self, entry: TensorEntry, number: int) -> memoryview:
+        """Return one row of blocks; who comes second waits for who came first."""
+        nbytes = BLOCK * entry.shape[1]
         with self._lock:
-            rows = self._rows.setdefault(key, _Rows())
+            rows, _ = self._rows.setdefault((entry.fqn, number), (_Rows(), nbytes))
+            self._rows.move_to_end((entry.fqn, number))
+            while sum(kept for _, kept in self._rows.values()) > max(_MAX_KEPT_BYTES, nbytes):
+                self._rows.popitem(last=False)
         with rows.lock:
-            numbers, scales = rows.numbers, rows.scales
-            if numbers is None or scales is None:
-                numbers, scales = self._encode(entry, number)
-                with self._lock:
-                    rows.numbers, rows.scales = numbers, scales
-                    rows.unread = rows.unread or len(numbers) + len(scales)
-                    self._kept[key] = rows
-                    self._kept_bytes += len(numbers)
-                    while self._kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1:
-                        self._drop_numbers(next(iter(self._kept)))
-            return numbers, scales
+            if rows.numbers is None:
+                rows.numbers, self._scales[entry.fqn, number] = self._encode(entry, number)
+            return rows.numbers
 
-    def _count_read(self, key: tuple[str, int], nbytes: int) -> None:
-        with self._lock:
-            rows = self._rows[key]
-            rows.unread -= nbytes
-            if rows.unread <= 0:
-                del self._rows[key]
-                if key in self._kept:
-                    self._drop_numbers(key)
-
-    def _drop_numbers(self, key: tuple[str, int]) -> None:
-        rows = self._kept.pop(key)
-        self._kept_bytes -= len(rows.numbers or b"")
-        rows.numbers = None
+    def _scales_of(self, entry: TensorEntry, number: int) -> memoryview:
+        """Return the scales of one row of blocks; encodes what nobody has asked for yet, and somebody will."""
+        if (entry.fqn, number) not in self._scales:
+            self._numbers(entry, number)
+        found = self._scales.pop((entry.fqn, number), None)
+        return self._encode(entry, number)[1] if found is None else found
 
     def _encode(self, entry: TensorEntry, number: int) -> tuple[memoryview, memoryview]:
         import numpy as np
@@ -137,9 +112,9 @@ class Encoder:
         scales = np.concatenate([encode_strip(values[:, strip], numbers[:, strip]) for strip in strips])
         if not np.isfinite(scales).all():
             raise UsageError(
-                f"tensor {entry.fqn!r} has values that are NaN or infinite: its blocks have no scale",
+                f"tensor {entry.fqn!r} has NaN or infinite values, which cannot be quantised",
                 where=f"rows {number * BLOCK} to {(number + 1) * BLOCK}",
-                hint=f"`ckpt verify --level values` lists them; --keep-precision {entry.fqn} writes them as they are",
+                hint=f"`ckpt verify --level values` lists them; --keep-precision {entry.fqn} leaves it as it is",
             )
         return bytes_of(numbers), bytes_of(scales)
 
@@ -203,6 +178,15 @@ def peak_bytes(entries: Iterable[TensorEntry], num_workers: int) -> int:
     """Return how much memory encoding takes at most, beside the buffers of whoever reads."""
     widest = max((BLOCK * entry.shape[1] * (entry.dtype.bits // 8 + 1) for entry in entries), default=0)
     return _MAX_KEPT_BYTES + num_workers * widest
+
+
+def _fill(per_row: int, rows: Callable[[int], memoryview], offset: int, buffer: memoryview) -> None:
+    """Fill a buffer from rows of so many bytes."""
+    while buffer:
+        number, start = divmod(offset, per_row)
+        part = rows(number)[start : start + len(buffer)]
+        buffer[: len(part)] = part
+        buffer, offset = buffer[len(part) :], offset + len(part)
 
 
 def _virtual(fqn: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:

@@ -72,7 +72,8 @@ def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Lay
     if not bits:
         shown = ", ".join(f"{entry.fqn!r} {list(entry.shape)}" for entry in (*parts, *([order] if order else [])))
         raise UnreadableError(f"{shown}: not a weight in {wished} bits", hint=OTHER_CONFIG)
-    size = group_size(settings, fitting[bits], weight, scales) if order is None else 1
+    is_plain = order is None or (settings.get("desc_act") is False and not settings.get("dynamic"))
+    size = group_size(settings, fitting[bits], weight, scales) if is_plain else 0
     return Layer(
         weight=weight, zeros=zeros, scales=scales, order=order, bits=bits, num_inputs=fitting[bits], group_size=size
     )

@@ -79,7 +79,7 @@ def choose(tensors: Sequence[TensorEntry], keep: Iterable[str]) -> Chosen:
         if not found:
             raise UsageError(
                 f"--keep-precision {pattern} matches no tensor",
-                hint="it takes the names that are written, like model.layers.0.**; ** crosses dots, * does not",
+                hint="it matches the names that are written, e.g. model.layers.0.**; ** crosses dots, * does not",
             )
         matched |= found
     matrices = {entry.fqn: entry for entry in tensors if len(entry.shape) > 1}

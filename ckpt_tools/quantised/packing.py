@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.quantised.fp8 import as_float32
-from ckpt_tools.quantised.parts import beside, check_shape, refuse, with_ending
+from ckpt_tools.quantised.parts import as_in_model, beside, check_shape, refuse, with_ending
 from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Settings, Tensors
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ WORD = 32
 _PARTS = (".qzeros", ".scales", ".g_idx")
 _OTHERS = (".act_scales", ".w_bf16_to_fp8_scale")
 _NOT_UNDONE = ("is_marlin_format", "rotation", "rotation_config")
-_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
-"""Model types whose layers are transformers' Conv1D: their weights are [in, out]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ class Layer:
     bits: int
     num_inputs: int
     group_size: int
-    """Inputs of a group; means nothing beside an order."""
+    """Inputs of a group; 0 where only an order says."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,13 +54,16 @@ class Layer:
         """Return which group each input is of."""
         import numpy as np
 
+        plain = np.arange(self.num_inputs) // (self.group_size or self.num_inputs)
         if self.order is None:
-            return np.arange(self.num_inputs) // self.group_size
+            return plain
         kind = np.int64 if self.order.dtype.name == "I64" else np.int32
         found = read(self.order, 0, self.num_inputs).view(kind)
         num_groups = self.scales.shape[0]
         if strange := [int(group) for group in (found.min(), found.max()) if not 0 <= group < num_groups]:
             raise UnreadableError(f"{self.order.fqn!r} names group {strange[0]}, of {num_groups}")
+        if self.group_size and not np.array_equal(found, plain):  # some readers would not look at it
+            raise UnreadableError(f"{self.order.fqn!r} orders inputs, and config.json says that desc_act is false")
         return found.astype(np.int64)
 
 
@@ -103,15 +104,14 @@ def find_layers(what: str, tensors: Tensors, settings: Settings, parse: Parse, u
         refuse(merged, "data_type", None, "int")
         layer = parse(stem, (weight, zeros, scales), tensors, merged)
         parts = [weight, zeros, scales, *([] if layer.order is None else [layer.order])]
-        is_turned = settings.get("model_type") in _CONV1D
         decode = partial(_decode, layer, unpack)
         fqn = f"{stem}.weight"
-        found.append(Quantised(fqn=fqn, shape=layer.shape, stored=tuple(parts), decode=decode, is_turned=is_turned))
+        found.append(Quantised(fqn=fqn, shape=layer.shape, stored=tuple(parts), decode=decode))
     known = {entry.fqn for one in found for entry in one.stored}
     if strange := [fqn for fqn in tensors if fqn.endswith((*_PARTS, *_OTHERS)) and fqn not in known]:
         what = f"{strange[0]!r} is no part of a weight that ckpt decodes"
         raise UnreadableError(what, hint="without its qweight the checkpoint is not whole")
-    return Found(what=what, tensors=tuple(found))
+    return Found(what=what, tensors=as_in_model(found, settings))
 
 
 def group_size(settings: Settings, num_inputs: int, weight: TensorEntry, scales: TensorEntry) -> int:
@@ -151,8 +151,8 @@ def unpack_bytes(content: Bytes, bits: int) -> F32:
     import numpy as np
 
     *outer, length = content.shape
-    if 8 % bits == 0:
-        return np.take(_numbers(bits), content, axis=0).reshape(*outer, -1)
+    if 8 % bits == 0:  # flat: indices of two dims take ten times as long
+        return np.take(_numbers(bits), content.reshape(-1), axis=0).reshape(*outer, -1)
     each = content.reshape(*outer, length // bits, bits).astype(np.uint32)  # 3 bytes hold 8 numbers of 3 bits
     each <<= np.arange(0, 8 * bits, 8, dtype=np.uint32)
     shifts = np.arange(0, 8 * bits, bits, dtype=np.uint32)

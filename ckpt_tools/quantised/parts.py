@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.quantised.scheme import ReadRun, Settings, Tensors
+from ckpt_tools.quantised.scheme import Quantised, ReadRun, Settings, Tensors
 
 if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import Bytes
 
 OTHER_CONFIG = "is config.json the one of this checkpoint?"
 """A hint."""
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+"""Model types whose layers are transformers' Conv1D: their weights are [in, out]."""
+
+
+def as_in_model(found: Iterable[Quantised], settings: Settings) -> tuple[Quantised, ...]:
+    """Return weights that are quantised as [out, in] whatever the model has, in its order."""
+    return tuple(replace(one, is_turned=settings.get("model_type") in _CONV1D) for one in found)
 
 
 def beside(tensors: Tensors, fqn: str, *, of: str) -> TensorEntry:

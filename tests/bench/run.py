@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import filecmp
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -44,9 +45,12 @@ SOURCES = {
     "gather-bin": "bin",
     "gather-ranks": "ranks",
     "dequantize": "fp8",
+    "gather-zero": "zero",
 }
-"""Job → the directory that it reads."""
-JOBS = tuple(SOURCES)
+"""Job → the directory that it reads. gather-zero needs deepspeed, which is no dependency."""
+JOBS = tuple(name for name in SOURCES if name != "gather-zero" or importlib.util.find_spec("deepspeed"))
+WIDER = {"gather-zero": 2}
+"""Job → how many times the model's bytes it writes, where not once: float32 of bfloat16."""
 TP_RULES = (
     "model.layers.*.self_attn.{q,k,v}_proj.weight=tp:S(0)",
     "model.layers.*.self_attn.o_proj.weight=tp:S(1)",
@@ -94,7 +98,7 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
     """The jobs named, in order."""
     hf, dcp, out = work / "hf", work / "dcp", work / "out"
     adapter, trained = work / "adapter", work / "trained"
-    stored, ranks, fp8 = work / "bin", work / "ranks", work / "fp8"
+    stored, ranks, fp8, zero = (work / name for name in ("bin", "ranks", "fp8", "zero"))
     rules = [word for rule in TP_RULES for word in ("--set", rule)]
     ours = {
         "shard": ["shard", hf, out, "--mesh", f"dp_shard={num_ranks}"],
@@ -106,6 +110,7 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
         "gather-bin": ["gather", stored, out],
         "gather-ranks": ["gather", ranks, out],
         "dequantize": ["gather", fp8, out, "--dequantize"],
+        "gather-zero": ["gather", zero, out],
     }
     peers = {
         "shard": [peer("hf_one_rank", hf, out), peer("hf_ranks", hf, out, num_ranks)],
@@ -118,6 +123,7 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
         "gather-bin": [peer("torch_load_and_save_file", stored, out)],
         "gather-ranks": [peer("as_verl_merges", ranks, out)],
         "dequantize": [peer("transformers_fp8", fp8, out)],
+        "gather-zero": [peer("zero_to_fp32", zero, out)],
     }
     against = [CKPT, "verify", str(out), "--against", str(hf), "--quiet"]
     checks = {
@@ -125,6 +131,7 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
         "merge": [sys.executable, str(HERE / "check_merge.py"), str(hf), str(adapter), str(out)],
         "export": [CKPT, "check-lora", str(out), "--base", str(hf), "--quiet"],
         "dequantize": [sys.executable, str(HERE / "check_decoded.py"), str(fp8), str(out)],
+        "gather-zero": [sys.executable, str(HERE / "check_widened.py"), str(hf), str(out)],
     }
     for name in names:
         source = work / SOURCES[name]
@@ -191,7 +198,11 @@ def run_job(job: Job, work: Path, repeats: int) -> list[Row]:
                 say(f"{job.name} {turn + 1}/{repeats} {contender.name}: {sample.seconds:.2f} s, {peak:.0f} MB")
             finally:
                 shutil.rmtree(job.out, ignore_errors=True)
-    return [Row(job=job.name, contender=c.name, kind=c.kind, samples=tuple(samples[c.name])) for c in job.contenders]
+    times = WIDER.get(job.name, 1)
+    return [
+        Row(job=job.name, contender=c.name, kind=c.kind, samples=tuple(samples[c.name]), times=times)
+        for c in job.contenders
+    ]
 
 
 def describe_machine(work: Path) -> dict[str, object]:
@@ -225,7 +236,7 @@ def prepare(work: Path, options: argparse.Namespace) -> None:
     if "trained" in needed:
         make("adapter", "trained", hf, work / "trained-hf", options.files)
         sharded[work / "trained"] = work / "trained-hf"
-    if kinds := sorted(needed & {"bin", "ranks", "fp8"}):
+    if kinds := sorted(needed & {"bin", "ranks", "fp8", "zero"}):
         make("sources", hf, work, options.ranks, *kinds)
     for dcp, source in sharded.items():
         measure([CKPT, "shard", str(source), str(dcp), "--mesh", f"dp_shard={options.ranks}"], work / "log")
@@ -262,6 +273,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.only = [name.strip() for name in options.only.split(",")]
     for name in options.only:
+        if name in SOURCES and name not in JOBS:
+            parser.error(f"{name} needs deepspeed, which is not installed")
         if name not in JOBS:
             parser.error(f"--only knows {', '.join(JOBS)}, not {name!r}")
     if options.hidden is None:
@@ -307,7 +320,8 @@ def main(arguments: list[str]) -> int:
     rows: list[Row] = []
     with work_directory(options.workdir) as work:
         free = shutil.disk_usage(work).free
-        times = 3 + len({SOURCES[name] for name in options.only} - {"hf"})  # the model, two outputs at most, sources
+        sources = {SOURCES[name] for name in options.only} - {"hf"}
+        times = 3 + len(sources) + 2 * ("zero" in sources)  # the model, two outputs at most, sources; float32 is twice
         if free < times * options.size:
             print(f"bench: {work} has {free / 1e9:.1f} GB free, {times} times --size is needed", file=sys.stderr)
             return 1

@@ -1,10 +1,12 @@
-"""The generated checkpoint as others keep it. usage: HF_DIR WORK_DIR NUM_RANKS bin|ranks|fp8…"""
+"""The generated checkpoint as others keep it. usage: HF_DIR WORK_DIR NUM_RANKS bin|ranks|fp8|zero…"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +63,32 @@ def write_fp8(hf: Path, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
 
 
+def write_zero(hf: Path, out: Path) -> None:
+    """ZeRO-3 by DeepSpeed itself, bfloat16 with fp32 weights in its optimizer, which keeps nothing else."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
+    with tempfile.TemporaryDirectory() as meeting:
+        # Each of them begins with the whole model.
+        torch.multiprocessing.spawn(_be_zero_rank, (2, f"file://{meeting}/ranks", str(hf), str(out)), nprocs=2)
+
+
+def _be_zero_rank(rank: int, num_ranks: int, rendezvous: str, hf: str, out: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it would compile C++
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.bfloat16)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    config["zero_allow_untested_optimizer"] = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.save_checkpoint(out, tag="global_step1")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
     source, work, ranks, *kinds = sys.argv[1:]
     for kind in kinds:
@@ -72,5 +100,7 @@ if __name__ == "__main__":
             write_bin(Path(source), directory)
         elif kind == "ranks":
             write_ranks(Path(source), directory, int(ranks))
+        elif kind == "zero":
+            write_zero(Path(source), directory)
         else:
             write_fp8(Path(source), directory)

@@ -125,6 +125,7 @@ def test_dtype_that_torch_does_not_load_from_safetensors_is_refused(tmp_path: Pa
     sharded(tmp_path / "other", tensors={"w": tensor(dtype, 4, 4), "v": tensor("F32", 2)}, exclude=["w"])
 
 
+@pytest.mark.full
 def test_tied_weights_of_a_live_model_have_bytes_for_each_name(tmp_path: Path) -> None:
     model = toys.build("llama", num_hidden_layers=1, tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "model")
@@ -141,6 +142,7 @@ def test_tied_weights_of_a_live_model_have_bytes_for_each_name(tmp_path: Path) -
     assert files_of(tmp_path / "back") == files_of(tmp_path / "back2") == files_of(tmp_path / "model")
 
 
+@pytest.mark.full
 def test_experts_of_a_live_model_come_back_as_the_hub_has_them(tmp_path: Path) -> None:
     model = toys.build("qwen3-moe", num_hidden_layers=1)
     model.save_pretrained(tmp_path / "model")

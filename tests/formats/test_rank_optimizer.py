@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt_tools import api
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UsageError
 
 NAMES = ("embed.weight", "up.weight", "up.bias", "down.weight", "norm.weight")
 SHAPES = ((10, 6), (8, 6), (8,), (6, 8), (6,))
@@ -124,6 +124,41 @@ def test_reshard_carries_what_dcp_load_reads(make: Make, mesh: str, tmp_path: Pa
         assert all(torch.equal(state["optimizer"]["state"][names[number]][key], inner[key]) for key in inner)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in expected["param_groups"]]
     assert state["optimizer"]["param_groups"] == groups
+
+
+class Model(torch.nn.Module):
+    """What has the names of the toy, in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = torch.nn.Embedding(10, 6), torch.nn.Linear(6, 8)
+        self.down, self.norm = torch.nn.Linear(8, 6, bias=False), torch.nn.LayerNorm(6, bias=False)
+        self.lm_head = torch.nn.Linear(6, 10, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("table", torch.zeros(8))
+
+
+def test_load_checkpoint_takes_model_and_optimizer(tmp_path: Path) -> None:
+    from ckpt_tools.fsdp2 import load_checkpoint
+
+    whole = save(tmp_path / "step", adamw)
+    api.reshard(tmp_path / "step", tmp_path / "dcp", mesh="dp_shard=3")
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    load_checkpoint(model, tmp_path / "dcp", optimizer=optimizer)
+    assert all(torch.equal(value, whole["model"][name]) for name, value in model.state_dict().items())
+    assert [name for name, _ in model.named_parameters()] == list(NAMES)
+    found = optimizer.state_dict()
+    assert found["param_groups"] == whole["optimizer"]["param_groups"]
+    for number, inner in whole["optimizer"]["state"].items():
+        assert all(torch.equal(found["state"][number][key], value) for key, value in inner.items())
+
+
+def test_other_names_are_for_weights_alone(tmp_path: Path) -> None:
+    save(tmp_path / "step", adamw)
+    with pytest.raises(UsageError, match="only a model's weights can be named again") as caught:
+        api.reshard(tmp_path / "step", tmp_path / "dcp", mesh="dp_shard=2", names="hub")
+    assert "--exclude 'optimizer.**'" in str(caught.value.hint)
 
 
 def test_parameter_without_state_keeps_its_number(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats._pickle_objects import parse_exactly
 from ckpt_tools.formats._pickle_writer import build_pickle
 
+ROOT = Path(__file__).parent
 STATE = {
     "embed.weight": torch.arange(60.0).reshape(10, 6),
     "up.weight": torch.arange(48).reshape(8, 6).to(torch.bfloat16),
@@ -225,6 +227,17 @@ def test_what_verl_does_not_make_is_refused(options: dict[str, object], what: st
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("before", "mesh", "what"),
+    [({"fsdp": 2}, "dp_shard=1", "whole tensors"), ({"ddp": 2, "fsdp": 2}, "dp_replicate=1,dp_shard=2", "groups")],
+)
+def test_what_fsdp1_does_not_load_is_refused(before: dict[str, int], mesh: str, what: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", before)
+    (tmp_path / "run/fsdp_config.json").write_text('{"FSDP_version": 1, "world_size": 2}')
+    with pytest.raises(UsageError, match=what):
+        api.reshard(tmp_path / "run", tmp_path / "out", mesh=mesh, trainer="verl")
+
+
 def test_a_mesh_of_other_dims_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "run", {"fsdp": 2})
     with pytest.raises(UnreadableError, match="mesh has other dims"):
@@ -279,3 +292,40 @@ def test_pickles_read_exactly_are_written_the_same_again(tmp_path: Path) -> None
         ours = build_pickle(parse_exactly(content))
         assert len(ours) <= len(content)
         assert build_pickle(parse_exactly(ours)) == ours, file.name
+
+
+OLDER = ROOT / "samples" / "ranks-of-older-torch.tar.xz"
+"""What `save` above leaves of the model below with PyTorch 2.8.0 and 2.10.0, whose meshes have other attributes: on two
+ranks, and on a mesh of two times two."""
+OLDER_STATE = {
+    "w": torch.arange(15.0).reshape(5, 3),
+    "n": torch.arange(4).to(torch.bfloat16),
+    "b": torch.arange(3),
+}
+
+
+@pytest.mark.parametrize("release", ["2.8.0", "2.10.0"])
+@pytest.mark.parametrize(("kind", "mesh"), [("", "dp_shard=3"), ("-hsdp", "dp_replicate=1,dp_shard=2")])
+def test_ranks_of_older_releases_are_read_and_written(release: str, kind: str, mesh: str, tmp_path: Path) -> None:
+    with tarfile.open(OLDER) as archive:
+        archive.extractall(tmp_path, filter="data")
+    run = tmp_path / f"torch-{release}{kind}"
+    (run / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
+    assert read(run) == flat(OLDER_STATE)
+    api.reshard(run, tmp_path / "out", mesh=mesh, trainer="verl")
+    assert read(tmp_path / "out") == flat(OLDER_STATE)
+    for source, name in (
+        (run, "one"),
+        (tmp_path / "out", "other"),
+    ):  # by way of the other mesh, or not: the same objects
+        api.reshard(source, tmp_path / name, mesh="dp_replicate=2,dp_shard=2" if kind else "dp_shard=2", trainer="verl")
+    for rank in range(2):
+        name = f"model_world_size_{4 if kind else 2}_rank_{rank}.pt"
+        assert _objects(tmp_path / "one" / name) == _objects(tmp_path / "other" / name)
+
+
+def _objects(file: Path) -> bytes:
+    """The pickle in a file, written anew: equal when it makes the same objects."""
+    with zipfile.ZipFile(file) as archive:
+        content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+    return build_pickle(parse_exactly(content))

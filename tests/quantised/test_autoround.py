@@ -18,6 +18,7 @@ as_they_are = pytest.importorskip("auto_round_extension.torch.qlinear_torch", re
 from auto_round_extension.torch import qlinear_torch_zp as less_one  # noqa: E402
 
 IN, OUT = 96, 64
+pytestmark = pytest.mark.filterwarnings("ignore:To copy construct")  # its packing of 3 bits
 KINDS = {"auto_round:auto_gptq": less_one, "auto_round:gptq": less_one, "auto_round": as_they_are}
 
 

@@ -85,18 +85,20 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path, capsys, bad) -
 
 @pytest.mark.parametrize("kept", [1, 64 << 20])
 def test_rows_that_lie_in_two_blocks_of_a_file_are_right(tmp_path, monkeypatch, kept) -> None:
+    real, rows = encoded.Encoder._encode, []
+    monkeypatch.setattr(encoded.Encoder, "_encode", lambda *args: rows.append(args[1:]) or real(*args))
     monkeypatch.setattr(encoded, "_MAX_KEPT_BYTES", kept)
     tensors = {WEIGHT: randn(1024, 8064), WEIGHT.replace("o_proj", "q_proj"): randn(1024, 8064, seed=4)}
     hub = write(tmp_path / "hub", tensors)
     assert quantise(hub, tmp_path / "out", "-j", "7", "--max-shard-size", "8MB") == 0
     same(read(tmp_path / "out"), by_transformers(tensors, set(tensors)))
+    assert kept == 1 or len(rows) == 16
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in read(tmp_path / "out").values())
 
 
-def test_an_interrupted_run_continues_to_the_same_bytes(tmp_path, monkeypatch, capsys) -> None:
-    hub = write(tmp_path / "hub", {WEIGHT: randn(1024, 8064), "model.norm.weight": randn(8064)})
-    assert quantise(hub, tmp_path / "wanted") == 0
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one row of blocks be the last, once."""
     real, calls = encoded.Encoder._encode, []
 
     def fail(self: encoded.Encoder, *args: Any) -> object:
@@ -106,11 +108,28 @@ def test_an_interrupted_run_continues_to_the_same_bytes(tmp_path, monkeypatch, c
         return real(self, *args)
 
     monkeypatch.setattr(encoded.Encoder, "_encode", fail)
+
+
+def test_an_interrupted_run_continues_to_the_same_bytes(tmp_path, monkeypatch, capsys) -> None:
+    hub = write(tmp_path / "hub", {WEIGHT: randn(1024, 8064), "model.norm.weight": randn(8064)})
+    assert quantise(hub, tmp_path / "wanted") == 0
+    interrupt(monkeypatch)
     assert quantise(hub, tmp_path / "out", "-j", "1") == 1
     assert main(["gather", str(hub), str(tmp_path / "out"), "-j", "1", "--quantize", "fp8"]) == 0
     assert "continued an interrupted run" in capsys.readouterr().err
     same(read(tmp_path / "out"), read(tmp_path / "wanted"))
     assert main(["verify", str(tmp_path / "out"), "-q"]) == 0
+
+
+def test_an_interrupted_run_of_another_part_of_the_file_is_not_continued(tmp_path, monkeypatch) -> None:
+    hub = write(tmp_path / "hub", {WEIGHT: randn(128, 128)})
+    states = {"params": {WEIGHT: randn(1024, 8064)}, "params_ema": {WEIGHT: randn(1024, 8064, seed=4)}}
+    torch.save(states, tmp_path / "both.pth")
+    args = (tmp_path / "both.pth", tmp_path / "out", "-j", "1", "--assets", hub, "--strip-prefix")
+    interrupt(monkeypatch)
+    assert quantise(*args, "params") == 1
+    assert quantise(*args, "params_ema") == 0
+    same(read(tmp_path / "out"), by_transformers({WEIGHT: randn(1024, 8064, seed=4)}, {WEIGHT}))
 
 
 def test_what_is_recorded_of_the_source_is_held_against_it(tmp_path, capsys) -> None:
@@ -126,6 +145,19 @@ def test_what_is_recorded_of_the_source_is_held_against_it(tmp_path, capsys) -> 
     assert quantise(tmp_path / "dcp", tmp_path / "damaged") == 4
     assert WEIGHT in capsys.readouterr().err
     assert not (tmp_path / "damaged").exists()
+
+
+def test_a_matrix_is_the_same_however_it_is_stored(tmp_path) -> None:
+    weight = randn(384, 512)
+    hub = write(tmp_path / "hub", {WEIGHT: weight})
+    wanted = by_transformers({WEIGHT: weight}, {WEIGHT})
+    mesh = ["--mesh", "dp_shard=5,tp=3", "--set", f"{WEIGHT}=tp:S(1)", "--tp-uneven", "replicate", "-q"]
+    assert main(["shard", str(hub), str(tmp_path / "dcp"), *mesh]) == 0
+    assert quantise(tmp_path / "dcp", tmp_path / "of-ranks") == 0
+    same(read(tmp_path / "of-ranks"), wanted)
+    torch.save({WEIGHT: weight.t().contiguous().t()}, tmp_path / "turned.pth")
+    assert quantise(tmp_path / "turned.pth", tmp_path / "of-turned", "--assets", hub) == 0
+    same(read(tmp_path / "of-turned"), wanted)
 
 
 def test_what_stays_is_named_for_loaders(tmp_path, capsys) -> None:
@@ -168,8 +200,8 @@ def test_what_stays_is_named_for_loaders(tmp_path, capsys) -> None:
         "weight_block_size": [128, 128],
     }
     err = capsys.readouterr().err
-    assert "3 linear layers stay as they are, of no whole number of 128×128 blocks" in err
-    assert "3 linear layers stay as they are, with layers that loaders join them with" in err
+    assert "3 linear layers whose shape is not a multiple of 128×128" in err
+    assert "3 linear layers that loaders fuse with one of these" in err
 
     keep = ("--keep-precision", "**.experts.1.up_proj.weight", "--overwrite")
     assert quantise(hub, tmp_path / "out", *keep) == 0
@@ -185,12 +217,12 @@ def test_what_cannot_be_quantised_is_refused(tmp_path, capsys) -> None:
 
     hub = write(tmp_path / "hub", {WEIGHT: randn(128, 128)})
     assert quantise(hub, tmp_path / "fp8") == 0
-    assert "quantised already" in refused(tmp_path / "fp8")
+    assert "are quantised already" in refused(tmp_path / "fp8")
     assert "matches no tensor" in refused(hub, "--keep-precision", "lm_head")
-    assert "finds no linear layer" in refused(hub, "--keep-precision", "**")
+    assert "found no linear layer" in refused(hub, "--keep-precision", "**")
     assert "--like" in refused(hub, "--like", str(hub))
     gpt2 = {f"transformer.h.0.{name}.weight": randn(128, 128) for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")}
-    assert "finds no linear layer" in refused(write(tmp_path / "gpt2", gpt2))
+    assert "found no linear layer" in refused(write(tmp_path / "gpt2", gpt2))
     other = write(tmp_path / "other", {WEIGHT: randn(128, 128)}, quantization_config={"quant_method": "mxfp4"})
     assert "'mxfp4'" in refused(other)
     (hub / "config.json").unlink()
@@ -211,9 +243,17 @@ def test_weights_trained_from_a_quantised_release_take_its_config(tmp_path, caps
     assert quantise(tmp_path / "hub", tmp_path / "fp8") == 0
     args = ["gather", str(tmp_path / "hub"), str(tmp_path / "trained"), "--assets", str(tmp_path / "fp8")]
     assert main([*args, "--quantize", "fp8"]) == 0
-    assert "is replaced" in capsys.readouterr().err
+    assert "replaced the quantization_config" in capsys.readouterr().err
     same(read(tmp_path / "trained"), read(tmp_path / "fp8"))
     assert settings(tmp_path / "trained") == settings(tmp_path / "fp8")
+    manifest = json.loads((tmp_path / "trained" / "ckpt_manifest.json").read_text())
+    assert manifest["source"]["quantised"] == {"method": "fp8", "block": [128, 128], "tensors": 14}
+    warning = "config.json has a quantization_config, but the weights are not quantised"
+    assert main([*args, "--overwrite"]) == 0
+    assert warning in capsys.readouterr().err
+    assert main(["gather", str(tmp_path / "fp8"), str(tmp_path / "as-it-is")]) == 0
+    assert main(["gather", str(tmp_path / "fp8"), str(tmp_path / "plain"), "--dequantize"]) == 0
+    assert warning not in capsys.readouterr().err
 
 
 def test_a_cast_is_of_what_stays_and_the_dry_run_tells_all(tmp_path, capsys) -> None:

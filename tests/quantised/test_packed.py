@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and ModelOpt without their libraries: what cannot be decoded is refused by name."""
+"""GPTQ, AWQ and ModelOpt without their libraries: where settings are, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli import main
 
@@ -46,13 +46,16 @@ def fp4(**others):
     return {f"a.{name}": part for name, part in (parts | others).items() if part is not None}
 
 
-def write(directory, tensors, settings, name="config.json"):
+def write(directory, tensors, settings, **config):
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text("{}")
-    own = {"quantization_config": settings} if name == "config.json" else settings
-    (directory / name).write_text(json.dumps(own))
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     return str(directory)
+
+
+def gathered(hub, out):
+    assert main(["gather", hub, str(out), "--dequantize", "--dtype", "f32", "-q"]) == 0
+    return load_file(out / "model.safetensors")["a.weight"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,8 @@ def write(directory, tensors, settings, name="config.json"):
         (gptq(g_idx=None), GPTQ | {"group_size": 0}, "group_size 0"),
         (gptq(g_idx=torch.full((64,), 2, dtype=torch.int32)), GPTQ, "'a.g_idx' names group 2, of 2"),
         (gptq(g_idx=torch.full((64,), -1, dtype=torch.int32)), GPTQ, "'a.g_idx' names group -1, of 2"),
+        (gptq(g_idx=torch.zeros(64, dtype=torch.int32)), GPTQ, "'a.g_idx' orders inputs, and config.json says"),
+        (gptq(), GPTQ | {"group_size": 64}, "'a.scales' is [2, 32], 'a.qweight' of [8, 32] needs [1, 32]"),
         (gptq(g_idx=torch.zeros(63, dtype=torch.int32)), GPTQ | {"bits": 8}, "not a weight in 8 bits"),
         (gptq(g_idx=torch.zeros(64)), GPTQ, "'a.g_idx' is F32 [64]"),
         (gptq(qweight=ints(8, 32).float()), GPTQ, "'a.qweight' is F32 [8, 32], not a matrix of I32"),
@@ -117,3 +122,43 @@ def test_what_cannot_be_decoded_is_refused(tmp_path, capsys, stored, settings, w
     assert main(["gather", hub, str(tmp_path / "out"), "--dequantize"]) in (2, 4)
     assert what in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "stored"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}, gptq()),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True}, awq()),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, fp4()),
+    ],
+)
+def test_settings_may_be_in_a_file_of_their_own(tmp_path, name, settings, stored):
+    own = {"quantize_config.json": GPTQ, "quant_config.json": AWQ, "hf_quant_config.json": MODELOPT}[name]
+    wanted = gathered(write(tmp_path / "hub", stored, own), tmp_path / "wanted")
+    hub = tmp_path / "beside"
+    write(hub, stored, None)
+    (hub / "config.json").write_text("{}")
+    (hub / name).write_text(json.dumps(settings))
+    assert torch.equal(gathered(str(hub), tmp_path / "out"), wanted)
+    assert not (tmp_path / "out" / name).exists()  # its readers would believe it
+
+
+def test_groups_follow_each_other_where_no_order_is(tmp_path):
+    stored = gptq(scales=torch.arange(1, 65).reshape(2, 32).half())
+    wanted = gathered(write(tmp_path / "hub", stored, GPTQ), tmp_path / "wanted")
+    del stored["a.g_idx"]
+    assert torch.equal(gathered(write(tmp_path / "other", stored, GPTQ), tmp_path / "out"), wanted)
+
+
+def test_layers_of_gpt2_are_the_other_way_around(tmp_path):
+    stored = gptq(64, 64)  # a square: the shape would not show it
+    wanted = gathered(write(tmp_path / "hub", stored, GPTQ, model_type="llama"), tmp_path / "wanted")
+    found = gathered(write(tmp_path / "other", stored, GPTQ, model_type="gpt2"), tmp_path / "out")
+    assert torch.equal(found, wanted.T)
+    assert not torch.equal(found, wanted)
+
+
+def test_bits_may_differ_by_layer(tmp_path):
+    own = GPTQ | {"group_size": 64, "dynamic": {"+:.*a": {"bits": 8, "group_size": 32}}}
+    found = gathered(write(tmp_path / "hub", gptq(bits=8), own), tmp_path / "out")
+    assert found.abs().max() > 16

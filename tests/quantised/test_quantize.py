@@ -139,18 +139,18 @@ def test_torch_reads_it(tmp_path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", range(2))
 def test_what_is_quantised_is_what_transformers_takes_for_quantised(at: int, monkeypatch, request) -> None:
     """Of every architecture: its modules that become `FP8Linear` or `FP8Experts` by our list are those we encode."""
     transformers.utils.logging.set_verbosity(logging.CRITICAL)
     monkeypatch.setattr(linears, "BLOCK", 1)
     num_right, wrong = 0, {}
-    for name in zoo.part(at, 4, whole=request.config.getoption("--zoo"), of=8):
+    for name in zoo.part(at, 2, whole=request.config.getoption("--zoo"), of=6):
         found = compare(name) if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) else None
         num_right += found == ""
         wrong |= {name: found} if found else {}
     assert wrong == {}
-    assert num_right >= 3
+    assert num_right >= 8
 
 
 def compare(name: str) -> str | None:

@@ -1,5 +1,7 @@
 """Every layout of the ecosystem is named, with the way out."""
 
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -101,7 +103,44 @@ LAYOUTS = {
         "move the files of one away",
     ),
     "deepspeed-nothing-left": (("latest", "zero_to_fp32.py"), "latest names 'x'", "restore it"),
-    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "torch.distributed.checkpoint"),
+    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "the files of all ranks"),
+    "megatron-zarr": (
+        ("common.pt", "metadata.json", "output_layer.weight/.zarray", "output_layer.weight/0.0"),
+        "a checkpoint of Megatron's in zarr",
+        "--dist-ckpt-format torch_dist",
+    ),
+    "megatron-legacy": (
+        tuple(f"mp_rank_0{rank}/model_optim_rng.pt" for rank in range(2)),
+        "Megatron's format of before torch_dist",
+        "--ckpt-convert-format torch_dist",
+    ),
+    "megatron-legacy-pipeline": (
+        tuple(f"mp_rank_00_00{rank}/{name}.pt" for rank in range(2) for name in ("model_optim_rng", "distrib_optim")),
+        "Megatron's format of before torch_dist",
+        "--ckpt-convert-save NEW",
+    ),
+    "maxtext": (
+        ("_CHECKPOINT_METADATA", "items/_METADATA", "items/manifest.ocdbt", "items/ocdbt.process_0/d/1f"),
+        "a checkpoint of Orbax's",
+        "to_huggingface.py",
+    ),
+    "orbax-without-marker": (
+        ("default/manifest.ocdbt", "default/d/ab"),
+        "a checkpoint of Orbax's",
+        "export safetensors",
+    ),
+    "tensorflow": (
+        ("checkpoint", "model.ckpt-1000.index", "model.ckpt-1000.data-00000-of-00001"),
+        "a checkpoint of TensorFlow's",
+        "from_tf=True",
+    ),
+    "saved-model": (("saved_model.pb", "variables/variables.index"), "a SavedModel", "from_tf=True"),
+    "tf_model": (("config.json", "tf_model.h5"), "weights of TensorFlow's (HDF5)", "from_tf=True"),
+    "flax": (("config.json", "flax_model.msgpack"), "weights of flax's (msgpack)", "from_flax=True"),
+    "mlx": (("config.json", "weights.npz"), "arrays of numpy's or MLX's (npz)", "safetensors.numpy.save_file"),
+    "onnx": (("config.json", "model.onnx", "model.onnx_data"), "an ONNX graph", "exported from"),
+    "paddle": (("model_state.pdparams", "model_config.json"), "weights of Paddle's", "paddle.load"),
+    "gguf": (("model-Q4_K_M.gguf",), "GGUF files", "converted from"),
     "tensor-parallel": (
         ("consolidated.00.pth", "consolidated.01.pth"),
         "nothing says which are meant",
@@ -231,9 +270,16 @@ def test_file_that_torch_saved_is_read_whatever_its_ending(name: str, legacy: bo
         (
             "arrays.npz",
             b"PK\3\4" + bytes(22) + b"\5\0\0\0a.npy",
-            "not a safetensors file",
-            "pass a safetensors",
+            "arrays of numpy's or MLX's",
+            "safetensors.numpy.save_file",
         ),
+        ("array.npy", b"\x93NUMPY\1\0", "an array of numpy's", "numpy.load"),
+        ("model.pdparams", b"\x80\4}q\0.", "weights of Paddle's", "paddle.load"),
+        ("flax_model.msgpack", b"\x81\xa6params\x80", "weights of flax's", "from_flax=True"),
+        ("model.onnx", b"\x08\x08\x12\x07pytorch", "an ONNX graph", "exported from"),
+        ("model.keras", b"PK\3\4" + bytes(30), "a model of Keras's", "keras.models.load_model"),
+        ("model.bin", b"version https://git-lfs.github.com/spec/v1\noid sha256:", "a Git LFS pointer", "git lfs pull"),
+        ("model.pt", b"\x1f\x8b\x08", "a gzip file", "unpack it"),
         ("notes.txt", b"x", "not a safetensors file", "pass a safetensors"),
         ("empty", b"", "not a safetensors file", "pass a safetensors"),
     ],
@@ -245,6 +291,34 @@ def test_file_that_is_no_safetensors_is_refused(
     with pytest.raises(UnreadableError, match=what) as caught:
         api.open_checkpoint(tmp_path / name)
     assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("member", "name", "what"),
+    [
+        ("sys_info", "resnet.pth", "a tar that torch before 0.1.10 saved"),
+        ("model_weights.ckpt", "model.nemo", "a NeMo 1 archive"),
+        ("weights.safetensors", "model.tar", "a tar archive"),
+    ],
+)
+def test_tar_is_named_by_what_it_begins_with(member: str, name: str, what: str, tmp_path: Path) -> None:
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        with tarfile.open(tmp_path / name, "w", format=form) as archive:
+            archive.addfile(tarfile.TarInfo(member), io.BytesIO())
+        with pytest.raises(UnreadableError, match=what) as caught:
+            api.open_checkpoint(tmp_path / name)
+        assert "again" in str(caught.value.hint) or "unpack it" in str(caught.value.hint)
+
+
+def test_readable_checkpoint_wins_over_another_framework_s_files_beside_it() -> None:
+    for files in (
+        ("config.json", "flax_model.msgpack", "model.safetensors", "onnx/model.onnx"),
+        ("config.json", "tf_model.h5", "pytorch_model.bin"),
+        (".metadata", "__0_0.distcp", "export/saved_model.pb"),
+    ):
+        assert detect(dict.fromkeys(files, 1), path="model").name in ("hf", "torch-dir", "dcp")
+    with pytest.raises(UnreadableError, match="a directory of checkpoints"):
+        detect(dict.fromkeys(("step-1/.metadata", "export/saved_model.pb"), 1), path="run")
 
 
 def test_safetensors_of_several_models_need_a_choice(tmp_path: Path) -> None:
