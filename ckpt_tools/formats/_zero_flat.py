@@ -118,7 +118,7 @@ def read_rank(file: TorchFile) -> Rank:
         if flat is None or len(flat.shape) != 1:
             raise UnreadableError(f"the fp32 weights of group {group} are not one vector", where=file.name)
         found.masters[group] = flat
-    if not _is_shuffled(content.get("ds_config")):
+    if not is_shuffled(content.get("ds_config")):
         found.addresses = [_addresses(each, file) for each in _list(state.get("param_slice_mappings"))]
     found.paddings = [integers(each) for each in _list(state.get("param_alignment_paddings"))]
     base = state.get("base_optimizer_state" if stage < 3 else "optimizer_state_dict")
@@ -134,8 +134,8 @@ def read_rank(file: TorchFile) -> Rank:
     return found
 
 
-def _is_shuffled(config: object) -> bool:
-    """Are the addresses not those of the order that parameters lie in? So DeepSpeed 0.19.8 writes them then."""
+def is_shuffled(config: object) -> bool:
+    """Do ranks not have what they say (`param_slice_mappings`)? So it is with DeepSpeed 0.19.8's round robin."""
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
 

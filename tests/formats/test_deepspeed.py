@@ -191,6 +191,15 @@ def test_universal_form_without_its_model_says_what_it_lacks(sample, edit) -> No
         tensors(flat_one)
 
 
+def test_universal_form_of_a_round_robin_is_refused(sample, edit) -> None:
+    """DeepSpeed 0.19.8 makes it from the addresses that `zero2-round-robin` shows to be wrong."""
+    path = sample("zero2-bf16") / f"{TAG}_universal"
+    edit(path / MODEL, lambda content: content["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
+    with pytest.raises(UnreadableError, match="takes the wrong elements") as caught:
+        tensors(path)
+    assert "made from" in str(caught.value.hint)
+
+
 def test_part_of_tensor_parallelism_is_not_taken_for_the_model(sample, edit) -> None:
     path = sample("zero2-bf16")
     edit(path / TAG / MODEL, lambda content: content.update(mp_world_size=2))
