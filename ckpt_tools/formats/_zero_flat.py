@@ -84,7 +84,7 @@ class Rank:
 
     def add_state(self, file: TorchFile, group: Hashable, key: str, value: object) -> None:
         """Keep what the optimizer has of a group."""
-        flat = read_flat(file, value)
+        flat = read_flat(file, value) if group in self.masters else None
         if type(value) in (int, float) or (flat is not None and flat.shape == ()):
             self.numbers.setdefault(key, {})[group] = flat or value
         elif flat is not None and flat.num_elems >= self.masters[group].num_elems:
@@ -124,7 +124,7 @@ def read_rank(file: TorchFile) -> Rank:
     base = state.get("base_optimizer_state" if stage < 3 else "optimizer_state_dict")
     groups = base.get("state") if isinstance(base, dict) else dict(enumerate(_list(base)))  # a list: elastic
     for group, states in groups.items() if isinstance(groups, dict) else ():
-        for key, value in states.items() if isinstance(states, dict) and group in found.masters else ():
+        for key, value in states.items() if isinstance(states, dict) else ():
             found.add_state(file, group, key if type(key) is str else "?", value)
     options = _list(base.get("param_groups")) if isinstance(base, dict) else []
     found.options = [each for each in options if isinstance(each, dict)]

@@ -179,14 +179,10 @@ def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> 
         check_number(models[0], "mp_world_size", 1, "copy the model's files of all ranks beside it")
         groups = read_shapes(content_of(models[0]).get("param_shapes"), models[0].name)
         known = {name: shape for each in groups for name, shape in each.items()}
-    config, ranks = (
-        (content_of(models[0]).get("ds_config"), integer_of(models[0], "dp_world_size", 2)) if models else ({}, 0)
-    )
-    if not save.models and ranks != 1 and is_shuffled(config):
-        what = "made with round_robin_gradients, of which DeepSpeed's converter (0.19.8) takes the wrong elements"
-        raise UnreadableError(
-            what, where=save.directory or source.root, hint="pass the directory that it was made from"
-        )
+    for model in models if save.model else ():
+        if integer_of(model, "dp_world_size", 2) != 1 and is_shuffled(content_of(model).get("ds_config")):
+            what = "made with round_robin_gradients, of which DeepSpeed's converter (0.19.8) takes the wrong elements"
+            raise UnreadableError(what, where=model.name, hint="pass the directory that it was made from")
     files = []
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parts in save.universal.items():
