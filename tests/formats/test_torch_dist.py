@@ -256,9 +256,29 @@ def test_common_state_is_not_run(sample, tmp_path) -> None:
 
     torch.save({"args": Attack()}, Path(step, "common.pt"))
     assert api.open_checkpoint(step).format == "torch-dist"
-    Path(step, "common.pt").write_bytes(b"x")
     assert main(["verify", step, "-q"]) == 0
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "pickle"])
+def test_common_state_that_megatron_cannot_load_is_a_finding_and_the_weights_are_read(damage, sample, tmp_path) -> None:
+    step, hub = sample("llama-0.16.1-tp2")
+    file = Path(step, "common.pt")
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes(content[:-100] if damage == "short" else content.replace(b"num_layers", b"num_layerz"))
+    (finding,) = api.verify(step).findings
+    assert (finding.code, finding.severity, finding.where) == ("missing-part", "warning", "common.pt")
+    api.gather(step, tmp_path / "hf", assets=hub)
+    assert is_same_model("llama", str(tmp_path / "hf"))
+
+
+def test_common_state_inside_of_the_checkpoint_is_looked_for_nowhere_else(tmp_path) -> None:
+    """As Megatron-core after 0.16 saves it: a ShardedObject."""
+    dcp.save({"w": torch.ones(2), "common_state/shard_0_1": {"iteration": 1}}, checkpoint_id=tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    assert api.verify(tmp_path).findings == ()
 
 
 def test_damaged_item_is_found(sample) -> None:
