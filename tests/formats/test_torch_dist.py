@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from safetensors.torch import load_file
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
-from ckpt_tools.errors import ForeignLayoutError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, ForeignLayoutError, UnreadableError, UsageError
+from ckpt_tools.formats.dcp_metadata import parse_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SAMPLES = Path(__file__).parent / "megatron"
@@ -280,6 +282,23 @@ def test_common_state_inside_of_the_checkpoint_is_looked_for_nowhere_else(tmp_pa
     dcp.save({"w": torch.ones(2), "common_state/shard_0_1": {"iteration": 1}}, checkpoint_id=tmp_path)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     assert api.verify(tmp_path).findings == ()
+
+
+@pytest.mark.parametrize("name", ["llama-0.15.3-dp2", "deepseek_v3-0.16.1-ep2-layers"])
+def test_metadata_with_changed_bytes_is_read_or_refused(name: str) -> None:
+    with zipfile.ZipFile(SAMPLES / f"{name}.zip") as archive:
+        sound = archive.read(".metadata")
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(150):
+        changed = bytearray(sound)
+        for _ in range(chance.randint(1, 3)):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        try:
+            parse_metadata(bytes(changed))
+        except CkptError:
+            refused += 1
+    assert refused > 50
 
 
 def test_damaged_item_is_found(sample) -> None:
