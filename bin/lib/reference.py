@@ -8,6 +8,7 @@ from pathlib import Path
 
 import api_pages
 import cli_pages
+import formats_page
 import fsdp2_pages
 
 from ckpt_tools.fsdp2.catalogue import render_catalogue
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "cli.md": cli_pages.render,
     "api.md": api_pages.render,
+    "formats.md": formats_page.render,
     "fsdp2.md": fsdp2_pages.render,
     "diagnoses.md": render_catalogue,
     "preflight-rules.md": render_rules,

@@ -101,6 +101,9 @@ class Dcp(Format):
     """What `torch.distributed.checkpoint.save` writes, and `shard` and `reshard`."""
 
     name = "dcp"
+    found_by = "`.metadata` in a directory"
+    about = "of any number of ranks and files; strided and tied items, blobs"
+    written_by = "`shard`, `reshard`"
     suffix = ".distcp"
     is_sharded = True
     is_training = True

@@ -37,6 +37,13 @@ class DeepSpeed(Format):
     """A save of DeepSpeed's, as the trainer computes with it; where only fp32 weights are, `deepspeed-fp32`."""
 
     name = "deepspeed"
+    found_by = (
+        "`mp_rank_00_model_states.pt`, `zero_pp_rank_N_…` in a directory, or in the one below that `latest` names"
+    )
+    about = (
+        "the model as the trainer computes with it; ZeRO-3 and the universal form, which have no such "
+        "model, are read as `deepspeed-fp32`. `verify` reads the model's file alone and names the others"
+    )
     suffix = ".pt"
     is_training = True
     has_views = True

@@ -61,6 +61,13 @@ class DeepSpeedFp32(Format):
     """The fp32 weights and the optimizer's state of ZeRO."""
 
     name = "deepspeed-fp32"
+    found_by = "`--from` alone"
+    about = (
+        "the fp32 weights and the optimizer's state of ZeRO-1, 2, 3 and the universal form, from the parts "
+        "of all ranks. `verify` checks every storage's CRC-32, sizes, places and step counts; not whether "
+        "ranks' files of equal layout and step were swapped (stage 3). TP, pipelines and experts only in "
+        "the universal form"
+    )
     suffix = ".pt"
     is_sharded = True
     is_training = True

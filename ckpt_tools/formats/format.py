@@ -32,6 +32,12 @@ class Format(Protocol):
 
     name: str
     """Value of `--from`, and what `inspect` and manifests call it."""
+    found_by: str
+    """What a directory or file of it is told by; this and the next two are the reference's, in Markdown."""
+    about: str
+    """What is read of it, and what is not."""
+    written_by: str = ""
+    """Commands that write it."""
     suffix: str
     """End of the names of its data files: `verify` names those that nothing refers to."""
     is_file: bool = False

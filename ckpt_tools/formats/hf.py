@@ -147,6 +147,9 @@ class HfDirectory(Format):
     """A directory as transformers, diffusers and sentence-transformers save it, its config and tokenizer included."""
 
     name = "hf"
+    found_by = "`model.safetensors` or `*.safetensors.index.json` in a directory"
+    about = "config, tokenizer and the like are carried along"
+    written_by = "`gather`"
     suffix = ".safetensors"
     counterpart = "safetensors"
 

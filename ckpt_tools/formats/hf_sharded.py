@@ -97,6 +97,13 @@ class HfSharded(Format):
     """What `HuggingFaceStorageWriter(save_distributed=True)` writes, and `shard` and `reshard` in safetensors."""
 
     name = "hf-sharded"
+    found_by = "`shard-…-model-….safetensors`"
+    about = (
+        "as `HuggingFaceStorageWriter(save_distributed=True)` writes, and `--serialization safetensors`; "
+        "named by `--from`, also the `.distcp` files of `SerializationFormat.SAFETENSORS`, which DCP itself "
+        "cannot load. `verify` does not see the global shapes without ckpt's manifest"
+    )
+    written_by = "`shard`, `reshard` with `--serialization safetensors`"
     suffix = ".safetensors"
     is_sharded = True
     is_training = True

@@ -47,6 +47,15 @@ class RankFiles(Format):
     """One file of `torch.save` for every rank."""
 
     name = "ranks"
+    found_by = (
+        "`model_world_size_N_rank_R.pt` (verl, SkyRL; also in `actor/`), `pytorch_model_fsdp_N_rankR.bin` (accelerate)"
+    )
+    about = (
+        "DTensor and ShardedTensor of every rank, fitted together, and the optimizer's state beside them; "
+        "flat pieces of FSDP1's LOCAL_STATE_DICT with `--shapes-from`. `verify` does not see whether the "
+        "files are of one step, beyond what schedulers and step counts say"
+    )
+    written_by = "`reshard --for verl`"
     suffix = ".pt"
     is_sharded = True
     is_training = True

@@ -238,6 +238,8 @@ class Safetensors(Format):
     """One safetensors file by itself; nothing beside it belongs to it."""
 
     name = "safetensors"
+    found_by = "a single file"
+    about = "one file: a model, an adapter or a part of one"
     suffix = ".safetensors"
     is_file = True
     counterpart = "hf"

@@ -29,6 +29,9 @@ class StepDirectory(Format):
     """What accelerate's `save_state` and transformers' Trainer write under FSDP with SHARDED_STATE_DICT."""
 
     name = "step"
+    found_by = "`pytorch_model_fsdp_N/`, `optimizer_N/` in a directory"
+    about = "a step of accelerate or the Trainer: [training steps](../concepts/formats.md#training-steps)"
+    written_by = "`reshard`; with `--for`, `shard`"
     suffix = Dcp.suffix
     has_parts = True
 

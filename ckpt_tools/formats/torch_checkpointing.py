@@ -82,6 +82,12 @@ class TorchCheckpointing(Format):
     """What `CheckpointManager` writes when an item has a resharder."""
 
     name = "torch-checkpointing"
+    found_by = "`metadata.pkl` and `ITEM_0.pt` in a directory"
+    about = (
+        "torch_checkpointing 0.1: DTensors in its `.pt` and `.safetensors` files, plain values as items; "
+        "items in JSON or without a resharder are named and not read. `verify` sees no checksum of "
+        "safetensors files"
+    )
     suffix = ".pt"
     is_sharded = True
     is_training = True

@@ -37,6 +37,9 @@ class TorchDirectory(Format):
     """`pytorch_model.bin` with or without an index, or the one file of weights in a directory."""
 
     name = "torch-dir"
+    found_by = "`pytorch_model.bin` with or without an index, or the one `torch.save` file in a directory"
+    about = "safetensors beside them go first"
+    written_by = "`gather --to torch`"
     suffix = ".bin"
     counterpart = "torch"
     is_training = True

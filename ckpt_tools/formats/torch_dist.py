@@ -42,6 +42,8 @@ class TorchDist(Dcp):
     """What `megatron.core.dist_checkpointing.save` writes."""
 
     name = "torch-dist"
+    found_by = "`.metadata` and a `metadata.json` that names the backend; also in `weights/`"
+    about = "a step of Megatron-core, Megatron-Bridge or NeMo 2: [Megatron](../concepts/formats.md#megatron)"
     keeps_order = True
 
     def detects(self, files: Mapping[str, int]) -> bool:

@@ -99,6 +99,8 @@ class TorchSave(Format):
     """A `.pt`, `.pth`, `.bin` or `.ckpt`, as a zip or as the stream that torch before 1.6 wrote."""
 
     name = "torch"
+    found_by = "a single file that `torch.save` wrote, zip or stream"
+    about = "`.pt .pth .bin .ckpt` and others; never unpickled"
     suffix = ".pt"
     is_file = True
     counterpart = "torch-dir"

@@ -82,6 +82,7 @@ def gathered(hub, out):
         ),
         (gptq(qweight=ints(7, 32)), GPTQ, "not a weight in 4 bits"),
         (gptq(qzeros=ints(2, 3)), GPTQ, "not a weight in 4 bits"),
+        ({f"embed_tokens{key[1:]}": each for key, each in gptq().items()}, GPTQ, "a quantised embedding"),
         (gptq(bits=8), GPTQ, "not a weight in 4 bits"),
         (gptq(num_inputs=48, bits=2, num_outputs=16), GPTQ | {"bits": 3}, "not a weight in 3 bits"),
         (gptq(), GPTQ | {"bits": 5}, "bits 5, which ckpt does not decode"),

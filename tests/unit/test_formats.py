@@ -41,8 +41,9 @@ def test_find_format_of_an_unknown_name_lists_the_known() -> None:
 
 
 def test_formats_page_has_a_row_for_each() -> None:
-    page = (ROOT / "docs/concepts/formats.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)[: len(FORMATS)]) == sorted(FORMATS)
+    page = (ROOT / "docs/reference/formats.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## `([\w-]+)`$", page, re.MULTILINE) == list(FORMATS)
+    assert all(find_format(name).found_by and find_format(name).about for name in FORMATS)
 
 
 def test_from_takes_what_the_table_has() -> None:

@@ -1,0 +1,21 @@
+"""The page of formats, from the table."""
+
+from ckpt_tools.formats.table import FORMATS, find_format
+
+_HEAD = """# Formats
+
+Written by `bin/docs` from the formats themselves. How each is laid out: [formats](../concepts/formats.md).
+"""
+
+
+def render() -> str:
+    """Return the page."""
+    parts = [_HEAD]
+    for name in FORMATS:
+        kind = find_format(name)
+        parts.append(f"## `{name}`\n")
+        rows = [("found by", kind.found_by), ("read", kind.about), ("written by", kind.written_by or "nothing")]
+        unseen = "; ".join(kind.unchecked)
+        rows.append(("`verify` cannot see", unseen or "what [detection](../concepts/detection.md) says of all formats"))
+        parts.append("| | |\n|---|---|\n" + "".join(f"| {left} | {right} |\n" for left, right in rows))
+    return "\n".join(parts)
