@@ -213,6 +213,10 @@ Overwrite = Annotated[bool, Option("Replace DST; the old one is kept until the n
 DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
 NumWorkers = Annotated[int | None, Option("Number of threads.", short="-j", env=True, min=1, max=256)]
 Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]
+ShapesFrom = Annotated[
+    AnyPath | None,
+    Option("Checkpoint of the same model, for the shapes of FSDP1's LOCAL_STATE_DICT pieces.", metavar="MODEL"),
+]
 From = Annotated[str | None, Option("Format of SRC (default: detected).", name="--from", metavar="|".join(FORMATS))]
 
 

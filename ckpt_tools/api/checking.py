@@ -26,6 +26,7 @@ from ckpt_tools.options import (
     NumWorkers,
     Option,
     Progress,
+    ShapesFrom,
     Source,
     default_num_workers,
     takes,
@@ -48,6 +49,7 @@ class VerifyOptions:
     ] = "data"
     num_workers: NumWorkers = None
     format: From = None
+    shapes_from: ShapesFrom = None
     progress: Progress = None
 
 
@@ -64,7 +66,8 @@ def verify(options: VerifyOptions) -> Verification:
         step = open_step(os.fspath(options.source)) if options.format is None else None
         if step is not None:
             return _verify_step(stack.enter_context(step), options)
-        opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
+        source, given = os.fspath(options.source), options.shapes_from
+        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
         reference = None if against is None else stack.enter_context(open_path(os.fspath(against)))
         total = opened.checkpoint.total_bytes if level != "structure" else 0
         if reference is not None:

@@ -11,8 +11,10 @@ from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.find import model_in
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.conversions.run import run
+from ckpt_tools.conversions.to_fp8 import quantised_job, warn_of_settings
 from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gathering_job, model_beside
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_ranks import is_of_verl, ranks_job
 from ckpt_tools.conversions.to_step import converted_job, layout_for, starting_job, step_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
@@ -21,7 +23,17 @@ from ckpt_tools.formats.steps import TrainerName
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.name_options import MapFile, OtherNames, ShardNames
 from ckpt_tools.models.naming import Naming, name_live
-from ckpt_tools.options import DryRun, From, NumWorkers, Option, Overwrite, Progress, default_num_workers, takes
+from ckpt_tools.options import (
+    DryRun,
+    From,
+    NumWorkers,
+    Option,
+    Overwrite,
+    Progress,
+    ShapesFrom,
+    default_num_workers,
+    takes,
+)
 from ckpt_tools.quantised.decoded import dequantised
 from ckpt_tools.storage.source import Source
 
@@ -45,6 +57,7 @@ class ConvertOptions(ShardingOptions):
 class ReshardOptions(ConvertOptions):
     """The options of `reshard`."""
 
+    shapes_from: ShapesFrom = None
     names: OtherNames = "auto"
     map: MapFile = None
 
@@ -73,8 +86,10 @@ def shard(options: ShardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
+    _check_serialization(options, use_dtensor=options.engine == "dtensor")
     with open_path(os.fspath(options.source), format=options.format) as stored:
-        if stored.format.loads_by_dcp or (stored.format.is_sharded and stored.format.has_views):
+        is_own = stored.format.has_views or stored.manifest is not None
+        if stored.format.loads_by_dcp or (stored.format.is_sharded and is_own):
             raise _wrong_verb("the source is already sharded", "reshard", options)
         opened = _plain(_model_of(stored), options)
         use_dtensor = options.engine == "dtensor"
@@ -117,6 +132,7 @@ def reshard(options: ReshardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
+    _check_serialization(options)
     with ExitStack() as stack:
         naming = Naming.of(options.names, options.map)
         step = open_step(os.fspath(options.source)) if options.format is None else None
@@ -125,12 +141,29 @@ def reshard(options: ReshardOptions) -> Conversion:
             if options.dequantize:
                 raise UsageError("--dequantize takes a model, not a step", hint="name the directory of its model")
             if options.trainer in (None, step.step.trainer):
+                if options.serialization == "safetensors":
+                    what = f"{step.step.title} is resumed from --serialization torch, not safetensors"
+                    raise UsageError(what, hint="--for plain writes the model alone")
                 return _run(step_job(step, options, naming), options)
-        opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
+        source, given = os.fspath(options.source), options.shapes_from
+        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
         if not opened.format.is_sharded:
             raise _wrong_verb("the source is not sharded", "shard", options)
+        if options.trainer == "verl" and is_of_verl(opened):
+            return _run(ranks_job(opened, options, stack), options)
         opened = _plain(opened, options)
         return _run(converted_job(opened, options, naming, options.trainer), options)
+
+
+def _check_serialization(options: ConvertOptions, *, use_dtensor: bool = False) -> None:
+    """Refuse safetensors where something else is to be written, or the trainer loads something else."""
+    if options.serialization == "torch":
+        return
+    if use_dtensor:
+        raise UsageError("--engine dtensor writes only --serialization torch", hint="use --engine stream")
+    if options.trainer not in (None, "plain"):
+        what = f"--for {options.trainer} writes what it loads, and that is not --serialization safetensors"
+        raise UsageError(what, hint="leave out one; --for plain is for scripts of your own")
 
 
 def _wrong_verb(what: str, instead: str, options: ShardingOptions) -> UsageError:
@@ -152,7 +185,8 @@ def gather(options: GatherOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     with ExitStack() as stack:
-        opened = stack.enter_context(open_path(os.fspath(options.source), format=options.format))
+        source, given = os.fspath(options.source), options.shapes_from
+        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
         opened = _plain(opened, options)
         reference = None if options.like is None else stack.enter_context(open_path(os.fspath(options.like)))
         beside = model = None
@@ -166,7 +200,26 @@ def gather(options: GatherOptions) -> Conversion:
         originals = filter(None, (opened, reference, model))
         is_selection = bool(options.include or options.exclude)
         check_names(job, originals, allow_foreign=options.allow_foreign_names, is_selection=is_selection)
-        return _run(job, options)
+        return _run(_quantised(job, options), options)
+
+
+def _quantised(job: Job, options: GatherOptions) -> Job:
+    """Return the job as it is, or the one that `--quantize` asks for."""
+    if options.quantize is None:
+        if options.keep_precision:
+            raise UsageError("--keep-precision needs --quantize", hint="add --quantize fp8")
+        warn_of_settings(job)
+        return job
+    if options.to != "safetensors":
+        raise UsageError(f"--quantize writes safetensors, and --to {options.to} is given", hint="leave out --to")
+    if options.like is not None:
+        raise UsageError("--like and --quantize both set dtypes", hint="--assets REF copies its config and tokenizer")
+    return quantised_job(
+        job,
+        keep=options.keep_precision,
+        max_file_nbytes=options.max_file_nbytes,
+        num_workers=_num_workers(options),
+    )
 
 
 def _plain(opened: Opened, options: ShardingOptions | GatherOptions) -> Opened:
@@ -181,6 +234,10 @@ def _plain(opened: Opened, options: ShardingOptions | GatherOptions) -> Opened:
 
 def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
     job.overwrite = options.overwrite
-    job.num_workers = options.num_workers or default_num_workers()
+    job.num_workers = _num_workers(options)
     job.progress = options.progress
     return run(job, dry_run=options.dry_run)
+
+
+def _num_workers(options: ConvertOptions | GatherOptions) -> int:
+    return options.num_workers or default_num_workers()

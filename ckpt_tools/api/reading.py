@@ -14,7 +14,7 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.steps import list_contents
 from ckpt_tools.models.name_options import MapFile, OtherNames
 from ckpt_tools.models.naming import Naming, name_live
-from ckpt_tools.options import Exclude, From, Include, MeshOptions, Source, takes
+from ckpt_tools.options import Exclude, From, Include, MeshOptions, ShapesFrom, Source, takes
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, format: str | None = None) -> Checkpoint:  # noqa: A002
@@ -41,6 +41,7 @@ class InspectOptions(MeshOptions):
     names: OtherNames = "auto"
     map: MapFile = None
     format: From = None
+    shapes_from: ShapesFrom = None
 
 
 @takes(InspectOptions)
@@ -56,7 +57,7 @@ def inspect(options: InspectOptions) -> Summary:
     if not is_overlay and (options.set or options.tp_plan is not None):
         raise UsageError("rules need a mesh", hint="add for example --mesh dp_shard=8,tp=2")
     notes: list[str] = []
-    with open_path(source, format=options.format) as opened:
+    with open_path(source, format=options.format, shapes_from=options.shapes_from) as opened:
         checkpoint = _named(opened, options, notes, is_overlay=is_overlay)
         mesh_source: MeshSource | None = None
         if is_overlay:

@@ -192,6 +192,7 @@ def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint
         else:
             _check_blob(opened, blob, findings, content=False)
     findings += _check_foreign(opened)
+    findings += [Finding.error("unreadable-part", e.where or opened.source.root, e.what, e.hint) for e in opened.broken]
     findings += check_trainer(opened)
     if not opened.format.has_views:
         findings += check_spans(opened, tuple(findings))

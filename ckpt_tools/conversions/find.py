@@ -205,8 +205,8 @@ def differences(named: Named, opened: Opened, assets: AssetList, notes: list[str
     Raises:
         UsageError: The tensors are not what the names say.
     """
-    claim = claim_of(assets)
-    if claim is None or not named.apart or not opened.format.keeps_order:
+    claim = claim_of(assets) if named.apart and opened.format.keeps_order else None
+    if claim is None:
         return ()
     found = dict(opened.settings) or _run_config(opened)
     if not found:

@@ -22,7 +22,7 @@ from ckpt_tools.models.naming import AssetList
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.execute import Progress
-from ckpt_tools.moving.plan import check_names
+from ckpt_tools.moving.plan import Seal, check_names
 from ckpt_tools.moving.read import Edit
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source, short_file
@@ -85,6 +85,8 @@ class Job:
     destination: str
     heads: Mapping[str, bytes] = field(default_factory=dict)
     """File → fixed bytes at its beginning."""
+    seals: Mapping[str, Seal] = field(default_factory=dict)
+    """File → what closes it, where it holds the CRC-32s of its payloads."""
     documents: Mapping[str, bytes] = field(default_factory=dict)
     """Small files to write before the manifest (an index)."""
     assets: AssetList = ()
@@ -112,6 +114,8 @@ class Job:
     """FQN in `source` → what changes its elements on their way."""
     recipe: str = ""
     """Identifies what `edits` do, down to the last bit of the result."""
+    made: Mapping[str, object] = field(default_factory=dict)
+    """What the manifest says, beside what the source was, of what was done to it."""
     edit_bytes: int = 0
     """Memory that `edits` need beside the buffers, at most; for the estimate of a dry run."""
     prepare: Callable[[], None] | None = None
@@ -171,11 +175,11 @@ def check_claims(job: Job) -> None:
     marker = format_of(job.target).marker
     check_names([*names, marker] if marker else names)
     for source, asset in job.assets:
-        found = source.size(asset.file)
+        found = source.size(asset.source_file)
         if found != asset.nbytes:
             raise UnreadableError(
                 f"the file has {found} bytes, {asset.nbytes} were recorded",
-                where=os.path.join(source.root, asset.file),
+                where=os.path.join(source.root, asset.source_file),
                 hint=f"restore it, or remove {MANIFEST_NAME} to go on without what it records",
             )
     for blob in job.source.blobs:
@@ -223,7 +227,7 @@ def fingerprint(job: Job, metadata: bytes) -> str:
         [[[c.span.file, c.span.offset, c.box.offsets] for c in t.chunks] for t in job.source.tensors if t.fqn in parts],
         list(job.target.files.items()),
         [(name, digest_bytes(content)) for name, content in (*job.heads.items(), *job.documents.items())],
-        [(asset.file, asset.nbytes) for _, asset in job.assets],
+        [(asset.file, asset.source_file, asset.nbytes) for _, asset in job.assets],
         [(name, digest_bytes(content)) for name, content in job.rewritten.items()],
         digest_bytes(metadata),
         sorted(job.edits),

@@ -40,6 +40,8 @@ def record_parts(directory: str, names: Iterable[str]) -> Iterator[tuple[str, Fi
         for part in names:
             for document in (METADATA_NAME, MANIFEST_NAME):
                 name = f"{part}/{document}"
+                if not os.path.exists(os.path.join(directory, name)):  # files of ranks have no .metadata
+                    continue
                 content = written.read(name, 0, written.size(name))
                 yield name, FileRecord(nbytes=len(content), digest=digest_bytes(content))
 
@@ -51,8 +53,11 @@ def check_step(directory: str, names: Iterable[str]) -> None:
         CkptError: It is something else.
     """
     opened = open_step(directory)
-    if opened is None:
-        raise _unlike("it is no step", directory)
+    if opened is None:  # one of files of ranks, whose parts were looked at one by one
+        with open_path(directory) as whole:
+            if whole.step is None or sorted(part.directory for part in whole.step.parts) != sorted(names):
+                raise _unlike("its parts are not those of the plan", directory)
+        return
     with opened as step:
         result = verify_step(step, level="structure", num_workers=1)
         if not result.ok:

@@ -99,6 +99,7 @@ def manifest_of(
             "name": os.path.basename(os.path.realpath(checkpoint.root)),
             "format": checkpoint.format,
             "files": job.opened.source.identities(),
+            **job.made,
         },
         origin=job.origin,
     )

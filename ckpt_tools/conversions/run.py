@@ -61,7 +61,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     for each in jobs.values():
         check_claims(each)
         rewrite_assets(each)
-    plans = {name: Plan(each.source, each.target, each.heads) for name, each in jobs.items()}
+    plans = {name: Plan(each.source, each.target, each.heads, each.seals) for name, each in jobs.items()}
     planned = [(os.path.join(name, file), n) for name, each in jobs.items() for file, n in planned_files(each)]
     needed = sum(nbytes for _, nbytes in planned)
     if dry_run:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, differences, is_same, model_in
@@ -14,13 +14,14 @@ from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats import hf, safetensors
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_hf_asset, is_weights
+from ckpt_tools.formats import hf, safetensors, torch_directory
+from ckpt_tools.formats.file_names import PICKLES, is_hf_asset, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.name_options import GatherNames, MapFile
 from ckpt_tools.models.naming import AssetList, Naming, name_back, name_hub
+from ckpt_tools.moving.plan import Seal
 from ckpt_tools.options import (
     AnyPath,
     Dequantize,
@@ -35,6 +36,7 @@ from ckpt_tools.options import (
     Option,
     Overwrite,
     Progress,
+    ShapesFrom,
     Source as SourcePath,
 )
 from ckpt_tools.storage.journal import JOURNAL_NAME
@@ -55,6 +57,11 @@ class GatherOptions:
     max_shard_size: MaxShardSize = None
     dtype: DTypeName = "keep"
     dequantize: Dequantize = False
+    quantize: Annotated[
+        Literal["fp8"] | None,
+        Option("Quantise linear layers (fp8: 8-bit floats with one scale per 128×128 block, as in DeepSeek-V3)."),
+    ] = None
+    keep_precision: Annotated[Sequence[str], Option("Tensors that --quantize skips (repeatable).", metavar="GLOB")] = ()
     strip_prefix: Annotated[
         str,
         Option(
@@ -79,7 +86,17 @@ class GatherOptions:
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
+    shapes_from: ShapesFrom = None
+    to: Annotated[
+        Literal["safetensors", "torch"],
+        Option("What to write: model.safetensors, or pytorch_model.bin as torch.save does."),
+    ] = "safetensors"
     progress: Progress = None
+
+    @property
+    def max_file_nbytes(self) -> int:
+        """Largest file, where nothing else says how to split."""
+        return parse_size(self.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
 
 
 def gathering_job(
@@ -92,22 +109,23 @@ def gathering_job(
     """
     destination, dtype, strip = os.fspath(options.destination), options.dtype, options.strip_prefix
     include, exclude = options.include, options.exclude
-    if destination.endswith(".safetensors"):
+    stem, suffix = os.path.splitext(destination)
+    if suffix in (".safetensors", *PICKLES):
         raise UsageError(
-            "the destination is a directory of safetensors files, its name should not end in .safetensors",
+            f"the destination is a directory of files, its name should not end in {suffix}",
             where=destination,
-            hint=f"ckpt gather … {destination.removesuffix('.safetensors')}",
+            hint=f"ckpt gather … {stem}",
         )
     naming = Naming.of(options.names, options.map)
     notes = notes_on(opened)
     original = opened.origin
     plain = dtype == "keep" and options.max_shard_size is None and not include and not exclude and strip == "auto"
-    plain = plain and options.names != "live"
+    plain = plain and options.names != "live" and options.to == "safetensors"
     if like is not None:
         if like.origin is None or not plain:
             raise UsageError(
                 "--like decides on names, files and dtypes by itself",
-                hint="leave out --dtype, --max-shard-size, --strip-prefix, --names, --include and --exclude",
+                hint="leave out --to, --dtype, --max-shard-size, --strip-prefix, --names, --include and --exclude",
             )
         model, names = model_in(opened, strip, notes)
         return _restore(
@@ -131,15 +149,26 @@ def gathering_job(
         notes.append(named.note)
     source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
     target = cast_target(source, dtype)
-    files = hf.arrange(target.tensors, max_file_nbytes=parse_size(options.max_shard_size or DEFAULT_MAX_SHARD_SIZE))
-    placed, heads = hf.place(files)
-    documents = {"model" + INDEX_SUFFIX: hf.build_index(files)} if len(files) > 1 else {}
+    heads: dict[str, bytes]
+    seals: dict[str, Seal] = {}
+    if options.to == "torch":
+        name, largest = torch_directory.STEM, options.max_file_nbytes
+        files = hf.arrange(target.tensors, max_file_nbytes=largest, stem=name, suffix=".bin")
+        placed, frames = torch_directory.place(files)
+        heads = {name: frame.before for name, frame in frames.items()}
+        seals = {name: frame.seal for name, frame in frames.items()}
+        documents = hf.documents(files, name + torch_directory.INDEX_SUFFIX)
+    else:
+        files = hf.arrange(target.tensors, max_file_nbytes=options.max_file_nbytes)
+        placed, heads = hf.place(files)
+        documents = hf.documents(files)
     return Job(
         opened=opened,
         source=source,
         target=placed,
         destination=destination,
         heads=heads,
+        seals=seals,
         documents=documents,
         assets=beside,
         dtype=dtype,

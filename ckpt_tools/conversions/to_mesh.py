@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckpt_tools.conversions.find import name_again
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
@@ -14,6 +14,7 @@ from ckpt_tools.description.layout import Layout, Placement, Shard, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import place
+from ckpt_tools.formats.hf_sharded_placing import notes_on_loading, place_sharded
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Named, Naming
@@ -38,6 +39,10 @@ class ShardingOptions(MeshOptions):
     dtype: DTypeName = "keep"
     dequantize: Dequantize = False
     prefix: Annotated[str, Option("Prefix for every name, e.g. model.", metavar="PFX")] = ""
+    serialization: Annotated[
+        Literal["torch", "safetensors"],
+        Option("torch: items that dcp.load reads; safetensors: only tensors, for torch's HuggingFaceStorageReader."),
+    ] = "torch"
     include: Include = ()
     exclude: Exclude = ()
 
@@ -215,18 +220,36 @@ def sharding_job(
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
     layout = layout or _find_layout(opened, renamed, named, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
+    kept = {old.fqn: new.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)}
+    names = {new: named.sources.get(old, "") for old, new in kept.items()}
+    aliases = {prefix + alias: kept[fqn] for alias, fqn in named.aliases.items() if fqn in kept}
+    in_safetensors = options.serialization == "safetensors"
+    if in_safetensors:  # where two names cannot have one item, each has its own bytes
+        entries = {entry.fqn: entry for entry in source.tensors}
+        copies = (replace(entries[fqn], fqn=alias, path=()) for alias, fqn in aliases.items())
+        source = replace(source, tensors=(*source.tensors, *copies))
+        own = {alias: layout.placements[fqn] for alias, fqn in aliases.items()}
+        layout = replace(layout, placements={**layout.placements, **own})
+        names |= {alias: names[fqn] for alias, fqn in aliases.items()}
+        aliases = {}
     target = cast_target(source, options.dtype)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
-    kept = {old.fqn: new.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)}
+    heads: Mapping[str, bytes] = {}
+    if in_safetensors:
+        placed, heads = place_sharded(target.tensors, cells, source.blobs)
+        notes += notes_on_loading(target.tensors, os.fspath(options.destination))
+    else:
+        placed = place(target.tensors, cells, source.blobs)
     return Job(
         opened=opened,
         source=source,
-        target=place(target.tensors, cells, source.blobs),
+        target=placed,
         destination=os.fspath(options.destination),
+        heads=heads,
         assets=opened.assets,
         dtype=options.dtype,
-        names={new: named.sources.get(old, "") for old, new in kept.items()},
-        aliases={prefix + alias: kept[fqn] for alias, fqn in named.aliases.items() if fqn in kept},
+        names=names,
+        aliases=aliases,
         apart=named.apart,
         origin=origin if options.dtype == "keep" and chosen is named.checkpoint else None,
         mesh=layout.mesh,

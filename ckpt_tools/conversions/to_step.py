@@ -74,12 +74,12 @@ def starting_job(job: Job, layout: TrainerLayout) -> Job:
         raise UsageError(
             "--engine dtensor writes a DCP directory alone", hint=f"use --engine stream, or write into {layout.part}/"
         )
-    outer = _outer(job.opened, job.destination, {layout.part: job}, job.mesh)
+    outer = outer_job(job.opened, job.destination, {layout.part: job}, job.mesh)
     outer.notes, job.notes = job.notes, []
     return outer
 
 
-def _outer(opened: Opened, destination: str, parts: dict[str, Job], mesh: Mesh | None) -> Job:
+def outer_job(opened: Opened, destination: str, parts: dict[str, Job], mesh: Mesh | None) -> Job:
     """Return the job of a directory that holds parts, and nothing else yet."""
     name = steps_format.FORMAT.name
     return Job(
@@ -134,7 +134,7 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
         for part, opened in own:
             job = parts[part.directory] = sharding_job(opened, options, layout=layout)
             job.notes = [note for note in job.notes if note != PART_NOTE]
-    outer = _outer(step.root, os.fspath(options.destination), parts, mesh)
+    outer = outer_job(step.root, os.fspath(options.destination), parts, mesh)
     outer.assets = [(step.root.source, asset) for asset in step.step.beside]
     outer.dtype = options.dtype
     outer.notes = [f"whole step: {first_few(list(parts), 6)}; {len(outer.assets)} other files are copied unchanged"]
@@ -165,6 +165,9 @@ def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trai
     """
     own = trainer_of(opened.checkpoint, opened.beside)
     if trainer is None or (trainer == own and not options.prefix):
+        for error in opened.broken:
+            hint = f"{error.hint or 'restore it'}; for the model alone, move the optimizer's files away"
+            raise UnreadableError(f"the optimizer's state is not whole: {error.what}", where=error.where, hint=hint)
         job = resharding_job(opened, options, naming)
         job.notes += _notes_on_loader(opened, job.mesh)
         return job

@@ -133,6 +133,13 @@ class Asset:
 
     file: str
     nbytes: int
+    stored_as: str = ""
+    """What it is called where it is copied from; "" when the same."""
+
+    @property
+    def source_file(self) -> str:
+        """Its name where it is copied from."""
+        return self.stored_as or self.file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, TensorEntry
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats._pickle_writer import push_int
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -226,15 +227,3 @@ def _text(text: str) -> bytes:
     except UnicodeEncodeError:
         raise UsageError(f"the name '{text}' is not valid Unicode") from None
     return (b"\x8c%c" % len(raw) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")) + raw
-
-
-def push_int(number: int) -> bytes:
-    """Return the shortest opcode that pushes `number`, as CPython's pickler does."""
-    if 0 <= number < 1 << 8:
-        return b"K%c" % number
-    if 0 <= number < 1 << 16:
-        return b"M" + number.to_bytes(2, "little")
-    if -(1 << 31) <= number < 1 << 31:
-        return b"J" + number.to_bytes(4, "little", signed=True)
-    raw = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a%c" % len(raw) + raw

@@ -20,6 +20,7 @@ from typing import Any
 
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_values import (
+    KEY,
     PERSISTENT_ID,
     GlobalName,
     PickleLimits,
@@ -38,8 +39,6 @@ LIMITS = PickleLimits(
 _DICTS = frozenset({"collections.OrderedDict", "collections.defaultdict"})
 _SETS = frozenset({"builtins.set", "builtins.frozenset", "__builtin__.set", "__builtin__.frozenset"})
 _GETATTR = frozenset({"__builtin__.getattr", "builtins.getattr"})
-KEY = "a key"
-"""Name of the `Record` around a key of a dict that is no scalar."""
 
 
 class _Every:
@@ -72,6 +71,20 @@ def parse_objects(data: bytes) -> Pickled:
         reader = _ObjectReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
         value = reader.read()
     return Pickled(value=value, nbytes=reader.end, storages=reader.storages)
+
+
+def parse_exactly(data: bytes) -> object:
+    """Read a pickle so that `_pickle_writer.build_pickle` writes one that makes the same: nothing is made simpler.
+
+    Raises:
+        UnreadableError: As `parse_objects`; or it does what that does not write.
+    """
+    with collector_paused():
+        reader = _ExactReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
+        value = reader.read()
+    if reader.end != len(data):
+        raise UnreadableError(f"{len(data) - reader.end} bytes follow the end of the pickle")
+    return value
 
 
 @dataclass(slots=True)
@@ -127,7 +140,9 @@ class _ObjectReader(Reader):
             self._update(made, [each for pair in pairs for each in pair], what)
             return made
         if name in _GETATTR and len(args) == 2 and type(args[0]) is GlobalName and type(args[1]) is str:
-            return GlobalName(f"{args[0].name}.{args[1]}")  # a class inside of a class, before protocol 4
+            return GlobalName(
+                f"{args[0].name}.{args[1]}", outer=args[0].name
+            )  # a class inside of a class, before protocol 4
         if name in _SETS and len(args) == 1 and type(args[0]) is list:
             return args[0]
         return Record(name, args, None, 0)
@@ -196,3 +211,33 @@ class _ObjectReader(Reader):
 
     def _check_end(self, position: int) -> None:
         self.end = position
+
+
+class _ExactReader(_ObjectReader):
+    """One run over one pickle that will be written again."""
+
+    __slots__ = ()
+
+    def _extend(self, target: object, items: list[object], what: str) -> None:
+        if type(target) is Record and not what.startswith("SETITEM"):
+            raise UnreadableError(f"{what} on {describe(target)}")
+        super()._extend(target, items, what)
+
+    def _call(self, function: object, args: object, what: str) -> object:
+        if type(function) is not GlobalName or function.outer or type(args) is not tuple:
+            raise UnreadableError(f"{what} on {describe(function)}; it was not executed")
+        self.num_records += 1
+        match function.name, args:
+            case name, (GlobalName(name=outer), str(inner)) if name in _GETATTR:
+                return GlobalName(f"{outer}.{inner}", outer=outer)
+        return Record(function.name, args, None, 0, is_new=what == "NEWOBJ")
+
+    def _build(self, record: object, state: object) -> None:
+        if type(record) is not Record or record.state is not None:
+            raise UnreadableError(f"BUILD on {describe(record)}; it was not executed")
+        record.state = state
+
+    def _other(self, op: int, position: int, stack: list[Any], outer: list[list[Any]]) -> int:
+        if op in (0x8F, 0x90, 0x91, 0x92, 0x96):  # sets and others, which protocol 2 makes by calls
+            raise refused_opcode(op, position - 1)
+        return super()._other(op, position, stack, outer)

@@ -12,6 +12,8 @@ from ckpt_tools.errors import UnreadableError
 
 PERSISTENT_ID = "persistent id"
 """Name of the `Record` that BINPERSID makes; the blank keeps it apart from every global."""
+KEY = "a key"
+"""Name of the `Record` around a key of a dict that is no scalar."""
 LEAF = 0
 """`Record.depth` of a call of one of `LEAF_CALLS` with one tuple of integers, which cannot change any more."""
 LEAF_CALLS = frozenset({"torch.Size"})
@@ -24,6 +26,8 @@ class GlobalName:
 
     name: str
     """Module and attribute, joined by a dot."""
+    outer: str = ""
+    """The class that it lies in, where a pickle takes it from there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +46,8 @@ class Record:
     """Reader's bookkeeping: nesting of the content, negative while the record may still change."""
     content: list[object] | None = None
     """What would have been added to it, keys and values in turn for a mapping (`_pickle_objects` alone)."""
+    is_new: bool = False
+    """Made by NEWOBJ: its class would not have been called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan
 from ckpt_tools.description.dtypes import BY_TORCH_STORAGE
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats._pickle_objects import MAX_PICKLE_BYTES, Pickled, parse_objects
+from ckpt_tools.formats._pickle_objects import MAX_PICKLE_BYTES, Pickled, parse_exactly, parse_objects
 from ckpt_tools.formats._pickle_values import GlobalName
 from ckpt_tools.formats.torch_zip import Record, parse_archive
 from ckpt_tools.storage.source import Source
@@ -54,22 +54,29 @@ def is_torch_file(head: bytes) -> bool:
     return head.startswith(b"\x80") and _MAGIC.to_bytes(10, "little") in head[:24]
 
 
-def read_torch_file(source: Source, name: str) -> TorchFile:
+def read_torch_file(source: Source, name: str, *, exactly: bool = False) -> TorchFile:
     """Read the pickle of a file and find its storages; no tensor is read.
+
+    Args:
+        source: The directory.
+        name: The file.
+        exactly: Read the pickle so that it can be written again (`parse_exactly`); of a zip alone.
 
     Raises:
         UnreadableError: Not what `torch.save` wrote, damaged, or more than a file may hold.
     """
     try:
         is_zip = source.read(name, 0, min(source.size(name), len(_ZIP))) == _ZIP
-        return _read_zip(source, name) if is_zip else _read_stream(source, name)
+        if exactly or is_zip:
+            return _read_zip(source, name, exactly=exactly)
+        return _read_stream(source, name)
     except UnreadableError as error:
         if error.where is None:
             error.where = escape_name(os.path.join(source.root, name))
         raise
 
 
-def _read_zip(source: Source, name: str) -> TorchFile:
+def _read_zip(source: Source, name: str, *, exactly: bool) -> TorchFile:
     records = parse_archive(source.size(name), lambda offset, nbytes: source.read(name, offset, nbytes))
     if "data.pkl" not in records:
         raise UnreadableError("the archive has no data.pkl: not what torch.save writes")
@@ -81,18 +88,23 @@ def _read_zip(source: Source, name: str) -> TorchFile:
     content = _content(source, name, records["data.pkl"])
     if records["data.pkl"].crc32 not in (None, zlib.crc32(content)):
         raise UnreadableError("data.pkl is damaged: its CRC-32 differs", hint="restore the file or copy it again")
-    pickled = parse_objects(content)
-    if pickled.nbytes != len(content):
-        raise UnreadableError(f"{len(content) - pickled.nbytes} bytes follow the end of the pickle")
+    value = parse_exactly(content) if exactly else _parse_whole(content)
     storages = {key[len("data/") :]: record for key, record in records.items() if key.startswith("data/")}
     spans = ((ByteSpan(file=name, offset=r.start, nbytes=r.nbytes), r.crc32) for r in records.values() if r.nbytes)
     return TorchFile(
         name=name,
-        value=pickled.value,
+        value=value,
         storages=storages,
         sums=tuple((span, crc32) for span, crc32 in spans if crc32 is not None),
         num_unsummed=sum(record.crc32 is None for record in storages.values()),
     )
+
+
+def _parse_whole(content: bytes) -> object:
+    pickled = parse_objects(content)
+    if pickled.nbytes != len(content):
+        raise UnreadableError(f"{len(content) - pickled.nbytes} bytes follow the end of the pickle")
+    return pickled.value
 
 
 def _content(source: Source, name: str, record: Record) -> bytes:

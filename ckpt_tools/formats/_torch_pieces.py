@@ -204,7 +204,7 @@ def _dtensor(
     sizes, ranks = _mesh_sizes(mesh)
     if coordinate is None or not len(cuts) == len(coordinate) == len(sizes) or any(map(int.__ge__, coordinate, sizes)):
         raise UnreadableError("its mesh, its placements and its rank's place in the mesh do not fit together")
-    offsets, lengths = _cell(shape, sizes, cuts, coordinate)
+    offsets, lengths = cell(shape, sizes, cuts, coordinate)
     chunk = _local(file, state.get("_local_tensor"), _box(offsets, lengths, dtype), dtype)
     rank = mesh.get("_rank")
     return Piece(
@@ -221,14 +221,33 @@ def _dtensor(
 def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lengths of a mesh's dims, and the ranks that it counts."""
     if "_layout" in mesh:  # torch 2.10 and later
-        axes = _attributes(mesh["_layout"], "_MeshLayout").get("axes")
-        found = [_sizes(_attributes(axis, "_FlatLayout").get("shape")) for axis in axes] if type(axes) is tuple else []
+        layout = _attributes(mesh["_layout"], "_MeshLayout")
+        axes = layout.get("axes", layout.get("shape"))  # until 2.12: lengths, without an object for each
+        found = [_axis_sizes(axis) for axis in axes] if type(axes) is tuple else []
         if found and None not in found:
             ranks = _sizes(mesh.get("_flatten_rank_map")) or ()
             return tuple(math.prod(each or ()) for each in found), ranks
     elif (saved := mesh.get("mesh")) is not None:
         return rebuild_tensor(saved).head.shape, ()
     raise UnreadableError("its mesh is written in a way that is not known")
+
+
+def _axis_sizes(axis: object) -> tuple[int, ...] | None:
+    if type(axis) is int:
+        return _sizes((axis,))
+    return _sizes(axis if type(axis) is tuple else _attributes(axis, "_FlatLayout").get("shape"))
+
+
+def box_in(piece: Piece, sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
+    """Return what a place in another mesh of as many dims holds of a DTensor that is cut in the same way.
+
+    Raises:
+        UnreadableError: It is no DTensor, or cut in a way that such a mesh does not have.
+    """
+    match piece.layout:
+        case (tuple(own), tuple(cuts)) if len(own) == len(sizes) == len(cuts):
+            return Box(*cell(piece.shape, sizes, cuts, coordinate))
+    raise UnreadableError(f"tensor {piece.fqn!r} is not shared by a mesh of {len(sizes)} dims")
 
 
 def _cut_of(placement: object) -> Cut:
@@ -242,13 +261,16 @@ def _cut_of(placement: object) -> Cut:
     raise UnreadableError(f"it is placed as {kind or 'something unknown'}, which is not read")
 
 
-def _cell(
+def cell(
     shape: tuple[int, ...], sizes: tuple[int, ...], cuts: tuple[Cut, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and lengths of what a place in a mesh holds, in elements of torch.
 
     Mesh dims cut a tensor dim in their order, except for a strided one, which cuts inside what the next dims of
     `split_factor` ranks together have cut: FSDP cuts inside the tensor-parallel parts.
+
+    Raises:
+        UnreadableError: No such dim, or a factor that the mesh does not have.
     """
     offsets, lengths = [0] * len(shape), list(shape)
     for dim in range(len(shape)):

@@ -21,7 +21,8 @@ MAX_DEPTH = 64
 """Containers inside containers."""
 MAX_SHARED = 256
 """Bytes of all tensors for each byte of a storage, at most: tensors may share one, and a view costs nothing."""
-_REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
+REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
+"""How the names of functions begin that make tensors."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +68,7 @@ def describe_state(file: TorchFile) -> State:
                 else:
                     inner.append(((*path, key), child))
             pending += reversed(inner)
-        elif type(value) is Record and value.name.startswith(_REBUILD):
+        elif type(value) is Record and value.name.startswith(REBUILD):
             if not path:
                 raise UnreadableError(
                     "a tensor by itself, without a name", hint="save a dict: torch.save({NAME: tensor}, …)"
@@ -111,7 +112,7 @@ def _count_tensors(value: object, seen: set[int]) -> int:
             continue
         seen.add(id(each))
         if isinstance(each, Record):
-            if each.name.startswith(_REBUILD):
+            if each.name.startswith(REBUILD):
                 count += 1
                 continue
             pending += (*each.args, each.state, *(each.content or ()))

@@ -15,11 +15,13 @@ from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
 
 _V1 = "torch._utils._rebuild_tensor"
-_V2 = "torch._utils._rebuild_tensor_v2"
+DENSE = "torch._utils._rebuild_tensor_v2"
 _V3 = "torch._utils._rebuild_tensor_v3"
 _PARAMETER = "torch._utils._rebuild_parameter"
 _PARAMETER_WITH_STATE = "torch._utils._rebuild_parameter_with_state"
-_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+PLAIN_CALLS = (DENSE, _V3)
+"""Names of calls that make a dense tensor of a part of a storage."""
 _PLAIN_TYPES = frozenset(
     {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 )
@@ -28,7 +30,7 @@ _UNTYPED = "torch.storage.UntypedStorage"
 _HOOKS = "collections.OrderedDict"
 _ALLOWED_GLOBALS = frozenset(
     {
-        *(_V2, _V3, _PARAMETER, _UNTYPED, _HOOKS, "torch.Size"),
+        *(DENSE, _V3, _PARAMETER, _UNTYPED, _HOOKS, "torch.Size"),
         *(f"torch.{name}" for name in BY_TORCH_STORAGE),
         *(f"torch.{name}" for name in BY_TORCH_NAME),
     }
@@ -106,7 +108,7 @@ def rebuild_tensor(value: object) -> PickledTensor:
         UnreadableError: It would make something else.
     """
     value = _unwrap(value)
-    if type(value) is not Record or value.name not in (_V1, _V2, _V3) or value.state is not None:
+    if type(value) is not Record or value.name not in (_V1, DENSE, _V3) or value.state is not None:
         name = value.name if isinstance(value, Record | GlobalName) else type(value).__name__
         raise UnreadableError(f"it holds a {name}, not a tensor")
     return _rebuild(value)
@@ -114,7 +116,7 @@ def rebuild_tensor(value: object) -> PickledTensor:
 
 def _unwrap(value: object) -> object:
     """Return the call that makes the data of a parameter, or of a subclass that only has another name."""
-    if type(value) is Record and value.name == _FROM_TYPE and value.state is None:
+    if type(value) is Record and value.name == FROM_TYPE and value.state is None:
         match value.args:
             case (GlobalName(name=function), GlobalName(name=kind), tuple(args), _) if kind in _PLAIN_TYPES:
                 value = Record(function, args, None, 0)
@@ -137,9 +139,9 @@ def _is_no_hooks(value: object) -> bool:
 def _rebuild(call: Record) -> PickledTensor:
     args = call.args
     if call.name == _V1:  # before hooks
-        call = Record(_V2, (*args, False, {}), None, 0)
+        call = Record(DENSE, (*args, False, {}), None, 0)
         args = call.args
-    num_args = 6 if call.name == _V2 else 7
+    num_args = 6 if call.name == DENSE else 7
     if len(args) not in (num_args, num_args + 1):
         raise UnreadableError(f"{call.name} has {len(args)} arguments")
     storage, offset, shape, strides, requires_grad, hooks = args[:6]
@@ -148,7 +150,7 @@ def _rebuild(call: Record) -> PickledTensor:
     if len(args) > num_args:
         _check_flags(args[num_args])
     storage_class, key, num_elems = _storage(storage)
-    if call.name == _V2:
+    if call.name == DENSE:
         dtype = BY_TORCH_STORAGE.get(storage_class.removeprefix("torch.").removeprefix("cuda."))
     else:
         named = args[6]
@@ -157,7 +159,7 @@ def _rebuild(call: Record) -> PickledTensor:
     if dtype is None:
         raise UnreadableError(f"the tensor has no dtype that goes with its {storage_class}")
     width = dtype.bits * dtype.pack // 8  # bytes of one torch element
-    storage_nbytes = num_elems * width if call.name == _V2 else num_elems
+    storage_nbytes = num_elems * width if call.name == DENSE else num_elems
     sizes = _numbers(shape, "shape")
     steps = _numbers(strides, "strides")
     (start,) = _numbers((offset,), "storage offset")

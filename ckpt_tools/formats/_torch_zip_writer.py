@@ -1,4 +1,4 @@
-"""The bytes around the payload of one tensor item, as `torch.load` wants them.
+"""The bytes around the payloads of a `torch.save` zip, one or many, as `torch.load` wants them.
 
 Sources: as `torch_zip`; the pickle is what torch's own pickler writes for a contiguous CPU tensor, byte for byte.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats._dcp_metadata_writer import push_int
+from ckpt_tools.formats._pickle_values import PERSISTENT_ID, GlobalName, Record
+from ckpt_tools.formats._pickle_writer import build_pickle
 
 CENTRAL = struct.Struct("<4s6H3I5H2I")
 LOCAL = struct.Struct("<4s5H3I2H")
@@ -22,41 +24,71 @@ END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR = struct.Struct("<4sIQI")
 
 _ALIGNMENT = 64
-"""Payloads begin at multiples of this within their item, as torch aligns storages."""
+"""Payloads begin at multiples of this within their archive, as torch aligns storages."""
+_FULL16 = 0xFFFF
 _FULL32 = 0xFFFFFFFF
 _UTF8 = 0x800
+_LATER = 0x08
+"""Flag of an entry whose CRC-32 and sizes follow its content: torch writes payloads so, and nothing before a payload
+depends on its bytes."""
 _DATE = 0x21  # 1980-01-01, the first day of zip
-_PAYLOAD = "archive/data/0"
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveFrame:
+    """A `torch.save` zip without its payloads."""
+
+    nbytes: int
+    """Length of the whole archive, payloads included."""
+    starts: tuple[int, ...]
+    """Where each payload begins; multiples of 64."""
+    lengths: tuple[int, ...]
+    """Bytes of each."""
+    before: bytes
+    """Everything up to the first payload; up to `_end` where there is none."""
+    _headers: tuple[bytes, ...]
+    """What stands right before each payload but the first."""
+    _end: bytes
+    """What follows the last payload and its CRC-32."""
+    _crc_offsets: tuple[int, ...]
+    """Where in `_end` each payload's CRC-32 goes."""
+
+    def seal(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield (offset, bytes) of all that is not in `before` and no payload, for payloads with these CRC-32s."""
+        end = bytearray(self._end)
+        for at, crc32 in zip(self._crc_offsets, crcs, strict=True):
+            end[at : at + 4] = crc32.to_bytes(4, "little")
+        behind = (*self._headers, bytes(end)) if crcs else ()
+        for start, length, crc32, follows in zip(self.starts, self.lengths, crcs, behind, strict=True):
+            yield start + length, _descriptor(crc32, length) + follows
+        if not crcs:
+            yield len(self.before), self._end
 
 
 @dataclass(frozen=True, slots=True)
 class ItemFrame:
-    """An item without its payload."""
+    """An item, an archive of one payload, without it."""
 
     nbytes: int
     """Length of the whole item, payload included."""
     payload_offset: int
     """A multiple of 64."""
     payload_nbytes: int
-    _before: bytes
+    before: bytes
+    """What comes before the payload, whatever that is."""
     _after: bytes
-    _crc_offsets: tuple[int, int]
-    """Where the payload's CRC-32 goes in `_before` and in `_after`."""
+    _crc_offset: int
+    """Where the payload's CRC-32 goes in `_after`, beside its beginning."""
 
-    def seal(self, crc32: int) -> tuple[bytes, bytes]:
-        """Return the bytes before and after a payload with this CRC-32."""
-        crc = crc32.to_bytes(4, "little")
-        before, after = self._crc_offsets
-        return (
-            self._before[:before] + crc + self._before[before + 4 :],
-            self._after[:after] + crc + self._after[after + 4 :],
-        )
+    def after(self, crc32: int) -> bytes:
+        """Return the bytes after a payload with this CRC-32."""
+        crc, at = crc32.to_bytes(4, "little"), self._crc_offset
+        return self._after[:4] + crc + self._after[8:at] + crc + self._after[at + 4 :]
 
     def unseal(self, before: bytes, after: bytes) -> int | None:
-        """Return the CRC-32 in what `seal` has returned; None for any other bytes."""
-        start = self._crc_offsets[0]
-        crc32 = int.from_bytes(before[start : start + 4], "little")
-        return crc32 if self.seal(crc32) == (before, after) else None
+        """Return the CRC-32 in what `after` has returned; None for any other bytes."""
+        crc32 = int.from_bytes(after[4:8], "little")
+        return crc32 if self.before == before and self.after(crc32) == after else None
 
 
 @lru_cache(maxsize=4096)
@@ -66,13 +98,27 @@ def item_frame(dtype: DType, sizes: tuple[int, ...]) -> ItemFrame:
     Raises:
         UsageError: A dtype that torch does not have, or sizes that end inside a byte.
     """
-    pickled = _tensor_pickle(dtype, sizes)
-    payload_nbytes = dtype.num_bytes(math.prod(sizes))
+    frame = archive_frame(build_pickle(plain_tensor("0", dtype, sizes)), [dtype.num_bytes(math.prod(sizes))])
+    (start,), (length,) = frame.starts, frame.lengths
+    ((_, after),) = frame.seal([0])
+    crc_offset = len(after) - len(frame._end) + frame._crc_offsets[0]  # noqa: SLF001
+    return ItemFrame(frame.nbytes, start, length, frame.before, after, crc_offset)
+
+
+def archive_frame(pickled: bytes, lengths: Sequence[int], known: Sequence[bytes] = ()) -> ArchiveFrame:
+    """Return the frame of an archive.
+
+    Args:
+        pickled: Its `data.pkl`, which names the storages "0", "1", …
+        lengths: Bytes of each storage that is a payload, in this order.
+        known: Content of the storages that come before those: a part of the frame.
+    """
     names = {
         "archive/data.pkl": pickled,
         "archive/.format_version": b"1",
         "archive/.storage_alignment": b"%d" % _ALIGNMENT,
         "archive/byteorder": b"little",
+        **{f"archive/data/{key}": content for key, content in enumerate(known)},
     }
     before = bytearray()
     directory = bytearray()
@@ -80,48 +126,61 @@ def item_frame(dtype: DType, sizes: tuple[int, ...]) -> ItemFrame:
         crc32 = zlib.crc32(content)
         directory += _central(name, crc32, len(content), len(before))
         before += _local(name, crc32, len(content), b"") + content
-    header_offset = len(before)
-    # torch pads with an extra field of this kind; its own four bytes count.
-    wide = struct.pack("<2H2Q", 1, 16, payload_nbytes, payload_nbytes) if payload_nbytes >= _FULL32 else b""
-    bare = header_offset + 30 + len(_PAYLOAD) + len(wide) + 4
-    padding = -bare % _ALIGNMENT
-    extra = wide + struct.pack("<2H", 0x4246, padding) + b"Z" * padding
-    before += _local(_PAYLOAD, 0, payload_nbytes, extra)
-    crc_in_directory = len(directory) + 16
-    directory += _central(_PAYLOAD, 0, payload_nbytes, header_offset)
-    version_offset = len(before) + payload_nbytes
+    position = len(before)
+    headers, starts, crcs = [], [], []
+    for key, length in enumerate(lengths, len(known)):
+        name = f"archive/data/{key}"
+        header = _payload_header(name, length, position)
+        crcs.append(len(directory) + 16)
+        directory += _central(name, 0, length, position, flags=_LATER)
+        headers.append(header)
+        starts.append(position + len(header))
+        position = starts[-1] + length + len(_descriptor(0, length))
     version = b"3\n"
-    directory += _central("archive/version", zlib.crc32(version), len(version), version_offset)
-    after = _local("archive/version", zlib.crc32(version), len(version), b"") + version
-    crc_in_after = len(after) + crc_in_directory
-    start = version_offset + len(after)
-    after += directory + _end(num_entries=len(names) + 2, nbytes=len(directory), start=start)
-    return ItemFrame(
-        version_offset + len(after),
-        len(before),
-        payload_nbytes,
-        bytes(before),
-        bytes(after),
-        (header_offset + 14, crc_in_after),
+    directory += _central("archive/version", zlib.crc32(version), len(version), position)
+    last = _local("archive/version", zlib.crc32(version), len(version), b"") + version
+    start = position + len(last)
+    end = last + directory + _end(num_entries=len(names) + len(lengths) + 1, nbytes=len(directory), start=start)
+    return ArchiveFrame(
+        position + len(end),
+        tuple(starts),
+        tuple(lengths),
+        bytes(before) + b"".join(headers[:1]),
+        tuple(headers[1:]),
+        end,
+        tuple(len(last) + at for at in crcs),
     )
 
 
-def _local(name: str, crc32: int, nbytes: int, extra: bytes) -> bytes:
+def _payload_header(name: str, nbytes: int, position: int) -> bytes:
+    """Return the local header of a payload, filled up so that the payload is aligned."""
+    wide = struct.pack("<2H2Q", 1, 16, 0, 0) if nbytes >= _FULL32 else b""
+    # torch pads with an extra field of this kind; its own four bytes count.
+    padding = -(position + LOCAL.size + len(name) + len(wide) + 4) % _ALIGNMENT
+    return _local(name, 0, nbytes, wide + struct.pack("<2H", 0x4246, padding) + b"Z" * padding, flags=_LATER)
+
+
+def _descriptor(crc32: int, nbytes: int) -> bytes:
+    """Return what follows a payload: its CRC-32, and its size as stored and as unpacked."""
+    return struct.pack("<4sI2Q" if nbytes >= _FULL32 else "<4s3I", b"PK\7\10", crc32, nbytes, nbytes)
+
+
+def _local(name: str, crc32: int, nbytes: int, extra: bytes, *, flags: int = 0) -> bytes:
     """Return a local header."""
-    short = min(nbytes, _FULL32)
     version = 45 if nbytes >= _FULL32 else 20
-    head = LOCAL.pack(b"PK\3\4", version, _UTF8, 0, 0, _DATE, crc32, short, short, len(name), len(extra))
+    short = _FULL32 if nbytes >= _FULL32 else 0 if flags & _LATER else nbytes
+    head = LOCAL.pack(b"PK\3\4", version, _UTF8 | flags, 0, 0, _DATE, crc32, short, short, len(name), len(extra))
     return head + name.encode() + extra
 
 
-def _central(name: str, crc32: int, nbytes: int, offset: int) -> bytes:
+def _central(name: str, crc32: int, nbytes: int, offset: int, *, flags: int = 0) -> bytes:
     """Return a line of the central directory."""
     wide = b"".join(struct.pack("<Q", n) for n in (nbytes, nbytes, offset) if n >= _FULL32)
     extra = struct.pack("<2H", 1, len(wide)) + wide if wide else b""
     short = min(nbytes, _FULL32)
     version = 45 if wide else 20
     head = CENTRAL.pack(
-        *(b"PK\1\2", version, version, _UTF8, 0, 0, _DATE, crc32, short, short),
+        *(b"PK\1\2", version, version, _UTF8 | flags, 0, 0, _DATE, crc32, short, short),
         *(len(name), len(extra), 0, 0, 0, 0, min(offset, _FULL32)),
     )
     return head + name.encode() + extra
@@ -130,47 +189,34 @@ def _central(name: str, crc32: int, nbytes: int, offset: int) -> bytes:
 def _end(*, num_entries: int, nbytes: int, start: int) -> bytes:
     """Return the end records of a directory of `nbytes` bytes at `start`."""
     wide = b""
-    if start >= _FULL32:
+    if start >= _FULL32 or num_entries >= _FULL16:
         wide = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, num_entries, num_entries, nbytes, start)
         wide += LOCATOR.pack(b"PK\6\7", 0, start + nbytes, 1)
-    return wide + END.pack(b"PK\5\6", 0, 0, num_entries, num_entries, nbytes, min(start, _FULL32), 0)
+    count = min(num_entries, _FULL16)
+    return wide + END.pack(b"PK\5\6", 0, 0, count, count, nbytes, min(start, _FULL32), 0)
 
 
-def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
-    """Return `data.pkl`: protocol 2, `_rebuild_tensor_v2` for classic dtypes and `_rebuild_tensor_v3` for new ones."""
+def plain_tensor(key: str, dtype: DType, sizes: tuple[int, ...]) -> Record:
+    """Return the call that rebuilds a row-major tensor of `sizes` logical elements, alone in the storage `key`.
+
+    Raises:
+        UsageError: A dtype that torch does not have, or sizes that end inside a byte.
+    """
     if dtype.torch_name is None:
-        raise UsageError(f"{dtype.name} cannot be stored in DCP: torch has no such dtype")
+        raise UsageError(f"{dtype.name} cannot be stored: torch has no such dtype")
     if dtype.pack > 1:
         if not sizes or sizes[-1] % dtype.pack:
             raise UsageError(f"{list(sizes)} elements of {dtype.name} end inside a byte")
         sizes = (*sizes[:-1], sizes[-1] // dtype.pack)
     strides = tuple(math.prod(max(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes)))
     num_elems = math.prod(sizes)
-    is_typed = dtype.torch_storage is not None
-    memo = 0
-
-    def put(opcodes: bytes) -> bytes:
-        nonlocal memo
-        memo += 1
-        return opcodes + b"q%c" % (memo - 1)
-
-    def text(value: str) -> bytes:
-        return put(b"X" + len(value).to_bytes(4, "little") + value.encode())
-
-    def numbers(values: tuple[int, ...]) -> bytes:
-        if not values:
-            return b")"
-        body = b"".join(map(push_int, values))
-        return put(body + b"\x85\x86\x87"[len(values) - 1 :][:1] if len(values) <= 3 else b"(" + body + b"t")
-
-    rebuild = "_rebuild_tensor_v2" if is_typed else "_rebuild_tensor_v3"
-    storage = f"torch\n{dtype.torch_storage}" if is_typed else "torch.storage\nUntypedStorage"
-    length = num_elems if is_typed else num_elems * dtype.bits * dtype.pack // 8
-    out = b"\x80\x02" + put(f"ctorch._utils\n{rebuild}\n".encode()) + b"(("
-    out += text("storage") + put(f"c{storage}\n".encode()) + text("0") + text("cpu") + push_int(length)
-    out += put(b"t") + b"Q" + push_int(0) + numbers(sizes) + numbers(strides) + b"\x89"
-    out += put(put(b"ccollections\nOrderedDict\n") + b")R")
-    if not is_typed:
-        out += put(f"ctorch\n{dtype.torch_name}\n".encode())
-    out += put(b"t")
-    return out + put(b"R") + b"."
+    order = Record("collections.OrderedDict", (), None, 0)
+    if dtype.torch_storage is not None:
+        identifier = ("storage", GlobalName(f"torch.{dtype.torch_storage}"), key, "cpu", num_elems)
+        storage = Record(PERSISTENT_ID, (identifier,), None, 0)
+        return Record("torch._utils._rebuild_tensor_v2", (storage, 0, sizes, strides, False, order), None, 0)
+    nbytes = num_elems * dtype.bits * dtype.pack // 8
+    identifier = ("storage", GlobalName("torch.storage.UntypedStorage"), key, "cpu", nbytes)
+    storage = Record(PERSISTENT_ID, (identifier,), None, 0)
+    kind = GlobalName(f"torch.{dtype.torch_name}")
+    return Record("torch._utils._rebuild_tensor_v3", (storage, 0, sizes, strides, False, order, kind), None, 0)

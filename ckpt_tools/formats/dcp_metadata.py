@@ -368,8 +368,7 @@ class _TensorReader:
                 f"{self._where}: its items are as long as the bare elements, as SerializationFormat.SAFETENSORS "
                 "writes them; such a checkpoint does not say where its elements lie, and DCP cannot load it either",
                 hint="save it again in the default format, or with HuggingFaceStorageWriter. If it holds tensors "
-                "alone, its files are safetensors files: copy each __R_0.distcp to "
-                "shard-0000<R+1>-model-00001-of-00001.safetensors (five digits) in a new directory, and use that",
+                "alone, its files are safetensors files, which --from hf-sharded reads",
             )
         return UnreadableError(
             f"{self._where}: an item of {span.nbytes} bytes cannot hold the {nbytes} bytes of its chunk",

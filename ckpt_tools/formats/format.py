@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, TensorEntry
-from ckpt_tools.errors import LimitError
+from ckpt_tools.errors import LimitError, UnreadableError, UsageError
+from ckpt_tools.formats.flat_shapes import Shapes
 from ckpt_tools.formats.manifest import Manifest, Origin
 from ckpt_tools.formats.steps import Step
 from ckpt_tools.storage.source import Source
@@ -74,6 +75,14 @@ class Format(Protocol):
             UnreadableError: Not a complete, readable checkpoint of this format.
         """
 
+    def shaped(self, shapes: Shapes) -> Format:  # noqa: ARG002
+        """Return the format for files that need the shapes of another checkpoint.
+
+        Raises:
+            UsageError: Its files have their own.
+        """
+        raise UsageError(f"--shapes-from is for files of ranks, and this is {self.name}", hint="leave it out")
+
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:  # noqa: ARG002
         """Return `entry` with every chunk's span on its raw bytes; reads the headers of items, where there are any.
 
@@ -125,6 +134,8 @@ class Opened:
     """The step whose model this is, where the path named the step."""
     unread: tuple[str, ...] = ()
     """What lies in its files beside tensors and is not read, in words."""
+    broken: tuple[UnreadableError, ...] = ()
+    """Why files beside it are not read that should be parts of it (an optimizer's, of which some are missing)."""
     asset_source: Source | None = None
     """Where the assets lie that belong to its model; None for beside its files."""
     sums: tuple[tuple[ByteSpan, int], ...] = ()

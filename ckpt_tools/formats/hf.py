@@ -53,6 +53,11 @@ def build_index(files: Mapping[str, Sequence[TensorEntry]]) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
+def documents(files: Mapping[str, Sequence[TensorEntry]], name: str = "model" + INDEX_SUFFIX) -> dict[str, bytes]:
+    """Return what there must be beside these files: the index of several, called `name`."""
+    return {name: build_index(files)} if len(files) > 1 else {}
+
+
 def describe(root: str, files: Sequence[File], index: Mapping[str, str] | None) -> Checkpoint:
     """Describe whole-tensor files; with an index, hold it against the headers.
 
@@ -97,11 +102,13 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
             )
 
 
-def arrange(tensors: Sequence[TensorEntry], *, max_file_nbytes: int) -> dict[str, list[TensorEntry]]:
+def arrange(
+    tensors: Sequence[TensorEntry], *, max_file_nbytes: int, stem: str = "model", suffix: str = ".safetensors"
+) -> dict[str, Sequence[TensorEntry]]:
     """Share `tensors` out over files of at most `max_file_nbytes`, in order, as huggingface_hub does.
 
     Returns:
-        File name → its tensors, in the order of the reference implementation.
+        File name → its tensors, in their order.
     """
     groups: list[list[TensorEntry]] = [[]]
     size = 0
@@ -112,11 +119,8 @@ def arrange(tensors: Sequence[TensorEntry], *, max_file_nbytes: int) -> dict[str
         groups[-1].append(entry)
         size += entry.nbytes
     if len(groups) == 1:
-        return {"model.safetensors": safetensors.data_order(groups[0])}
-    return {
-        f"model-{i:05d}-of-{len(groups):05d}.safetensors": safetensors.data_order(group)
-        for i, group in enumerate(groups, 1)
-    }
+        return {stem + suffix: groups[0]}
+    return {f"{stem}-{i:05d}-of-{len(groups):05d}{suffix}": group for i, group in enumerate(groups, 1)}
 
 
 def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[str, bytes]]:
@@ -128,7 +132,8 @@ def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[
     placed: list[TensorEntry] = []
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
-    for name, entries in files.items():
+    for name, given in files.items():
+        entries = safetensors.data_order(given)
         headers[name], starts = safetensors.build_header(entries, metadata=HEADER_METADATA)
         sizes[name] = len(headers[name]) + sum(entry.nbytes for entry in entries)
         for entry, start in zip(entries, starts, strict=True):

@@ -9,20 +9,26 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_tools.description.checkpoint import MAX_ELEMS, Asset, Checkpoint, TensorEntry, is_possible_shape
+from ckpt_tools.description.checkpoint import MAX_ELEMS, Asset, Checkpoint, Chunk, TensorEntry, is_possible_shape
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.file_names import is_hf_asset
+from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.file_names import is_hf_asset, is_weights
 from ckpt_tools.formats.format import Format, Opened
-from ckpt_tools.formats.manifest import Manifest
-from ckpt_tools.formats.safetensors import File, read_file
+from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
+from ckpt_tools.formats.safetensors import LENGTH_BYTES, File, read_file
 from ckpt_tools.storage.source import Source
+from ckpt_tools.text import first_few
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 """Header metadata of a file that holds chunks instead of whole tensors."""
+OFFSETS_KEY = "saved_offsets"
+"""In it, the key of a chunk's offsets."""
 SHARDED_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 """Name of a file of DCP's HF writer: rank, number, count."""
+ITEMS_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+"""What `FileSystemWriter` calls the same with SerializationFormat.SAFETENSORS: read where `--from` asks for it."""
 
 
 def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
@@ -52,8 +58,17 @@ def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
                 f"tensor {fqn!r} of shape {list(shape)} is too large to exist",
                 where=first.chunks[0].span.file,
             )
-        boxes = tuple(replace(entry.chunks[0], box=Box(offsets, entry.shape)) for entry, offsets in parts)
-        tensors.append(replace(first, shape=shape, chunks=boxes))
+        boxes: dict[Box, Chunk] = {}
+        for entry, offsets in parts:
+            chunk = replace(entry.chunks[0], box=Box(offsets, entry.shape))
+            other = boxes.setdefault(chunk.box, chunk)
+            if other is not chunk and chunk.span.nbytes:  # its writer stores a part once, whoever else has it
+                raise UnreadableError(
+                    f"tensor {fqn!r}: the part at {list(offsets)} is in two files of different saves",
+                    where=f"{other.span.file}, {chunk.span.file}",
+                    hint="remove the files of the older save; `ls -l` tells them apart",
+                )
+        tensors.append(replace(first, shape=shape, chunks=tuple(boxes.values())))
     return Checkpoint(
         root=root,
         format=HfSharded.name,
@@ -71,7 +86,7 @@ def _parse_sharding(file: File) -> dict[str, tuple[int, ...]]:
     parsed = {}
     for entry in file.header.tensors:
         fields = table.get(entry.fqn)
-        offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None
+        offsets = fields.get(OFFSETS_KEY) if isinstance(fields, dict) else None
         if not isinstance(offsets, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMS for n in offsets):
             raise UnreadableError(f"{SHARDING_KEY} has no sound offsets for tensor {entry.fqn!r}", where=file.name)
         parsed[entry.fqn] = tuple(offsets)
@@ -79,14 +94,14 @@ def _parse_sharding(file: File) -> dict[str, tuple[int, ...]]:
 
 
 class HfSharded(Format):
-    """What `HuggingFaceStorageWriter(save_distributed=True)` writes."""
+    """What `HuggingFaceStorageWriter(save_distributed=True)` writes, and `shard` and `reshard` in safetensors."""
 
     name = "hf-sharded"
     suffix = ".safetensors"
     is_sharded = True
     is_training = True
-    unchecked = ("the global shapes, which this format does not record (taken from the chunks)",)
-    caveats = (
+    unchecked: tuple[str, ...] = ("the global shapes, which this format does not record (taken from the chunks)",)
+    caveats: tuple[str, ...] = (
         (
             "this format does not record how many ranks saved it: if the files of the last ones are missing, "
             "tensors are shorter than they were"
@@ -97,12 +112,56 @@ class HfSharded(Format):
         """By the names that DCP's HF writer gives."""
         return any(SHARDED_FILE.fullmatch(name) for name in files)
 
-    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
-        """Read the header of every file: together they are all that is known."""
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
+        """Read the header of every file: together with a manifest, if there is one, they are all that is known."""
         names = [name for name in files if SHARDED_FILE.fullmatch(name)]
-        checkpoint = describe_sharded(source.root, [read_file(source, name) for name in names])
-        assets = tuple(Asset(file=name, nbytes=size) for name, size in files.items() if is_hf_asset(name))
-        return Opened(format=self, checkpoint=replace(checkpoint, assets=assets), source=source)
+        names = names or [name for name in files if ITEMS_FILE.fullmatch(name)]
+        if not names:
+            raise UnreadableError("no files of DCP's HF writer here", where=path)
+        read = [read_file(source, name) for name in names]
+        checkpoint = describe_sharded(source.root, read)
+        if manifest is None:
+            assets = tuple(Asset(file=name, nbytes=size) for name, size in files.items() if is_hf_asset(name))
+            return Opened(format=self, checkpoint=replace(checkpoint, assets=assets), source=source)
+        missing = sorted(manifest.files.keys() - files.keys())
+        if missing:
+            raise UnreadableError(
+                f"{len(missing)} of {len(manifest.files)} files of the manifest are missing: {first_few(missing)}",
+                where=path,
+                hint=f"restore them; if a trainer has saved over the directory on purpose, remove {MANIFEST_NAME}",
+            )
+        recorded = tuple(Asset(file=name, nbytes=record.nbytes) for name, record in manifest.assets.items())
+        beside = tuple(asset for asset in recorded if is_weights(asset.file))
+        mesh = manifest.mesh if all(_is_recorded(file, manifest) for file in read) else None
+        checkpoint = replace(
+            checkpoint,
+            assets=tuple(asset for asset in recorded if asset not in beside),
+            mesh=mesh,
+            placements=None if mesh is None else manifest.placements,
+        )
+        return Opened(
+            format=_RECORDED,
+            checkpoint=checkpoint,
+            source=source,
+            manifest=manifest,
+            origin=manifest.origin,
+            beside=beside,
+        )
+
+
+class _Recorded(HfSharded):
+    """The same with a manifest, which has the names of all files and every shape."""
+
+    unchecked = ()
+    caveats = ()
+
+
+def _is_recorded(file: File, manifest: Manifest) -> bool:
+    """Is this file's header the one that was written with the manifest?"""
+    record = manifest.documents.get(file.name)
+    head = len(file.header_text).to_bytes(LENGTH_BYTES, "little") + file.header_text
+    return record is not None and record.nbytes == len(head) and record.digest == digest_bytes(head)
 
 
 FORMAT = HfSharded()
+_RECORDED = _Recorded()

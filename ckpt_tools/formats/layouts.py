@@ -22,8 +22,7 @@ HEAD_BYTES = 512
 
 _READABLE = "pass a safetensors or torch.save file, a model directory or a DCP checkpoint directory"
 _CONVERT = "save the weights alone, where you trust them: torch.save(model.state_dict(), NEW), or model.save_pretrained"
-_ZERO = re.compile(r"((bf16|fp16)_)?zero_pp_rank_\d+(_mp_rank_\d+)?(_(model|optim)_states)?\.pt")
-_DEEPSPEED = re.compile(rf"{_ZERO.pattern}|mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt")
+_ZERO = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_?(model|optim)_states\.pt")
 _MEGATRON_PART = re.compile(r"([^/]+/)?mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim|model_rng)\.pt")
 _RANK_FILE = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"
@@ -143,12 +142,8 @@ def _pickled(names: Sequence[str], path: str) -> UnreadableError:
 def explain_part(name: str, path: str) -> UnreadableError | None:
     """Return the error for a file at `path` that by its name is one rank's part of a checkpoint; None for any other."""
     if _RANK_FILE.fullmatch(name) or _ZERO.fullmatch(name):
-        directory = os.path.dirname(path) or "."
-        known = _layout({name: 0}, [name], directory)
-        hint = f"pass the directory: {directory}"
-        if known is None or _RANK_FILE.fullmatch(name):
-            return UnreadableError("one rank's part of a checkpoint", where=path, hint=hint)
-        return UnreadableError(known.what, where=path, hint=known.hint)
+        hint = f"pass the directory: {os.path.dirname(path) or '.'}"
+        return UnreadableError("one rank's part of a checkpoint", where=path, hint=hint)
     return None
 
 
@@ -164,8 +159,6 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
     if any(map(_RANK_FILE.fullmatch, top)):
         what = "files of single ranks without a model's: optimizer or other state"
         return ForeignLayoutError(what, where=path, hint=_verl_hint(files, path))
-    if (way_out := _deepspeed_hint(files, path)) is not None:
-        return ForeignLayoutError("a DeepSpeed checkpoint, which ckpt does not read", where=path, hint=way_out)
     if sum(map(bool, map(_MEGATRON_PART.fullmatch, files))) > 1:
         return ForeignLayoutError(
             "Megatron's format of before torch_dist, with a file for every part of the model, which ckpt does not read",
@@ -173,11 +166,8 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
             hint="load it with Megatron-LM and --ckpt-convert-format torch_dist --ckpt-convert-save NEW, and use NEW",
         )
     if "metadata.pkl" in top:
-        return ForeignLayoutError(
-            "a torch_checkpointing checkpoint (metadata.pkl), which ckpt does not read",
-            where=path,
-            hint="save with torch.distributed.checkpoint, or export safetensors from the trainer",
-        )
+        what = "metadata.pkl, which torch_checkpointing writes, and no file of rank 0 (ITEM_0.pt) beside it"
+        return ForeignLayoutError(what, where=path, hint="restore the files of all ranks")
     return None
 
 
@@ -186,23 +176,6 @@ def _verl_hint(files: Mapping[str, int], path: str) -> str:
     if any(name.startswith("huggingface/") and name.endswith(".safetensors") for name in files):
         return f"use {path}/huggingface, which holds the model's weights"
     return "restore the model's files (model_world_size_N_rank_R.pt, pytorch_model_fsdp_0_rankR.bin)"
-
-
-def _deepspeed_hint(files: Mapping[str, int], path: str) -> str | None:
-    """Return the way out of a DeepSpeed directory, its parts in it or one directory below; None when it is none."""
-    parts = [name for name in files if name.count("/") < 2 and _DEEPSPEED.fullmatch(name.rpartition("/")[2])]
-    if "latest_universal" in files and not parts:
-        return "this is the universal form: run zero_to_fp32.py where the checkpoint that it was made from lies"
-    if not parts:
-        return "run its zero_to_fp32.py with --safe_serialization" if "zero_to_fp32.py" in files else None
-    if not any(_ZERO.fullmatch(name.rpartition("/")[2]) for name in parts):
-        return f"its weights are the `module` of one file: pass {os.path.join(path, parts[0])}"
-    tag = parts[-1].partition("/")[0]
-    if "/" not in parts[-1]:  # the directory of one tag
-        path, tag = os.path.dirname(path) or ".", os.path.basename(path)
-    script = f"{path}/zero_to_fp32.py" if "zero_to_fp32.py" in files else "-m deepspeed.utils.zero_to_fp32"
-    named = "" if "latest" in files else f" --tag {tag}"
-    return f"run its zero_to_fp32 and use the result: python {script} {path} NEW --safe_serialization{named}"
 
 
 def _below(files: Mapping[str, int]) -> dict[str, dict[str, int]]:

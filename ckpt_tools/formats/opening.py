@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_file import is_torch_file
+from ckpt_tools.formats.flat_shapes import Shapes
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.layouts import HEAD_BYTES, explain, explain_file
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
@@ -17,8 +18,15 @@ from ckpt_tools.storage.source import Source
 __all__ = ["Opened", "detect", "open_path", "read_document", "read_file"]
 
 
-def open_path(path: str, *, format: str | None = None) -> Opened:  # noqa: A002 - the option's name
+def open_path(
+    path: str,
+    *,
+    format: str | None = None,  # noqa: A002 - the option's name
+    shapes_from: str | os.PathLike[str] | None = None,
+) -> Opened:
     """Open the checkpoint at `path`, a file or a directory; `format` overrides what would be detected.
+
+    What needs shapes that its own files lack (FSDP1's local state dicts) takes those of the checkpoint `shapes_from`.
 
     Raises:
         UnreadableError: Not a complete, readable checkpoint.
@@ -33,6 +41,10 @@ def open_path(path: str, *, format: str | None = None) -> Opened:  # noqa: A002 
         name = os.path.basename(path)
         files = {name: source.size(name)} if is_file else source.list_files()
         found = _choose(source, files, path, wanted, is_file=is_file)
+        if shapes_from is not None:
+            with open_path(os.fspath(shapes_from)) as like:
+                shapes = Shapes.of(like.checkpoint, os.fspath(shapes_from), is_ordered=like.format.has_views)
+            found = found.shaped(shapes)
         manifest = None
         if MANIFEST_NAME in files and not is_file:
             manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))

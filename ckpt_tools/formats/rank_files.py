@@ -13,42 +13,34 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 
-from ckpt_tools.description.checkpoint import Asset, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.description.tiling import check_tiling
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats._rank_parts import Ranks, assemble, keep_one, misfit, missing_ranks
 from ckpt_tools.formats._torch_file import read_torch_file
-from ckpt_tools.formats._torch_pieces import Piece
-from ckpt_tools.formats._torch_state import State
 from ckpt_tools.formats.file_names import is_hf_asset
+from ckpt_tools.formats.flat_ranks import read_rows, unflatten
+from ckpt_tools.formats.flat_shapes import Shapes
 from ckpt_tools.formats.format import Format, Opened, Reader
+from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import Manifest
+from ckpt_tools.formats.rank_optimizer import read_optimizer
 from ckpt_tools.formats.steps import ROLES, Part, Step
 from ckpt_tools.formats.torch_save import list_tied, list_unread, read_state
 from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.virtual import VirtualSource
 from ckpt_tools.text import first_few
 
 _MODEL_FILES = (
     re.compile(r"model_world_size_(?P<world>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt", re.ASCII),
     re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d{1,6}))?_rank(?P<rank>\d{1,6})\.bin", re.ASCII),
 )
+VERL_FILE = re.compile(
+    r"(?P<kind>model|optim|extra_state)_world_size_(?P<world>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt", re.ASCII
+)
+"""What verl keeps for every rank."""
 _HUGGINGFACE = "huggingface/"
 """Where verl puts the config and the tokenizer."""
-_FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
-_COMPARED_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ranks:
-    """The files of one model."""
-
-    directory: str
-    """In the checkpoint's, with its slash; "" for itself."""
-    files: Mapping[int, str]
-    """Rank → file."""
-    world_size: int
-    """As the names say; 0 where they do not."""
 
 
 class RankFiles(Format):
@@ -61,22 +53,38 @@ class RankFiles(Format):
     has_views = True
     unchecked = ("whether the files of all ranks are of one step, which they do not record",)
 
+    def __init__(self, shapes: Shapes | None = None) -> None:
+        self._shapes = shapes
+
+    def shaped(self, shapes: Shapes) -> Format:
+        """Return the format for local state dicts of a model with these shapes."""
+        return RankFiles(shapes)
+
     def detects(self, files: Mapping[str, int]) -> bool:
         """By the names that trainers give."""
         return bool(_find(files))
 
-    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read the pickle of every rank's file, without running it, and fit the parts together."""
         found = _find(files)
         if not found:
             raise UnreadableError("no files of ranks here", where=path)
         ranks = _choose(found, path)
         read = {rank: read_state(source, name) for rank, name in sorted(ranks.files.items())}
-        tensors = _assemble({rank: state for rank, (_, state) in read.items()}, path)
-        missing = _missing(read, ranks, tensors, path)
+        states = {rank: state for rank, (_, state) in read.items()}
+        rows = read_rows(states, path)
+        if self._shapes is not None and not rows:
+            raise UsageError("--shapes-from: these files say their shapes themselves", where=path, hint="leave it out")
+        whole = assemble(states, path) if not rows else tuple(rows.values())
+        missing = missing_ranks(states, ranks, whole, path)
+        tensors = unflatten(states, rows, self._shapes, path) if rows else whole
         _check_step(source, files, ranks, path)
+        layouts = {piece.fqn: piece.layout for piece in states[min(states)].pieces}
+        beside = () if rows else files  # an optimizer's flat pieces have no names at all
+        optimizer = read_optimizer(source, beside, ranks, tensors, layouts, path)
+        own = {**{name: files[name] for name in ranks.files.values()}, **optimizer.files}
         home = ranks.directory + _HUGGINGFACE
-        others = [name for name in files if name.startswith(ranks.directory) and name not in ranks.files.values()]
+        others = [name for name in files if name.startswith(ranks.directory) and name not in own]
         if not any(name.startswith(home) for name in others):
             home = ranks.directory
         near = (name[len(home) :] for name in others if name.startswith(home))
@@ -87,40 +95,35 @@ class RankFiles(Format):
             checkpoint=Checkpoint(
                 root=source.root,
                 format=self.name,
-                tensors=tensors,
+                tensors=(*tensors, *optimizer.tensors),
+                blobs=optimizer.blobs,
                 assets=tuple(Asset(file=name, nbytes=files[home + name]) for name in assets),
-                files={name: files[name] for name in ranks.files.values()},
+                files=own,
             ),
-            source=source,
+            source=VirtualSource(source, optimizer.virtual) if optimizer.virtual else source,
+            manifest=manifest if manifest is not None and manifest.format == self.name else None,
             asset_source=Source(os.path.join(source.root, home)) if home and assets else None,
             step=_step(found, files) if ranks.directory else None,
-            unread=(*missing, *list_unread(state for _, state in read.values()), *_rest(rest, ranks.directory)),
-            notes=list_tied(tensors),
-            sums=tuple(each for file, _ in read.values() for each in file.sums),
+            unread=(*missing, *list_unread(states.values()), *optimizer.unread, *_rest(rest, ranks.directory)),
+            broken=() if optimizer.broken is None else (optimizer.broken,),
+            notes=(*list_tied(tensors), *optimizer.notes),
+            sums=(*(each for file, _ in read.values() for each in file.sums), *optimizer.sums),
         )
 
-    def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
-        """Hold what several ranks have of a tensor against each other, and keep one of each.
+    def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:  # noqa: ARG002
+        """Digest the pickles and directories of archives, and the padding between tensors."""
+        payloads = (chunk.span for entry in target.tensors for chunk in entry.chunks)
+        return digest_frames(target.files, payloads, (), reader)
 
-        Raises:
-            UnreadableError: They differ, and nothing says which one counts.
-        """
-        firsts: dict[object, Chunk] = {}
-        for chunk in entry.chunks:
-            first = firsts.setdefault(chunk.box, chunk)
-            if first is not chunk and not _is_same(first, chunk, reader):
-                raise UnreadableError(
-                    f"tensor {entry.fqn!r}: ranks that should have the same part have different ones",
-                    where=f"{first.span.file}, {chunk.span.file}",
-                    hint="files of different steps, or every rank has a tensor of its own: --exclude leaves it out",
-                )
-        return entry if len(firsts) == len(entry.chunks) else replace(entry, chunks=tuple(firsts.values()))
+    def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
+        """Keep one of the equal parts that several ranks have."""
+        return keep_one(entry, reader)
 
 
 FORMAT = RankFiles()
 
 
-def _find(files: Mapping[str, int]) -> list[_Ranks]:
+def _find(files: Mapping[str, int]) -> list[Ranks]:
     """Return the models whose ranks' files are here, or in the directories of a step; the policy first."""
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for path in files:
@@ -134,10 +137,10 @@ def _find(files: Mapping[str, int]) -> list[_Ranks]:
                 found.setdefault(key, {})[int(groups["rank"])] = path
     top = [key for key in found if not key[0]]
     order = sorted(top or found, key=lambda key: (ROLES.index(key[0][:-1]) if key[0] else 0, key))
-    return [_Ranks(directory=key[0], files=found[key], world_size=int(key[1])) for key in order]
+    return [Ranks(directory=key[0], files=found[key], world_size=int(key[1])) for key in order]
 
 
-def _choose(found: list[_Ranks], path: str) -> _Ranks:
+def _choose(found: list[Ranks], path: str) -> Ranks:
     first = found[0]
     same = [each for each in found if each.directory == first.directory]
     if len(same) > 1:
@@ -150,83 +153,7 @@ def _choose(found: list[_Ranks], path: str) -> _Ranks:
     return first
 
 
-def _assemble(states: Mapping[int, State], path: str) -> tuple[TensorEntry, ...]:
-    """Fit the parts of all ranks together.
-
-    Raises:
-        UnreadableError: The files cannot be of one model and one save.
-    """
-    leader = min(states)
-    pieces: dict[str, list[Piece]] = {piece.fqn: [piece] for piece in states[leader].pieces}
-    if flat := next(filter(_FLAT.fullmatch, pieces), None):
-        raise UnreadableError(
-            f"a local state dict of FSDP1 ({flat}): flat pieces of parameters, without their shapes",
-            where=path,
-            hint="save with SHARDED_STATE_DICT (ckpt reads it) or FULL_STATE_DICT",
-        )
-    for rank, state in states.items():
-        for piece in state.pieces:
-            if piece.rank not in (None, rank):
-                raise _refuse(path, f"the file of rank {rank} says that it is of rank {piece.rank}")
-            if rank == leader:
-                continue
-            first = pieces.get(piece.fqn)
-            if first is None:
-                raise _refuse(path, f"rank {rank} has tensor {piece.fqn!r}, and rank {leader} does not")
-            for what, one, other in (
-                ("dtype", first[0].dtype.name, piece.dtype.name),
-                ("shape", first[0].shape, piece.shape),
-                ("placement", first[0].layout, piece.layout),
-            ):
-                if one != other:
-                    raise _refuse(path, f"ranks {leader} and {rank} have another {what} of tensor {piece.fqn!r}")
-            first.append(piece)
-    lacking = next((fqn for fqn, held in pieces.items() if len(held) < len(states)), None)
-    if lacking is not None:
-        raise _refuse(path, f"tensor {lacking!r} is not in the files of all ranks")
-    return tuple(
-        TensorEntry(
-            fqn=fqn,
-            dtype=held[0].dtype,
-            shape=held[0].shape,
-            chunks=tuple(chunk for piece in held for chunk in piece.chunks),
-            path=held[0].path,
-        )
-        for fqn, held in pieces.items()
-    )
-
-
-def _refuse(path: str, what: str) -> UnreadableError:
-    hint = "files of different models or saves lie here together: restore those of one"
-    return UnreadableError(what, where=path, hint=hint)
-
-
-def _missing(
-    read: Mapping[int, tuple[object, State]], ranks: _Ranks, tensors: Iterable[TensorEntry], path: str
-) -> tuple[str, ...]:
-    """Say which ranks' files are not here, where the others have replicas of all that they hold.
-
-    Raises:
-        UnreadableError: They have not; or a file says that there are more ranks than the names do.
-    """
-    highest = max((piece.highest for _, state in read.values() for piece in state.pieces), default=0)
-    if ranks.world_size and max(highest, *read) >= ranks.world_size:
-        raise _refuse(path, f"rank {max(highest, *read)} is named, in files of a world of {ranks.world_size} ranks")
-    world_size = ranks.world_size or 1 + max(highest, *read)
-    missing = [rank for rank in range(world_size) if rank not in read]
-    if not missing:
-        return ()
-    shown = first_few([str(rank) for rank in missing], 6)
-    what = f"{len(missing)} of {world_size} ranks have no file here: {shown}"
-    for entry in tensors:
-        if check_tiling(entry.shape, (chunk.box for chunk in entry.chunks)) is not None:
-            raise UnreadableError(
-                what, where=path, hint="copy the files of all ranks, from every node, into one directory"
-            )
-    return (f"{what}; the others hold everything",)
-
-
-def _check_step(source: Source, files: Mapping[str, int], ranks: _Ranks, path: str) -> None:
+def _check_step(source: Source, files: Mapping[str, int], ranks: Ranks, path: str) -> None:
     """Hold the learning-rate schedulers, which verl keeps for every rank, against each other.
 
     Raises:
@@ -246,7 +173,7 @@ def _check_step(source: Source, files: Mapping[str, int], ranks: _Ranks, path: s
                 found.setdefault(step, rank)
     if len(found) > 1:
         (one, first), (other, second) = list(found.items())[:2]
-        raise _refuse(path, f"rank {first} is of step {one}, rank {second} of step {other}, as their schedulers say")
+        raise misfit(path, f"rank {first} is of step {one}, rank {second} of step {other}, as their schedulers say")
 
 
 def _rest(names: Iterable[str], directory: str) -> tuple[str, ...]:
@@ -255,7 +182,7 @@ def _rest(names: Iterable[str], directory: str) -> tuple[str, ...]:
     return (f"files beside the model's: {first_few(rest, 6)}",) if rest else ()
 
 
-def _step(found: list[_Ranks], files: Mapping[str, int]) -> Step:
+def _step(found: list[Ranks], files: Mapping[str, int]) -> Step:
     """Describe the step that a model's directory lies in."""
     parts = {each.directory[:-1]: each for each in found}
     sizes = {name: sum(size for file, size in files.items() if file.startswith(f"{name}/")) for name in parts}
@@ -269,17 +196,3 @@ def _step(found: list[_Ranks], files: Mapping[str, int]) -> Step:
             Asset(file=name, nbytes=size) for name, size in files.items() if name.partition("/")[0] not in parts
         ),
     )
-
-
-def _is_same(one: Chunk, other: Chunk, reader: Reader) -> bool:
-    """Are two chunks of one box the same, by their CRC-32s where they are recorded?"""
-    if one.span.nbytes != other.span.nbytes or one.strides != other.strides:
-        return False
-    if one.crc32 is not None and other.crc32 is not None:
-        return one.crc32 == other.crc32
-    for start in range(0, one.span.nbytes, _COMPARED_BYTES):
-        count = min(_COMPARED_BYTES, one.span.nbytes - start)
-        left, right = (reader.read(c.span.file, c.span.offset + start, count) for c in (one, other))
-        if left != right:
-            return False
-    return True

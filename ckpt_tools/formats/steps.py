@@ -147,7 +147,8 @@ TRAINERS: Mapping[TrainerName, TrainerLayout] = {
         "get_model_state_dict(module); where the module keeps the model as self.model, add --prefix state_dict.model.",
     ),
     "verl": TrainerLayout(
-        refusal="verl loads a model in its Hub format, and resumes only from its own pickled rank files",
+        refusal="verl loads a model in its Hub format, and resumes only from its own rank files, which reshard makes "
+        "of a step of verl's alone",
         instead="set actor_rollout_ref.model.path to {source}",
     ),
     "plain": TrainerLayout(),

@@ -19,8 +19,11 @@ FORMATS: Mapping[str, str] = {
     "dcp": "dcp",
     "step": "step",
     "ranks": "rank_files",
+    "torch-checkpointing": "torch_checkpointing",
     "hf-sharded": "hf_sharded",
     "hf": "hf",
+    "deepspeed": "deepspeed",
+    "deepspeed-fp32": "deepspeed_fp32",
     "torch-dir": "torch_directory",
 }
 """Name → module of this room, whose `FORMAT` it is. The first one that detects a directory has it. Modules are

@@ -6,22 +6,30 @@ Source: transformers `modeling_utils.py` (4.x `save_pretrained`) for names and i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.layout import Box
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats._json import MAX_JSON_BYTES
+from ckpt_tools.formats._pickle_values import Record
+from ckpt_tools.formats._pickle_writer import build_pickle
 from ckpt_tools.formats.file_names import PICKLES, is_side_file, is_weights
-from ckpt_tools.formats.format import Format, Opened, read_document
+from ckpt_tools.formats.format import Format, Opened, Reader, read_document
+from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.hf import parse_index
 from ckpt_tools.formats.layouts import explain_part
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.formats.torch_save import list_tied, list_unread, read_state, whole_tensor
+from ckpt_tools.formats.torch_zip import ArchiveFrame, archive_frame, plain_tensor
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
-_INDEX = ".bin.index.json"
-_NAMES = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp", "adapter_model")
+INDEX_SUFFIX = ".bin.index.json"
+STEM = "pytorch_model"
+"""Of the names of the files that transformers looks for."""
+_NAMES = (STEM, "diffusion_pytorch_model", "pytorch_model_fsdp", "adapter_model")
 """Of the files of one model, in the order in which they are looked for."""
 
 
@@ -38,13 +46,13 @@ class TorchDirectory(Format):
         """By the names of its files; safetensors beside them go first."""
         return bool(_choose(files))
 
-    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
+    def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read the pickle of every file, without running it."""
         names = _choose(files)
         index = None
         if not names:
             raise UnreadableError("no file of torch.save's, or several and no index", where=path)
-        if names[0].endswith(_INDEX):
+        if names[0].endswith(INDEX_SUFFIX):
             index = parse_index(read_document(source, names[0], MAX_JSON_BYTES), where=names[0])
             names = tuple(sorted(set(index.values())))
             missing = [name for name in names if name not in files]
@@ -67,7 +75,7 @@ class TorchDirectory(Format):
                 tensors[piece.fqn] = whole_tensor(piece, where=os.path.join(path, name))
         if index is not None and (lost := [fqn for fqn in index if fqn not in tensors]):
             raise UnreadableError(f"no file has {first_few(lost)}, which the index names", where=path)
-        beside = [name for name in files if name not in (*names, MANIFEST_NAME) and not name.endswith(_INDEX)]
+        beside = [name for name in files if name not in (*names, MANIFEST_NAME) and not name.endswith(INDEX_SUFFIX)]
         entries = tuple(tensors.values())
         return Opened(
             format=self,
@@ -79,17 +87,52 @@ class TorchDirectory(Format):
                 files={name: files[name] for name in names},
             ),
             source=source,
+            manifest=manifest if manifest is not None and manifest.format == self.name else None,
             left_out=tuple(name for name in beside if is_weights(name)),
             unread=list_unread(state for _, state in read),
             notes=list_tied(entries),
             sums=tuple(each for file, _ in read for each in file.sums),
         )
 
+    def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:  # noqa: ARG002
+        """Digest the pickles and directories of archives, and the padding between tensors."""
+        payloads = (chunk.span for entry in target.tensors for chunk in entry.chunks)
+        return digest_frames(target.files, payloads, (), reader)
+
+
+def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[str, ArchiveFrame]]:
+    """Describe the files that hold `files`' tensors, each whole, as `torch.save` of a dict writes them.
+
+    Returns:
+        The destination's description, and per file what lies around the tensors.
+
+    Raises:
+        UsageError: A dtype that torch does not have.
+    """
+    placed: list[TensorEntry] = []
+    frames: dict[str, ArchiveFrame] = {}
+    for name, entries in files.items():
+        state = {entry.fqn: _plain_tensor(str(key), entry) for key, entry in enumerate(entries)}
+        frame = frames[name] = archive_frame(build_pickle(state), [entry.nbytes for entry in entries])
+        for entry, start in zip(entries, frame.starts, strict=True):
+            box = Box((0,) * len(entry.shape), entry.shape)
+            span = ByteSpan(file=name, offset=start, nbytes=entry.nbytes)
+            placed.append(replace(entry, chunks=(Chunk(box=box, span=span),)))
+    sizes = {name: frame.nbytes for name, frame in frames.items()}
+    return Checkpoint(root="", format=TorchDirectory.name, tensors=tuple(placed), files=sizes), frames
+
+
+def _plain_tensor(key: str, entry: TensorEntry) -> Record:
+    try:
+        return plain_tensor(key, entry.dtype, entry.shape)
+    except UsageError as error:
+        raise UsageError(f"tensor {entry.fqn!r}: {error.what}", hint="--exclude leaves it out") from error
+
 
 def _choose(files: Mapping[str, int]) -> tuple[str, ...]:
     """Return the index or the only file of weights; () when there is none, or several."""
     for stem in _NAMES:
-        for name in (stem + _INDEX, stem + ".bin"):
+        for name in (stem + INDEX_SUFFIX, stem + ".bin"):
             if name in files:
                 return (name,)
     if "metadata.pkl" in files:  # torch_checkpointing's

@@ -1,4 +1,4 @@
-"""Plain values that `torch.save` wrote: numbers, texts and lists of them, read without unpickling.
+"""Plain values as `torch.save` writes them: numbers, texts and lists of them, read without unpickling, and written.
 
 DCP stores what is no tensor this way (`optimizer.param_groups.0.lr`).
 """
@@ -6,6 +6,7 @@ DCP stores what is no tensor this way (`optimizer.param_groups.0.lr`).
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import zipfile
 from dataclasses import replace
@@ -55,3 +56,13 @@ def parse_value(content: bytes, *, where: str) -> object:
     if isinstance(value, (GlobalName, Record)):
         raise UnreadableError("the item does not hold plain values", where=where)
     return value
+
+
+def build_value(value: object) -> bytes:
+    """Return the item of a plain value, which `torch.load` and `parse_value` read; equal values make equal bytes."""
+    buffer = io.BytesIO()
+    records = {"data.pkl": pickle.dumps(value, 2), "byteorder": b"little", "version": b"3\n"}
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in records.items():
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
+    return buffer.getvalue()

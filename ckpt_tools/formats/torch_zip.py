@@ -18,9 +18,30 @@ from typing import NamedTuple
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_tensor import ItemHead, PickledTensor, parse_tensor_pickle
-from ckpt_tools.formats._torch_zip_writer import CENTRAL, END, END64, LOCAL, LOCATOR, ItemFrame, item_frame
+from ckpt_tools.formats._torch_zip_writer import (
+    CENTRAL,
+    END,
+    END64,
+    LOCAL,
+    LOCATOR,
+    ArchiveFrame,
+    ItemFrame,
+    archive_frame,
+    item_frame,
+    plain_tensor,
+)
 
-__all__ = ["ItemFrame", "ItemHead", "check_archive", "item_frame", "parse_item", "parse_own_item"]
+__all__ = [
+    "ArchiveFrame",
+    "ItemFrame",
+    "ItemHead",
+    "archive_frame",
+    "check_archive",
+    "item_frame",
+    "parse_item",
+    "parse_own_item",
+    "plain_tensor",
+]
 
 Read = Callable[[int, int], bytes]
 """(offset, nbytes) → exactly these bytes of the archive."""

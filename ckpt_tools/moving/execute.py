@@ -20,7 +20,16 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.counts import Counts, count_values
-from ckpt_tools.moving.plan import Copy, FilePlan, blocks_at_once, blocks_of, chunk_index, group_by_tensor, is_plain
+from ckpt_tools.moving.plan import (
+    Copy,
+    FilePlan,
+    Seal,
+    blocks_at_once,
+    blocks_of,
+    chunk_index,
+    group_by_tensor,
+    is_plain,
+)
 from ckpt_tools.moving.read import (
     ALIGNMENT,
     Buffers,
@@ -111,6 +120,7 @@ class _Run:
         on_damage: OnDamage | None,
         *,
         resumable: bool = False,
+        seals: Mapping[str, Seal] | None = None,
     ) -> None:
         self.source = source
         self.staging = staging
@@ -121,6 +131,9 @@ class _Run:
         self._tasks = tasks
         self._lock = threading.Lock()
         self._open_copies: dict[str, int] = {}
+        self._seals = seals or {}
+        self._crcs: dict[str, dict[int, int]] = {file: {} for file in self._seals}
+        """File with a seal → where a payload begins → its CRC-32."""
         for task in tasks:
             for file, _ in task.copies:
                 self._open_copies[file] = self._open_copies.get(file, 0) + 1
@@ -227,12 +240,13 @@ class _Run:
     def _write_part(self, task: _Task, i: int, file: str, copy: Copy, start: int, run: memoryview) -> int:
         staging = self._sink()
         if copy.encoding == "raw":
+            if file in self._seals:
+                task.written_parts[i].append((start, len(run), isal_zlib.crc32(run)))
             return staging.write(file, copy.offset + start, [run])
         crc32 = isal_zlib.crc32(run)
         if len(run) == copy.nbytes:  # the whole item at once
             frame = item_frame(copy.dtype, copy.box.sizes)
-            before, after = frame.seal(crc32)
-            return staging.write(file, copy.offset - frame.payload_offset, [before, run, after])
+            return staging.write(file, copy.offset - frame.payload_offset, [frame.before, run, frame.after(crc32)])
         task.written_parts[i].append((start, len(run), crc32))
         return staging.write(file, copy.offset + start, [run])
 
@@ -304,7 +318,7 @@ class _Run:
                 self._open_copies[file] -= 1
                 done = self._open_copies[file] == 0
             if done:
-                self._sink().sync(file)
+                self.close(file)
 
     def _finish_edit(self, task: _Task, edit: Edit) -> None:
         edit.finish()
@@ -313,17 +327,31 @@ class _Run:
             with self._lock:
                 self.outcome.source_digests[task.entry.fqn] = digest_tensor(parts)
 
+    def close(self, file: str) -> None:
+        """Write what closes a file, and make it durable."""
+        written = 0
+        if file in self._seals:
+            crcs = self._crcs[file]
+            for offset, content in self._seals[file]([crcs[start] for start in sorted(crcs)]):
+                written += self._sink().write(file, offset, [content])
+        self._sink().sync(file)
+        with self._lock:
+            self.outcome.bytes_written += written
+
     def _seal(self, file: str, copy: Copy, parts: Parts) -> None:
-        if copy.encoding == "raw" or (copy.nbytes and not parts):
+        is_raw = copy.encoding == "raw"
+        if file not in self._seals if is_raw else copy.nbytes and not parts:
             return
-        frame = item_frame(copy.dtype, copy.box.sizes)
         crc32, total = combine_crcs(parts)
         if total != copy.nbytes:
             raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=file)
-        before, after = frame.seal(crc32)
-        start = copy.offset - frame.payload_offset
-        written = self._sink().write(file, start, [before])
-        written += self._sink().write(file, copy.offset + copy.nbytes, [after])
+        if is_raw:
+            with self._lock:
+                self._crcs[file][copy.offset] = crc32
+            return
+        frame = item_frame(copy.dtype, copy.box.sizes)
+        written = self._sink().write(file, copy.offset - frame.payload_offset, [frame.before])
+        written += self._sink().write(file, copy.offset + copy.nbytes, [frame.after(crc32)])
         with self._lock:
             self.outcome.bytes_written += written
 
@@ -368,11 +396,12 @@ def execute(
         for i, (entry, copies) in enumerate(group_by_tensor(files))
     ]
     tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
-    run = _Run(tasks, source, staging, progress, None, resumable=resumable)
+    seals = {file.file: file.seal for file in files if file.seal is not None}
+    run = _Run(tasks, source, staging, progress, None, resumable=resumable, seals=seals)
     run.run(num_workers)
     for file in files:
         if not file.copies:
-            staging.sync(file.file)
+            run.close(file.file)
     source.check_unchanged()
     run.outcome.bytes_written += head_bytes
     return run.outcome

@@ -7,8 +7,8 @@ destination file, so a plan can be split over machines.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ckpt_tools.description.checkpoint import (
@@ -32,6 +32,11 @@ from ckpt_tools.text import first_few
 
 _TILE_BLOCKS = 4
 """With rows of 1.4 KiB in a block (transposed experts of gpt-oss), these take half as long as one by one."""
+
+
+Seal = Callable[[Sequence[int]], Iterable[tuple[int, bytes]]]
+"""From the CRC-32s of a file's payloads, in the order in which they lie there, to (offset, bytes) of what is written
+around them at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,8 @@ class FilePlan:
     """What goes in."""
     head: bytes = b""
     """Fixed bytes at the beginning (a safetensors header)."""
+    seal: Seal | None = None
+    """What closes a file that holds the CRC-32s of its payloads (an archive)."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -88,6 +95,8 @@ class Plan:
     """Tensors with the source's FQNs and shapes; dtypes may differ (casts)."""
     heads: Mapping[str, bytes]
     """File → fixed bytes at its beginning."""
+    seals: Mapping[str, Seal] = field(default_factory=dict)
+    """File → what closes it."""
 
     def __post_init__(self) -> None:
         for entry in self.source.tensors:
@@ -96,7 +105,7 @@ class Plan:
     @cached_property
     def files(self) -> tuple[FilePlan, ...]:
         """Every file to write; made when first asked for."""
-        return plan_copies(self.source, self.target, heads=self.heads)
+        return plan_copies(self.source, self.target, heads=self.heads, seals=self.seals)
 
     @property
     def total_bytes(self) -> int:
@@ -175,7 +184,11 @@ def buffer_bytes(entry: TensorEntry, dtype: DType) -> int:
 
 
 def plan_copies(
-    source: Checkpoint, destination: Checkpoint, *, heads: Mapping[str, bytes] | None = None
+    source: Checkpoint,
+    destination: Checkpoint,
+    *,
+    heads: Mapping[str, bytes] | None = None,
+    seals: Mapping[str, Seal] | None = None,
 ) -> tuple[FilePlan, ...]:
     """Plan every chunk of `destination` out of `source`.
 
@@ -183,8 +196,9 @@ def plan_copies(
         source: Chunks must be raw (see `Opened.resolve`).
         destination: Tensors with the source's FQNs and shapes; dtypes may differ (casts).
         heads: File → fixed bytes at its beginning.
+        seals: File → what closes it.
     """
-    heads = heads or {}
+    heads, seals = heads or {}, seals or {}
     copies: dict[str, list[Copy]] = {file: [] for file in destination.files}
     by_fqn = {entry.fqn: entry for entry in source.tensors}
     for target in destination.tensors:
@@ -208,7 +222,7 @@ def plan_copies(
             copy_span(blob_name(target_blob), blobs[target_blob.fqn].span, target_blob.span.offset)
         )
     return tuple(
-        FilePlan(file=file, nbytes=nbytes, copies=tuple(copies[file]), head=heads.get(file, b""))
+        FilePlan(file=file, nbytes=nbytes, copies=tuple(copies[file]), head=heads.get(file, b""), seal=seals.get(file))
         for file, nbytes in destination.files.items()
     )
 
@@ -219,7 +233,7 @@ def plan_assets(assets: Iterable[Asset]) -> tuple[FilePlan, ...]:
         FilePlan(
             file=asset.file,
             nbytes=asset.nbytes,
-            copies=(copy_span(asset_name(asset), ByteSpan(file=asset.file, offset=0, nbytes=asset.nbytes), 0),),
+            copies=(copy_span(asset_name(asset), ByteSpan(file=asset.source_file, offset=0, nbytes=asset.nbytes), 0),),
         )
         for asset in assets
     )

@@ -16,18 +16,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.quantised.scheme import (
-    Found,
-    Quantised,
-    ReadRun,
-    Scheme,
-    Settings,
-    Tensors,
-    beside,
-    check_shape,
-    read_bytes,
-    with_ending,
-)
+from ckpt_tools.quantised.parts import as_in_model, beside, check_shape, read_bytes, with_ending
+from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import F32
@@ -40,24 +30,19 @@ _RECIPROCAL = 7.874015718698502e-3
 """1/127 as bitsandbytes has it."""
 
 
-class Bitsandbytes(Scheme):
-    """See the module."""
-
-    method = "bitsandbytes"
-
-    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG002 - names say it all
-        """By the endings of names; see the protocol."""
-        four = [_four_bits(fqn, state, tensors, read) for end in _STATES for fqn, state in with_ending(tensors, end)]
-        eight = [_eight_bits(stem, scale, tensors, read) for stem, scale in with_ending(tensors, ".SCB")]
-        found = (*four, *eight)
-        known = {entry.fqn for one in found for entry in one.stored}
-        for entry in tensors.values():
-            if entry.fqn not in known and entry.fqn.rpartition(".")[2] in ("absmax", "quant_map", "nested_absmax"):
-                raise UnreadableError(f"{entry.fqn!r} belongs to no tensor", hint="its quant_state is missing")
-        return Found(what="4 or 8 bits (bitsandbytes)", tensors=found)
+def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
+    """By the endings of names; see `Find`."""
+    four = [_four_bits(fqn, state, tensors, read) for end in _STATES for fqn, state in with_ending(tensors, end)]
+    eight = [_eight_bits(stem, scale, tensors, read) for stem, scale in with_ending(tensors, ".SCB")]
+    found = as_in_model((*four, *eight), settings)
+    known = {entry.fqn for one in found for entry in one.stored}
+    for entry in tensors.values():
+        if entry.fqn not in known and entry.fqn.rpartition(".")[2] in ("absmax", "quant_map", "nested_absmax"):
+            raise UnreadableError(f"{entry.fqn!r} belongs to no tensor", hint="its quant_state is missing")
+    return Found(what="4 or 8 bits (bitsandbytes)", tensors=found)
 
 
-SCHEME = Bitsandbytes()
+SCHEME = Scheme(method="bitsandbytes", find=_find_all)
 
 
 def _four_bits(fqn: str, state: TensorEntry, tensors: Tensors, read: ReadRun) -> Quantised:

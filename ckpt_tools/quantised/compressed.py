@@ -14,25 +14,18 @@ from typing import TYPE_CHECKING
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.quantised.fp8 import as_float32, over_blocks, read_row
-from ckpt_tools.quantised.scheme import (
-    Found,
-    Quantised,
-    ReadRun,
-    Scheme,
-    Settings,
-    Tensors,
-    beside,
-    check_shape,
-    refuse,
-)
+from ckpt_tools.quantised.mxfp4 import fp4
+from ckpt_tools.quantised.packing import unpack_bytes
+from ckpt_tools.quantised.parts import beside, check_shape, refuse
+from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from ckpt_tools.quantised.scheme import F32
 
-_FORMATS = ("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision", None)
+_FORMATS = (
+    *("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision", None),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
 _PACKED_BITS = (2, 4, 8)
 """Those of which a whole number fits into 32."""
 _WORD = 32
@@ -44,34 +37,29 @@ _LEFT_OUT = (
 _Grid = tuple[int, int]
 
 
-class CompressedTensors(Scheme):
-    """See the module."""
-
-    method = "compressed-tensors"
-
-    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
-        """By `weight_scale` beside weights, and `config_groups`; see the protocol."""
-        groups = settings.get("config_groups")
-        weights = [group.get("weights") for group in _mappings(groups)]
-        for part in (settings, *_mappings(groups)):
-            refuse(part, "format", *_FORMATS)
-        for key in ("transform_config", "sparsity_config"):
-            inner = settings.get(key)
-            if isinstance(inner, Mapping) and inner and inner.get("format") != "dense":
-                raise UsageError(f"quantization_config has a {key}, which ckpt does not undo")
-        own = [each for each in weights if isinstance(each, Mapping)]
-        found = tuple(_find(tensors, own, read))
-        known = {entry.fqn for one in found for entry in one.stored}
-        dropped = tuple(fqn for fqn in tensors if fqn.rpartition(".")[2] in _LEFT_OUT)
-        for fqn in dropped:
-            if fqn.endswith("weight_g_idx") and any(value >= 0 for value in _integers(tensors[fqn], read)):
-                raise UsageError(f"{fqn!r} orders columns by their activations, which ckpt does not undo")
-        if strange := [fqn for fqn in tensors if ".weight_" in fqn and fqn not in known and fqn not in dropped]:
-            raise UnreadableError(f"{strange[0]!r} belongs to no weight", hint="is the checkpoint whole?")
-        return Found(what="8 bits or fewer (compressed-tensors)", tensors=found, dropped=dropped)
+def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
+    """By `weight_scale` beside weights, and `config_groups`; see `Find`."""
+    groups = settings.get("config_groups")
+    weights = [group.get("weights") for group in _mappings(groups)]
+    for part in (settings, *_mappings(groups)):
+        refuse(part, "format", *_FORMATS)
+    for key in ("transform_config", "sparsity_config"):
+        inner = settings.get(key)
+        if isinstance(inner, Mapping) and inner and inner.get("format") != "dense":
+            raise UsageError(f"quantization_config has a {key}, which ckpt does not undo")
+    own = [each for each in weights if isinstance(each, Mapping)]
+    found = tuple(_find(tensors, own, read))
+    known = {entry.fqn for one in found for entry in one.stored}
+    dropped = tuple(fqn for fqn in tensors if fqn.rpartition(".")[2] in _LEFT_OUT)
+    for fqn in dropped:
+        if fqn.endswith("weight_g_idx") and any(value >= 0 for value in _integers(tensors[fqn], read)):
+            raise UsageError(f"{fqn!r} orders columns by their activations, which ckpt does not undo")
+    if strange := [fqn for fqn in tensors if ".weight_" in fqn and fqn not in known and fqn not in dropped]:
+        raise UnreadableError(f"{strange[0]!r} belongs to no weight", hint="is the checkpoint whole?")
+    return Found(what="8 bits or fewer (compressed-tensors)", tensors=found, dropped=dropped)
 
 
-SCHEME = CompressedTensors()
+SCHEME = Scheme(method="compressed-tensors", find=_find_all)
 
 
 def _mappings(groups: object) -> list[Mapping[str, object]]:
@@ -85,7 +73,14 @@ def _find(tensors: Tensors, weights: list[Mapping[str, object]], read: ReadRun) 
             continue
         name = f"{stem}{dot}weight"
         zero = tensors.get(f"{name}_zero_point")
-        yield (_packed if f"{name}_packed" in tensors else _plain)(name, tensors[fqn], zero, tensors, weights, read)
+        packed = tensors.get(f"{name}_packed")
+        if packed is not None and packed.dtype.name == "U8" and zero is None:
+            of_all = None
+            if tensors[fqn].dtype.name == "F8_E4M3":
+                of_all = beside(tensors, f"{name}_global_scale", of=packed.fqn), True
+            yield fp4(name, packed, tensors[fqn], of_all)
+        else:
+            yield (_plain if packed is None else _packed)(name, tensors[fqn], zero, tensors, weights, read)
 
 
 def _plain(
@@ -104,17 +99,18 @@ def _plain(
     if zero is not None:
         check_shape(zero, scale.shape, of=entry)
         stored.append(zero)
-    decode = partial(_decode_plain, entry, scale, zero, grid)
+    decode = partial(decode_plain, entry, scale, zero, grid)
     return Quantised(fqn=name, shape=entry.shape, stored=tuple(stored), decode=decode)
 
 
-def _decode_plain(
+def decode_plain(
     entry: TensorEntry, scale: TensorEntry, zero: TensorEntry | None, grid: _Grid, read: ReadRun, first: int, count: int
 ) -> F32:
+    """Decode elements, each (q - zero point) x scale of its block; see `Decode`."""
     import numpy as np
 
     values = as_float32(read(entry, first, count), entry.dtype)
-    length = -(-entry.shape[1] // grid[1])
+    length = -(-entry.shape[-1] // grid[1])
     if zero is not None:
         over_blocks(np.subtract, values, partial(read_row, read, zero, length), entry.shape, grid, first)
     over_blocks(np.multiply, values, partial(read_row, read, scale, length), entry.shape, grid, first)
@@ -165,29 +161,20 @@ def _decode_packed(
 
     columns, words = shape[1], packed.shape[1]
     low, high = first // columns, -(-(first + count) // columns)
-    each = _unpack(read(packed, low * words, (high - low) * words).view(np.uint32), bits)
-    values = each.reshape(high - low, -1)[:, :columns].reshape(-1)[first - low * columns :][:count]
+    each = unpack_bytes(read(packed, low * words, (high - low) * words).reshape(high - low, -1), bits)
+    each -= np.float32(1 << (bits - 1))  # by which they are offset
+    values = each[:, :columns].reshape(-1)[first - low * columns :][:count]
     length = -(-columns // grid[1])
     if zero is not None:
         per_word = _WORD // bits
 
         def zeros(row: int) -> F32:
-            words = read(zero, row // per_word * length, length).view(np.uint32)
-            return _unpack(words, bits).reshape(length, per_word)[:, row % per_word]
+            words = read(zero, row // per_word * length, length)
+            return unpack_bytes(words, bits).reshape(length, per_word)[:, row % per_word] - np.float32(1 << (bits - 1))
 
         over_blocks(np.subtract, values, zeros, shape, grid, first)
     over_blocks(np.multiply, values, partial(read_row, read, scale, length), shape, grid, first)
     return values
-
-
-def _unpack(words: NDArray[np.uint32], bits: int) -> F32:
-    """Return the numbers in words, the lowest bits first, without their offset."""
-    import numpy as np
-
-    shifts = np.arange(0, _WORD, bits, dtype=np.uint32)
-    numbers = ((words[:, None] >> shifts) & np.uint32((1 << bits) - 1)).reshape(-1).astype(np.float32)
-    numbers -= np.float32(1 << (bits - 1))
-    return numbers
 
 
 def _grid(entry: TensorEntry, shape: tuple[int, ...], scale: TensorEntry, weights: list[Mapping[str, object]]) -> _Grid:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,21 +17,26 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME, DType
+from ckpt_tools.description.flat import flat_boxes
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import CONFIG_NAME, config_beside
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.boxes import BytesReader
+from ckpt_tools.quantised.bands import Bands
 from ckpt_tools.quantised.scheme import Found, Quantised
 from ckpt_tools.quantised.table import SCHEMES, find_scheme
 from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import Bytes
 
 KEY = "quantization_config"
+_OTHER_CONFIGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""What libraries also wrote their settings to, or only there, with the `quant_method`. Readers would believe them."""
 _PREFIX = "\0decoded/"
 """Begins the names of files that nobody has written; no other file has a NUL in its name."""
 _PIECE_ELEMS = 1 << 20
@@ -69,10 +74,17 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
     if twice := sorted(plain & {one.fqn for one in found.tensors}):
         raise UsageError(f"{first_few(twice)}: there quantised and as it is")
     restated = _restated(config, floats)
-    source = DecodedSource(opened, found.tensors, floats, {CONFIG_NAME: restated})
-    assets = [Asset(file=a.file, nbytes=len(restated)) if a.file == CONFIG_NAME else a for a in checkpoint.assets]
+    decoder = _Decoder(opened, floats)
+    files = {_PREFIX + one.fqn: decoder.file(one) for one in found.tensors} | {CONFIG_NAME: VirtualFile.of(restated)}
+    assets = [
+        Asset(file=asset.file, nbytes=len(restated)) if asset.file == CONFIG_NAME else asset
+        for asset in checkpoint.assets
+        if asset.file not in _OTHER_CONFIGS
+    ]
     what = f"{len(found.tensors)} tensors of {found.what} are decoded to {floats.name}"
     what += f"; {KEY} is taken out of {CONFIG_NAME}"
+    if others := [asset.file for asset in checkpoint.assets if asset.file in _OTHER_CONFIGS]:
+        what += f", and {first_few(others)} left out"
     if found.dropped:
         what += f"; left out {first_few(found.dropped)}, which only a quantised model has"
     if opened.manifest is not None or any(chunk.crc32 is not None for e in checkpoint.tensors for chunk in e.chunks):
@@ -80,7 +92,7 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
     return replace(
         opened,
         checkpoint=replace(checkpoint, tensors=tuple(tensors), assets=tuple(assets)),
-        source=source,
+        source=VirtualSource(opened.source, files),
         manifest=None,
         origin=None,
         notes=(*opened.notes, what),
@@ -89,11 +101,9 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
 
 def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
     """Return what is quantised, by the settings in config.json, and the config."""
-    config = config_beside(opened.source)
-    inner = None if config is None else config.values.get("text_config")
-    settings = None if config is None else config.values.get(KEY, isinstance(inner, Mapping) and inner.get(KEY))
+    config, settings = config_beside(opened.source), settings_beside(opened.source)
     where = opened.source.root
-    if config is None or not isinstance(settings, Mapping):
+    if config is None or settings is None:
         raise UsageError(
             f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised",
             where=where,
@@ -105,10 +115,30 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
         raise UsageError(
             f"ckpt does not decode {settings.get('quant_method')!r}", where=where, hint=f"it does: {known}"
         )
+    settings = {**settings, "model_type": config.values.get("model_type")}
     found = scheme.find({entry.fqn: entry for entry in opened.checkpoint.tensors}, settings, _Reader(opened))
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
     return found, config.values
+
+
+def settings_beside(source: Source) -> Mapping[str, object] | None:
+    """Return what config.json in a directory, or another file there, says of how weights are quantised.
+
+    Raises:
+        UnreadableError: It is not a JSON object, or too long.
+    """
+    config = config_beside(source)
+    values = {} if config is None else config.values
+    settings = values.get(KEY, _mapping(values.get("text_config")).get(KEY))
+    for name, method in _OTHER_CONFIGS.items():
+        if not isinstance(settings, Mapping) and (other := config_beside(source, name)) is not None:
+            settings = {"quant_method": method, **_mapping(other.values.get("quantization", other.values))}
+    return settings if settings and isinstance(settings, Mapping) else None
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _entry(one: Quantised, floats: DType) -> TensorEntry:
@@ -127,8 +157,7 @@ def _entry(one: Quantised, floats: DType) -> TensorEntry:
 
 def _dtype_in(config: Mapping[str, object]) -> DType:
     """Return the dtype that a config gives its weights; bfloat16 when it gives none."""
-    inner = config.get("text_config")
-    for values in (config, inner if isinstance(inner, Mapping) else {}):
+    for values in (config, _mapping(config.get("text_config"))):
         for key in ("dtype", "torch_dtype"):
             found = BY_TORCH_NAME.get(str(values.get(key)).removeprefix("torch."))
             if found is not None and found.is_float:
@@ -138,7 +167,7 @@ def _dtype_in(config: Mapping[str, object]) -> DType:
 
 def _restated(config: Mapping[str, object], floats: DType) -> bytes:
     """Return the config of a model that is not quantised, without which transformers would quantise it again."""
-    stated = _without_key(config)
+    stated = without_key(config)
     if "dtype" not in stated and "torch_dtype" not in stated:
         stated["dtype"] = floats.torch_name
     text = (json.dumps(stated, indent=2, ensure_ascii=False) + "\n").encode()
@@ -146,44 +175,27 @@ def _restated(config: Mapping[str, object], floats: DType) -> bytes:
     return text if restated is None else restated.text
 
 
-def _without_key(config: Mapping[str, object]) -> dict[str, object]:
+def without_key(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config that says nothing of quantisation."""
     return {
-        key: _without_key(value) if key.endswith("_config") and isinstance(value, Mapping) else value
+        key: without_key(value) if key.endswith("_config") and isinstance(value, Mapping) else value
         for key, value in config.items()
         if key != KEY
     }
 
 
-class DecodedSource(Source):
-    """The files of a checkpoint, and one for each quantised tensor; shares everything else with the source it is of."""
+class _Decoder:
+    """Decodes tensors, and keeps what is read in another order than it is decoded in; from any thread."""
 
-    def __init__(
-        self, opened: Opened, tensors: tuple[Quantised, ...], floats: DType, documents: Mapping[str, bytes]
-    ) -> None:
-        self.__dict__.update(opened.source.__dict__)  # descriptors, identities: whoever closes this closes that
+    def __init__(self, opened: Opened, floats: DType) -> None:
         self._read = _Reader(opened)
         self._floats = floats
-        self._tensors = {_PREFIX + one.fqn: one for one in tensors}
-        self._documents = documents
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
-    def size(self, file: str) -> int:
-        """Return the size of a file, or what that of a decoded one would be."""
-        if file in self._documents:
-            return len(self._documents[file])
-        if file in self._tensors:
-            return self._floats.num_bytes(prod(self._tensors[file].shape))
-        return super().size(file)
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`; decodes what is no file."""
-        if file in self._documents:
-            buffer[:] = self._documents[file][offset : offset + len(buffer)]
-        elif file in self._tensors:
-            self._decode_into(self._tensors[file], offset, buffer)
-        else:
-            super().read_into(file, offset, buffer)
+    def file(self, one: Quantised) -> VirtualFile:
+        """Return the file of one tensor."""
+        return VirtualFile(self._floats.num_bytes(prod(one.shape)), partial(self._decode_into, one))
 
     def _decode_into(self, one: Quantised, offset: int, buffer: memoryview) -> None:
         """Decode bytes; of a matrix that is read by its columns, which means in short runs, all of it at once."""
@@ -235,41 +247,22 @@ class _Reader:
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
         self._local = threading.local()
+        self.columns = Bands(self._boxes).columns
 
     def __call__(self, entry: TensorEntry, first: int, count: int) -> Bytes:
+        return self._boxes(entry, *flat_boxes(entry.shape, first, first + count))
+
+    def _boxes(self, entry: TensorEntry, *boxes: Box) -> Bytes:
+        """Return the bytes of boxes, one after the other."""
         import numpy as np
 
         reader: BytesReader | None = getattr(self._local, "reader", None)
         if reader is None:
             reader = self._local.reader = BytesReader(self._opened)
-        content = np.empty(entry.dtype.num_bytes(count), np.uint8)
+        content = np.empty(sum(entry.dtype.num_bytes(box.num_elems) for box in boxes), np.uint8)
         position = 0
-        for box in boxes_of_run(entry.shape, first, count):
+        for box in boxes:
             nbytes = entry.dtype.num_bytes(box.num_elems)
             reader.read_into(entry, box, entry.dtype, content.data[position : position + nbytes])
             position += nbytes
         return content
-
-
-def boxes_of_run(shape: tuple[int, ...], first: int, count: int) -> Iterator[Box]:
-    """Yield the boxes of elements [first, first + count) in row-major order."""
-    if not count:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    inner = prod(shape[1:])
-    row, start = divmod(first, inner)
-    partial_box = partial(_below, row)
-    if start or count < inner:
-        length = min(count, inner - start)
-        yield from map(partial_box, boxes_of_run(shape[1:], start, length))
-        yield from boxes_of_run(shape, first + length, count - length)
-        return
-    rows = count // inner
-    yield Box((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
-    yield from boxes_of_run(shape, first + rows * inner, count - rows * inner)
-
-
-def _below(row: int, box: Box) -> Box:
-    return Box((row, *box.offsets), (1, *box.sizes))

@@ -15,17 +15,8 @@ from typing import TYPE_CHECKING
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.quantised.scheme import (
-    Found,
-    Quantised,
-    ReadRun,
-    Scheme,
-    Settings,
-    Tensors,
-    beside,
-    check_shape,
-    refuse,
-)
+from ckpt_tools.quantised.parts import beside, check_shape, refuse
+from ckpt_tools.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,25 +28,20 @@ _STATIC = "activation_scale"
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
 
-class Fp8Blocks(Scheme):
-    """See the module."""
-
-    method = "fp8"
-
-    def find(self, tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG002
-        """By dtype and `weight_block_size`; see the protocol."""
-        refuse(settings, "fmt", None, "e4m3", "float8_e4m3fn")
-        block = _block_size(settings)
-        found = tuple(_quantised(entry, tensors, block) for entry in tensors.values() if entry.dtype.name == "F8_E4M3")
-        scales = {entry.fqn for one in found for entry in one.stored[1:]}
-        if strange := [fqn for fqn in tensors if fqn.endswith(_SCALE) and fqn not in scales]:
-            raise UnreadableError(f"{strange[0]!r} is a scale of no 8-bit tensor", hint="is the checkpoint whole?")
-        static = tuple(fqn for fqn in tensors if fqn.endswith(_STATIC))
-        what = "8-bit floats" + (f" in blocks of {block[0]}×{block[1]}" if block else " with one scale")
-        return Found(what=what, tensors=found, dropped=static)
+def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG001
+    """By dtype and `weight_block_size`; see `Find`."""
+    refuse(settings, "fmt", None, "e4m3", "float8_e4m3fn")
+    block = _block_size(settings)
+    found = tuple(_quantised(entry, tensors, block) for entry in tensors.values() if entry.dtype.name == "F8_E4M3")
+    scales = {entry.fqn for one in found for entry in one.stored[1:]}
+    if strange := [fqn for fqn in tensors if fqn.endswith(_SCALE) and fqn not in scales]:
+        raise UnreadableError(f"{strange[0]!r} is a scale of no 8-bit tensor", hint="is the checkpoint whole?")
+    static = tuple(fqn for fqn in tensors if fqn.endswith(_STATIC))
+    what = "8-bit floats" + (f" in blocks of {block[0]}×{block[1]}" if block else " with one scale")
+    return Found(what=what, tensors=found, dropped=static)
 
 
-SCHEME = Fp8Blocks()
+SCHEME = Scheme(method="fp8", find=_find_all)
 
 
 def _block_size(settings: Settings) -> tuple[int, int] | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ckpt_tools.quantised import bnb, compressed, fp8, mxfp4
+from ckpt_tools.quantised import awq, bnb, compressed, fp8, gptq, modelopt, mxfp4
 from ckpt_tools.quantised.scheme import Scheme
 
-SCHEMES: tuple[Scheme, ...] = (fp8.SCHEME, mxfp4.SCHEME, bnb.SCHEME, compressed.SCHEME)
+SCHEMES: tuple[Scheme, ...] = (
+    *(fp8.SCHEME, mxfp4.SCHEME, bnb.SCHEME, compressed.SCHEME),
+    *(gptq.SCHEME, gptq.AUTO_ROUND, awq.SCHEME, modelopt.SCHEME),
+)
 
 
 def find_scheme(method: object) -> Scheme | None:

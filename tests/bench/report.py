@@ -24,6 +24,8 @@ class Row:
     """Ours, the yardstick, or another tool that does the same job."""
     samples: tuple[Sample, ...]
     """Its runs; empty when it failed."""
+    times: int = 1
+    """How many times the model's bytes were written."""
 
     @property
     def median_seconds(self) -> float | None:
@@ -56,7 +58,7 @@ def to_json(rows: Sequence[Row], num_bytes: int) -> list[dict[str, object]]:
             "kind": row.kind,
             "seconds": [sample.seconds for sample in row.samples],
             "median_seconds": row.median_seconds,
-            "throughput_bytes_per_s": num_bytes / row.median_seconds if row.median_seconds else None,
+            "throughput_bytes_per_s": row.times * num_bytes / row.median_seconds if row.median_seconds else None,
             "ratio_to_cp": ratio_to(row, rows, "cp"),
             "ratio_to_fastest_peer": ratio_to(row, rows, "peer"),
             "peak_rss_bytes": row.peak_rss_bytes,
@@ -83,7 +85,7 @@ def to_markdown(rows: Sequence[Row], num_bytes: int) -> str:
             row.contender,
             f"{seconds:.2f}",
             f"{min(times):.2f} – {max(times):.2f}",
-            f"{num_bytes / seconds / 1e9:.2f}",
+            f"{row.times * num_bytes / seconds / 1e9:.2f}",
             "" if to_cp is None else f"{to_cp:.2f}",
             "" if to_peer is None else f"{to_peer:.2f}",
             f"{row.peak_rss_bytes / 1e6:.0f}",

@@ -1,4 +1,4 @@
-"""Times shard, gather, reshard, verify, merge and export as whole processes, beside `cp -r` + sync and other tools.
+"""Times what ckpt does (--only lists the jobs) as whole processes, beside `cp -r` + sync and other tools.
 
 Contenders take turns within each round, so a slow minute hits all alike. The page cache is warm for
 everybody: nothing is dropped, every source is read once before its job. Everybody ends with the output on
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import filecmp
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -34,8 +35,22 @@ from ckpt_tools.units import parse_size
 
 HERE = Path(__file__).resolve().parent
 CKPT = str(Path(sys.prefix, "bin", "ckpt"))
-JOBS = ("shard", "gather", "reshard", "verify", "merge", "export")
-FROM_DCP = {"gather", "reshard", "verify"}
+SOURCES = {
+    "shard": "hf",
+    "gather": "dcp",
+    "reshard": "dcp",
+    "verify": "dcp",
+    "merge": "hf",
+    "export": "trained",
+    "gather-bin": "bin",
+    "gather-ranks": "ranks",
+    "dequantize": "fp8",
+    "gather-zero": "zero",
+}
+"""Job → the directory that it reads. gather-zero needs deepspeed, which is no dependency."""
+JOBS = tuple(name for name in SOURCES if name != "gather-zero" or importlib.util.find_spec("deepspeed"))
+WIDER = {"gather-zero": 2}
+"""Job → how many times the model's bytes it writes, where not once: float32 of bfloat16."""
 TP_RULES = (
     "model.layers.*.self_attn.{q,k,v}_proj.weight=tp:S(0)",
     "model.layers.*.self_attn.o_proj.weight=tp:S(1)",
@@ -83,6 +98,7 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
     """The jobs named, in order."""
     hf, dcp, out = work / "hf", work / "dcp", work / "out"
     adapter, trained = work / "adapter", work / "trained"
+    stored, ranks, fp8, zero = (work / name for name in ("bin", "ranks", "fp8", "zero"))
     rules = [word for rule in TP_RULES for word in ("--set", rule)]
     ours = {
         "shard": ["shard", hf, out, "--mesh", f"dp_shard={num_ranks}"],
@@ -91,6 +107,10 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
         "verify": ["verify", dcp, "--level", "data"],
         "merge": ["merge-lora", hf, adapter, out],
         "export": ["export-lora", trained, out, "--alpha", ALPHA, "--base-model", "bench/base"],
+        "gather-bin": ["gather", stored, out],
+        "gather-ranks": ["gather", ranks, out],
+        "dequantize": ["gather", fp8, out, "--dequantize"],
+        "gather-zero": ["gather", zero, out],
     }
     peers = {
         "shard": [peer("hf_one_rank", hf, out), peer("hf_ranks", hf, out, num_ranks)],
@@ -100,17 +120,23 @@ def plan_jobs(work: Path, names: list[str], num_ranks: int, with_peers: bool) ->
             peer("accelerate_merge", dcp, out),
         ],
         "merge": [peer("peft_merge", hf, out, adapter=adapter)],
+        "gather-bin": [peer("torch_load_and_save_file", stored, out)],
+        "gather-ranks": [peer("as_verl_merges", ranks, out)],
+        "dequantize": [peer("transformers_fp8", fp8, out)],
+        "gather-zero": [peer("zero_to_fp32", zero, out)],
     }
-    sources = {"shard": hf, "merge": hf, "export": trained}
     against = [CKPT, "verify", str(out), "--against", str(hf), "--quiet"]
     checks = {
-        **dict.fromkeys(("shard", "gather", "reshard"), against),
+        **dict.fromkeys(("shard", "gather", "reshard", "gather-bin", "gather-ranks"), against),
         "merge": [sys.executable, str(HERE / "check_merge.py"), str(hf), str(adapter), str(out)],
         "export": [CKPT, "check-lora", str(out), "--base", str(hf), "--quiet"],
+        "dequantize": [sys.executable, str(HERE / "check_decoded.py"), str(fp8), str(out)],
+        "gather-zero": [sys.executable, str(HERE / "check_widened.py"), str(hf), str(out)],
     }
     for name in names:
-        source = sources.get(name, dcp)
-        copy = ["sh", "-c", 'cp -r "$1" "$2" && sync -f "$2"', "cp", str(source), str(out)]
+        source = work / SOURCES[name]
+        copied = hf if name == "dequantize" else source  # as many bytes as are written
+        copy = ["sh", "-c", 'cp -r "$1" "$2" && sync -f "$2"', "cp", str(copied), str(out)]
         yield Job(
             name=name,
             source=source,
@@ -144,7 +170,8 @@ def compare_directories(before: Path, after: Path) -> None:
 
 def run_job(job: Job, work: Path, repeats: int) -> list[Row]:
     """Let all contenders take turns; a peer that fails is out, a failing ckpt ends the run."""
-    warm(job.source)
+    for directory in dict.fromkeys((job.source, work / "hf")):
+        warm(directory)
     log = work / "log"
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in job.contenders}
     failed: set[str] = set()
@@ -171,7 +198,11 @@ def run_job(job: Job, work: Path, repeats: int) -> list[Row]:
                 say(f"{job.name} {turn + 1}/{repeats} {contender.name}: {sample.seconds:.2f} s, {peak:.0f} MB")
             finally:
                 shutil.rmtree(job.out, ignore_errors=True)
-    return [Row(job=job.name, contender=c.name, kind=c.kind, samples=tuple(samples[c.name])) for c in job.contenders]
+    times = WIDER.get(job.name, 1)
+    return [
+        Row(job=job.name, contender=c.name, kind=c.kind, samples=tuple(samples[c.name]), times=times)
+        for c in job.contenders
+    ]
 
 
 def describe_machine(work: Path) -> dict[str, object]:
@@ -191,18 +222,22 @@ def describe_machine(work: Path) -> dict[str, object]:
 def prepare(work: Path, options: argparse.Namespace) -> None:
     """Make the other sources that the jobs need."""
 
-    def make(*words: object) -> None:
+    def make(script: str, *words: object) -> None:
         # In a process of its own: what this one has used is the floor of every peak that is measured.
-        subprocess.run([sys.executable, str(HERE / "adapter.py"), *map(str, words)], stdout=sys.stderr, check=True)
+        command = [sys.executable, str(HERE / f"{script}.py"), *map(str, words)]
+        subprocess.run(command, stdout=sys.stderr, check=True)
 
     hf, sharded = work / "hf", {}
-    if FROM_DCP & {*options.only}:
+    needed = {SOURCES[name] for name in options.only}
+    if "dcp" in needed:
         sharded[work / "dcp"] = hf
     if "merge" in options.only:
-        make("peft", hf, work / "adapter")
-    if "export" in options.only:
-        make("trained", hf, work / "trained-hf", options.files)
+        make("adapter", "peft", hf, work / "adapter")
+    if "trained" in needed:
+        make("adapter", "trained", hf, work / "trained-hf", options.files)
         sharded[work / "trained"] = work / "trained-hf"
+    if kinds := sorted(needed & {"bin", "ranks", "fp8", "zero"}):
+        make("sources", hf, work, options.ranks, *kinds)
     for dcp, source in sharded.items():
         measure([CKPT, "shard", str(source), str(dcp), "--mesh", f"dp_shard={options.ranks}"], work / "log")
         if source != hf:
@@ -238,6 +273,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.only = [name.strip() for name in options.only.split(",")]
     for name in options.only:
+        if name in SOURCES and name not in JOBS:
+            parser.error(f"{name} needs deepspeed, which is not installed")
         if name not in JOBS:
             parser.error(f"--only knows {', '.join(JOBS)}, not {name!r}")
     if options.hidden is None:
@@ -283,8 +320,10 @@ def main(arguments: list[str]) -> int:
     rows: list[Row] = []
     with work_directory(options.workdir) as work:
         free = shutil.disk_usage(work).free
-        if free < 5 * options.size:
-            print(f"bench: {work} has {free / 1e9:.1f} GB free, five times --size is needed", file=sys.stderr)
+        sources = {SOURCES[name] for name in options.only} - {"hf"}
+        times = 3 + len(sources) + 2 * ("zero" in sources)  # the model, two outputs at most, sources; float32 is twice
+        if free < times * options.size:
+            print(f"bench: {work} has {free / 1e9:.1f} GB free, {times} times --size is needed", file=sys.stderr)
             return 1
         hf = work / "hf"
         make = [sys.executable, str(HERE / "generate.py"), hf, options.size, options.files, options.hidden]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -111,7 +112,8 @@ def test_bench_small_run_prints_every_job_and_leaves_nothing(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]
-    jobs = ["shard", "gather", "reshard", "verify", "merge", "export"]
+    jobs = ["shard", "gather", "reshard", "verify", "merge", "export", "gather-bin", "gather-ranks", "dequantize"]
+    jobs += ["gather-zero"] * (importlib.util.find_spec("deepspeed") is not None)
     assert [(row["job"], row["kind"]) for row in results] == [(j, k) for j in jobs for k in ("ckpt", "cp")]
     assert all(row["median_seconds"] > 0 for row in results)
     assert list(tmp_path.iterdir()) == []

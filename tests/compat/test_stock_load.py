@@ -23,6 +23,7 @@ CHECKPOINTS = {  # name → root of the state dict
     "reshard-dp8-to-dp2-tp2": "",
     "reshard-dp2-tp2-to-dp3": "",
     "reshard-dp8-to-columns": "",
+    "hf-dp2-tp2": "",
 }
 MESHES = (
     {"dp_shard": 1},
@@ -45,6 +46,18 @@ def save_model(model, directory, **options):
 
 PLAN = ("--set", "**.{q,k,v,gate,up}_proj.weight=tp:S(0)", "--set", "**.{o,down}_proj.weight=tp:S(1)")
 """What `--tp-plan auto` finds for the layers, without the process that asks transformers."""
+
+
+SAFETENSORS = ("--serialization", "safetensors")
+
+
+def parse_safetensors(path):
+    """Header, with DCP's own JSON in it parsed too, and data; torch writes the strings of the header in any order."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    head = json.loads(raw[8 : 8 + length])
+    head["__metadata__"]["DCP_SHARDING_INFO"] = json.loads(head["__metadata__"]["DCP_SHARDING_INFO"])
+    return head, raw[8 + length :]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +83,7 @@ def written(llama_dir, tmp_path_factory):
     ckpt("shard", llama_dir, "shard-prefix", "--mesh", "dp_shard=2", "--prefix", "model.")
     ckpt("reshard", out / "shard-dp8", "reshard-dp8-to-dp2-tp2", "--mesh", "dp_shard=2,tp=2", *PLAN)
     ckpt("reshard", out / "shard-dp2-tp2", "reshard-dp2-tp2-to-dp3", "--mesh", "dp_shard=3")
+    ckpt("reshard", out / "shard-dp8", "hf-dp2-tp2", "--mesh", "dp_shard=2,tp=2", *PLAN, *SAFETENSORS)
     columns = "**.{q,k,v,o,gate,up,down}_proj.weight=dp_shard:S(1)"
     ckpt("reshard", out / "shard-dp8", "reshard-dp8-to-columns", "--mesh", "dp_shard=4", "--set", columns)
     return out
@@ -90,6 +104,9 @@ def loaded(written, llama_dir, tmp_path_factory, run_world, models):
         for axes in MESHES
     ]
     directory = tmp_path_factory.mktemp("loaded")
+    for case in cases:
+        if case["name"] == "hf-dp2-tp2@dp_shard2-tp2":  # loaded on the mesh that it was written for, and saved by torch
+            case["save"] = str(written / "by-torch")
     # The control: the comparison must notice when it is held against another model.
     save_model(models.llama(seed=5), directory / "other")
     cases.append(cases[1] | {"name": "control", "reference": str(directory / "other" / "model.safetensors")})
@@ -111,7 +128,19 @@ def test_dcp_load_control_of_another_model_is_noticed(loaded):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_safetensors_of_ranks_are_those_that_torch_writes(loaded, written):
+    ours, theirs = (sorted(written.joinpath(name).glob("*.safetensors")) for name in ("hf-dp2-tp2", "by-torch"))
+    assert [path.name for path in ours] == [path.name for path in theirs]
+    assert len(ours) == 4
+    for one, other in zip(ours, theirs, strict=True):
+        (head, data), (their_head, their_data) = parse_safetensors(one), parse_safetensors(other)
+        assert data == their_data
+        assert list(head) == list(their_head)  # tensors in the same order
+        assert head == their_head
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if not name.startswith("hf-")])
 def test_dcp_load_without_process_group_is_bitwise_equal(written, llama_dir, assert_same, name):
     expected = load_file(llama_dir / "model.safetensors")
     state = {fqn: torch.full_like(tensor, torch.nan) for fqn, tensor in expected.items()}

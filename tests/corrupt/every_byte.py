@@ -89,12 +89,20 @@ def hf_sharded(directory: Path) -> Path:
     return path
 
 
+def hf_sharded_with_manifest(directory: Path) -> Path:
+    """The same as `shard` writes it."""
+    source = write_model(directory / "model", _TENSORS, assets={"config.json": _CONFIG})
+    api.shard(source, directory / "run", mesh="dp_shard=2", serialization="safetensors", num_workers=1)
+    return directory / "run"
+
+
 LAYOUTS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "dcp-manifest": ("DCP written by ckpt", dcp_with_manifest),
     "dcp-bare": ("DCP written by ckpt, without its manifest", dcp_without_manifest),
     "dcp-stock": ("DCP written by `dcp.save`", stock),
     "hf-manifest": ("HF directory written by ckpt", hf_with_manifest),
     "hf-bare": ("HF directory without a manifest", hf_without_manifest),
+    "hf-sharded-manifest": ("HF-sharded written by ckpt", hf_sharded_with_manifest),
     "hf-sharded": ("HF-sharded, by DCP's `HuggingFaceStorageWriter`", hf_sharded),
 }
 

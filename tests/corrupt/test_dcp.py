@@ -128,7 +128,7 @@ def test_item_with_wrong_crc_on_purpose_is_found_by_the_digest(run: Path, refuse
     span, box = entry.chunks[0].span, entry.chunks[0].box
     frame = item_frame(entry.dtype, box.sizes)
     payload = content(frame.payload_nbytes, 77)
-    before, after = frame.seal(zlib.crc32(payload))
+    before, after = frame.before, frame.after(zlib.crc32(payload))
     raw = bytearray(path.read_bytes())
     raw[span.offset : span.offset + span.nbytes] = before + payload + after
     path.write_bytes(raw)
@@ -336,7 +336,7 @@ def test_metadata_renames_a_tensor_is_manifest_mismatch(run: Path, refuses) -> N
 def _item(dtype: str, sizes: tuple[int, ...]) -> bytes:
     frame = item_frame(BY_NAME[dtype], sizes)
     payload = content(frame.payload_nbytes)
-    before, after = frame.seal(zlib.crc32(payload))
+    before, after = frame.before, frame.after(zlib.crc32(payload))
     return before + payload + after
 
 

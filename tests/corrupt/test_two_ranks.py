@@ -73,8 +73,6 @@ def test_no_changed_name_passes_but_one_of_one_letter(saved: Path) -> None:
 def test_safetensors_of_dcp_are_read_as_the_refusal_says(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="SAFETENSORS") as caught:
         api.verify(saved / "safetensors")
-    assert "shard-0000<R+1>-model-00001-of-00001.safetensors" in str(caught.value.hint)
-    for rank in (0, 1):
-        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-        shutil.copyfile(saved / "safetensors" / f"__{rank}_0.distcp", tmp_path / name)
-    assert api.diff(tmp_path, saved / "flat").equal
+    assert "--from hf-sharded" in str(caught.value.hint)
+    api.reshard(saved / "safetensors", tmp_path / "items", mesh="dp_shard=2", format="hf-sharded")
+    assert api.diff(tmp_path / "items", saved / "flat").equal

@@ -31,9 +31,9 @@ def flat(value: object, prefix: str = "") -> Flat:
     return found
 
 
-def read(path: Path) -> Flat:
-    """What ckpt reads of a checkpoint."""
-    with open_path(str(path)) as opened:
+def read(path: Path, *, kind: str | None = None) -> Flat:
+    """What ckpt reads of a checkpoint, as `--from` says."""
+    with open_path(str(path), format=kind) as opened:
         reader = BytesReader(opened)
         return {
             entry.fqn: (getattr(torch, str(entry.dtype.torch_name)), entry.shape, bytes(reader.read(entry)))

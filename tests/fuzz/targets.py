@@ -266,7 +266,8 @@ def _item_seeds() -> tuple[bytes, ...]:
         return stream.getvalue()
 
     payload = bytes(range(24))
-    before, after = item_frame(BY_NAME["F32"], (2, 3)).seal(zlib.crc32(payload))
+    frame = item_frame(BY_NAME["F32"], (2, 3))
+    before, after = frame.before, frame.after(zlib.crc32(payload))
     return (
         before + payload + after,
         saved(torch.arange(6.0).reshape(2, 3)),

@@ -14,6 +14,9 @@ from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Mesh, Shard, cut_tensor
 from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.formats import dcp_placing, hf
+from ckpt_tools.formats.hf_sharded import describe_sharded
+from ckpt_tools.formats.hf_sharded_placing import place_sharded
+from ckpt_tools.formats.safetensors import File, parse_header
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.plan import FilePlan, Plan, blocks_of, chunk_index, group_by_tensor, plan_copies
 from ckpt_tools.moving.strides import byte_box, is_contiguous, start_of
@@ -164,6 +167,24 @@ def test_plan_for_hf_files_writes_every_byte_once_and_reads_inside_spans(data, s
             written = len(file.head) + sum(copy.nbytes for copy in file.copies)
             assert written == file.nbytes
     assert plan.total_bytes == sum(placed.files.values())
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(data=st.data(), shapes=shapes(), mesh=meshes())
+def test_safetensors_of_ranks_say_where_every_chunk_is(data, shapes, mesh) -> None:
+    tensors = [entry for entry in _entries(shapes) if entry.dtype.name != "F4"]
+    cells = {e.fqn: cut_tensor(e.shape, mesh, _placements(data.draw, mesh, e.shape)).cells for e in tensors}
+    placed, heads = place_sharded(tensors, cells)
+    assert [(entry.fqn, tuple(chunk.box for chunk in entry.chunks)) for entry in placed.tensors] == [
+        (entry.fqn, tuple(box for _, box in cells[entry.fqn])) for entry in tensors
+    ]
+    files = []
+    for name, head in heads.items():
+        header = parse_header(head[8:], file=name, file_nbytes=placed.files[name])  # data without holes, to the end
+        files.append(File(name=name, header_text=head[8:], header=header))
+    read = describe_sharded("", files)
+    assert {entry.fqn: entry for entry in read.tensors} == {entry.fqn: entry for entry in placed.tensors}
+    assert read.files == placed.files
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -15,10 +15,11 @@ functional = pytest.importorskip(
 )
 
 
-def gathered(directory, tensors, dtype="f32"):
+def gathered(directory, tensors, dtype="f32", model_type="llama"):
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
+    config = {"model_type": model_type, "quantization_config": {"quant_method": "bitsandbytes"}}
+    (directory / "config.json").write_text(json.dumps(config))
     out = directory.parent / "out"
     assert main(["gather", str(directory), str(out), "--dequantize", "--dtype", dtype, "-q"]) == 0
     return load_file(out / "model.safetensors")
@@ -38,6 +39,15 @@ def test_four_bits_are_what_bitsandbytes_computes_with(tmp_path, shape, kind, ne
     found = gathered(tmp_path / "hub", tensors)
     assert found.keys() == {"a.weight", "a.bias"}
     assert torch.equal(found["a.weight"], functional.dequantize_4bit(packed, state))
+
+
+def test_layers_of_gpt2_are_the_other_way_around(tmp_path):
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))  # a square: the shape would not show it
+    packed, state = functional.quantize_4bit(weight.T.contiguous(), blocksize=64, quant_type="nf4")  # as transformers
+    tensors = {"a.weight": packed}
+    tensors |= {f"a.weight.{name}": value.contiguous() for name, value in state.as_dict(packed=True).items()}
+    found = gathered(tmp_path / "hub", tensors, model_type="gpt2")
+    assert torch.equal(found["a.weight"], functional.dequantize_4bit(packed, state).T)
 
 
 def test_eight_bits_are_what_bitsandbytes_computes_with(tmp_path):

@@ -10,14 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ckpt_tools.cli import main
-from ckpt_tools.description.layout import Box
-from ckpt_tools.quantised.decoded import boxes_of_run
 from ckpt_tools.quantised.table import SCHEMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -205,15 +202,3 @@ def test_what_cannot_be_decoded_is_refused(tmp_path, capsys, stored, settings, w
 def test_scheme_has_a_row_on_the_page(scheme) -> None:
     page = (Path(__file__).parents[2] / "docs/concepts/formats.md").read_text(encoding="utf-8")
     assert f"| `{scheme.method}` |" in page
-
-
-@given(st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_runs_of_elements_are_these_boxes(shape, data) -> None:
-    numbers = torch.arange(int(torch.Size(shape).numel())).reshape(shape)
-    first = data.draw(st.integers(0, numbers.numel() - 1))
-    count = data.draw(st.integers(0, numbers.numel() - first))
-    boxes: list[Box] = list(boxes_of_run(tuple(shape), first, count))
-    parts = [numbers[tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))] for b in boxes]
-    found = [int(number) for part in parts for number in part.reshape(-1)]
-    assert found == list(range(first, first + count))
-    assert len(boxes) <= 2 * len(shape) + 1

@@ -66,7 +66,7 @@ def test_lightning_takes_the_name_of_the_modules_attribute(model, tmp_path) -> N
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"trainer": "verl"}, "pickled rank files"),
+        ({"trainer": "verl"}, "own rank files"),
         ({"trainer": "accelerate", "names": "hub"}, "--names hub is given"),
         ({"trainer": "accelerate", "prefix": "app."}, "--prefix app. is given"),
         ({"trainer": "torchtitan", "names": "live"}, "--names live is given"),

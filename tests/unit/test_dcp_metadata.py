@@ -7,7 +7,6 @@ import io
 import os
 import pathlib
 import pickle
-import shutil
 import struct
 import subprocess
 import sys
@@ -451,19 +450,17 @@ def test_parse_metadata_with_one_chunk_stored_twice_is_refused() -> None:
 
 
 def test_parse_metadata_of_safetensors_items_is_refused_by_name(tmp_path) -> None:
-    writer = dcp.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    writer = dcp.FileSystemWriter(tmp_path / "dcp", serialization_format=SerializationFormat.SAFETENSORS)
     weight = torch.arange(3.0)
     dcp.save({"w": weight}, storage_writer=writer, no_dist=True)
     with pytest.raises(UnreadableError, match=r"SAFETENSORS.*DCP cannot load it either") as caught:
-        parse_metadata((tmp_path / ".metadata").read_bytes())
+        parse_metadata((tmp_path / "dcp" / ".metadata").read_bytes())
     # The hint is followed and works; torch agrees about what it says.
-    assert "shard-0000<R+1>-model-00001-of-00001.safetensors" in (caught.value.hint or "")
-    (tmp_path / "copy").mkdir()
-    shutil.copy(tmp_path / "__0_0.distcp", tmp_path / "copy" / "shard-00001-model-00001-of-00001.safetensors")
-    api.gather(tmp_path / "copy", tmp_path / "model", allow_foreign_names=True)
+    assert "--from hf-sharded" in (caught.value.hint or "")
+    api.gather(tmp_path / "dcp", tmp_path / "model", format="hf-sharded", allow_foreign_names=True)
     assert torch.equal(load_file(tmp_path / "model" / "model.safetensors")["w"], weight)
     with pytest.raises(CheckpointException):
-        dcp.load({"w": weight}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"w": weight}, checkpoint_id=tmp_path / "dcp", no_dist=True)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +571,8 @@ def test_built_checkpoint_loads_with_stock_dcp(tmp_path) -> None:
         start = 0
         for part, file in zip(parts, files, strict=False):
             raw = bytes(part.reshape(-1).view(torch.uint8).tolist())
-            before, after = item_frame(BY_NAME[names[fqn]], tuple(part.shape)).seal(zlib.crc32(raw))
+            frame = item_frame(BY_NAME[names[fqn]], tuple(part.shape))
+            before, after = frame.before, frame.after(zlib.crc32(raw))
             span = ByteSpan(file=file, offset=len(files[file]), nbytes=len(before + raw + after))
             files[file] += before + raw + after
             offsets = (start, *[0] * (part.dim() - 1)) if part.dim() else ()

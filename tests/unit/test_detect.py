@@ -59,32 +59,51 @@ LAYOUTS = {
         "restore it",
     ),
     "verl-without-a-model": (("optim_world_size_2_rank_0.pt",), "without a model's", "restore the model's files"),
-    "deepspeed": (
-        (
-            *("latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt"),
-            "global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        ),
-        "a DeepSpeed checkpoint",
-        "python {path}/zero_to_fp32.py {path} NEW --safe_serialization",
+    "deepspeed-missing-tag": (
+        ("latest", "global_step5/mp_rank_00_model_states.pt"),
+        "the latest save is 'x', which is not here; here is global_step5",
+        "restore it",
     ),
-    "deepspeed-own-tag": (
-        ("latest", "mine/zero_pp_rank_0_mp_rank_00_model_states.pt", "mine/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        "a DeepSpeed checkpoint",
-        "python -m deepspeed.utils.zero_to_fp32 {path} NEW --safe_serialization",
+    "deepspeed-two-tags": (
+        ("step5/mp_rank_00_model_states.pt", "step7/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        "several saves of DeepSpeed's, and no file latest: step5, step7",
+        "pass the directory of one",
     ),
-    "deepspeed-without-latest": (
+    "deepspeed-without-a-model": (
         ("step7/zero_pp_rank_0_mp_rank_00_optim_states.pt",),
-        "a DeepSpeed checkpoint",
-        "--tag step7",
+        "a save without the model's file",
+        "restore it",
     ),
-    "deepspeed-without-zero": (
-        ("latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt"),
-        "a DeepSpeed checkpoint",
-        "the `module` of one file: pass {path}/global_step5/mp_rank_00_model_states.pt",
+    "deepspeed-tensor-parallel": (
+        ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
+        "a save with tensor parallelism",
+        "ds_to_universal.py",
     ),
-    "deepspeed-universal": (("latest_universal", "step5_universal/zero/w/fp32.pt"), "DeepSpeed", "universal form"),
-    "deepspeed-without-script": (("latest", "global_step5/zero_pp_rank_0.pt"), "DeepSpeed", "zero_to_fp32"),
-    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "torch.distributed.checkpoint"),
+    "deepspeed-pipeline": (
+        ("step7/layer_00-model_00-model_states.pt", "step7/mp_rank_00_model_states.pt"),
+        "a save with tensor parallelism, a pipeline or experts (layer_00-model_00",
+        "ds_to_universal.py",
+    ),
+    "deepspeed-experts": (
+        ("step7/layer_0_expert_1_mp_rank_00_model_states.pt", "step7/mp_rank_00_model_states.pt"),
+        "a save with tensor parallelism, a pipeline or experts (layer_0_expert_1",
+        "ds_to_universal.py",
+    ),
+    "deepspeed-two-saves": (
+        ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        "files of ZeRO's stage 3 and of another",
+        "move the files of one away",
+    ),
+    "deepspeed-two-dtypes": (
+        (
+            "mp_rank_00_model_states.pt",
+            *(f"{kind}zero_pp_rank_0_mp_rank_00_optim_states.pt" for kind in ("", "bf16_")),
+        ),
+        "two files of one rank",
+        "move the files of one away",
+    ),
+    "deepspeed-nothing-left": (("latest", "zero_to_fp32.py"), "the latest save is 'x'", "restore it"),
+    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "the files of all ranks"),
     "megatron-zarr": (
         ("common.pt", "metadata.json", "output_layer.weight/.zarray", "output_layer.weight/0.0"),
         "a checkpoint of Megatron's in zarr",
@@ -164,9 +183,9 @@ def test_layout_of_a_parent_hint_opens(tmp_path: Path) -> None:
 
 NESTED = {
     "trainer-deepspeed": (
-        ("checkpoint-9/latest", "checkpoint-10/latest", "checkpoint-10/global_step10/zero_pp_rank_0.pt"),
-        "checkpoint-10",
-        "a DeepSpeed checkpoint",
+        ("checkpoint-9/latest", "checkpoint-10/latest", "checkpoint-10/global_step10/mp_rank_00_model_states.pt"),
+        "",
+        "a directory of checkpoints",
     ),
     "killed-save": (("step-10/__0_0.distcp",), "step-10", "the save was killed"),
 }
@@ -177,7 +196,7 @@ def test_layout_in_a_directory_below_is_named_there(layout: str) -> None:
     files, child, what = NESTED[layout]
     with pytest.raises(UnreadableError, match=what) as caught:
         detect(dict.fromkeys(files, 1), path="run/")
-    assert caught.value.where == f"run/{child}"
+    assert caught.value.where == f"run/{child}".rstrip("/")
     assert caught.value.hint
 
 
@@ -216,7 +235,7 @@ FILES = {
     "model.safetensors": ("by the name of another kind", "--from torch"),
     "model_world_size_2_rank_0.pt": ("one rank's part", "pass the directory: {path}"),
     "pytorch_model_fsdp_0_rank1.bin": ("one rank's part", "pass the directory: {path}"),
-    "zero_pp_rank_0_mp_rank_00_optim_states.pt": ("a DeepSpeed checkpoint", "zero_to_fp32"),
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt": ("one rank's part", "pass the directory: {path}"),
 }
 
 

@@ -7,6 +7,7 @@ from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Mesh, Shard, cut_tensor
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats import dcp_placing, hf
+from ckpt_tools.formats.safetensors import data_order
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.plan import (
     Plan,
@@ -74,11 +75,13 @@ def test_plan_for_one_rank_of_rows_needs_one_source_file() -> None:
 
 def test_plan_for_safetensors_begins_behind_the_header() -> None:
     source = _source()
-    placed, heads = hf.place({"m.safetensors": list(source.tensors)})
+    placed, heads = hf.place({"m.safetensors": data_order(source.tensors)})
     plan = Plan(source, placed, heads)
     (file,) = plan.files
     assert file.head == heads["m.safetensors"]
-    assert [copy.offset for copy in file.copies] == [len(file.head), len(file.head) + 96]
+    first, second = (copy.source for copy in file.copies)
+    assert [first, second] == data_order(source.tensors)
+    assert [copy.offset for copy in file.copies] == [len(file.head), len(file.head) + first.nbytes]
     assert file.nbytes == plan.total_bytes == len(file.head) + 104
     assert plan.read_bytes == 104
 

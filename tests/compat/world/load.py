@@ -1,7 +1,8 @@
 """Load checkpoints with stock `dcp.load` into spread models. usage: CASES.json OUT.json
 
 A case has a name, a checkpoint, the full tensors it must give ("reference"), a nesting root ("" or "model") and
-the axes of the mesh to load on. The answer lists what went wrong on any rank, per name.
+the axes of the mesh to load on. With "save", DCP's HF writer writes there what was loaded. The answer lists what went
+wrong on any rank, per name.
 """
 
 import json
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from models import llama, spread
 from ranks import run_ranks
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -23,7 +25,14 @@ def load_case(case):
     model = spread(llama(seed=1), **case["axes"])
     expected = load_file(case["reference"])
     state = model.state_dict()
-    dcp.load({case["root"]: state} if case["root"] else state, checkpoint_id=case["checkpoint"])
+    items = Path(case["checkpoint"], ".metadata").exists()
+    reader = None if items else dcp.HuggingFaceStorageReader(case["checkpoint"])
+    where = {"checkpoint_id": case["checkpoint"]} if items else {"storage_reader": reader}
+    dcp.load({case["root"]: state} if case["root"] else state, **where)
+    if "save" in case:
+        writer = dcp.HuggingFaceStorageWriter(case["save"], save_distributed=True)
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        dcp.save(state, storage_writer=writer, planner=planner)
     wrong = sorted(state.keys() ^ expected.keys())
     for fqn, tensor in state.items():
         assert isinstance(tensor, DTensor), fqn

@@ -114,7 +114,8 @@ def item(shape: Sequence[int] = (2, 3), payload: bytes | None = None, dtype: str
         num_elems *= length
     raw = bytes(range(24)) * 100 if payload is None else payload
     raw = raw[: kind.num_bytes(num_elems)]
-    before, after = item_frame(kind, tuple(shape)).seal(zlib.crc32(raw))
+    frame = item_frame(kind, tuple(shape))
+    before, after = frame.before, frame.after(zlib.crc32(raw))
     return before + raw + after
 
 

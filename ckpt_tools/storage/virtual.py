@@ -1,0 +1,52 @@
+"""Files that nobody has written: what is in them is made while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from ckpt_tools.storage.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualFile:
+    """A file of a `VirtualSource`."""
+
+    nbytes: int
+    fill: Callable[[int, memoryview], None]
+    """Given an offset, fills a buffer with the bytes that begin there; from any thread."""
+
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """Return a file that holds `content`."""
+
+        def fill(offset: int, buffer: memoryview) -> None:
+            buffer[:] = content[offset : offset + len(buffer)]
+
+        return cls(len(content), fill)
+
+
+class VirtualSource(Source):
+    """The files of another source, and some beside them or in their place.
+
+    It shares everything else with the source below, which is the one to close.
+    """
+
+    def __init__(self, below: Source, files: Mapping[str, VirtualFile]) -> None:
+        self.__dict__.update(below.__dict__)  # descriptors, identities
+        self._below = below
+        self._files = files
+
+    def size(self, file: str) -> int:
+        """Return the size of a file, or what that of a virtual one would be."""
+        found = self._files.get(file)
+        return self._below.size(file) if found is None else found.nbytes
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of a file; see `Source`."""
+        found = self._files.get(file)
+        if found is None:
+            self._below.read_into(file, offset, buffer)
+        else:
+            found.fill(offset, buffer)
