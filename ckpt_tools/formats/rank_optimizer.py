@@ -22,11 +22,13 @@ from ckpt_tools.formats._torch_state import State, describe_state
 from ckpt_tools.formats.torch_value import build_value
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile
+from ckpt_tools.text import first_few
 
 ROOT = "optimizer"
 """Key of it in what ckpt writes and loads."""
 _FILES = (("model_world_size_", "optim_world_size_"), ("pytorch_model_fsdp_", "optimizer_"))
 """How the names of a model's files begin, and those of its optimizer's."""
+_KEYS = ("state", "param_groups")
 _Kind = tuple[tuple[int, ...], object]
 """Shape and `Piece.layout`: that of a parameter, and of the state that goes with it."""
 
@@ -105,11 +107,20 @@ def read_optimizer(
         blobs=blobs,
         virtual=virtual,
         sums=tuple(each for file in read.values() for each in file.sums),
-        notes=("the optimizer's parameters are numbered: taken in the model's order, into which they fit in one way",)
-        if named
-        else (),
+        notes=tuple(_notes(tensors, named, {strip_wrappers(fqn) for fqn, _ in kinds.values()})),
         unread=tuple(f"the optimizer's: {what}" for what in missing),
     )
+
+
+def _notes(tensors: Iterable[TensorEntry], named: Mapping[int, str], model: Collection[str]) -> Iterator[str]:
+    """Say where the names are from, and which of them the model does not have."""
+    if named:
+        yield "the optimizer's parameters are numbered: taken in the model's order, into which they fit in one way"
+    owners = (
+        strip_wrappers(str(entry.path[2])) for entry in tensors if entry.path[1] == "state" and len(entry.path) > 3
+    )
+    if others := [owner for owner in dict.fromkeys(owners) if owner not in model]:
+        yield f"the optimizer has state of parameters that the model's files do not have: {first_few(others, 4)}"
 
 
 def _file_of(model: str) -> str:
@@ -125,14 +136,17 @@ def _name(value: object, state: State, model: Mapping[str, _Kind]) -> dict[int, 
     Raises:
         UnreadableError: Nothing says which parameter a number is.
     """
-    listed = value.get("param_groups") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or (
+        value and not any(str(key).startswith(("state", "param_groups")) for key in value)
+    ):
+        raise UnreadableError("it is not in the form of torch's optimizers")
+    listed = value.get("param_groups")
     groups = [each for each in listed if isinstance(each, dict) and _numbers(each)] if isinstance(listed, list) else []
-    if not groups:
-        return {}
     held: dict[object, list[_Kind]] = {}
     for piece in state.pieces:
-        if piece.path[0] == "state" and piece.shape:
-            held.setdefault(piece.path[1], []).append((piece.shape, piece.layout))
+        if piece.path[0] == "state" and type(piece.path[1]) is int:
+            kinds = held.setdefault(piece.path[1], [])
+            kinds += [(piece.shape, piece.layout)] if piece.shape else []
     sharded = {fqn: kind for fqn, kind in model.items() if kind[1] is not None}
     found: dict[int, str] = {}
     for group in groups:
@@ -142,7 +156,7 @@ def _name(value: object, state: State, model: Mapping[str, _Kind]) -> dict[int, 
             own = _in_order([held.get(number, []) for number in numbers], sharded or model)
         found |= zip(numbers, own, strict=True)
     if len(set(found.values())) < sum(map(len, map(_numbers, groups))) or not held.keys() <= found.keys():
-        raise UnreadableError("two of its numbers would be one parameter of the model")
+        raise UnreadableError("its groups and its state do not have the same parameters, each once")
     return {number: strip_wrappers(fqn) for number, fqn in found.items()}
 
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice, product
 
 from ckpt_tools.description.checkpoint import (
     Asset,
@@ -25,7 +26,7 @@ from ckpt_tools.formats._json import MAX_JSON_BYTES, parse_json
 from ckpt_tools.formats._pickle_objects import MAX_PICKLE_BYTES
 from ckpt_tools.formats._rank_parts import Ranks, assemble, keep_one, misfit, missing_ranks
 from ckpt_tools.formats._torch_file import read_torch_file
-from ckpt_tools.formats._torch_pieces import Cut, Piece, cell
+from ckpt_tools.formats._torch_pieces import Cut, Piece, cell, show_path
 from ckpt_tools.formats._torch_state import State, describe_state
 from ckpt_tools.formats.file_names import is_hf_asset
 from ckpt_tools.formats.format import Format, Opened, Reader, read_document
@@ -40,6 +41,8 @@ from ckpt_tools.text import first_few
 
 _METADATA = "metadata.pkl"
 _VERSION = "2.0"
+MAX_RANKS = 1 << 16
+"""Ranks of a checkpoint."""
 _TORCH = "TorchSerialization"
 _SAFETENSORS = "SafetensorsSerialization"
 _OF_RANK_0 = re.compile(r"(?:.*[^0-9])?0\.(pt|safetensors)")
@@ -71,13 +74,8 @@ class _Item:
     """FQN → keys."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What a rank has of an item."""
-
-    state: State
-    values: Mapping[KeyPath, object] = field(default_factory=dict)
-    sums: tuple[tuple[ByteSpan, int], ...] = ()
+_Part = tuple[State, dict[KeyPath, object], tuple[tuple[ByteSpan, int], ...]]
+"""What a rank has of an item: tensors, what is no tensor, and recorded CRC-32s."""
 
 
 class TorchCheckpointing(Format):
@@ -117,16 +115,16 @@ class TorchCheckpointing(Format):
             if not kinds <= {_TORCH, _SAFETENSORS}:
                 unread.append(f"item {item.key!r}, of {first_few(sorted(kinds))}")
                 continue
-            parts = {rank: _read(source, item, rank) for rank, (name, _) in item.files.items() if name in files}
-            states = {rank: part.state for rank, part in parts.items() if part is not None}
-            if len(states) < len(parts):
+            read = {rank: _read(source, item, rank) for rank, (name, _) in item.files.items() if name in files}
+            parts = {rank: part for rank, part in read.items() if part is not None}
+            if len(parts) < len(read):
                 unread.append(f"item {item.key!r}, for which {_METADATA} has no places")
                 continue
-            stored, missing = _fit(item, states, world_size, path)
+            stored, missing = _fit(item, {rank: part[0] for rank, part in parts.items()}, path)
             unread += missing
             tensors += [replace(each, fqn=f"{item.key}.{each.fqn}", path=(item.key, *each.path)) for each in stored]
-            sums += [each for part in parts.values() if part is not None for each in part.sums]
-            values = [part.values for part in parts.values() if part is not None]
+            sums += [each for part in parts.values() for each in part[2]]
+            values = [part[1] for part in parts.values()]
             if len(set(map(repr, values))) > 1:
                 unread.append(f"values of item {item.key!r}, of which every rank has its own")
             elif values[0]:
@@ -169,9 +167,8 @@ def _read(source: Source, item: _Item, rank: int) -> _Part | None:
     """
     name, kind = item.files[rank]
     if kind == _SAFETENSORS:
-        return _Part(
-            state=State(pieces=[_piece(item, rank, entry, name) for entry in read_file(source, name).header.tensors])
-        )
+        tensors = read_file(source, name).header.tensors
+        return State(pieces=[_piece(item, rank, entry, name) for entry in tensors]), {}, ()
     file = read_torch_file(source, name)
     try:
         state = describe_state(file)
@@ -185,12 +182,10 @@ def _read(source: Source, item: _Item, rank: int) -> _Part | None:
     for piece in state.pieces if item.placed else ():
         placed = _placed(item, rank, piece.fqn, name)
         layout = (placed.sizes, placed.cuts)
-        is_whole = piece.layout is None and all(cut[0] == "Replicate" for cut in placed.cuts)
-        if (placed.shape, placed.dtype) != (piece.shape, piece.dtype.torch_name) or not (
-            is_whole or layout == piece.layout
-        ):
+        is_there = piece.layout == layout or (piece.layout is None and {cut[0] for cut in placed.cuts} == {"Replicate"})
+        if not is_there or (placed.shape, placed.dtype) != (piece.shape, piece.dtype.torch_name):
             raise UnreadableError(f"tensor {piece.fqn!r} is not where {_METADATA} says", where=name)
-    return _Part(state=state, values=values, sums=file.sums)
+    return state, values, file.sums
 
 
 def _placed(item: _Item, rank: int, fqn: str, name: str) -> _Placed:
@@ -203,27 +198,23 @@ def _placed(item: _Item, rank: int, fqn: str, name: str) -> _Placed:
 def _piece(item: _Item, rank: int, entry: TensorEntry, name: str) -> Piece:
     """Return the part of a tensor that lies in a safetensors file, whose place `metadata.pkl` alone says."""
     placed = _placed(item, rank, entry.fqn, name)
-    coordinate = []
-    place = placed.members.index(rank)
-    for size in reversed(placed.sizes):
-        place, at = divmod(place, size)
-        coordinate.append(at)
-    offsets, sizes = cell(placed.shape, placed.sizes, placed.cuts, tuple(reversed(coordinate)))
+    coordinate = next(islice(product(*map(range, placed.sizes)), placed.members.index(rank), None))
+    offsets, sizes = cell(placed.shape, placed.sizes, placed.cuts, coordinate)
     if entry.shape != sizes or entry.dtype.torch_name != placed.dtype:
-        what = (
-            f"tensor {entry.fqn!r} is {entry.dtype.name} {list(entry.shape)}, where its placement leaves {list(sizes)}"
-        )
+        found = f"{entry.dtype.name} {list(entry.shape)}"
+        what = f"tensor {entry.fqn!r} is {found}, where its placement leaves {placed.dtype} {list(sizes)}"
         raise UnreadableError(what, where=name)
-    chunks = (replace(entry.chunks[0], box=Box(offsets, sizes)),)
-    layout, highest = (placed.sizes, placed.cuts), max(placed.members)
     return Piece(
-        path=item.keys[entry.fqn], dtype=entry.dtype, shape=placed.shape, chunks=chunks, layout=layout, highest=highest
+        path=item.keys[entry.fqn],
+        dtype=entry.dtype,
+        shape=placed.shape,
+        chunks=(replace(entry.chunks[0], box=Box(offsets, sizes)),),
+        layout=(placed.sizes, placed.cuts),
+        highest=max(placed.members),
     )
 
 
-def _fit(
-    item: _Item, states: Mapping[int, State], world_size: int, path: str
-) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]:
+def _fit(item: _Item, states: Mapping[int, State], path: str) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]:
     """Return an item's tensors, and what is to be said of files that are not here.
 
     Raises:
@@ -232,8 +223,7 @@ def _fit(
     if not states:
         raise UnreadableError(f"no file of item {item.key!r} is here: {item.files[0][0]}", where=path)
     stored = assemble(states, path, item.placed or None)
-    ranks = Ranks(directory="", files={rank: item.files[rank][0] for rank in states}, world_size=world_size)
-    missing = missing_ranks(states, ranks, stored, path)
+    missing = missing_ranks(states, Ranks(directory="", files={}, world_size=len(item.files)), stored, path)
     if lost := item.placed.keys() - {entry.fqn for entry in stored}:
         raise misfit(path, f"no file has {first_few(sorted(lost))} of item {item.key!r}")
     return stored, missing
@@ -246,28 +236,25 @@ def _parse(value: object) -> tuple[dict[str, _Item], int]:
     match value:
         case {"version": str(version)} if version != _VERSION:
             raise UnreadableError(f"its version is {version!r}; ckpt reads {_VERSION!r}")
-        case {"metadata": dict(items), "world_size": int(world_size)}:
-            return {
-                key: _parse_item(key, each, world_size) for key, each in items.items() if isinstance(key, str)
-            }, world_size
+        case {"metadata": dict(items), "world_size": int(world_size)} if 0 < world_size <= MAX_RANKS:
+            return {str(key): _parse_item(str(key), each, world_size) for key, each in items.items()}, world_size
     raise UnreadableError("not what torch_checkpointing writes", hint="--from names the format of the other files")
 
 
 def _parse_item(key: str, value: object, world_size: int) -> _Item:
     match value:
         case {"nested_path_to_metadata": dict(paths), "rank_to_layout_info": dict(files)}:
-            if sorted(files) != list(range(world_size)):
+            if len(files) != world_size or not all(rank in files for rank in range(world_size)):
                 raise UnreadableError(f"item {key!r} has files of other ranks than 0 to {world_size - 1}")
-            keys = {}
+            keys: dict[str, KeyPath] = {}
             placed = {}
             for text, groups in paths.items():
                 found = parse_json(str(text).encode(), what="the path of a tensor", where=key, max_bytes=MAX_JSON_BYTES)
-                fqn = ".".join(map(str, found)) if isinstance(found, list) else ""
-                keys[fqn] = tuple(found) if isinstance(found, list) else ()
-                placed[fqn] = dict(_parse_places(fqn, groups))
-            return _Item(
-                key=key, files={rank: _file(key, rank, files[rank]) for rank in files}, placed=placed, keys=keys
-            )
+                own = tuple(found) if isinstance(found, list) else ()
+                keys[show_path(own)] = own
+                placed[show_path(own)] = dict(_parse_places(show_path(own), groups))
+            own_files = {rank: _file(key, rank, files[rank]) for rank in range(world_size)}
+            return _Item(key=key, files=own_files, placed=placed, keys=keys)
     raise UnreadableError(f"item {key!r} has no places and files")
 
 
@@ -285,7 +272,7 @@ def _parse_places(fqn: str, groups: object) -> Iterator[tuple[int, _Placed]]:
         match group:
             case {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": tuple(ranks)}:
                 placed = _parse_placed(data)
-                if placed is not None and set(ranks) <= set(placed.members):
+                if placed is not None and all(type(rank) is int for rank in ranks) and {*ranks} <= {*placed.members}:
                     yield from ((rank, placed) for rank in ranks)
                     continue
             case {"sharding_metadata": {"type": str(kind)}} if kind != "DTensorShardingMetadata":
@@ -301,15 +288,13 @@ def _parse_placed(data: object) -> _Placed | None:
             "mesh_spec": {"mesh_shape": tuple(sizes), "mesh_data": tuple(members)},
             "placements": list(placements),
         }:
-            cuts = tuple(map(_parse_cut, placements))
-            numbers = (*shape, *sizes, *members)
-            if all(type(n) is int and n >= 0 for n in numbers) and math.prod(sizes) == len(members) == len(
-                set(members)
-            ):
+            cuts = tuple(cut for cut in map(_parse_cut, placements) if cut is not None)
+            if not all(type(number) is int and number >= 0 for number in (*shape, *sizes, *members)):
+                return None
+            is_mesh = math.prod(sizes) == len(members) == len(set(members))
+            if is_mesh and len(cuts) == len(placements) == len(sizes) and is_possible_shape(shape):
                 kind = dtype.removeprefix("torch.")
-                if None not in cuts and len(cuts) == len(sizes) and is_possible_shape(shape):
-                    own = tuple(cut for cut in cuts if cut is not None)
-                    return _Placed(shape=tuple(shape), dtype=kind, sizes=sizes, members=members, cuts=own)
+                return _Placed(shape=tuple(shape), dtype=kind, sizes=sizes, members=members, cuts=cuts)
     return None
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from formats.saved import fake_rank, read
+from formats.saved import fake_rank, flat, read
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -158,7 +159,7 @@ def test_other_names_are_for_weights_alone(tmp_path: Path) -> None:
     save(tmp_path / "step", adamw)
     with pytest.raises(UsageError, match="only a model's weights can be named again") as caught:
         api.reshard(tmp_path / "step", tmp_path / "dcp", mesh="dp_shard=2", names="hub")
-    assert "--exclude 'optimizer.**'" in str(caught.value.hint)
+    assert "--exclude 'optimizer**'" in str(caught.value.hint)
 
 
 def test_parameter_without_state_keeps_its_number(tmp_path: Path) -> None:
@@ -216,6 +217,56 @@ def test_numbers_that_say_nothing_are_not_guessed(make: Make, words: str, tmp_pa
     result = api.reshard(tmp_path / "step", tmp_path / "dcp", mesh="dp_shard=2")
     assert any(words in note and "left out" in note for note in result.notes)
     assert not any("optimizer" in name for name in read(tmp_path / "dcp"))
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (lambda state: [state, state], "not in the form of torch's optimizers"),
+        (lambda state: {"main": state}, "not in the form of torch's optimizers"),
+        (lambda state: "pickled", "not in the form of torch's optimizers"),
+        (lambda state: {"state": state["state"]}, "do not have the same parameters"),
+        (lambda state: state | {"owner": torch.optim.AdamW}, "optimizer.owner holds an object"),
+        (lambda state: state | {"extra": (torch.ones(3),)}, "optimizer.extra holds an object, or a tensor in a tuple"),
+    ],
+)
+def test_other_forms_are_said_and_not_carried(form: Callable[[Any], object], words: str, tmp_path: Path) -> None:
+    save(tmp_path / "step", adamw)
+    rewrite(tmp_path / "step", form)
+    checked = api.verify(tmp_path / "step")
+    assert checked.findings == ()
+    assert any(words in what for what in checked.not_checked)
+    api.reshard(tmp_path / "step", tmp_path / "dcp", mesh="dp_shard=2")
+    assert not any("optimizer" in name for name in read(tmp_path / "dcp"))
+
+
+def rewrite(directory: Path, form: Callable[[Any], object]) -> None:
+    """Save the optimizer's files of both ranks in another form."""
+    for rank in range(2):
+        with fake_rank(rank, 2):
+            path = directory / f"optim_world_size_2_rank_{rank}.pt"
+            torch.save(form(torch.load(path, weights_only=False)), path)
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_states_with_names_need_no_guess(is_flat: bool, tmp_path: Path) -> None:
+    """As accelerate saves them, and as VeOmni does, with one key for every value."""
+
+    def form(state: dict[str, Any]) -> object:
+        owners = {name: state["state"][number] for number, name in enumerate(NAMES)}
+        if is_flat:
+            return {f"state.{name}.{key}": value for name, inner in owners.items() for key, value in inner.items()}
+        return {"state": {f"other.{name}": inner for name, inner in owners.items()}, "param_groups": []}
+
+    whole = save(tmp_path / "step", adamw)
+    rewrite(tmp_path / "step", form)
+    notes = api.reshard(tmp_path / "step", tmp_path / "dcp", mesh="dp_shard=2").notes
+    found = {name: value for name, value in read(tmp_path / "dcp").items() if name.startswith("optimizer.")}
+    root = "optimizer.state." if is_flat else "optimizer.state.other."
+    state = whole["optimizer"]["state"]
+    assert found == flat({root + name: state[number] for number, name in enumerate(NAMES)})
+    assert not any("numbered" in note for note in notes)
+    assert any("that the model's files do not have: other.embed.weight" in note for note in notes) != is_flat
 
 
 @pytest.mark.parametrize("make", [only_two, sgd_over_all])

@@ -166,6 +166,12 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "no file has more",
     ),
     "ranks": (lambda d: d.update(world_size=5), "files of other ranks than 0 to 4"),
+    "world": (lambda d: d.update(world_size=1 << 60, metadata={}), "not what torch_checkpointing writes"),
+    "names": (
+        lambda d: d["metadata"]["model"]["rank_to_layout_info"].update(a=None),
+        "files of other ranks than 0 to 3",
+    ),
+    "members": (lambda d: groups(d, "norm.weight")[0].update(ranks=([],)), "has no sound place"),
     "path": (
         lambda d: d["metadata"]["model"]["rank_to_layout_info"].update(
             {1: {"file_path": "../x.pt", "serialization_format": {"type": "TorchSerialization"}}}
