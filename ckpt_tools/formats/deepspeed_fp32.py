@@ -87,7 +87,7 @@ class DeepSpeedFp32(Format):
             _add_frozen(found, models)
         numbers = bytearray()
         made = found.ranks[0].file
-        tensors = [*_model(models, found, is_stage_3=bool(save.models))]
+        tensors = [*_model([] if save.parts else models, found, is_stage_3=bool(save.models))]
         tensors += _optimizer(found, source, f"{made}#numbers", numbers)
         blobs, virtual = build_items(f"{made}#options", dict(_options(found)))
         virtual[f"{made}#numbers"] = VirtualFile.of(bytes(numbers))

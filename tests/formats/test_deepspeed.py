@@ -182,7 +182,9 @@ def test_universal_form_without_its_model_says_what_it_lacks(sample, edit) -> No
     with pytest.raises(UnreadableError, match="mp_world_size is 2"):
         tensors(path)
     (path / "mp_rank_01_model_states.pt").write_bytes((path / MODEL).read_bytes())
+    edit(path / MODEL, lambda content: content["module"].update(half=torch.ones(2)))
     assert tensors(path)["model.count"][0] == torch.float32
+    assert "model.half" not in tensors(path)
     assert any("buffers, and dtypes" in text for text in api.verify(path).not_checked)
     flat_one = sample("zero3-bf16") / f"{TAG}_universal"
     for rank in range(3):
