@@ -166,10 +166,11 @@ def _check_serialization(options: ConvertOptions, *, use_dtensor: bool = False) 
         raise UsageError(what, hint="leave out one; --for plain is for scripts of your own")
 
 
-def _wrong_verb(what: str, instead: str, options: ShardingOptions) -> UsageError:
+def _wrong_verb(what: str, instead: str, options: ConvertOptions) -> UsageError:
     source, destination = (os.fspath(path) for path in (options.source, options.destination))
     mesh = "dp_shard=N" if options.mesh is None else options.mesh
-    return UsageError(what, where=source, hint=f"ckpt {instead} {source} {destination} --mesh {mesh}")
+    kind = "" if options.format is None else f" --from {options.format}"
+    return UsageError(what, where=source, hint=f"ckpt {instead} {source} {destination} --mesh {mesh}{kind}")
 
 
 @takes(GatherOptions)

@@ -13,5 +13,5 @@ def check_trainer(opened: Opened) -> Iterator[Finding]:
     """Yield what the trainer would look for in vain."""
     if not opened.format.loads_by_dcp:
         return
-    for name, what in missing_of_trainer(opened.checkpoint, opened.beside):
+    for name, what in (*opened.missing, *missing_of_trainer(opened.checkpoint, opened.beside)):
         yield Finding.warning("missing-part", name, what, "restore it, or take the model alone out: ckpt gather")

@@ -184,7 +184,8 @@ def _holder(entry: TensorEntry, seen: Counts) -> tuple[str, int | None]:
     for chunk in entry.chunks:
         box = chunk.box
         if all(o <= at < o + size for at, o, size in zip(place, box.offsets, box.sizes, strict=True)):
-            return chunk.span.file, rank_of_file(chunk.span.file)
+            file = chunk.span.file.rpartition("\0")[2]  # of one that nobody has written, what it is instead
+            return file, rank_of_file(file)
     return "", None
 
 

@@ -143,7 +143,8 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
     else:
         first = name_hub(model, assets, naming if naming.names == "hub" else Naming(), opened.resolve)
     check_left_out(first, model, opened)
-    notes += differences(first, opened, assets)
+    warnings = differences(first, opened, assets, notes)
+    notes += warnings
     once = tuple(entry for entry in first.checkpoint.tensors if entry.fqn not in first.aliases)
     second = name_live(replace(first.checkpoint, tensors=once), assets, naming, opened.resolve)
     whole = {middle: names[own] for middle, own in first.sources.items()}
@@ -196,27 +197,37 @@ def check_left_out(named: Named, model: Checkpoint, opened: Opened) -> None:
     check_copies(named, opened)
 
 
-def differences(named: Named, opened: Opened, assets: AssetList) -> tuple[str, ...]:
+def differences(named: Named, opened: Opened, assets: AssetList, notes: list[str]) -> tuple[str, ...]:
     """Say where config.json is not what the trainer notes of the model that was named anew; errors as `check_settings`.
+
+    That nothing was noted, so that config.json is believed, is added to `notes`.
 
     Raises:
         UsageError: The tensors are not what the names say.
     """
-    claim = claim_of(assets)
-    if claim is None or not named.apart:
+    claim = claim_of(assets) if named.apart and opened.format.keeps_order else None
+    if claim is None:
         return ()
+    found = dict(opened.settings) or _run_config(opened)
+    if not found:
+        notes.append(f"the step has no settings that ckpt reads: {CONFIG_NAME} was believed, heads and norms included")
+    return check_settings(found, claim.config)
+
+
+def _run_config(opened: Opened) -> dict[str, object]:
+    """Return the settings that Megatron-Bridge keeps, by Megatron-LM's names; {} where there are none to be read."""
     beside = next((source for source, asset in opened.assets if asset.file == _RUN_CONFIG), None)
-    if opened.settings or beside is None or not opened.format.keeps_order:
-        return check_settings(opened.settings, claim.config)
+    if beside is None:
+        return {}
     try:
         run = load_yaml(read_document(beside, _RUN_CONFIG, MAX_CONFIG_BYTES).decode(), full=True)
     except (ValueError, UnreadableError):
-        return (f"{_RUN_CONFIG} could not be read: what it says of the model was not held against config.json",)
+        return {}
     model = run.get("model") if isinstance(run, dict) else None
-    found = model if isinstance(model, dict) else {}
-    is_grouped = isinstance(found.get("num_query_groups"), int)
-    found |= {"group_query_attention": is_grouped, "norm_epsilon": found.get("layernorm_epsilon")}
-    return check_settings(found, claim.config)
+    if not isinstance(model, dict):
+        return {}
+    is_grouped = isinstance(model.get("num_query_groups"), int)
+    return {**model, "group_query_attention": is_grouped, "norm_epsilon": model.get("layernorm_epsilon")}
 
 
 def check_copies(named: Named, opened: Opened) -> None:

@@ -144,7 +144,7 @@ def gathering_job(
         naming = Naming(names="live")
     named = name_hub(model, beside, naming, opened.resolve)
     check_left_out(named, model, opened)
-    warnings = differences(named, opened, beside)
+    warnings = differences(named, opened, beside, notes)
     if named.note:
         notes.append(named.note)
     source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())

@@ -100,13 +100,13 @@ def find_save(source: Source, files: Mapping[str, int], path: str) -> Save:
     shown = first_few([each.rstrip("/") for each in sorted(saves)])
     save = next(iter(saves.values())) if len(saves) == 1 else None
     if "" not in saves:
-        named = [
-            read_document(source, name, 4096).decode(errors="replace").strip() for name in _LATEST if name in files
-        ]
-        save = next((saves[f"{tag}/"] for tag in named if f"{tag}/" in saves), None if named else save)
-        if named and save is None:
-            what = f"the latest save is {named[0]!r}, which is not here; here is {shown or 'no other'}"
-            raise UnreadableError(what, where=path, hint="restore it, or pass the directory of another")
+        name = next((name for name in _LATEST if name in files), None)
+        if name is not None:
+            named = read_document(source, name, 4096).decode(errors="replace").strip()
+            save = saves.get(f"{named}/")
+            if save is None:
+                what = f"{name} names {named!r}, which is not here; here is {shown or 'no other'}"
+                raise UnreadableError(what, where=path, hint="restore it, or pass the directory of another")
     if save is None:
         what = f"several saves of DeepSpeed's, and no file latest: {shown}" if saves else "no save of DeepSpeed's here"
         hint = "pass the directory of one" if saves else "restore the directory with mp_rank_… and zero_pp_rank_… files"
@@ -125,6 +125,22 @@ def find_save(source: Source, files: Mapping[str, int], path: str) -> Save:
 def content_of(file: TorchFile) -> Mapping[object, object]:
     """Return what a file holds: a dict of DeepSpeed's."""
     return file.value if isinstance(file.value, dict) else {}
+
+
+def integer_of(file: TorchFile, key: str, default: int) -> int:
+    """Return a number that a file says; -1 where there is something else."""
+    value = content_of(file).get(key, default)
+    return value if type(value) is int else -1
+
+
+def check_number(file: TorchFile, key: str, wanted: int, hint: str) -> None:
+    """Refuse a file that says another number.
+
+    Raises:
+        UnreadableError: It does.
+    """
+    if (said := integer_of(file, key, wanted)) != wanted:
+        raise UnreadableError(f"{key} is {said}, here are files of {wanted}", where=file.name, hint=hint)
 
 
 def read_files(source: Source, names: Mapping[int, str]) -> list[TorchFile]:

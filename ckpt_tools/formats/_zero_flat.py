@@ -84,7 +84,7 @@ class Rank:
 
     def add_state(self, file: TorchFile, group: Hashable, key: str, value: object) -> None:
         """Keep what the optimizer has of a group."""
-        flat = read_flat(file, value)
+        flat = read_flat(file, value) if group in self.masters else None
         if type(value) in (int, float) or (flat is not None and flat.shape == ()):
             self.numbers.setdefault(key, {})[group] = flat or value
         elif flat is not None and flat.num_elems >= self.masters[group].num_elems:
@@ -118,13 +118,13 @@ def read_rank(file: TorchFile) -> Rank:
         if flat is None or len(flat.shape) != 1:
             raise UnreadableError(f"the fp32 weights of group {group} are not one vector", where=file.name)
         found.masters[group] = flat
-    if not _is_shuffled(content.get("ds_config")):
+    if not is_shuffled(content.get("ds_config")):
         found.addresses = [_addresses(each, file) for each in _list(state.get("param_slice_mappings"))]
     found.paddings = [integers(each) for each in _list(state.get("param_alignment_paddings"))]
     base = state.get("base_optimizer_state" if stage < 3 else "optimizer_state_dict")
     groups = base.get("state") if isinstance(base, dict) else dict(enumerate(_list(base)))  # a list: elastic
     for group, states in groups.items() if isinstance(groups, dict) else ():
-        for key, value in states.items() if isinstance(states, dict) and group in found.masters else ():
+        for key, value in states.items() if isinstance(states, dict) else ():
             found.add_state(file, group, key if type(key) is str else "?", value)
     options = _list(base.get("param_groups")) if isinstance(base, dict) else []
     found.options = [each for each in options if isinstance(each, dict)]
@@ -134,8 +134,8 @@ def read_rank(file: TorchFile) -> Rank:
     return found
 
 
-def _is_shuffled(config: object) -> bool:
-    """Are the addresses not those of the order that parameters lie in? So DeepSpeed 0.19.8 writes them then."""
+def is_shuffled(config: object) -> bool:
+    """Do ranks not have what they say (`param_slice_mappings`)? So it is with DeepSpeed 0.19.8's round robin."""
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
 

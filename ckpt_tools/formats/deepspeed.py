@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import deepspeed_fp32
 from ckpt_tools.formats._zero_files import (
+    MERGE,
+    check_number,
     content_of,
     find_save,
+    integer_of,
     list_saves,
     open_save,
     plain_entry,
@@ -48,6 +51,7 @@ class DeepSpeed(Format):
         if save.models or save.universal:
             return deepspeed_fp32.FORMAT.open(source, files, path=path, manifest=manifest)
         (file,) = read_files(source, {0: save.model})
+        check_number(file, "mp_world_size", 1, MERGE)
         tensors = [plain_entry(piece, (name,)) for name, piece in read_pieces(file, "module").items()]
         if not tensors:
             raise UnreadableError("a save without the model's weights", where=save.model)
@@ -57,8 +61,12 @@ class DeepSpeed(Format):
         notes = [f"reads the weights that the trainer computes with ({first_few(list(dtypes))})"]
         unread = []
         if save.optimizers:
+            found, ranks = len(save.optimizers), integer_of(file, "dp_world_size", len(save.optimizers))
             notes[0] += f"; --from {deepspeed_fp32.FORMAT.name} reads the fp32 weights and the optimizer's state"
-            unread.append(f"the fp32 weights and the optimizer's state, in files of {len(save.optimizers)} ranks")
+            unread.append(
+                f"the fp32 weights and the optimizer's state, in files of {found}{f' of {ranks}' * (found != ranks)} "
+                f"ranks (--from {deepspeed_fp32.FORMAT.name})"
+            )
         return open_save(self, source, files, save, tensors, [file], notes, unread)
 
 

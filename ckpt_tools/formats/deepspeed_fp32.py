@@ -21,8 +21,10 @@ from ckpt_tools.formats._zero_files import (
     ALL_RANKS,
     MERGE,
     Save,
+    check_number,
     content_of,
     find_save,
+    integer_of,
     open_save,
     plain_entry,
     read_files,
@@ -37,6 +39,7 @@ from ckpt_tools.formats._zero_flat import (
     build_entry,
     find_runs,
     integers,
+    is_shuffled,
     read_flat,
     read_rank,
     read_shapes,
@@ -86,8 +89,8 @@ class DeepSpeedFp32(Format):
             unread.append(f"other state of the optimizer: {first_few(list(rest), 6)}")
         if len(models) > 1 and content_of(models[0]).get("buffer_names"):
             unread.append("the buffers of ranks above 0; those of rank 0 are read")
-        if save.parts:
-            unread.append("what only the model's own files have, such as buffers")
+        if save.parts or not models:
+            unread.append("what only the model's own files have: buffers, and dtypes of what was not trained")
         opened = open_save(self, source, files, save, tensors, [*models, *found.files], [found.note], unread)
         sizes = {name: file.nbytes for name, file in virtual.items() if file.nbytes}
         checkpoint = replace(opened.checkpoint, blobs=blobs, files={**opened.checkpoint.files, **sizes})
@@ -132,17 +135,14 @@ def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: s
             counts = first_few(sorted(map(str, rank.counts)))
             what = f"it is of stage {rank.stage} of ZeRO on {counts} ranks; here are files of {len(ranks)} ranks"
             raise UnreadableError(what, where=rank.file, hint=ALL_RANKS)
-    first = content_of(models[0])
-    for key, wanted, hint in (("dp_world_size", len(ranks), ALL_RANKS), ("mp_world_size", 1, MERGE)):
-        if (said := _integer(first, key, wanted)) != wanted:
-            raise UnreadableError(f"{key} is {said}, here are files of {wanted}", where=models[0].name, hint=hint)
-    groups = read_shapes(first.get("param_shapes"), models[0].name)
+    check_number(models[0], "dp_world_size", len(ranks), ALL_RANKS)
+    check_number(models[0], "mp_world_size", 1, MERGE)
+    groups = read_shapes(content_of(models[0]).get("param_shapes"), models[0].name)
     for other in models[1:]:
         shapes = read_shapes(content_of(other).get("param_shapes"), other.name)
         if [list(each.items()) for each in shapes] != [list(each.items()) for each in groups]:
             raise UnreadableError("its parameters are not those of rank 0", where=other.name, hint=ALL_RANKS)
-        if _integer(content_of(other), "global_steps") != _integer(first, "global_steps"):
-            raise UnreadableError("its step is not that of rank 0", where=other.name, hint=ALL_RANKS)
+        check_number(other, "global_steps", integer_of(models[0], "global_steps", 0), ALL_RANKS)
     return _Found(
         note=f"reads the fp32 weights of ZeRO's stage {stage}, of {len(ranks)} ranks",
         files=files,
@@ -169,21 +169,20 @@ def _add_frozen(found: _Found, models: Sequence[TorchFile]) -> None:
         found.flats |= {(number, name): rank.masters[0] for number, rank in enumerate(parts)}
 
 
-def _integer(content: Mapping[object, object], key: str, default: int = 0) -> int:
-    """Return a number of a file; -1 where there is something else."""
-    value = content.get(key, default)
-    return value if type(value) is int else -1
-
-
 # The universal form: a directory for every parameter, with a file for each of its states
 
 
 def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> _Found:
     rank = Rank(file=save.directory, stage=3 if save.models else 2)
     known = {}
-    if len(models) > 0 and not save.parts:  # otherwise these have their own parts
+    if models and not save.parts:  # otherwise these have parts of parameters
+        check_number(models[0], "mp_world_size", 1, "copy the model's files of all ranks beside it")
         groups = read_shapes(content_of(models[0]).get("param_shapes"), models[0].name)
         known = {name: shape for each in groups for name, shape in each.items()}
+    for model in models if save.model else ():
+        if integer_of(model, "dp_world_size", 2) != 1 and is_shuffled(content_of(model).get("ds_config")):
+            what = "made with round_robin_gradients, of which DeepSpeed's converter (0.19.8) takes the wrong elements"
+            raise UnreadableError(what, where=model.name, hint="pass the directory that it was made from")
     files = []
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parts in save.universal.items():
@@ -192,21 +191,18 @@ def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> 
         for key in sorted(parts, key="fp32".__ne__):
             file = read_torch_file(source, parts[key])
             files.append(file)
-            value = file.value.get("param") if isinstance(file.value, dict) else file.value
-            flat = read_flat(file, value)
+            is_flat = not isinstance(file.value, dict)  # of stage 3, with padding
+            value = file.value if is_flat else content_of(file).get("param")
             if key != "fp32" and name in shapes:
                 rank.add_state(file, name, key, value)
-            elif (
-                key != "fp32"
-                or flat is None
-                or fqn_problem(name)
-                or math.prod(known.get(name, flat.shape)) > flat.num_elems
-            ):
+                continue
+            flat = read_flat(file, value)
+            shape = known.get(name, () if flat is None or is_flat else flat.shape)
+            most = len(models) - 1 if is_flat else 0
+            is_whole = flat is not None and 0 <= flat.num_elems - math.prod(shape) <= most
+            if key != "fp32" or flat is None or not is_whole or fqn_problem(name) is not None:
                 raise UnreadableError(f"no whole parameter {name!r}", where=file.name, hint="convert it again")
-            elif save.models and name not in known:
-                raise UnreadableError(f"the model's file does not say the shape of {name!r}", where=file.name)
-            else:
-                rank.masters[name], shapes[name] = flat, known.get(name, flat.shape)
+            rank.masters[name], shapes[name] = flat, shape
     if lacking := [name for name in known if name not in shapes]:
         what = f"{len(lacking)} of {len(known)} parameters have no fp32 weights here: {first_few(lacking)}"
         raise UnreadableError(what, where=save.directory, hint="convert it again")

@@ -145,6 +145,8 @@ class Opened:
     """Tensors whose shape is not that of what they are parts of: they mean something in this checkpoint alone."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """What the trainer notes of the model, by its own names for it; empty where it is not known."""
+    missing: tuple[tuple[str, str], ...] = ()
+    """What its trainer would look for in vain: (name, what is wrong)."""
     single_names: int = 0
     """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
 

@@ -30,6 +30,8 @@ CONFIG_NAME = "metadata.json"
 """What makes a DCP directory a step of Megatron's."""
 _COMMON_NAME = "common.pt"
 """State that is not sharded: `args` of Megatron-LM's command line, the iteration, the optimizer's groups."""
+_COMMON_BLOB = "common_state/"
+"""Where newer ones keep it, inside of the DCP checkpoint."""
 _NEMO = "weights/"
 _BACKEND = ("torch_dist", 1)
 _MAX_CONFIG_BYTES = 1 << 16
@@ -62,8 +64,14 @@ class TorchDist(Dcp):
                 hint="--from dcp reads it as what torch.distributed.checkpoint wrote",
             )
         opened = super().open(source, files, path=path, manifest=manifest)
-        settings = _settings(source) if _COMMON_NAME in files else {}
-        return replace(opened, settings=settings, notes=(*opened.notes, *_notes(opened)))
+        notes = (*opened.notes, *_notes(opened))
+        if any(blob.fqn.startswith(_COMMON_BLOB) for blob in opened.checkpoint.blobs):
+            return replace(opened, notes=notes)
+        try:
+            return replace(opened, notes=notes, settings=_settings(source, files))
+        except UnreadableError as error:  # the weights do not need it
+            what = f"Megatron does not resume without it: {error.what}"
+            return replace(opened, notes=notes, missing=((_COMMON_NAME, what),))
 
 
 FORMAT: Format = TorchDist()
@@ -77,12 +85,15 @@ def _backend(source: Source) -> tuple[object, object] | None:
     return config["sharded_backend"], config.get("sharded_backend_version")
 
 
-def _settings(source: Source) -> dict[str, object]:
-    """Return the plain values of Megatron-LM's command line; its pickle is not run."""
-    try:
-        common = read_torch_file(source, _COMMON_NAME).value
-    except UnreadableError:  # the weights do not need it
-        return {}
+def _settings(source: Source, files: Mapping[str, int]) -> dict[str, object]:
+    """Return the plain values of Megatron-LM's command line; its pickle is not run.
+
+    Raises:
+        UnreadableError: The file is not there, or not what `torch.save` wrote.
+    """
+    if _COMMON_NAME not in files:
+        raise UnreadableError("no such file")
+    common = read_torch_file(source, _COMMON_NAME).value
     args = common.get("args") if type(common) is dict else None
     state = args.state if type(args) is Record else None
     values = state.items() if type(state) is dict else ()

@@ -35,6 +35,7 @@ _LEFT_OUT = (
 )
 """What only a quantised model has."""
 _Grid = tuple[int, int]
+_Weights = list[Mapping[str, object]]
 
 
 def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
@@ -62,11 +63,11 @@ def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:
 SCHEME = Scheme(method="compressed-tensors", find=_find_all)
 
 
-def _mappings(groups: object) -> list[Mapping[str, object]]:
+def _mappings(groups: object) -> _Weights:
     return [each for each in groups.values() if isinstance(each, Mapping)] if isinstance(groups, Mapping) else []
 
 
-def _find(tensors: Tensors, weights: list[Mapping[str, object]], read: ReadRun) -> Iterator[Quantised]:
+def _find(tensors: Tensors, weights: _Weights, read: ReadRun) -> Iterator[Quantised]:
     for fqn in tensors:
         stem, dot, leaf = fqn.rpartition(".")
         if leaf != "weight_scale":
@@ -84,12 +85,7 @@ def _find(tensors: Tensors, weights: list[Mapping[str, object]], read: ReadRun) 
 
 
 def _plain(
-    name: str,
-    scale: TensorEntry,
-    zero: TensorEntry | None,
-    tensors: Tensors,
-    weights: list[Mapping[str, object]],
-    read: ReadRun,  # noqa: ARG001 - as for packed ones
+    name: str, scale: TensorEntry, zero: TensorEntry | None, tensors: Tensors, weights: _Weights, _: ReadRun
 ) -> Quantised:
     entry = beside(tensors, name, of=scale.fqn)
     if entry.dtype.name not in ("F8_E4M3", "I8") or len(entry.shape) != 2:
@@ -118,12 +114,7 @@ def decode_plain(
 
 
 def _packed(
-    name: str,
-    scale: TensorEntry,
-    zero: TensorEntry | None,
-    tensors: Tensors,
-    weights: list[Mapping[str, object]],
-    read: ReadRun,
+    name: str, scale: TensorEntry, zero: TensorEntry | None, tensors: Tensors, weights: _Weights, read: ReadRun
 ) -> Quantised:
     packed, told = (beside(tensors, f"{name}_{part}", of=scale.fqn) for part in ("packed", "shape"))
     if packed.dtype.name != "I32" or len(packed.shape) != 2 or told.num_elems != 2:
@@ -177,7 +168,7 @@ def _decode_packed(
     return values
 
 
-def _grid(entry: TensorEntry, shape: tuple[int, ...], scale: TensorEntry, weights: list[Mapping[str, object]]) -> _Grid:
+def _grid(entry: TensorEntry, shape: tuple[int, ...], scale: TensorEntry, weights: _Weights) -> _Grid:
     """Return rows and columns that share a scale: what fits, and the config says."""
     rows, columns = shape
     if scale.num_elems == 1:

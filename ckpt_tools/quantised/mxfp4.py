@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32
+_Whole = tuple[TensorEntry, bool]
+"""What all scales are multiplied by, or (True) divided."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -50,45 +52,39 @@ def _quantised(fqn: str, blocks: TensorEntry, tensors: Tensors) -> Quantised:
     return Quantised(fqn=fqn, shape=(*outer, groups * _GROUP), stored=(blocks, scales), decode=decode, is_turned=True)
 
 
-def fp4(fqn: str, packed: TensorEntry, scale: TensorEntry, overall: tuple[TensorEntry, bool] | None) -> Quantised:
+def fp4(fqn: str, packed: TensorEntry, scale: TensorEntry, whole: _Whole | None) -> Quantised:
     """Return a weight that is stored as U8 [..., columns / 2].
 
     Args:
         fqn: Its name.
         packed: Its elements.
         scale: A scale for each group of a row.
-        overall: What scales are to be multiplied by, or (True) divided: one number, or one for each matrix.
+        whole: What scales are to be multiplied by, or (True) divided: one number, or one for each matrix.
 
     Raises:
         UnreadableError: They do not belong together.
     """
     *outer, half = packed.shape
-    group = _GROUP if overall is None else _GROUP // 2
+    group = _GROUP if whole is None else _GROUP // 2
     if packed.dtype.name != "U8" or not outer or 2 * half % group:
         shown = f"{packed.fqn!r} is {packed.dtype.name} {list(packed.shape)}"
         raise UnreadableError(f"{shown}, not 4-bit floats in groups of {group}")
-    kinds = ("U8", "F8_E8M0") if overall is None else ("F8_E4M3",)
+    kinds = ("U8", "F8_E8M0") if whole is None else ("F8_E4M3",)
     if scale.dtype.name not in kinds:
         raise UnreadableError(f"{scale.fqn!r} is {scale.dtype.name}, and should be {' or '.join(kinds)}")
     check_shape(scale, (*outer, 2 * half // group), of=packed)
     stored = [packed, scale]
-    if overall is not None:
-        stored.append(overall[0])
-        if overall[0].dtype.name != "F32" or overall[0].num_elems not in (1, prod(outer[:-1])):
-            shown = f"{overall[0].fqn!r} is {overall[0].dtype.name} {list(overall[0].shape)}"
+    if whole is not None:
+        stored.append(whole[0])
+        if whole[0].dtype.name != "F32" or whole[0].num_elems not in (1, prod(outer[:-1])):
+            shown = f"{whole[0].fqn!r} is {whole[0].dtype.name} {list(whole[0].shape)}"
             raise UnreadableError(f"{shown}, not one F32 for each matrix of {packed.fqn!r}")
-    decode = partial(_decode, packed, scale, group, overall)
+    decode = partial(_decode, packed, scale, group, whole)
     return Quantised(fqn=fqn, shape=(*outer, 2 * half), stored=tuple(stored), decode=decode)
 
 
 def _decode(
-    packed: TensorEntry,
-    scales: TensorEntry,
-    group: int,
-    overall: tuple[TensorEntry, bool] | None,
-    read: ReadRun,
-    first: int,
-    count: int,
+    packed: TensorEntry, scales: TensorEntry, group: int, whole: _Whole | None, read: ReadRun, first: int, count: int
 ) -> F32:
     import numpy as np
 
@@ -96,8 +92,8 @@ def _decode(
     content = read(packed, low * group // 2, (high - low) * group // 2)
     values = np.take(_pairs(), content, axis=0).reshape(-1, group)
     each = as_float32(read(scales, low, high - low), scales.dtype)
-    if overall is not None:
-        entry, is_divisor = overall
+    if whole is not None:
+        entry, is_divisor = whole
         of_all = as_float32(read(entry, 0, entry.num_elems), entry.dtype)
         matrices = np.arange(low, high) // (scales.num_elems // entry.num_elems)
         (np.divide if is_divisor else np.multiply)(each, of_all[matrices], out=each)

@@ -6,6 +6,7 @@ Words are streams of bits, the lowest first, whether or not a number ends where 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 WORD = 32
 _PARTS = (".qzeros", ".scales", ".g_idx")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|(?:word_)?embeddings?|wte|wpe)$")
 _OTHERS = (".act_scales", ".w_bf16_to_fp8_scale")
 _NOT_UNDONE = ("is_marlin_format", "rotation", "rotation_config")
 
@@ -94,6 +96,8 @@ def find_layers(what: str, tensors: Tensors, settings: Settings, parse: Parse, u
     extra = settings.get("extra_config")
     found = []
     for stem, weight in with_ending(tensors, ".qweight"):
+        if _EMBEDDING.search(stem):
+            raise UnreadableError(f"{weight.fqn!r} is a quantised embedding, whose layout ckpt does not know")
         zeros, scales = (beside(tensors, stem + part, of=weight.fqn) for part in _PARTS[:2])
         for entry, kinds in ((weight, ("I32",)), (zeros, ("I32",)), (scales, ("F16", "BF16", "F32"))):
             if entry.dtype.name not in kinds or len(entry.shape) != 2 or not entry.num_elems:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UsageError
 
 FP32 = "deepspeed-fp32"
 ZERO = [name for name, case in CASES.items() if case.stage]
@@ -97,7 +97,7 @@ def test_default_is_what_the_trainer_computes_with_and_says_so(samples: Path, tm
     assert main(["gather", str(path), str(tmp_path / "hf")]) == 0
     told = capsys.readouterr().err
     assert "reads the weights that the trainer computes with (BF16); --from deepspeed-fp32 reads the fp32" in told
-    assert "left out, the fp32 weights and the optimizer's state, in files of 2 ranks" in told
+    assert "left out, the fp32 weights and the optimizer's state, in files of 2 ranks (--from deepspeed-fp32)" in told
     assert "embed.weight = head.weight" in told
     module = torch.load(path / TAG / MODEL, weights_only=False) if "deepspeed" in sys.modules else None
     found = load_file(tmp_path / "hf" / "model.safetensors")
@@ -173,6 +173,55 @@ def test_universal_form_is_the_same(samples: Path, tmp_path: Path, case: str) ->
         tensors(above)
 
 
+def test_universal_form_without_its_model_says_what_it_lacks(sample, edit) -> None:
+    path = sample("zero2-bf16") / f"{TAG}_universal"
+    edit(path / MODEL, lambda content: content["param_shapes"][0].update({"up.bias": torch.Size([4])}))
+    with pytest.raises(UnreadableError, match="no whole parameter 'up"):  # a part, as tensor parallelism has it
+        tensors(path)
+    edit(path / MODEL, lambda content: content.update(mp_world_size=2))
+    with pytest.raises(UnreadableError, match="mp_world_size is 2"):
+        tensors(path)
+    (path / "mp_rank_01_model_states.pt").write_bytes((path / MODEL).read_bytes())
+    assert tensors(path)["model.count"][0] == torch.float32
+    assert any("buffers, and dtypes" in text for text in api.verify(path).not_checked)
+    flat_one = sample("zero3-bf16") / f"{TAG}_universal"
+    for rank in range(3):
+        (flat_one / PARTS.format(rank)).unlink()
+    with pytest.raises(UnreadableError, match="no whole parameter 'down"):
+        tensors(flat_one)
+
+
+def test_universal_form_of_a_round_robin_is_refused(sample, edit) -> None:
+    """DeepSpeed 0.19.8 makes it from the addresses that `zero2-round-robin` shows to be wrong."""
+    path = sample("zero2-bf16") / f"{TAG}_universal"
+    edit(path / MODEL, lambda content: content["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
+    with pytest.raises(UnreadableError, match="takes the wrong elements") as caught:
+        tensors(path)
+    assert "made from" in str(caught.value.hint)
+
+
+def test_part_of_tensor_parallelism_is_not_taken_for_the_model(sample, edit) -> None:
+    path = sample("zero2-bf16")
+    edit(path / TAG / MODEL, lambda content: content.update(mp_world_size=2))
+    with pytest.raises(UnreadableError, match="mp_world_size is 2") as caught:
+        tensors(path)
+    assert "ds_to_universal.py" in str(caught.value.hint)
+
+
+def test_latest_decides_and_nothing_else(sample) -> None:
+    path = sample("zero2-bf16")
+    (path / "latest").write_text(f"../{path.name}/{TAG}")
+    with pytest.raises(UnreadableError, match=r"which is not here; here is global_step2, global_step2_universal"):
+        tensors(path)
+    (path / "latest").write_text(f"{TAG}\r\n")
+    assert tensors(path)["up.bias"][0] == torch.bfloat16
+    (path / "latest").unlink()
+    assert "model.up.bias" in tensors(path)  # latest_universal
+    (path / "latest_universal").unlink()
+    with pytest.raises(UnreadableError, match="several saves"):
+        tensors(path)
+
+
 def test_step_of_the_trainers_has_it_inside(sample, tmp_path: Path, capsys) -> None:
     step = sample("zero3-bf16").rename(tmp_path / "checkpoint-2")
     for name in ("config.json", "trainer_state.json", "scheduler.pt", "zero_to_fp32.py"):
@@ -186,6 +235,9 @@ def test_step_of_the_trainers_has_it_inside(sample, tmp_path: Path, capsys) -> N
     assert api.verify(step).findings == ()
     with pytest.raises(UnreadableError, match="a directory of checkpoints"):
         tensors(tmp_path)
+    with pytest.raises(UsageError, match="already sharded") as caught:
+        api.shard(step, tmp_path / "no", mesh="dp_shard=2", format=FP32)
+    assert str(caught.value.hint).endswith(f"--mesh dp_shard=2 --from {FP32}")
 
 
 # Damage
@@ -330,7 +382,12 @@ EDITS = {
     "no shapes": ("zero2-bf16", MODEL, lambda c: c.update(param_shapes=None), "no param_shapes"),
     "model of another world": ("zero2-bf16", MODEL, lambda c: c.update(dp_world_size=[]), "dp_world_size is -1"),
     "tensor parallel": ("zero2-bf16", MODEL, lambda c: c.update(mp_world_size=2), "mp_world_size is 2"),
-    "model of another step": ("zero3-bf16", PARTS.format(1), lambda c: c.update(global_steps=5), "step is not that of"),
+    "model of another step": (
+        "zero3-bf16",
+        PARTS.format(1),
+        lambda c: c.update(global_steps=5),
+        "global_steps is 5",
+    ),
     "model with another order": (
         *("zero3-bf16", PARTS.format(2)),
         lambda c: c["param_shapes"][0].move_to_end("up.weight"),

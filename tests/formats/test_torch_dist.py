@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from safetensors.torch import load_file
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
-from ckpt_tools.errors import ForeignLayoutError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, ForeignLayoutError, UnreadableError, UsageError
+from ckpt_tools.formats.dcp_metadata import parse_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SAMPLES = Path(__file__).parent / "megatron"
@@ -221,7 +223,7 @@ def test_settings_that_config_json_contradicts_are_said_and_others_are_not(sampl
         ("model:\n  layernorm_zero_centered_gamma: true\n", "trained with layernorm_zero_centered_gamma"),
         ("model:\n  num_attention_heads: 4\n  num_query_groups: 4\n", "num_key_value_heads is 2"),
         ("model:\n  _target_: x.LlamaModelProvider\n  num_attention_heads: 4\n  num_query_groups: 2\n", None),
-        ("model: !!python/object/new:os.system [x]\n", "run_config.yaml could not be read"),
+        ("model: !!python/object/new:os.system [x]\n", "config.json was believed"),
     ],
 )
 def test_settings_of_megatron_bridge_are_held_against_config_json(text: str, what, sample, tmp_path) -> None:
@@ -229,9 +231,10 @@ def test_settings_of_megatron_bridge_are_held_against_config_json(text: str, wha
     Path(step, "common.pt").unlink()
     Path(step, "run_config.yaml").write_text(text)
     try:
-        said = api.gather(step, tmp_path / "hf", assets=hub).warnings
+        done = api.gather(step, tmp_path / "hf", assets=hub)
+        said = [one for one in (*done.warnings, *done.notes) if "config.json" in one]
     except UsageError as error:
-        said = (error.what,)
+        said = [error.what]
     assert [what in one for one in said] == [True] * (what is not None)
 
 
@@ -256,9 +259,46 @@ def test_common_state_is_not_run(sample, tmp_path) -> None:
 
     torch.save({"args": Attack()}, Path(step, "common.pt"))
     assert api.open_checkpoint(step).format == "torch-dist"
-    Path(step, "common.pt").write_bytes(b"x")
     assert main(["verify", step, "-q"]) == 0
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "pickle"])
+def test_common_state_that_megatron_cannot_load_is_a_finding_and_the_weights_are_read(damage, sample, tmp_path) -> None:
+    step, hub = sample("llama-0.16.1-tp2")
+    file = Path(step, "common.pt")
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes(content[:-100] if damage == "short" else content.replace(b"num_layers", b"num_layerz"))
+    (finding,) = api.verify(step).findings
+    assert (finding.code, finding.severity, finding.where) == ("missing-part", "warning", "common.pt")
+    api.gather(step, tmp_path / "hf", assets=hub)
+    assert is_same_model("llama", str(tmp_path / "hf"))
+
+
+def test_common_state_inside_of_the_checkpoint_is_looked_for_nowhere_else(tmp_path) -> None:
+    """As Megatron-core after 0.16 saves it: a ShardedObject."""
+    dcp.save({"w": torch.ones(2), "common_state/shard_0_1": {"iteration": 1}}, checkpoint_id=tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    assert api.verify(tmp_path).findings == ()
+
+
+@pytest.mark.parametrize("name", ["llama-0.15.3-dp2", "deepseek_v3-0.16.1-ep2-layers"])
+def test_metadata_with_changed_bytes_is_read_or_refused(name: str) -> None:
+    with zipfile.ZipFile(SAMPLES / f"{name}.zip") as archive:
+        sound = archive.read(".metadata")
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(150):
+        changed = bytearray(sound)
+        for _ in range(chance.randint(1, 3)):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        try:
+            parse_metadata(bytes(changed))
+        except CkptError:
+            refused += 1
+    assert refused > 50
 
 
 def test_damaged_item_is_found(sample) -> None:

@@ -297,3 +297,10 @@ def test_reading_does_not_import_torch(tmp_path: Path) -> None:
         "assert codes == [0, 0, 0], codes; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ}, stdout=subprocess.DEVNULL)
+
+
+def test_tensor_subclass_of_torchao_is_refused_with_what_makes_it_plain() -> None:
+    """Saved by torchao 0.18.0: quantize_(Sequential(Linear(32, 32)), Int8WeightOnlyConfig()), then torch.save."""
+    with pytest.raises(UnreadableError, match=r"0\.weight.*torchao\.quantization\.Int8Tensor") as caught:
+        api.open_checkpoint(Path(__file__).parent / "torchao-0.18.0-int8.bin")
+    assert "dequantize()" in str(caught.value.hint)

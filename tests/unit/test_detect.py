@@ -61,7 +61,7 @@ LAYOUTS = {
     "verl-without-a-model": (("optim_world_size_2_rank_0.pt",), "without a model's", "restore the model's files"),
     "deepspeed-missing-tag": (
         ("latest", "global_step5/mp_rank_00_model_states.pt"),
-        "the latest save is 'x', which is not here; here is global_step5",
+        "latest names 'x', which is not here; here is global_step5",
         "restore it",
     ),
     "deepspeed-two-tags": (
@@ -102,7 +102,7 @@ LAYOUTS = {
         "two files of one rank",
         "move the files of one away",
     ),
-    "deepspeed-nothing-left": (("latest", "zero_to_fp32.py"), "the latest save is 'x'", "restore it"),
+    "deepspeed-nothing-left": (("latest", "zero_to_fp32.py"), "latest names 'x'", "restore it"),
     "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "the files of all ranks"),
     "megatron-zarr": (
         ("common.pt", "metadata.json", "output_layer.weight/.zarray", "output_layer.weight/0.0"),

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from corrupt.attacks import described, destinations, documents, files, headers, names, pickles, saved, zips  # noqa: F401
+from corrupt.attacks import (  # noqa: F401
+    described,
+    destinations,
+    documents,
+    files,
+    headers,
+    megatron,
+    names,
+    pickles,
+    saved,
+    zips,
+)
 from corrupt.attacks.recipe import ALL, Case, Corpus, Recipe
 
 __all__ = ["ALL", "Case", "Corpus", "Recipe"]
