@@ -41,7 +41,7 @@ from ckpt_tools.text import first_few
 
 _METADATA = "metadata.pkl"
 _VERSION = "2.0"
-MAX_RANKS = 1 << 16
+_MAX_RANKS = 1 << 16
 """Ranks of a checkpoint."""
 _TORCH = "TorchSerialization"
 _SAFETENSORS = "SafetensorsSerialization"
@@ -242,7 +242,7 @@ def _parse(value: object) -> tuple[dict[str, _Item], int]:
     match value:
         case {"version": str(version)} if version != _VERSION:
             raise UnreadableError(f"its version is {version!r}; ckpt reads {_VERSION!r}")
-        case {"metadata": dict(items), "world_size": int(world_size)} if 0 < world_size <= MAX_RANKS:
+        case {"metadata": dict(items), "world_size": int(world_size)} if 0 < world_size <= _MAX_RANKS:
             return {str(key): _parse_item(str(key), each, world_size) for key, each in items.items()}, world_size
     raise UnreadableError("not what torch_checkpointing writes", hint="--from names the format of the other files")
 
