@@ -104,7 +104,9 @@ def _plan(
     at: dict[int, int] = {}
     for call, piece in pieces:
         chunk = piece.chunks[0]
-        named = places[chunk.span.file, chunk.span.offset, chunk.span.nbytes, chunk.box]
+        named = places.get((chunk.span.file, chunk.span.offset, chunk.span.nbytes, chunk.box))
+        if named is None:
+            raise UnreadableError(f"tensor {piece.fqn!r} is read as a part of another")
         fqn = piece.fqn if piece.fqn in named else named[0]
         own, box = call, Box((0,) * len(piece.shape), piece.shape)
         if piece.layout is not None:

@@ -240,6 +240,7 @@ class Safetensors(Format):
     name = "safetensors"
     found_by = "a single file"
     about = "one file: a model, an adapter or a part of one"
+    written_by = "`export-lora`"
     suffix = ".safetensors"
     is_file = True
     counterpart = "hf"

@@ -44,6 +44,7 @@ class TorchDist(Dcp):
     name = "torch-dist"
     found_by = "`.metadata` and a `metadata.json` that names the backend; also in `weights/`"
     about = "a step of Megatron-core, Megatron-Bridge or NeMo 2: [Megatron](../concepts/formats.md#megatron)"
+    written_by = ""
     keeps_order = True
 
     def detects(self, files: Mapping[str, int]) -> bool:

@@ -187,30 +187,30 @@ def import_verl():
     return real("verl.utils.checkpoint.fsdp_checkpoint_manager").FSDPCheckpointManager
 
 
-def as_verl(rank, world_size, directory, version):
+def shared(model, version, sizes):
+    """A model as verl shares it on a mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    manager = import_verl()
-    model = model_of(tied=world_size == 2)
     layers = model.model.layers
-    sizes = {2: {"fsdp": 2}, 4: {"ddp": 2, "fsdp": 2}}[world_size]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if version == 2:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    else:
-        strategy = ShardingStrategy.HYBRID_SHARD if world_size == 4 else ShardingStrategy.FULL_SHARD
-        policy = ModuleWrapPolicy({type(layers[0])})
-        model = FullyShardedDataParallel(
-            *(model,),
-            device_mesh=mesh,
-            device_id=torch.device("cpu"),
-            sharding_strategy=strategy,
-            auto_wrap_policy=policy,
-        )
+        return fully_shard(model, mesh=mesh)
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if len(sizes) > 1 else ShardingStrategy.FULL_SHARD,
+        auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}),
+    )
+
+
+def as_verl(rank, world_size, directory, version):
+    manager = import_verl()
+    model = shared(model_of(tied=world_size == 2), version, {2: {"fsdp": 2}, 4: {"ddp": 2, "fsdp": 2}}[world_size])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     logits = train(model, optimizer, schedule)
@@ -226,3 +226,40 @@ def as_verl(rank, world_size, directory, version):
 def test_verls_own_checkpoint_manager(world_size: int, version: int, tmp_path: Path) -> None:
     run_ranks(world_size, as_verl, tmp_path, version, timeout=120)
     judge(tmp_path, tmp_path / "global_step_2", tmp_path / "whole.pt", has_optimizer=version == 2)
+
+
+def as_verl_again(rank, world_size, directory, version):
+    """Resume with verl's own manager on another number of ranks."""
+    manager = import_verl()
+    model = model_of(tied=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model = shared(model, version, {"fsdp": world_size})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    config = {} if version == 2 else {"load_contents": ["model", "extra"]}
+    manager(model, optimizer, schedule, checkpoint_config=config).load_checkpoint(str(directory / "on-3/actor"))
+    assert schedule.last_epoch == 2
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(12).reshape(2, 6)).logits
+    whole = whole_of(model, optimizer)
+    if rank == 0:
+        torch.save({**whole, "logits": logits}, directory / "again.pt")
+
+
+@pytest.mark.skipif(VERL is None, reason="needs verl: pip install --no-deps --target DIR verl, and PYTHONPATH=DIR")
+@pytest.mark.parametrize("version", [2, 1])
+def test_verl_resumes_on_other_ranks_from_what_reshard_writes(version: int, tmp_path: Path) -> None:
+    run_ranks(2, as_verl, tmp_path, version, timeout=120)
+    done = api.reshard(tmp_path / "global_step_2", tmp_path / "on-3", mesh="dp_shard=3", trainer="verl")
+    assert bool(done.warnings) == (version == 1)
+    run_ranks(3, as_verl_again, tmp_path, version, timeout=120)
+    expected, found = (torch.load(tmp_path / name, weights_only=False) for name in ("whole.pt", "again.pt"))
+    assert torch.equal(found["logits"], expected["logits"])
+    assert flat(found["model"]) == flat(expected["model"])
+    if version == 2:
+        assert flat(found["optimizer"]["state"]) == flat(expected["optimizer"]["state"])
+        (group, *_), (wanted, *_) = found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"]
+        assert group["lr"] == wanted["lr"]

@@ -22,6 +22,8 @@ from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats._pickle_objects import parse_exactly
 from ckpt_tools.formats._pickle_writer import build_pickle
+from ckpt_tools.formats.rank_writer import plan_rank_file
+from ckpt_tools.storage.source import Source
 
 ROOT = Path(__file__).parent
 STATE = {
@@ -258,6 +260,15 @@ def test_whole_tensors_of_one_rank_are_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.rand(4, 2)}, tmp_path / "model_world_size_1_rank_0.pt")
     with pytest.raises(UnreadableError, match="without a mesh"):
         api.reshard(tmp_path, tmp_path.parent / "out", mesh="dp_shard=4", trainer="verl")
+
+
+def test_flat_parts_of_fsdp1_are_refused(tmp_path: Path) -> None:
+    """A file of LOCAL_STATE_DICT's: of what is read of it nothing is written as it was."""
+    save(tmp_path / "run", {"fsdp": 2})
+    with pytest.raises(UnreadableError, match="read as a part of another"):
+        plan_rank_file(
+            Source(str(tmp_path / "run")), "model_world_size_2_rank_0.pt", "x", rank=0, sizes=(2,), places={}
+        )
 
 
 def test_an_optimizer_that_is_not_read_is_said(tmp_path: Path) -> None:
