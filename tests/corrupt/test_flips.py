@@ -1,4 +1,4 @@
-"""Every single byte of a small checkpoint is damaged once: it is found, or it does not matter to anybody.
+"""Every byte of a small checkpoint, of items every third, is damaged once: it is found, or it does not matter to anybody.
 
 `gather` never makes wrong files of it, and what `verify` lets pass, stock torch loads with the very same values:
 dates, zip versions and file attributes, and the padding between and inside of items.
@@ -66,12 +66,12 @@ def _outcome(path: Path, out: Path) -> tuple[str, str]:
     return verdict, gathered
 
 
-def _flip_all(path: Path, name: str, root: Path, mask: int, *, passed=None) -> Counter[tuple[str, str]]:
+def _flip_all(path: Path, name: str, root: Path, mask: int, *, passed=None, step: int = 1) -> Counter[tuple[str, str]]:
     file, out = path / name, root / "out"
     intact = file.read_bytes()
     expected = files_of(root / "model")
     seen: Counter[tuple[str, str]] = Counter()
-    for offset in range(len(intact)):
+    for offset in range(0, len(intact), step):
         raw = bytearray(intact)
         raw[offset] ^= mask
         file.write_bytes(raw)
@@ -95,7 +95,7 @@ def test_every_flip_of_a_document_is_found(root: Path, name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("manifest", "mask"), [(True, 0x01), (False, 0x80)])
-def test_every_flip_of_an_item_is_found_or_harmless(root: Path, manifest: bool, mask: int) -> None:
+def test_flip_of_an_item_is_found_or_harmless(root: Path, manifest: bool, mask: int) -> None:
     run = shard_model(root, "dp_shard=2", TENSORS)
     spans = [
         chunk.span for e in api.open_checkpoint(run).tensors for chunk in e.chunks if chunk.span.file == "__1_0.distcp"
@@ -117,7 +117,7 @@ def test_every_flip_of_an_item_is_found_or_harmless(root: Path, manifest: bool, 
                 one, other = (value.view(torch.uint8) if value.dim() else value for value in load)
                 assert one.equal(other), f"byte {offset}"
 
-    seen = _flip_all(run, "__1_0.distcp", root, mask, passed=same_for_torch)
+    seen = _flip_all(run, "__1_0.distcp", root, mask, passed=same_for_torch, step=3)
     assert seen[("found", "refused")] > 0.5 * sum(seen.values())
     assert seen[("ok", "refused")] == 0
 
