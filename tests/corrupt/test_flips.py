@@ -1,4 +1,4 @@
-"""Every byte of a small checkpoint, of items every third, is damaged once: it is found, or it does not matter to anybody.
+"""Every byte of a small checkpoint, of items every third, is damaged: it is found, or it does not matter to anybody.
 
 `gather` never makes wrong files of it, and what `verify` lets pass, stock torch loads with the very same values:
 dates, zip versions and file attributes, and the padding between and inside of items.
