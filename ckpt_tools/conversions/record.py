@@ -39,7 +39,7 @@ def planned_files(job: Job) -> list[tuple[str, int]]:
     for file in job.opened.checkpoint.files:
         job.opened.source.size(file)  # the manifest names the sources as they were opened
     digests = _NoDigests()
-    frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if kind.in_items else {}
+    frames = dict.fromkeys(job.target.files, UNKNOWN_DIGEST) if kind.in_items or job.seals else {}
     manifest = manifest_bytes(manifest_of(job, {}, digests, assets, marker, frames), tensor_records(job, digests))
     documents = {name: len(content) for name, content in job.documents.items()}
     return written_files(job, assets, documents | {MANIFEST_NAME: manifest}, marker)

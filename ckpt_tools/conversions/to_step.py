@@ -173,7 +173,8 @@ def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trai
         return job
     if naming.own:
         raise UsageError(f"--map brings names of its own, and --for {trainer} those of {trainer}", hint="leave out one")
-    layout = layout_for(trainer, names=naming.names, prefix=options.prefix, source=opened.source.root)
+    gathered = f"OUT, after `ckpt gather {opened.source.root} OUT`"
+    layout = layout_for(trainer, names=naming.names, prefix=options.prefix, source=gathered)
     model, names = model_in(opened, "auto", [])
     origin, inside = opened.origin, set(names.values())
     if origin is not None:

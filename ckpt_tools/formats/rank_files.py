@@ -23,7 +23,7 @@ from ckpt_tools.formats.flat_ranks import read_rows, unflatten
 from ckpt_tools.formats.flat_shapes import Shapes
 from ckpt_tools.formats.format import Format, Opened, Reader
 from ckpt_tools.formats.frames import digest_frames
-from ckpt_tools.formats.manifest import Manifest
+from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.formats.rank_optimizer import read_optimizer
 from ckpt_tools.formats.steps import ROLES, Part, Step
 from ckpt_tools.formats.torch_save import list_tied, list_unread, read_state
@@ -93,7 +93,8 @@ class RankFiles(Format):
         optimizer = read_optimizer(source, beside, ranks, tensors, layouts, path)
         own = {**{name: files[name] for name in ranks.files.values()}, **optimizer.files}
         home = ranks.directory + _HUGGINGFACE
-        others = [name for name in files if name.startswith(ranks.directory) and name not in own]
+        known = {*own, MANIFEST_NAME, ranks.directory + MANIFEST_NAME}
+        others = [name for name in files if name.startswith(ranks.directory) and name not in known]
         if not any(name.startswith(home) for name in others):
             home = ranks.directory
         near = (name[len(home) :] for name in others if name.startswith(home))

@@ -107,8 +107,10 @@ MESHES = [
 def test_files_are_those_that_the_ranks_would_have_saved(before, after, mesh: str, tmp_path: Path) -> None:
     save(tmp_path / "run", before)
     save(tmp_path / "wanted", after)
+    planned = api.reshard(tmp_path / "run", tmp_path / "out", mesh=mesh, trainer="verl", dry_run=True)
     done = api.reshard(tmp_path / "run", tmp_path / "out", mesh=mesh, trainer="verl")
     assert done.verified
+    assert done.files == planned.files
     assert not done.warnings
     assert {file.name for file in (tmp_path / "out").iterdir()} - {"ckpt_manifest.json"} == {
         file.name for file in (tmp_path / "wanted").iterdir()

@@ -41,8 +41,10 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def test_torch_reads_what_gather_writes_and_every_record_holds(tmp_path: Path) -> None:
     state = a_model(tmp_path / "in")
+    planned = api.gather(tmp_path / "in", tmp_path / "out", to="torch", dry_run=True)
     done = api.gather(tmp_path / "in", tmp_path / "out", to="torch")
     assert done.verified
+    assert done.files == planned.files
     loaded = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
     mapped = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True, mmap=True)
     assert list(loaded) == list(mapped)
