@@ -142,8 +142,9 @@ def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: s
             counts = first_few(sorted(map(str, rank.counts)))
             what = f"it is of stage {rank.stage} of ZeRO on {counts} ranks; here are files of {len(ranks)} ranks"
             raise UnreadableError(what, where=rank.file, hint=ALL_RANKS)
-    check_number(models[0], "dp_world_size", len(ranks), ALL_RANKS)
-    check_number(models[0], "mp_world_size", 1, MERGE)
+    for model in models:
+        check_number(model, "dp_world_size", len(ranks), ALL_RANKS)
+        check_number(model, "mp_world_size", 1, MERGE)
     groups = read_shapes(content_of(models[0]).get("param_shapes"), models[0].name)
     for other in models[1:]:
         shapes = read_shapes(content_of(other).get("param_shapes"), other.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from corrupt.attacks import (  # noqa: F401
+    deepspeed,
     described,
     destinations,
     documents,
