@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, KeyPath, TensorEntry
 from ckpt_tools.description.layout import Box
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_values import PERSISTENT_ID, GlobalName, Record
 from ckpt_tools.formats._pickle_writer import build_pickle
 from ckpt_tools.formats._torch_file import TorchFile, read_torch_file
 from ckpt_tools.formats._torch_pieces import box_in, read_piece
-from ckpt_tools.formats._torch_state import REBUILD
+from ckpt_tools.formats._torch_state import MAX_DEPTH, MAX_VALUES, REBUILD
 from ckpt_tools.formats._torch_tensor import DENSE, FROM_TYPE, PLAIN_CALLS
 from ckpt_tools.formats.torch_zip import ArchiveFrame, archive_frame
 from ckpt_tools.storage.source import Source
@@ -138,8 +138,12 @@ def _coordinate(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _tensors(value: object) -> Iterator[tuple[KeyPath, Record]]:
     """Yield the calls that make the tensors which keys and indices lead to."""
     pending: list[tuple[KeyPath, object]] = [((), value)]
+    num_values = 0
     while pending:
         path, each = pending.pop()
+        num_values += 1
+        if num_values > MAX_VALUES or len(path) > MAX_DEPTH:  # as `describe_state`, which has read the file before
+            raise LimitError(f"more than {MAX_VALUES} values, or more than {MAX_DEPTH} containers in each other")
         pairs: Iterable[tuple[object, object]] = ()
         if isinstance(each, dict):
             pairs = each.items()
