@@ -15,7 +15,8 @@ from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.maps.mosaic import Mosaic, crop, lay_out, whole
+from ckpt_tools.maps.laying import lay_out
+from ckpt_tools.maps.mosaic import Mosaic, crop, whole
 from ckpt_tools.moving.boxes import BytesReader
 from ckpt_tools.moving.plan import check_complete
 

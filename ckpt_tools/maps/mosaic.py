@@ -14,11 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import mul
-from typing import NamedTuple
 
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
-from ckpt_tools.description.layout import Box, BoxIndex
+from ckpt_tools.description.layout import Box
 from ckpt_tools.description.tiling import check_tiling
 
 MAX_RUNS = 100_000
@@ -105,7 +103,7 @@ def join(parts: Sequence[Mosaic], dim: int) -> Mosaic:
             raise ValueError("tensors that are joined differ in shape or dtype")
         pieces += (replace(piece, box=_moved(piece.box, dim, length)) for piece in part.pieces)
         length += part.shape[dim]
-    return Mosaic(dtype=first.dtype, shape=_resized(first.shape, dim, length), pieces=tuple(pieces))
+    return Mosaic(dtype=first.dtype, shape=resized(first.shape, dim, length), pieces=tuple(pieces))
 
 
 def part_of(tensor: Mosaic, dim: int, start: int, length: int) -> Mosaic:
@@ -116,7 +114,7 @@ def part_of(tensor: Mosaic, dim: int, start: int, length: int) -> Mosaic:
     """
     if dim >= len(tensor.shape) or start < 0 or start + length > tensor.shape[dim]:
         raise ValueError("a tensor that is cut is too short")
-    window = Box(_resized((0,) * len(tensor.shape), dim, start), _resized(tensor.shape, dim, length))
+    window = Box(resized((0,) * len(tensor.shape), dim, start), resized(tensor.shape, dim, length))
     pieces = []
     for piece in tensor.pieces:
         inside = piece.box.intersect(window)
@@ -154,10 +152,10 @@ def unstack(tensor: Mosaic, dim: int) -> list[Mosaic]:
     for at in range(tensor.shape[dim]):
         layer = part_of(tensor, dim, at, 1)
         pieces = tuple(
-            replace(piece, box=_without_dim(piece.box, dim), axes=(*piece.axes[:dim], *piece.axes[dim + 1 :]))
+            replace(piece, box=without_dim(piece.box, dim), axes=(*piece.axes[:dim], *piece.axes[dim + 1 :]))
             for piece in layer.pieces
         )
-        found.append(Mosaic(dtype=tensor.dtype, shape=_without_at(tensor.shape, dim), pieces=pieces))
+        found.append(Mosaic(dtype=tensor.dtype, shape=without_at(tensor.shape, dim), pieces=pieces))
     return found
 
 
@@ -204,7 +202,7 @@ def flatten(tensor: Mosaic, dim: int, count: int) -> Mosaic:
         raise ValueError(f"a tensor has no {count} dims from {dim} on")
     run = _running(sizes)
     _check_runs(math.prod(sizes[:run]))
-    strides, end = _row_major(sizes), dim + run
+    strides, end = row_major(sizes), dim + run
     pieces = []
     for piece in tensor.pieces:
         offsets, lengths = piece.box.offsets, piece.box.sizes
@@ -231,19 +229,19 @@ def unflatten(tensor: Mosaic, dim: int, sizes: Sequence[int]) -> Mosaic:
         raise ValueError(f"a dim is not {' x '.join(map(str, sizes))} long")
     run = _running(sizes)
     _check_runs(math.prod(sizes[:run]))
-    strides = _row_major(sizes)
+    strides = row_major(sizes)
     pieces = []
     for piece in tensor.pieces:
         first, last = piece.box.offsets[dim], piece.box.offsets[dim] + piece.box.sizes[dim]
         while first < last:  # one run of the last of the new dims after another
             length = min(last, (first // sizes[run] + 1) * sizes[run]) - first
-            inside = Box(_resized(piece.box.offsets, dim, first), _resized(piece.box.sizes, dim, length))
+            inside = Box(resized(piece.box.offsets, dim, first), resized(piece.box.sizes, dim, length))
             at = [first // stride % size for stride, size in zip(strides, sizes, strict=True)]
             box = Box(
                 (*inside.offsets[:dim], *at, *inside.offsets[dim + 1 :]),
-                (*inside.sizes[:dim], *_resized((1,) * len(sizes), run, length), *inside.sizes[dim + 1 :]),
+                (*inside.sizes[:dim], *resized((1,) * len(sizes), run, length), *inside.sizes[dim + 1 :]),
             )
-            new_axes = _resized((STACKED,) * len(sizes), run, piece.axes[dim])
+            new_axes = resized((STACKED,) * len(sizes), run, piece.axes[dim])
             axes = (*piece.axes[:dim], *new_axes, *piece.axes[dim + 1 :])
             pieces.append(replace(_narrowed(piece, inside), box=box, axes=axes))
             first += length
@@ -277,9 +275,9 @@ def _every(tensor: Mosaic, dim: int, start: int, step: int, count: int) -> Mosai
             steps[axis] *= step
         elif last - first > 1:
             raise ValueError("a stacked dim cannot be regrouped")  # its pieces have one element: never with step > 0
-        box = Box(_resized(piece.box.offsets, dim, first), _resized(piece.box.sizes, dim, last - first))
+        box = Box(resized(piece.box.offsets, dim, first), resized(piece.box.sizes, dim, last - first))
         pieces.append(replace(piece, box=box, starts=tuple(starts), steps=tuple(steps)))
-    return Mosaic(dtype=tensor.dtype, shape=_resized(tensor.shape, dim, count), pieces=tuple(pieces))
+    return Mosaic(dtype=tensor.dtype, shape=resized(tensor.shape, dim, count), pieces=tuple(pieces))
 
 
 def invert(
@@ -341,132 +339,23 @@ def _inverted(fqn: str, piece: Piece) -> Iterator[Piece]:
         )
 
 
-def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Return the entry of a tensor: the chunks of what it is made of, seen through its pieces.
-
-    Args:
-        fqn: Its name.
-        mosaic: How it is put together.
-        sources: FQN → entry, with raw chunks; replicas count once.
-
-    Raises:
-        ValueError: A tensor of less than a byte per element is not taken whole.
-    """
-    entry = sources[mosaic.pieces[0].source] if mosaic.pieces else None
-    if entry is not None and mosaic.is_only(entry.shape):
-        return entry if entry.fqn == fqn else replace(entry, fqn=fqn, path=())
-    if mosaic.dtype.bits % 8:
-        raise ValueError(f"elements of {mosaic.dtype.name} do not begin at bytes")
-    indexes = {source: _index(sources[source]) for source in mosaic.sources}
-    views = [view for piece in mosaic.pieces for view in _lay(piece, indexes[piece.source])]
-    for dim in range(len(mosaic.shape) if len(views) > 1 else 0):
-        views = _merged(views, dim)
-    chunks = tuple(_chunk(view, mosaic.dtype) for view in views)
-    return TensorEntry(fqn=fqn, dtype=mosaic.dtype, shape=mosaic.shape, chunks=chunks)
-
-
-class _View(NamedTuple):
-    """Elements of a chunk, and where they are in the tensor that is put together."""
-
-    of: Chunk
-    box: Box
-    strides: tuple[int, ...]
-    position: int
-    """Of the first, in elements of the chunk."""
-
-
-def _merged(views: Sequence[_View], dim: int) -> list[_View]:
-    """Join views of one chunk that go on in each other along a dim, so that what was only reshaped is one again."""
-    groups: dict[tuple[object, ...], list[_View]] = defaultdict(list)
-    for view in views:
-        strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.strides, view.box.sizes, strict=True))
-        key = (view.of.span, _without_dim(view.box, dim), _without_at(strides, dim))
-        groups[key].append(view)
-    found = []
-    for group in groups.values():
-        last, *others = sorted(group, key=lambda view: view.box.offsets[dim])
-        for view in others:
-            length, step = last.box.sizes[dim], last.strides[dim]
-            if length == 1:
-                step = view.position - last.position
-            is_next = view.box.offsets[dim] == last.box.offsets[dim] + length
-            is_next = is_next and step > 0 and view.position == last.position + length * step
-            if is_next and (view.box.sizes[dim] == 1 or view.strides[dim] == step):
-                box = Box(last.box.offsets, _resized(last.box.sizes, dim, length + view.box.sizes[dim]))
-                last = last._replace(box=box, strides=_resized(last.strides, dim, step))
-            else:
-                found.append(last)
-                last = view
-        found.append(last)
-    return found
-
-
-def _index(entry: TensorEntry) -> BoxIndex[Chunk]:
-    distinct: dict[Box, Chunk] = {}
-    for one in entry.chunks:
-        distinct.setdefault(one.box, one)
-    return BoxIndex((one, box) for box, one in distinct.items())
-
-
-def _lay(piece: Piece, index: BoxIndex[Chunk]) -> Iterator[_View]:
-    counts = [1] * len(piece.starts)
-    for dim, axis in enumerate(piece.axes):
-        if axis != STACKED:
-            counts[axis] = piece.box.sizes[dim]
-    reach = tuple((count - 1) * step + 1 for count, step in zip(counts, piece.steps, strict=True))
-    for one, _ in index.overlaps(Box(piece.starts, reach)):
-        strides = one.strides or _row_major(one.box.sizes)
-        position = 0
-        begins, lengths = [], []
-        for axis, (start, step, count) in enumerate(zip(piece.starts, piece.steps, counts, strict=True)):
-            offset, size = one.box.offsets[axis], one.box.sizes[axis]
-            first = max(0, -(-(offset - start) // step))
-            last = min(count, -(-(offset + size - start) // step))
-            begins.append(first)
-            lengths.append(last - first)
-            position += (start + step * first - offset) * strides[axis]
-        if min(lengths, default=1) <= 0:
-            continue
-        sizes = tuple(1 if axis == STACKED else lengths[axis] for axis in piece.axes)
-        moved = (0 if axis == STACKED else begins[axis] for axis in piece.axes)
-        offsets = tuple(offset + by for offset, by in zip(piece.box.offsets, moved, strict=True))
-        seen = tuple(1 if axis == STACKED else strides[axis] * piece.steps[axis] for axis in piece.axes)
-        yield _View(one, Box(offsets, sizes), seen, position)
-
-
-def _chunk(view: _View, dtype: DType) -> Chunk:
-    """Return a view as a chunk; the CRC-32 of what it is of is its own when it is all of the bytes, in their order."""
-    one, box, strides, position = view
-    length = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-    plain = all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(box.sizes, strides, _row_major(box.sizes), strict=True)
-    )
-    span = ByteSpan(
-        file=one.span.file, offset=one.span.offset + dtype.num_bytes(position), nbytes=dtype.num_bytes(length)
-    )
-    return Chunk(
-        box=box,
-        span=span,
-        strides=None if plain else strides,
-        crc32=one.crc32 if plain and span == one.span else None,
-    )
-
-
-def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor, in elements."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
-def _resized(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
+def resized(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:
+    """Return `values` with another one at `dim`."""
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def _without_at(values: Sequence[int], dim: int) -> tuple[int, ...]:
+def without_at(values: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return `values` without the one at `dim`."""
     return (*values[:dim], *values[dim + 1 :])
 
 
 def _without(tensor: Mosaic, dim: int) -> tuple[int, ...]:
-    return _without_at(tensor.shape, dim)
+    return without_at(tensor.shape, dim)
 
 
 def _with_dim(box: Box, dim: int, at: int) -> Box:
@@ -476,12 +365,13 @@ def _with_dim(box: Box, dim: int, at: int) -> Box:
     )
 
 
-def _without_dim(box: Box, dim: int) -> Box:
-    return Box(_without_at(box.offsets, dim), _without_at(box.sizes, dim))
+def without_dim(box: Box, dim: int) -> Box:
+    """Return a box without one of its dims."""
+    return Box(without_at(box.offsets, dim), without_at(box.sizes, dim))
 
 
 def _moved(box: Box, dim: int, by: int) -> Box:
-    return Box(_resized(box.offsets, dim, box.offsets[dim] + by), box.sizes)
+    return Box(resized(box.offsets, dim, box.offsets[dim] + by), box.sizes)
 
 
 def _moved_piece(piece: Piece, dim: int, by: int) -> Piece:

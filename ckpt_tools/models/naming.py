@@ -17,7 +17,8 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, TensorMap
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.maps.convert import Converted, to_hub, to_live
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps, parse_key_maps
-from ckpt_tools.maps.mosaic import Mosaic, invert, lay_out, whole
+from ckpt_tools.maps.laying import lay_out
+from ckpt_tools.maps.mosaic import Mosaic, invert, whole
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected, load_table
 from ckpt_tools.models.config import CONFIG_NAME, config_in

@@ -9,7 +9,8 @@ from transformers import core_model_loading as loading
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box
-from ckpt_tools.maps.mosaic import Mosaic, lay_out, whole
+from ckpt_tools.maps.laying import lay_out
+from ckpt_tools.maps.mosaic import Mosaic, whole
 from ckpt_tools.maps.operations import UnknownOperationError, run
 
 I64 = BY_NAME["I64"]

@@ -10,6 +10,7 @@ from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Shard, cut_tensor, parse_mesh
 from ckpt_tools.maps import mosaic
+from ckpt_tools.maps.laying import lay_out
 from ckpt_tools.maps.mosaic import Mosaic
 
 DTYPE = BY_NAME["I32"]
@@ -39,7 +40,7 @@ def content(entry: TensorEntry, data: bytearray) -> np.ndarray:
     result = np.full(entry.shape, -1, np.int32)
     for chunk in entry.chunks:
         sizes = chunk.box.sizes
-        strides = chunk.strides or mosaic._row_major(sizes)
+        strides = chunk.strides or mosaic.row_major(sizes)
         assert chunk.span.nbytes == 4 * (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)))
         view = np.ndarray(sizes, np.int32, data, chunk.span.offset, tuple(4 * stride for stride in strides))
         where = tuple(slice(o, o + s) for o, s in zip(chunk.box.offsets, sizes, strict=True))
@@ -107,14 +108,14 @@ def test_mosaic_of_any_steps_holds_what_numpy_makes_and_leads_back(data) -> None
     for _ in range(data.draw(st.integers(0, 4))):
         parts = steps(data.draw, parts)
     made = {f"m{at}": tensor for at, (tensor, _) in enumerate(parts)}
-    laid = {fqn: mosaic.lay_out(fqn, tensor, entries) for fqn, tensor in made.items()}
+    laid = {fqn: lay_out(fqn, tensor, entries) for fqn, tensor in made.items()}
     for entry, (_, array) in zip(laid.values(), parts, strict=True):
         assert entry.shape == array.shape
         np.testing.assert_array_equal(content(entry, raw), array)
     back, copies = mosaic.invert(made, dict.fromkeys(arrays, SHAPE))
     assert not copies
     for fqn, array in arrays.items():
-        np.testing.assert_array_equal(content(mosaic.lay_out(fqn, back[fqn], laid), raw), array)
+        np.testing.assert_array_equal(content(lay_out(fqn, back[fqn], laid), raw), array)
 
 
 def test_mosaic_without_an_element_has_no_way_back() -> None:
@@ -132,8 +133,8 @@ def test_mosaic_keeps_the_checksums_of_chunks_that_are_seen_whole() -> None:
         "b": stored("b", np.ones(SHAPE, np.int32), 0, 1, raw),
     }
     whole = {fqn: mosaic.whole(fqn, DTYPE, SHAPE) for fqn in entries}
-    joined = mosaic.lay_out("c", mosaic.join(list(whole.values()), 0), entries)
+    joined = lay_out("c", mosaic.join(list(whole.values()), 0), entries)
     assert [chunk.crc32 for chunk in joined.chunks] == [0, 0]
     halves = mosaic.chunk(whole["a"], 0, 2)
-    laid = [chunk for half in halves for chunk in mosaic.lay_out("h", half, entries).chunks]
+    laid = [chunk for half in halves for chunk in lay_out("h", half, entries).chunks]
     assert [chunk.crc32 for chunk in laid] == [None, None]

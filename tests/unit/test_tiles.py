@@ -10,6 +10,7 @@ from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Blocks, Box
 from ckpt_tools.formats.digest import digest_block, digest_tensor
 from ckpt_tools.maps import mosaic
+from ckpt_tools.maps.laying import lay_out
 from ckpt_tools.moving.execute import scan
 from ckpt_tools.moving.plan import blocks_at_once, blocks_of, buffer_bytes
 from ckpt_tools.moving.read import Buffers, read_blocks
@@ -63,7 +64,7 @@ CASES = {
 def test_blocks_together_are_what_they_are_one_by_one(stored, case) -> None:
     source, entries, arrays = stored
     build, formula = CASES[case]
-    entry = mosaic.lay_out("t", build(entries), entries)
+    entry = lay_out("t", build(entries), entries)
     expected = np.ascontiguousarray(formula(arrays["a"], arrays["b"])).tobytes()
     assert b"".join(bytes(content) for _, content in read_blocks(entry, source)) == expected
     blocks, start, digests = blocks_of(entry, BF16), 0, bytearray()
@@ -78,7 +79,7 @@ def test_blocks_together_are_what_they_are_one_by_one(stored, case) -> None:
 def test_rows_are_read_whole_for_blocks_that_share_them(stored, monkeypatch, case, most) -> None:
     """A transposed matrix at once; of one with every second element first, 2000 rows twice, not every element."""
     source, entries, _ = stored
-    entry = mosaic.lay_out("t", CASES[case][0](entries), entries)
+    entry = lay_out("t", CASES[case][0](entries), entries)
     sizes = []
     read_into = type(source).read_into
 
@@ -95,7 +96,7 @@ def test_rows_are_read_whole_for_blocks_that_share_them(stored, monkeypatch, cas
 @pytest.mark.parametrize("case", list(CASES))
 def test_memory_is_what_the_plan_says(stored, case, monkeypatch) -> None:
     source, entries, _ = stored
-    entry = mosaic.lay_out("t", CASES[case][0](entries), entries)
+    entry = lay_out("t", CASES[case][0](entries), entries)
     taken: dict[int, int] = {}
     get = Buffers.get
 
@@ -113,7 +114,7 @@ def test_tensors_in_order_are_read_block_by_block(stored) -> None:
     _, entries, _ = stored
     assert blocks_at_once(entries["a"]) == 1
     rows = mosaic.regroup(mosaic.whole("a", BF16, entries["a"].shape), 0, 4, 250, 2)
-    assert blocks_at_once(mosaic.lay_out("t", rows, entries)) == 1
+    assert blocks_at_once(lay_out("t", rows, entries)) == 1
 
 
 def test_rows_of_blocks_make_boxes() -> None:
