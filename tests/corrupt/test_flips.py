@@ -86,6 +86,7 @@ def _flip_all(path: Path, name: str, root: Path, mask: int, *, passed=None, step
     return seen
 
 
+@pytest.mark.full(but=["ckpt_manifest.json"])
 @pytest.mark.parametrize("name", [".metadata", "ckpt_manifest.json"])
 def test_every_flip_of_a_document_is_found(root: Path, name: str) -> None:
     run = shard_model(root, "dp_shard=2", TENSORS)

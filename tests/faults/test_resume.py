@@ -99,7 +99,7 @@ def shard(server: Server, world: Path) -> Runs:
     return Runs(server, world, "shard")
 
 
-@pytest.mark.full(but=["gather"])
+@pytest.mark.full
 def test_resume_after_a_kill_at_any_write_continues(runs, case):
     kept, continued = [], 0
     for nth in range(1, 2000, 4):

@@ -379,6 +379,7 @@ def cut_packed(rank, world_size, path, dim):
     return model.weight.to_local()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dim", [0, 1])
 def test_packed_matrices_are_loaded_as_the_ranks_have_them(tmp_path, dim):
     weight = torch.arange(144.0).reshape(12, 12)
